@@ -1,4 +1,5 @@
-"""The compiled part of the package: without a compiler the installation succeeds, and ranks of one machine talk over Gloo."""
+"""The compiled part of the package: without a compiler the installation succeeds, and ranks of one machine
+talk over Gloo."""
 
 from glob import glob
 

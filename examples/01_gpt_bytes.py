@@ -28,7 +28,8 @@ WARMUP = 20  # steps
 class Bytes(Dataset[dict[str, Tensor]]):
     """The source files of the standard library, one after another, cut into samples of `LENGTH` bytes.
 
-    x: int64 [LENGTH]; y: int64 [LENGTH], the byte that follows each of x. Every tenth file is held out of training.
+    x: int64 [LENGTH]; y: int64 [LENGTH], the byte that follows each of x. Every tenth file is held out of
+        training.
     """
 
     def __init__(self, train: bool) -> None:
@@ -57,7 +58,9 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (
+            each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -81,7 +84,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens [batch, length] -> logits [batch, length, vocabulary]."""
 
-    def __init__(self, vocabulary: int = 256, width: int = 128, blocks: int = 4, heads: int = 4, length: int = LENGTH) -> None:
+    def __init__(
+        self, vocabulary: int = 256, width: int = 128, blocks: int = 4, heads: int = 4, length: int = LENGTH
+    ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(length, width)
@@ -141,5 +146,9 @@ job = ml.Job(
     steps=STEPS,
     clip_grad_norm=1.0,
     tokens_per_sample=LENGTH,
-    evaluate=ml.Evaluate(held_out, {"loss": loss, "bits per byte": lambda model, batch: loss(model, batch) / math.log(2)}, every=100),
+    evaluate=ml.Evaluate(
+        held_out,
+        {"loss": loss, "bits per byte": lambda model, batch: loss(model, batch) / math.log(2)},
+        every=100,
+    ),
 )

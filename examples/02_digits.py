@@ -4,7 +4,8 @@
     meshloom train  examples/02_digits.py --plan dp=4,sync_batch_norm=true
     meshloom verify examples/02_digits.py --plan dp=4,sync_batch_norm=true
 
-Batch norm makes the samples of a batch depend on each other: by default each replica normalises with its own samples,
+Batch norm makes the samples of a batch depend on each other: by default each replica normalises with its own
+samples,
 and with sync_batch_norm=true all replicas normalise with all of them, as one device would.
 """
 
@@ -20,7 +21,8 @@ import meshloom as ml
 
 
 class Digits(Dataset[dict[str, Tensor]]):
-    """1797 digits, of which every fifth is held out. image: float [1, 8, 8] from 0 to 1; digit: int64, 0 to 9."""
+    """1797 digits, of which every fifth is held out. image: float [1, 8, 8] from 0 to 1; digit: int64, 0 to
+    9."""
 
     def __init__(self, train: bool) -> None:
         digits = load_digits()

@@ -1,4 +1,5 @@
-"""Data parallelism in numbers: 64 samples on four replicas are 4 x 16, and the mean of their gradients is one device's.
+"""Data parallelism in numbers: 64 samples on four replicas are 4 x 16, and the mean of their gradients is one
+device's.
 
 python examples/03_data_parallel.py         # prints the numbers below, on simulated devices
 meshloom train examples/03_data_parallel.py --plan dp=4
@@ -60,7 +61,9 @@ def main() -> None:
         before = copy.deepcopy(models[0])
         for batch in trainer.batches():
             print("Gradient of the weight of a linear layer with three inputs.\n")
-            gradients = [weight_gradient(model, chunk.data) for model, chunk in zip(models, batch.chunks, strict=True)]
+            gradients = [
+                weight_gradient(model, chunk.data) for model, chunk in zip(models, batch.chunks, strict=True)
+            ]
             for rank, (chunk, gradient) in enumerate(zip(batch.chunks, gradients, strict=True)):
                 show(f"rank {rank}, its {chunk.samples} samples", gradient)
             total = torch.stack(gradients).sum(0)
@@ -70,7 +73,8 @@ def main() -> None:
             whole = [torch.cat(parts) for parts in zip(*(chunk.data for chunk in batch.chunks), strict=True)]
             single = weight_gradient(before, whole)
             show(f"one device, all {len(whole[0])} samples", single)
-            torch.testing.assert_close(total / 4, single, rtol=1e-5, atol=1e-6)  # float32: the 64 samples are added in another order
+            # float32: the 64 samples are added in another order
+            torch.testing.assert_close(total / 4, single, rtol=1e-5, atol=1e-6)
 
             trainer.step(batch)
         print("\nThe weight before and after the step.\n")
@@ -78,10 +82,16 @@ def main() -> None:
         show("one device, after", before.weight.flatten() - LEARNING_RATE * single)
         for rank, model in enumerate(models):
             show(f"rank {rank}, after", model.weight)
-        identical = all(torch.equal(a, b) for model in models for a, b in zip(model.parameters(), models[0].parameters(), strict=True))
+        identical = all(
+            torch.equal(a, b)
+            for model in models
+            for a, b in zip(model.parameters(), models[0].parameters(), strict=True)
+        )
         if not identical:
             raise SystemExit("The replicas differ, which they never should.")
-        torch.testing.assert_close(models[0].weight.flatten(), before.weight.flatten() - LEARNING_RATE * single, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            models[0].weight.flatten(), before.weight.flatten() - LEARNING_RATE * single, rtol=1e-5, atol=1e-6
+        )
         print("\nAll replicas hold bit-identical parameters, equal to the single device's up to rounding.")
 
 

@@ -1,9 +1,11 @@
-"""A training loop of one's own: `batches()` gives this process its share of the data, `step` returns the global mean loss.
+"""A training loop of one's own: `batches()` gives this process its share of the data, `step` returns the
+global mean loss.
 
     python examples/04_own_loop.py                                      # four replicas simulated in this process
     torchrun --nproc-per-node 4 examples/04_own_loop.py                 # four processes
 
-The loop stops when the loss on held-out samples has stopped falling. Every process takes the same decisions, because
+The loop stops when the loss on held-out samples has stopped falling. Every process takes the same decisions,
+because
 `step` and `evaluate` return the same number on all of them.
 """
 
@@ -53,7 +55,10 @@ def main() -> None:
                 continue
             held_out_loss = trainer.evaluate()["loss"]
             if trainer.world.main:  # one process prints
-                print(f"step {trainer.next_step:4}   loss {train_loss:.4f}   held out {held_out_loss:.4f}", flush=True)
+                print(
+                    f"step {trainer.next_step:4}   loss {train_loss:.4f}   held out {held_out_loss:.4f}",
+                    flush=True,
+                )
             best, patience = (held_out_loss, 3) if held_out_loss < best else (best, patience - 1)
             if not patience:
                 break

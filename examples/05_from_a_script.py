@@ -3,7 +3,8 @@
     python examples/05_from_a_script.py                             # runs both and compares their losses
     meshloom train examples/05_from_a_script.py --plan dp=2         # the new one, on several devices
 
-The script has a model, data, a loss and an optimizer, as every script does. They stay as they are; the loop around them
+The script has a model, data, a loss and an optimizer, as every script does. They stay as they are; the loop
+around them
 (`zero_grad`, `backward`, `step`) becomes a `Job` that says which is which.
 """
 
@@ -46,7 +47,7 @@ def train_on_one_device() -> list[float]:
 
 # --- After: the same pieces, named.
 
-import meshloom as ml  # noqa: E402  (stands here to show what is added)
+import meshloom as ml  # noqa: E402
 
 
 def mean_squared_error(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -78,7 +79,8 @@ def main() -> None:
     for step, losses in enumerate(zip(before, *after, strict=True)):
         print(f"{step:4}{losses[0]:12.6f}" + "".join(f"{value:22.6f}" for value in losses[1:]))
     for losses in after:
-        torch.testing.assert_close(losses, before, rtol=1e-4, atol=0.0)  # float32, sums in another order, 15 steps of AdamW
+        # float32, sums in another order, 15 steps of AdamW
+        torch.testing.assert_close(losses, before, rtol=1e-4, atol=0.0)
     print("\nThe losses are the same up to rounding.")
 
 

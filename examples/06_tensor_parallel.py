@@ -3,8 +3,9 @@
     python examples/06_tensor_parallel.py         # prints all of it, on simulated devices
     meshloom verify examples/06_tensor_parallel.py --plan tp=2 --devices cpu --dtype float64
 
-The first half splits Y = X W by hand, by columns and by rows of W, and then lets meshloom take the same step. The second half is an ordinary
-model under `tp=2`: what every rank holds of it, what is sent, and that the losses are those of one device.
+The first half splits Y = X W by hand, by columns and by rows of W, and then lets meshloom take the same step.
+The second half is an ordinary model under `tp=2`: what every rank holds of it, what is sent, and that the
+losses are those of one device.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from meshloom.verify.run import verify
 
 LEARNING_RATE = 0.5
 X = torch.tensor([[1.0, 2.0, 0.0, 1.0], [0.0, 1.0, 3.0, 2.0]])  # 2 samples, 4 features
-W = torch.tensor([[1.0, 0.0, 2.0, 1.0], [0.0, 1.0, 1.0, 0.0], [2.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 2.0]])  # 4 in, 4 out
-D_Y = torch.tensor([[1.0, 0.0, 0.0, 2.0], [0.0, 1.0, 1.0, 0.0]])  # what backward brings: the loss's gradient for Y
+# 4 in, 4 out
+W = torch.tensor([[1.0, 0.0, 2.0, 1.0], [0.0, 1.0, 1.0, 0.0], [2.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 2.0]])
+# what backward brings: the loss's gradient for Y
+D_Y = torch.tensor([[1.0, 0.0, 0.0, 2.0], [0.0, 1.0, 1.0, 0.0]])
 
 
 # --- One product, by hand.
@@ -58,9 +61,12 @@ def by_columns() -> list[Tensor]:
 
 
 def by_rows() -> list[Tensor]:
-    """W_0 above W_1, X = [X_0 | X_1]: every rank computes a part of a sum. Returns the gradients of W_0 and W_1."""
+    """W_0 above W_1, X = [X_0 | X_1]: every rank computes a part of a sum. Returns the gradients of W_0 and
+    W_1."""
     parts, inputs = W.chunk(2, dim=0), X.chunk(2, dim=1)
-    print("\nSplit by rows: W_0 above W_1, and X = [X_0 | X_1]. The inner dimension is divided, so Y is a sum.\n")
+    print(
+        "\nSplit by rows: W_0 above W_1, and X = [X_0 | X_1]. The inner dimension is divided, so Y is a sum.\n"
+    )
     sums = [x @ part for x, part in zip(inputs, parts, strict=True)]
     for rank, y in enumerate(sums):
         show(f"rank {rank}: X_{rank} W_{rank}  (a part of a sum)", y)
@@ -104,8 +110,12 @@ product_job = ml.Job(
 
 def step_of(split: str, gradients: list[Tensor]) -> None:
     """One step with W pinned to a split; every rank's new part is its old one minus its own gradient."""
-    print(f"  The same step by meshloom under tp=2, W pinned to {split}: W_i - {LEARNING_RATE} dW_i / {len(X)} samples.")
-    with ml.Trainer(product_job, ml.Plan(tp=2, tp_placements={"weight": split}), devices="simulated") as trainer:
+    print(
+        f"  The same step by meshloom under tp=2, W pinned to {split}: W_i - {LEARNING_RATE} dW_i / {len(X)} samples."
+    )
+    with ml.Trainer(
+        product_job, ml.Plan(tp=2, tp_placements={"weight": split}), devices="simulated"
+    ) as trainer:
         for batch in trainer.batches():
             trainer.step(batch)
         for rank, (replica, before, gradient) in enumerate(
@@ -113,7 +123,8 @@ def step_of(split: str, gradients: list[Tensor]) -> None:
         ):
             after = replica.model.weight.detach().T
             show(f"meshloom, rank {rank}: W_{rank} after a step of SGD", after)
-            torch.testing.assert_close(after, before - LEARNING_RATE * gradient / len(X), rtol=0.0, atol=0.0)  # small whole numbers: exact
+            # small whole numbers: exact
+            torch.testing.assert_close(after, before - LEARNING_RATE * gradient / len(X), rtol=0.0, atol=0.0)
 
 
 # --- A transformer on two devices: the model and its loss know nothing of ranks.
@@ -131,7 +142,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
@@ -191,23 +205,35 @@ def transformer() -> None:
         for name, parameter in whole.named_parameters():
             if not name.startswith("blocks.1"):
                 shapes = [str(list(part[name].shape)) for part in parts]
-                print(f"  {name:<34}{list(parameter.shape)!s:<12}" + "".join(f"{shape:<12}" for shape in shapes))
+                print(
+                    f"  {name:<34}{list(parameter.shape)!s:<12}" + "".join(f"{shape:<12}" for shape in shapes)
+                )
         sizes = [sum(each.numel() for each in part.values()) for part in parts]
-        print(f"  {'elements in all':<34}{sum(each.numel() for each in whole.parameters()):<12}" + "".join(f"{size:<12}" for size in sizes))
+        print(
+            f"  {'elements in all':<34}{sum(each.numel() for each in whole.parameters()):<12}"
+            + "".join(f"{size:<12}" for size in sizes)
+        )
         print("\nWhat was chosen, and what a chunk sends.\n")
         part = trainer.replicas[0].engine.division.first
         account = text_of(account_of(part, costs(part.choice.layout.program)))
-        print("\n".join(f"  {line}" for line in account.splitlines() if not line.startswith("Whole: ")))  # norms and biases, and why
+        # norms and biases, and why
+        print("\n".join(f"  {line}" for line in account.splitlines() if not line.startswith("Whole: ")))
         after = [trainer.step(batch) for batch in trainer.batches()]
     before = losses_under("dp=1")
     print("\nstep   one device         tp=2")
     for step, (one, two) in enumerate(zip(before, after, strict=True)):
         print(f"{step:4}{one:13.6f}{two:13.6f}")
-    torch.testing.assert_close(after, before, rtol=1e-4, atol=0.0)  # float32, sums in another order, three steps of AdamW
-    print("\nThe losses are the same up to rounding. Gradients, norm and updated parameters, compared in float64:\n", flush=True)
+    # float32, sums in another order, three steps of AdamW
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=0.0)
+    print(
+        "\nThe losses are the same up to rounding. Gradients, norm and updated parameters, compared in float64:\n",
+        flush=True,
+    )
     report = verify(job, ml.Plan(tp=2), devices="simulated", steps=1, dtype=torch.float64)
     if not report.passed:
-        raise SystemExit("The plan differs from one device. Run: meshloom verify examples/06_tensor_parallel.py --plan tp=2")
+        raise SystemExit(
+            "The plan differs from one device. Run: meshloom verify examples/06_tensor_parallel.py --plan tp=2"
+        )
     print_report(report, Console(width=120))
 
 

@@ -3,10 +3,13 @@
     python examples/07_own_operator.py                                        # divides the loss over 2 and 3 devices, and shows how
     meshloom verify examples/07_own_operator.py --plan tp=2 --devices simulated
 
-SwiGLU is written here as an operator of `torch.library`, the way a fused kernel is. Nothing in it says what its dims mean, so without
-a rule every device gathers its inputs and computes all of it. The rule `b* f, b* f -> b* f` says: two tensors with the same dims, any
-number of leading ones and features, and a result with them too; a device that has some of the features of both computes those of
-the result. It is written like an einsum; docs/rules.md has the rules of torch's own operators in the same form.
+SwiGLU is written here as an operator of `torch.library`, the way a fused kernel is. Nothing in it says what
+its dims mean, so without
+a rule every device gathers its inputs and computes all of it. The rule `b* f, b* f -> b* f` says: two tensors
+with the same dims, any number of leading ones and features, and a result with them too; a device that has
+some of the features of both computes those of
+the result. It is written like an einsum; docs/rules.md has the rules of torch's own operators in the same
+form.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""A model in two parts on two devices: what each holds, what travels between them, and how much faster it can become.
+"""A model in two parts on two devices: what each holds, what travels between them, and how much faster it can
+become.
 
     python examples/08_layers_on_devices.py       # prints all of it: on simulated devices, and timed on two CPU processes
     meshloom verify examples/08_layers_on_devices.py --plan pp=2,microbatches=4,cuts=second --devices cpu
 
-f(x) = second(first(x)) reads handwritten digits. Under pp=2 rank 0 has `first` and rank 1 has `second`: activations go forward, their
-gradients come back, and each rank updates its own part. With microbatches both compute at the same time.
+f(x) = second(first(x)) reads handwritten digits. Under pp=2 rank 0 has `first` and rank 1 has `second`:
+activations go forward, their gradients come back, and each rank updates its own part. With microbatches both
+compute at the same time.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def digits() -> TensorDataset:
     """1280 of scikit-learn's handwritten digits: pixels [64] from 0 to 1, and which digit it is."""
     found = load_digits()
     count = STEPS_PER_EPOCH * BATCH
-    return TensorDataset(torch.tensor(found.data[:count], dtype=torch.float32) / 16, torch.tensor(found.target[:count]))
+    return TensorDataset(
+        torch.tensor(found.data[:count], dtype=torch.float32) / 16, torch.tensor(found.target[:count])
+    )
 
 
 job = ml.Job(
@@ -74,7 +78,10 @@ job = ml.Job(
 
 def train_and_compare() -> None:
     """Two devices and one, epoch after epoch; then what was sent."""
-    with ml.Trainer(job, PLAN, devices="simulated") as two, ml.Trainer(job, f"microbatches={MICROBATCHES}", devices="simulated") as one:
+    with (
+        ml.Trainer(job, PLAN, devices="simulated") as two,
+        ml.Trainer(job, f"microbatches={MICROBATCHES}", devices="simulated") as one,
+    ):
         print("\nWhat each rank holds and updates.\n")
         for rank, replica in enumerate(two.replicas):
             parts = dict.fromkeys(name.split(".")[0] for name, _ in replica.named)
@@ -87,15 +94,23 @@ def train_and_compare() -> None:
             losses.append((two.step(of_two), one.step(of_one)))
             if len(losses) == STEPS_PER_EPOCH:
                 both = [sum(each) / STEPS_PER_EPOCH for each in zip(*losses, strict=True)]
-                torch.testing.assert_close(both[0], both[1], rtol=1e-4, atol=0.0)  # float32, sums in another order
-                print(f"{two.next_step // STEPS_PER_EPOCH:5}{both[0]:14.6f}{both[1]:14.6f}{both[0] - both[1]:14.1e}")
+                # float32, sums in another order
+                torch.testing.assert_close(both[0], both[1], rtol=1e-4, atol=0.0)
+                print(
+                    f"{two.next_step // STEPS_PER_EPOCH:5}{both[0]:14.6f}{both[1]:14.6f}{both[0] - both[1]:14.1e}"
+                )
                 losses.clear()
-        counted = [(sent_by(replica) - start) // two.next_step for replica, start in zip(two.replicas, before, strict=True)]
+        counted = [
+            (sent_by(replica) - start) // two.next_step
+            for replica, start in zip(two.replicas, before, strict=True)
+        ]
     # R s b: of one cut, s values per sample go forward, and as many gradients come back; 4 bytes each.
     predicted = WIDTH * BATCH * torch.float32.itemsize
     print(f"\nBytes per step: {WIDTH} values x {BATCH} samples x 4 bytes, forward and back.\n")
     print(f"{'':<32}{'predicted':>12}{'counted':>12}")
-    for what, count in zip(("rank 0 -> rank 1, activations", "rank 1 -> rank 0, gradients"), counted, strict=True):
+    for what, count in zip(
+        ("rank 0 -> rank 1, activations", "rank 1 -> rank 0, gradients"), counted, strict=True
+    ):
         print(f"  {what:<30}{predicted:>12,}{count:>12,}")
     if counted != [predicted, predicted]:
         raise SystemExit("What was sent is not what was predicted.")
@@ -111,7 +126,8 @@ def sent_by(replica: Replica) -> int:
 
 
 def part_seconds() -> list[float]:
-    """On one thread, medians: a microbatch forward and backward through `first`, through `second`; the update of each."""
+    """On one thread, medians: a microbatch forward and backward through `first`, through `second`; the update
+    of each."""
     torch.set_num_threads(1)
     model, (images, targets) = TwoParts(), digits()[: BATCH // MICROBATCHES]
     middle = model.first(images).detach().requires_grad_()
@@ -123,7 +139,9 @@ def part_seconds() -> list[float]:
         first.step,
         second.step,
     ]
-    return [median(times) for times in zip(*([seconds_of(work) for work in works] for _ in range(9)), strict=True)]
+    return [
+        median(times) for times in zip(*([seconds_of(work) for work in works] for _ in range(9)), strict=True)
+    ]
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -141,9 +159,29 @@ def measured_on_one() -> float:
 
 def measured_on_two() -> float:
     """The same of two CPU processes with one thread each, started by the command line."""
-    command = [sys.executable, "-m", "meshloom", "train", __file__, "--plan", PLAN, "--devices", "cpu", "--steps", str(TIMED_STEPS), "--json", "-"]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
-    rates = [record["samples_per_second"] for record in map(json.loads, done.stdout.splitlines()) if record["event"] == "step"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshloom",
+        "train",
+        __file__,
+        "--plan",
+        PLAN,
+        "--devices",
+        "cpu",
+        "--steps",
+        str(TIMED_STEPS),
+        "--json",
+        "-",
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True
+    )
+    rates = [
+        record["samples_per_second"]
+        for record in map(json.loads, done.stdout.splitlines())
+        if record["event"] == "step"
+    ]
     ends = [number * BATCH / rate for number, rate in enumerate(rates, 1)]  # the rate is of all steps so far
     return median(after - before for before, after in pairwise(ends))
 
@@ -151,21 +189,26 @@ def measured_on_two() -> float:
 def speed_up() -> None:
     """Amdahl's bound, the same with measured parts and communication, and what processes take."""
     m = MICROBATCHES
-    parallel = 1 - 1 / m  # while a pipeline fills and drains, a microbatch's worth of work is done with one rank at a time
+    # while a pipeline fills and drains, a microbatch's worth of work is done with one rank at a time
+    parallel = 1 - 1 / m
     first, second, *updates = part_seconds()
     rates = rates_here("cpu", 2)
     message = rates.latency_seconds + WIDTH * BATCH // m * 4 / rates.link_bytes_per_second
     one = m * (first + second) + sum(updates)
     two = m * max(first, second) + min(first, second) + max(updates)
     print("\nHow much faster two devices can be than one. Each has one thread.\n")
-    print(f"  {'Amdahl, f = 1 - 1/m, parts alike':<36}1 / (1 - f + f/2) = {1 / (1 - parallel + parallel / 2):.2f}")
+    print(
+        f"  {'Amdahl, f = 1 - 1/m, parts alike':<36}1 / (1 - f + f/2) = {1 / (1 - parallel + parallel / 2):.2f}"
+    )
     show("these parts, as they take here", one, two)
     show("... and two messages unhidden", one, two + 2 * message)  # the first forward and the last backward
     if (os.cpu_count() or 1) < 2:
         print("  measured: not here, as one core cannot run two ranks at the same time")
     else:
         show("measured, two CPU processes", measured_on_one(), measured_on_two())
-    print(f"\n  first {first * 1e3:.1f} ms, second {second * 1e3:.1f} ms a microbatch; a message {message * 1e3:.1f} ms ({rates.source})")
+    print(
+        f"\n  first {first * 1e3:.1f} ms, second {second * 1e3:.1f} ms a microbatch; a message {message * 1e3:.1f} ms ({rates.source})"
+    )
 
 
 def show(what: str, one: float, two: float) -> None:

@@ -1,13 +1,16 @@
-"""The same job under four exchanges, with workers of one speed and with one that is three times slower: loss against time.
+"""The same job under four exchanges, with workers of one speed and with one that is three times slower: loss
+against time.
 
     python examples/10_parameter_server.py                 # a table
     python examples/10_parameter_server.py picture.png     # and a picture; needs `pip install 'meshloom[report]'`
 
-The job and the script stay the same, only the plan's text changes. Time is virtual, so that every run of this file prints the same: a worker needs 1 s for its
-share of a batch (the slow one 3 s), and a message takes 0.1 s.
+The job and the script stay the same, only the plan's text changes. Time is virtual, so that every run of this
+file prints the same: a worker needs 1 s for its share of a batch (the slow one 3 s), and a message takes 0.1
+s.
 
-What to see: with workers of one speed it pays to wait, since gradients at old parameters ask for smaller steps. With a slow one, who waits has a third of
-the steps, and who does not is ahead. Each kind has the learning rate and the momentum (0 or 0.9) with which it does best here.
+What to see: with workers of one speed it pays to wait, since gradients at old parameters ask for smaller
+steps. With a slow one, who waits has a third of the steps, and who does not is ahead. Each kind has the
+learning rate and the momentum (0 or 0.9) with which it does best here.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from torch.utils.data import TensorDataset
 
 import meshloom as ml
 
-SPEEDS = {"even": (1.0, 1.0, 1.0, 1.0), "one slow": (1.0, 1.0, 1.0, 3.0)}  # seconds that each worker needs for its share of a batch
+# seconds that each worker needs for its share of a batch
+SPEEDS = {"even": (1.0, 1.0, 1.0, 1.0), "one slow": (1.0, 1.0, 1.0, 3.0)}
 MESSAGE = 0.1  # seconds
 SECONDS = 60.0  # of each run
 SHOWN = (10.0, 20.0, 30.0, 60.0)  # when the table looks at the loss
@@ -34,7 +38,9 @@ def digits(train: bool) -> TensorDataset:
     """Images [64] from 0 to 1 and digits, of which every fifth is held out."""
     found = load_digits()
     chosen = (torch.arange(len(found.target)) % 5 != 0) == train
-    return TensorDataset(torch.tensor(found.data, dtype=torch.float32)[chosen] / 16, torch.tensor(found.target)[chosen])
+    return TensorDataset(
+        torch.tensor(found.data, dtype=torch.float32)[chosen] / 16, torch.tensor(found.target)[chosen]
+    )
 
 
 def cross_entropy(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -56,14 +62,16 @@ job = ml.Job(
 
 @dataclass(frozen=True)
 class Exchange:
-    """A plan, and when its steps are done. waits: for the slowest worker, in every step. messages: of a step, one after the other."""
+    """A plan, and when its steps are done. waits: for the slowest worker, in every step. messages: of a step,
+    one after the other."""
 
     plan: str
     messages: float
     waits: bool = True
 
     def step_seconds(self, speeds: tuple[float, ...]) -> float:
-        """Between two steps, on average. An asynchronous one is the share of one worker, a synchronous one those of all."""
+        """Between two steps, on average. An asynchronous one is the share of one worker, a synchronous one
+        those of all."""
         if self.waits:
             return max(speeds) + self.messages * MESSAGE
         return 1 / sum(1 / (each + self.messages * MESSAGE) for each in speeds)
@@ -89,13 +97,22 @@ def train(exchange: Exchange, speeds: tuple[float, ...]) -> list[tuple[float, fl
         now = progress.step * step_seconds if exchange.waits else progress.virtual_seconds
 
     listener = ml.Listener(
-        started=lambda text: None, note=lambda text: None, step=step, evaluated=lambda step, metrics: curve.append((now, metrics["loss"]))
+        started=lambda text: None,
+        note=lambda text: None,
+        step=step,
+        evaluated=lambda step, metrics: curve.append((now, metrics["loss"])),
     )
-    settings = {} if exchange.waits else {"circumstances": ml.Circumstances(step_seconds=speeds, latency_seconds=MESSAGE)}
+    settings = (
+        {}
+        if exchange.waits
+        else {"circumstances": ml.Circumstances(step_seconds=speeds, latency_seconds=MESSAGE)}
+    )
     watched = replace(job, evaluate=replace(job.evaluate, every=max(1, steps // 12)))
     if not exchange.waits:
         watched = replace(watched, optimizer=lambda named: torch.optim.SGD(named, lr=0.2))
-    with ml.Trainer(watched, exchange.plan, devices="simulated", steps=steps, listener=listener, **settings) as trainer:
+    with ml.Trainer(
+        watched, exchange.plan, devices="simulated", steps=steps, listener=listener, **settings
+    ) as trainer:
         trainer.fit()
     return curve
 
@@ -128,7 +145,11 @@ def draw(curves: dict[tuple[str, str], list[tuple[float, float]]], file: str) ->
 
 
 def main() -> None:
-    curves = {(name, speeds): train(exchange, SPEEDS[speeds]) for name, exchange in EXCHANGES.items() for speeds in SPEEDS}
+    curves = {
+        (name, speeds): train(exchange, SPEEDS[speeds])
+        for name, exchange in EXCHANGES.items()
+        for speeds in SPEEDS
+    }
     print("loss on held-out digits after".ljust(66) + "".join(f"{seconds:7g} s" for seconds in SHOWN))
     for speeds in SPEEDS:
         for name, exchange in EXCHANGES.items():

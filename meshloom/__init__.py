@@ -12,12 +12,23 @@ from meshloom.telemetry.progress import Listener, Progress
 if TYPE_CHECKING:
     from meshloom.train.trainer import Trainer
 
-__all__ = ["Circumstances", "Evaluate", "Job", "Listener", "Mesh", "MeshloomError", "Plan", "Progress", "Trainer"]
+__all__ = [
+    "Circumstances",
+    "Evaluate",
+    "Job",
+    "Listener",
+    "Mesh",
+    "MeshloomError",
+    "Plan",
+    "Progress",
+    "Trainer",
+]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`Trainer` is imported when it is first used: who only describes a job, as in a process that serves its parameters, starts in half the time."""
+    """`Trainer` is imported when it is first used: who only describes a job, as in a process that serves its
+    parameters, starts in half the time."""
     if name == "Trainer":
         from meshloom.train.trainer import Trainer
 

@@ -1,10 +1,12 @@
-"""Divisions and cuts that any machine could choose: a job, a plan, and a way to choose, all drawn from one seed.
+"""Divisions and cuts that any machine could choose: a job, a plan, and a way to choose, all drawn from one
+seed.
 
     rates     the cheapest at rates drawn over several orders of magnitude
     prices    the cheapest where every way of computing, and every change of placement, has a price drawn by itself
     ways      any division at all, cheap or not (`division.at_random`)
 
-Cuts are those of the rates, or any that are possible. What the plan trains is held against one device as `meshloom verify` does.
+Cuts are those of the rates, or any that are possible. What the plan trains is held against one device as
+`meshloom verify` does.
 A job is read once, and divided and cut as often as is asked for.
 """
 
@@ -51,9 +53,21 @@ from meshloom.verify.run import verify
 from tests.any_jobs import SMALL, job_of
 from tests.division import at_random
 
-PLANS = ["tp=2", "tp=3", "tp=4", "pp=2", "pp=3", "pp=2,tp=2", "pp=3,tp=2", "pp=2,tp=3", "dp=2,tp=2", "dp=2,pp=2,tp=2"]
+PLANS = [
+    "tp=2",
+    "tp=3",
+    "tp=4",
+    "pp=2",
+    "pp=3",
+    "pp=2,tp=2",
+    "pp=3,tp=2",
+    "pp=2,tp=3",
+    "dp=2,tp=2",
+    "dp=2,pp=2,tp=2",
+]
 AGAIN = 12  # choices for each draw of a job's sizes
-# What a choice may come to that leaves nothing to compare: places that are too few, and a second shape of batch that does not go with the first one's division.
+# What a choice may come to that leaves nothing to compare: places that are too few, and a second shape of
+# batch that does not go with the first one's division.
 REFUSALS = re.compile(
     "can be cut at|cannot be divided as the first one was|since the first program was cut|no way to divide|the last has nothing to compute"
 )
@@ -77,7 +91,8 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a pair. error: the largest, relative. refused: the sentence, if the plan was. divided: share of the parameters' elements that tp divides.
+    """What came of a pair. error: the largest, relative. refused: the sentence, if the plan was. divided:
+    share of the parameters' elements that tp divides.
 
     parts: share of the operators that ranks compute in part.
     """
@@ -89,14 +104,20 @@ class Outcome:
     parts: float = 0.0
 
 
-def pair_of(seed: int, jobs: Callable[[str, int], tuple[str, Job]], names: Sequence[str] = tuple(SMALL)) -> Pair:
+def pair_of(
+    seed: int, jobs: Callable[[str, int], tuple[str, Job]], names: Sequence[str] = tuple(SMALL)
+) -> Pair:
     """The pair of a seed; jobs: a job of that name, the same for equal numbers."""
     chance = random.Random(f"pair {seed}")
     name, job = jobs(names[seed % len(names)], seed // len(names) // AGAIN)
     plan = Plan.parse(PLANS[chance.randrange(len(PLANS))])
     if plan.pp > 1:
         schedule = chance.choice(SCHEDULES)
-        plan = replace(plan, schedule=schedule, microbatches=chance.choice([1, 2, 2, 3]) if plan.dp == 1 else chance.choice([1, 2]))
+        plan = replace(
+            plan,
+            schedule=schedule,
+            microbatches=chance.choice([1, 2, 2, 3]) if plan.dp == 1 else chance.choice([1, 2]),
+        )
         if schedule == "interleaved":
             plan = replace(plan, virtual_stages=2)
     elif chance.random() < 0.3:
@@ -105,9 +126,13 @@ def pair_of(seed: int, jobs: Callable[[str, int], tuple[str, Job]], names: Seque
         plan = replace(plan, recompute=chance.choice(["full", "selective"]))
     if plan.dp > 1 and chance.random() < 0.5:
         plan = replace(plan, zero=1)
-    # A network that is used over and over ties all of its uses together: where no two prices are equal, finding the cheapest takes minutes.
-    way = chance.choice(["rates", "prices", "prices", "ways"] if name.partition("-")[0] != "solver" else ["rates", "ways"])
-    # Chunks of 2 samples, so that few shapes have to be read; one of 3 beside them, unless a second shape knows nothing of what was drawn for the first.
+    # A network that is used over and over ties all of its uses together: where no two prices are equal,
+    # finding the cheapest takes minutes.
+    way = chance.choice(
+        ["rates", "prices", "prices", "ways"] if name.partition("-")[0] != "solver" else ["rates", "ways"]
+    )
+    # Chunks of 2 samples, so that few shapes have to be read; one of 3 beside them, unless a second shape
+    # knows nothing of what was drawn for the first.
     uneven = way != "ways" and plan.num_chunks > 1 and chance.random() < 0.35
     job = replace(job, batch_size=2 * plan.num_chunks + uneven)
     return Pair(name=name, job=job, plan=plan, way=way, any_cuts=chance.random() < 0.7, seed=seed)
@@ -130,7 +155,8 @@ class Readings:
 
     @contextmanager
     def kept(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """While it is open, a job's loss is read once, and once for all ranks it is found which dims belong together."""
+        """While it is open, a job's loss is read once, and once for all ranks it is found which dims belong
+        together."""
         with monkeypatch.context() as patch:
             read = Programs._read  # pyright: ignore[reportPrivateUsage]
 
@@ -162,7 +188,8 @@ def random_rates(chance: random.Random) -> Rates:
 
 @contextmanager
 def chosen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Partition]]:
-    """While it is open, divisions and cuts are chosen as the pair has it. Gives the divisions that were made."""
+    """While it is open, divisions and cuts are chosen as the pair has it. Gives the divisions that were
+    made."""
     rates = random_rates(random.Random(f"rates {pair.seed}"))
     decide = _in_any_way(pair.seed) if pair.way == "ways" else choose
     choices: dict[tuple[int, ...], DivisionChoice] = {}
@@ -182,15 +209,22 @@ def chosen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Pa
         patch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: rates)
         patch.setattr(meshloom.pipeline.stages.staging, "rates_here", lambda *_: rates)
         patch.setattr(meshloom.tensor_parallel.division, "choose", decided)
-        patch.setattr(meshloom.tensor_parallel.division, "choice_of_numbers", lambda layout, _, numbers, **settings: choices[id(layout), *numbers])
+        patch.setattr(
+            meshloom.tensor_parallel.division,
+            "choice_of_numbers",
+            lambda layout, _, numbers, **settings: choices[id(layout), *numbers],
+        )
         patch.setattr(meshloom.tensor_parallel.division, "partition", divided)
-        patch.setattr(meshloom.tensor_parallel.loss_programs, "unlifted", lambda *_: None)  # no choice here goes by what training would choose
+        # no choice here goes by what training would choose
+        patch.setattr(meshloom.tensor_parallel.loss_programs, "unlifted", lambda *_: None)
         if pair.way == "prices":
             patch.setattr(meshloom.tensor_parallel.search.problem, "cheapest", _at_prices(pair.seed))
             if pair.seed % 2:
                 patch.setattr(meshloom.tensor_parallel.search.problem, "repeats_of", lambda *_: Repeats())
         if pair.any_cuts:
-            patch.setattr(meshloom.pipeline.stages.cut, "best_cuts", _anywhere(random.Random(f"cuts {pair.seed}")))
+            patch.setattr(
+                meshloom.pipeline.stages.cut, "best_cuts", _anywhere(random.Random(f"cuts {pair.seed}"))
+            )
             patch.setattr(meshloom.pipeline.stages.cut, "refined", lambda line, limits, cuts, price: cuts)
         yield made
 
@@ -201,7 +235,13 @@ def _at_prices(seed: int) -> Callable[[Sequence[Floats], Sequence[Change]], Comb
         level = 10 ** chance.uniform(-1.5, 1.0)  # what changes cost beside ways of computing
         priced = [np.where(np.isfinite(each), chance.exponential(size=each.shape), np.inf) for each in own]
         moved = [
-            replace(each, costs=np.where(np.isfinite(each.costs), level * chance.exponential(size=each.costs.shape), np.inf)) for each in changes
+            replace(
+                each,
+                costs=np.where(
+                    np.isfinite(each.costs), level * chance.exponential(size=each.costs.shape), np.inf
+                ),
+            )
+            for each in changes
         ]
         return cheapest(priced, moved)
 
@@ -212,8 +252,14 @@ def _in_any_way(seed: int) -> Callable[..., DivisionChoice]:
     """The first program's division is drawn; later ones are chosen so that what is held stays."""
     draw = at_random(seed)
 
-    def drawn(layout: Layout, num_ranks: int, *rest: Any, held: Any = None, **settings: Any) -> DivisionChoice:
-        return draw(layout, num_ranks) if held is None else choose(layout, num_ranks, *rest, held=held, **settings)
+    def drawn(
+        layout: Layout, num_ranks: int, *rest: Any, held: Any = None, **settings: Any
+    ) -> DivisionChoice:
+        return (
+            draw(layout, num_ranks)
+            if held is None
+            else choose(layout, num_ranks, *rest, held=held, **settings)
+        )
 
     return drawn
 
@@ -224,7 +270,11 @@ def _anywhere(chance: random.Random) -> Callable[[Intervals, Limits], list[int] 
         for _ in range(200):
             cuts = sorted(chance.sample(list(line.places), count))
             bounds = [0, *cuts, line.num_nodes]
-            if not any(bounds[stage] <= use < bounds[stage + 1] for stage, uses in limits.forbidden.items() for use in uses):
+            if not any(
+                bounds[stage] <= use < bounds[stage + 1]
+                for stage, uses in limits.forbidden.items()
+                for use in uses
+            ):
                 return cuts
         return best_cuts(line, limits)
 
@@ -245,18 +295,34 @@ def outcome_of(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Outcome:
     if report.passed:
         return Outcome(divided=divided, parts=parts)
     errors = [each for step in report.steps for each in step.errors]
-    worst = max(errors, key=lambda each: each.error / each.tolerance if each.error == each.error else math.inf)
-    said = [*(fact for step in report.steps for fact in step.facts), *(each.sentence for each in report.causes)]
-    return Outcome(error=max(worst.error, worst.tolerance), what=f"{worst.kind} of {worst.name}; {' '.join(said)}", divided=divided, parts=parts)
+    worst = max(
+        errors, key=lambda each: each.error / each.tolerance if each.error == each.error else math.inf
+    )
+    said = [
+        *(fact for step in report.steps for fact in step.facts),
+        *(each.sentence for each in report.causes),
+    ]
+    return Outcome(
+        error=max(worst.error, worst.tolerance),
+        what=f"{worst.kind} of {worst.name}; {' '.join(said)}",
+        divided=divided,
+        parts=parts,
+    )
 
 
 def _shares(made: Partition) -> tuple[float, float]:
-    """Of the elements of parameters those in divided ones, and of the operators those that ranks compute in part."""
+    """Of the elements of parameters those in divided ones, and of the operators those that ranks compute in
+    part."""
     whole = {name: math.prod(each.shape) for name, each in made.parameters.items()}
-    held = {name: sum(map(each.num_elements, range(each.num_ranks))) / each.num_ranks for name, each in made.parameters.items()}
+    held = {
+        name: sum(map(each.num_elements, range(each.num_ranks))) / each.num_ranks
+        for name, each in made.parameters.items()
+    }
     divided = sum(size for name, size in whole.items() if held[name] < size)
     strategies = made.choice.strategies.values()
-    return divided / max(sum(whole.values()), 1), sum(each.cut is not None for each in strategies) / len(strategies)
+    return divided / max(sum(whole.values()), 1), sum(each.cut is not None for each in strategies) / len(
+        strategies
+    )
 
 
 def main(seeds: Sequence[str]) -> None:

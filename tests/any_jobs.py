@@ -1,6 +1,7 @@
 """Small jobs for which divisions and cuts are drawn: name -> a function of its sizes' draw.
 
-Sizes are drawn too: odd, or equal by accident (heads = head size, batch = length, hidden = vocabulary). A step takes milliseconds.
+Sizes are drawn too: odd, or equal by accident (heads = head size, batch = length, hidden = vocabulary). A
+step takes milliseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ def job_of(name: str, chance: Chance) -> Job:
 
     def optimizer(named: Any) -> torch.optim.Optimizer:
         parameters = [each for _, each in named]
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9) if steep else torch.optim.AdamW(parameters, lr=1e-3)
+        return (
+            torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+            if steep
+            else torch.optim.AdamW(parameters, lr=1e-3)
+        )
 
     return Job(model=build, loss=loss, optimizer=optimizer, data=lambda: samples, batch_size=4, steps=2)
 
@@ -59,12 +64,19 @@ def _square(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 class _Grouped(nn.Module):
-    """Attention with fewer key heads than query heads, its values read by another layer, too; a norm before, dropout after."""
+    """Attention with fewer key heads than query heads, its values read by another layer, too; a norm before,
+    dropout after."""
 
-    def __init__(self, width: int, heads: int, groups: int, size: int, *, beside: bool, dropout: float = 0.1) -> None:
+    def __init__(
+        self, width: int, heads: int, groups: int, size: int, *, beside: bool, dropout: float = 0.1
+    ) -> None:
         super().__init__()
         self.size, self.norm = size, nn.RMSNorm(width)
-        self.q, self.k, self.v = nn.Linear(width, heads * size), nn.Linear(width, groups * size, bias=False), nn.Linear(width, groups * size)
+        self.q, self.k, self.v = (
+            nn.Linear(width, heads * size),
+            nn.Linear(width, groups * size, bias=False),
+            nn.Linear(width, groups * size),
+        )
         self.out, self.dropout = nn.Linear(heads * size, width), nn.Dropout(dropout)
         self.g = nn.Linear(groups * size, 2 * width + 1) if beside else None
         self.u = nn.Linear(2 * width + 1, width) if beside else None
@@ -72,8 +84,15 @@ class _Grouped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
         values = self.v(normed)
-        q, k, v = (each.unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (self.q(normed), self.k(normed), values))
-        found = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            each.unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for each in (self.q(normed), self.k(normed), values)
+        )
+        found = self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         if self.g is not None and self.u is not None:
             found = found + self.u(torch.tanh(self.g(values)))
         return x + self.dropout(found)
@@ -82,7 +101,9 @@ class _Grouped(nn.Module):
 class _Decoder(nn.Module):
     """Tokens -> logits; the embedding is the head, too, if `tied`; positions are looked up."""
 
-    def __init__(self, vocabulary: int, width: int, length: int, blocks: list[nn.Module], *, tied: bool) -> None:
+    def __init__(
+        self, vocabulary: int, width: int, length: int, blocks: list[nn.Module], *, tied: bool
+    ) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks, self.norm = nn.ModuleList(blocks), nn.LayerNorm(width)
@@ -101,10 +122,21 @@ class _Decoder(nn.Module):
 def _grouped(chance: Chance) -> Any:
     groups = chance.choice([1, 2, 3])
     heads, size, length = groups * chance.choice([2, 3]), chance.choice([2, 3, 5]), chance.choice([4, 5, 7])
-    vocabulary, width, tied, beside = chance.choice([11, 13, 15]), chance.choice([9, 12, 15]), chance.random() < 0.5, chance.random() < 0.6
+    vocabulary, width, tied, beside = (
+        chance.choice([11, 13, 15]),
+        chance.choice([9, 12, 15]),
+        chance.random() < 0.5,
+        chance.random() < 0.6,
+    )
     blocks = chance.choice([1, 2])
     return (
-        lambda: _Decoder(vocabulary, width, length, [_Grouped(width, heads, groups, size, beside=beside) for _ in range(blocks)], tied=tied),
+        lambda: _Decoder(
+            vocabulary,
+            width,
+            length,
+            [_Grouped(width, heads, groups, size, beside=beside) for _ in range(blocks)],
+            tied=tied,
+        ),
         _next,
         Samples(x=_numbers(chance, vocabulary, length + 1)),
     )
@@ -121,7 +153,9 @@ class _Packed(nn.Module):
         self.up, self.down = nn.Linear(width, 2 * wide), nn.Linear(wide, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, 2))
+        q, k, v = (
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, 2)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         gate, value = self.up(self.second(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * value)
@@ -131,19 +165,26 @@ def _packed(chance: Chance) -> Any:
     heads, size, wide = chance.choice([2, 3, 5]), chance.choice([2, 3, 5]), chance.choice([7, 11, 12])
     vocabulary, length = chance.choice([heads * size, 17]), chance.choice([5, 6])
     return (
-        lambda: _Decoder(vocabulary, heads * size, length, [_Packed(heads, size, wide) for _ in range(2)], tied=True),
+        lambda: _Decoder(
+            vocabulary, heads * size, length, [_Packed(heads, size, wide) for _ in range(2)], tied=True
+        ),
         _next,
         Samples(x=_numbers(chance, vocabulary, length + 1)),
     )
 
 
 class _Gated(nn.Module):
-    """Gated linear units over halves of odd sizes, as `F.glu`, as `split` into unequal parts, and along a dim that is not the last."""
+    """Gated linear units over halves of odd sizes, as `F.glu`, as `split` into unequal parts, and along a dim
+    that is not the last."""
 
     def __init__(self, width: int, half: int) -> None:
         super().__init__()
         self.half = half
-        self.first, self.second, self.third = nn.Linear(width, 2 * half), nn.Linear(half, 3 * half), nn.Linear(2 * half, width)
+        self.first, self.second, self.third = (
+            nn.Linear(width, 2 * half),
+            nn.Linear(half, 3 * half),
+            nn.Linear(2 * half, width),
+        )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,21 +196,31 @@ class _Gated(nn.Module):
 
 def _gated(chance: Chance) -> Any:
     width, half, length = chance.choice([7, 8, 9]), chance.choice([5, 7, 9]), chance.choice([3, 5])
-    return lambda: _Gated(width, half), _classes, Samples(x=_normal(chance, length, width), y=_numbers(chance, 4))
+    return (
+        lambda: _Gated(width, half),
+        _classes,
+        Samples(x=_normal(chance, length, width), y=_numbers(chance, 4)),
+    )
 
 
 class _Convolutions(nn.Module):
-    """Grouped, depthwise, strided and dilated convolutions with norms of a batch and of groups, a shortcut and a mean over the picture."""
+    """Grouped, depthwise, strided and dilated convolutions with norms of a batch and of groups, a shortcut
+    and a mean over the picture."""
 
     def __init__(self, groups: int, per_group: int, classes: int) -> None:
         super().__init__()
         channels = groups * per_group
         self.first, self.norm = nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels)
         self.grouped = nn.Conv2d(channels, 2 * channels, 3, padding=1, groups=groups)
-        self.depthwise = nn.Conv2d(2 * channels, 2 * channels, 3, stride=2, padding=1, groups=2 * channels, bias=False)
+        self.depthwise = nn.Conv2d(
+            2 * channels, 2 * channels, 3, stride=2, padding=1, groups=2 * channels, bias=False
+        )
         self.group_norm = nn.GroupNorm(groups, 2 * channels)
         self.shortcut = nn.Conv2d(channels, 2 * channels, 1, stride=2)
-        self.last, self.head = nn.Conv2d(2 * channels, channels + 1, 3, padding=2, dilation=2), nn.Linear(channels + 1, classes)
+        self.last, self.head = (
+            nn.Conv2d(2 * channels, channels + 1, 3, padding=2, dilation=2),
+            nn.Linear(channels + 1, classes),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.first(x)))
@@ -187,7 +238,8 @@ def _convolutions(chance: Chance) -> Any:
 
 
 class _Skips(nn.Module):
-    """Down by strides and up by transposed convolutions, with what was there before put beside it; a second result of the middle."""
+    """Down by strides and up by transposed convolutions, with what was there before put beside it; a second
+    result of the middle."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -212,7 +264,11 @@ def _skips(chance: Chance) -> Any:
         found, middle = model(batch["x"])
         return F.cross_entropy(found, batch["y"]) + 0.3 * F.cross_entropy(middle, batch["y"][:, 0])
 
-    return lambda: _Skips(channels), loss, Samples(x=_normal(chance, 2, length), y=_numbers(chance, 3, length))
+    return (
+        lambda: _Skips(channels),
+        loss,
+        Samples(x=_normal(chance, 2, length), y=_numbers(chance, 3, length)),
+    )
 
 
 class _Tables(nn.Module):
@@ -222,7 +278,10 @@ class _Tables(nn.Module):
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(size, width) for size in sizes)
         self.bag = nn.EmbeddingBag(sizes[0], width, mode="sum")
-        self.dense, self.top = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, width)), nn.Linear(width + 15, 1)
+        self.dense, self.top = (
+            nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, width)),
+            nn.Linear(width + 15, 1),
+        )
 
     def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
         dense = self.dense(numbers)
@@ -237,18 +296,27 @@ def _tables(chance: Chance) -> Any:
 
     def loss(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         found = model(batch["x"], batch["c"])
-        return F.binary_cross_entropy_with_logits(found, batch["y"], reduction="sum"), torch.tensor(float(len(found)))
+        return F.binary_cross_entropy_with_logits(found, batch["y"], reduction="sum"), torch.tensor(
+            float(len(found))
+        )
 
-    return lambda: _Tables(sizes, width), loss, Samples(x=_normal(chance, 4), c=_numbers(chance, min(sizes), 4), y=_numbers(chance, 2).float())
+    return (
+        lambda: _Tables(sizes, width),
+        loss,
+        Samples(x=_normal(chance, 4), c=_numbers(chance, min(sizes), 4), y=_numbers(chance, 2).float()),
+    )
 
 
 class _Experts(nn.Module):
-    """Two of several experts read each row: by looking up each row's matrices; beside them one that reads all, and a loss for balance."""
+    """Two of several experts read each row: by looking up each row's matrices; beside them one that reads
+    all, and a loss for balance."""
 
     def __init__(self, width: int, hidden: int, experts: int, *, dense: bool) -> None:
         super().__init__()
         self.dense, self.router = dense, nn.Linear(width, experts, bias=False)
-        self.up, self.down = (nn.Parameter(torch.randn(experts, *sizes) * 0.3) for sizes in ((hidden, width), (width, hidden)))
+        self.up, self.down = (
+            nn.Parameter(torch.randn(experts, *sizes) * 0.3) for sizes in ((hidden, width), (width, hidden))
+        )
         self.bias, self.shared = nn.Parameter(torch.randn(experts, hidden) * 0.1), nn.Linear(width, width)
         self.head = nn.Linear(width, 3)
 
@@ -270,7 +338,12 @@ class _Experts(nn.Module):
 
 
 def _experts(chance: Chance) -> Any:
-    width, hidden, experts, dense = chance.choice([5, 7, 8]), chance.choice([5, 8, 11]), chance.choice([3, 4, 5]), chance.random() < 0.4
+    width, hidden, experts, dense = (
+        chance.choice([5, 7, 8]),
+        chance.choice([5, 8, 11]),
+        chance.choice([3, 4, 5]),
+        chance.random() < 0.4,
+    )
 
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         logits, balance = model(batch["x"])
@@ -288,8 +361,15 @@ class _Recurrent(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.lstm, self.gru = nn.LSTM(width, hidden, batch_first=True), nn.GRU(hidden, 3, batch_first=True, bidirectional=True)
-        self.cell, self.start, self.head = nn.GRUCell(6, hidden), nn.Parameter(torch.zeros(hidden)), nn.Linear(hidden, 4)
+        self.lstm, self.gru = (
+            nn.LSTM(width, hidden, batch_first=True),
+            nn.GRU(hidden, 3, batch_first=True, bidirectional=True),
+        )
+        self.cell, self.start, self.head = (
+            nn.GRUCell(6, hidden),
+            nn.Parameter(torch.zeros(hidden)),
+            nn.Linear(hidden, 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.gru(self.lstm(x)[0])[0]
@@ -301,7 +381,11 @@ class _Recurrent(nn.Module):
 
 def _recurrent(chance: Chance) -> Any:
     width, hidden = chance.choice([3, 5]), chance.choice([4, 5, 7])
-    return lambda: _Recurrent(width, hidden), _classes, Samples(x=_normal(chance, chance.choice([3, 4]), width), y=_numbers(chance, 4))
+    return (
+        lambda: _Recurrent(width, hidden),
+        _classes,
+        Samples(x=_normal(chance, chance.choice([3, 4]), width), y=_numbers(chance, 4)),
+    )
 
 
 class _Translator(nn.Module):
@@ -314,7 +398,9 @@ class _Translator(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         later = torch.ones(y.shape[1], y.shape[1], dtype=torch.bool).triu(1)
-        return F.linear(self.layers(self.embed(x), self.embed(y), tgt_mask=later, tgt_is_causal=True), self.embed.weight)
+        return F.linear(
+            self.layers(self.embed(x), self.embed(y), tgt_mask=later, tgt_is_causal=True), self.embed.weight
+        )
 
 
 def _translator(chance: Chance) -> Any:
@@ -325,7 +411,11 @@ def _translator(chance: Chance) -> Any:
         return F.cross_entropy(found.flatten(0, 1), batch["y"].roll(-1, 1).flatten(), label_smoothing=0.1)
 
     length = chance.choice([3, 5])
-    return lambda: _Translator(heads, size, vocabulary), loss, Samples(x=_numbers(chance, vocabulary, 5), y=_numbers(chance, vocabulary, length))
+    return (
+        lambda: _Translator(heads, size, vocabulary),
+        loss,
+        Samples(x=_numbers(chance, vocabulary, 5), y=_numbers(chance, vocabulary, length)),
+    )
 
 
 class _Solver(nn.Module):
@@ -355,16 +445,27 @@ def _solver(chance: Chance, steps: int = 2) -> Any:
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         return F.mse_loss(model(batch["x"]), batch["y"])
 
-    return lambda: _Solver(width, hidden, steps), loss, Samples(x=_normal(chance, width), y=_normal(chance, width))
+    return (
+        lambda: _Solver(width, hidden, steps),
+        loss,
+        Samples(x=_normal(chance, width), y=_normal(chance, width)),
+    )
 
 
 class _Teacher(nn.Module):
-    """A frozen teacher, a detached goal, a mask of what was computed, numbers of the largest: values without gradient that later layers use."""
+    """A frozen teacher, a detached goal, a mask of what was computed, numbers of the largest: values without
+    gradient that later layers use."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.first, self.second, self.head = nn.Linear(width, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, width)
-        self.teacher = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, width)).requires_grad_(False)
+        self.first, self.second, self.head = (
+            nn.Linear(width, hidden),
+            nn.Linear(hidden, hidden),
+            nn.Linear(hidden, width),
+        )
+        self.teacher = nn.Sequential(
+            nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, width)
+        ).requires_grad_(False)
         self.table = nn.Embedding(hidden, width)
         self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
 
@@ -383,7 +484,8 @@ def _teacher(chance: Chance) -> Any:
 
 
 class _Shared(nn.Module):
-    """One block used several times, with norms of its own each time, and every earlier result added to the last."""
+    """One block used several times, with norms of its own each time, and every earlier result added to the
+    last."""
 
     def __init__(self, width: int, hidden: int, times: int) -> None:
         super().__init__()
@@ -404,7 +506,11 @@ class _Shared(nn.Module):
 
 def _shared(chance: Chance) -> Any:
     width, hidden, times = chance.choice([5, 6, 9]), chance.choice([6, 7, 12]), chance.choice([2, 3, 4])
-    return lambda: _Shared(width, hidden, times), _classes, Samples(x=_normal(chance, width), y=_numbers(chance, 3))
+    return (
+        lambda: _Shared(width, hidden, times),
+        _classes,
+        Samples(x=_normal(chance, width), y=_numbers(chance, 3)),
+    )
 
 
 class _Graph(nn.Module):
@@ -412,7 +518,11 @@ class _Graph(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.embed, self.kinds, self.messages = nn.Linear(width, hidden), nn.Embedding(3, hidden), nn.Linear(3 * hidden, hidden)
+        self.embed, self.kinds, self.messages = (
+            nn.Linear(width, hidden),
+            nn.Embedding(3, hidden),
+            nn.Linear(3 * hidden, hidden),
+        )
         self.update, self.head = nn.GRUCell(hidden, hidden), nn.Linear(2 * hidden, 4)
 
     def forward(self, nodes: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
@@ -431,18 +541,28 @@ def _graph(chance: Chance) -> Any:
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch["x"], batch["e"], batch["k"]), batch["y"])
 
-    samples = Samples(x=_normal(chance, count, width), e=_numbers(chance, count, 8, 2), k=_numbers(chance, 3, 8), y=_numbers(chance, 4))
+    samples = Samples(
+        x=_normal(chance, count, width),
+        e=_numbers(chance, count, 8, 2),
+        k=_numbers(chance, 3, 8),
+        y=_numbers(chance, 4),
+    )
     return lambda: _Graph(width, hidden), loss, samples
 
 
 class _Scan(nn.Module):
-    """Attention without a softmax: sums of outer products along the sequence, decaying, and a short depthwise convolution before."""
+    """Attention without a softmax: sums of outer products along the sequence, decaying, and a short depthwise
+    convolution before."""
 
     def __init__(self, heads: int, size: int) -> None:
         super().__init__()
         width = heads * size
         self.heads, self.conv = heads, nn.Conv1d(width, width, 3, groups=width, padding=2)
-        self.qkv, self.gate, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, heads), nn.Linear(width, width)
+        self.qkv, self.gate, self.out = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, heads),
+            nn.Linear(width, width),
+        )
         self.decay = nn.Parameter(torch.randn(heads))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -457,7 +577,12 @@ class _Scan(nn.Module):
 
 
 def _scan(chance: Chance) -> Any:
-    heads, size, length, vocabulary = chance.choice([2, 3, 4]), chance.choice([2, 3, 4]), chance.choice([4, 5]), chance.choice([9, 12])
+    heads, size, length, vocabulary = (
+        chance.choice([2, 3, 4]),
+        chance.choice([2, 3, 4]),
+        chance.choice([4, 5]),
+        chance.choice([9, 12]),
+    )
     return (
         lambda: _Decoder(vocabulary, heads * size, length, [_Scan(heads, size)], tied=False),
         _next,
@@ -470,7 +595,10 @@ class _Autoencoder(nn.Module):
 
     def __init__(self, width: int, hidden: int, code: int) -> None:
         super().__init__()
-        self.encode, self.decode = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 2 * code)), nn.Linear(code, width)
+        self.encode, self.decode = (
+            nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 2 * code)),
+            nn.Linear(code, width),
+        )
         self.weighed = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -494,9 +622,17 @@ class _Mixer(nn.Module):
 
     def __init__(self, places: int, channels: int, hidden: int) -> None:
         super().__init__()
-        self.over_places = nn.Sequential(nn.Linear(places, hidden), nn.GELU(), nn.Dropout(0.1), nn.Linear(hidden, places))
-        self.over_channels = nn.Sequential(nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, channels))
-        self.norm, self.table, self.head = nn.LayerNorm((places, channels)), nn.Parameter(torch.zeros(places, channels)), nn.Linear(channels, 3)
+        self.over_places = nn.Sequential(
+            nn.Linear(places, hidden), nn.GELU(), nn.Dropout(0.1), nn.Linear(hidden, places)
+        )
+        self.over_channels = nn.Sequential(
+            nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, channels)
+        )
+        self.norm, self.table, self.head = (
+            nn.LayerNorm((places, channels)),
+            nn.Parameter(torch.zeros(places, channels)),
+            nn.Linear(channels, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x + self.table)
@@ -506,7 +642,11 @@ class _Mixer(nn.Module):
 
 def _mixer(chance: Chance) -> Any:
     places, channels, hidden = chance.choice([5, 6]), chance.choice([5, 6, 7]), chance.choice([6, 9])
-    return lambda: _Mixer(places, channels, hidden), _classes, Samples(x=_normal(chance, places, channels), y=_numbers(chance, 3))
+    return (
+        lambda: _Mixer(places, channels, hidden),
+        _classes,
+        Samples(x=_normal(chance, places, channels), y=_numbers(chance, 3)),
+    )
 
 
 class _Towers(nn.Module):
@@ -535,9 +675,15 @@ def _towers(chance: Chance) -> Any:
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         scores, kinds = model(batch["x"], batch["y"])
         goal = torch.arange(len(scores))
-        return F.cross_entropy(scores, goal) + F.cross_entropy(scores.T, goal) + F.cross_entropy(kinds, batch["k"])
+        return (
+            F.cross_entropy(scores, goal)
+            + F.cross_entropy(scores.T, goal)
+            + F.cross_entropy(kinds, batch["k"])
+        )
 
-    samples = Samples(x=_numbers(chance, vocabulary, 5), y=_numbers(chance, vocabulary, 4), k=_numbers(chance, 3))
+    samples = Samples(
+        x=_numbers(chance, vocabulary, 5), y=_numbers(chance, vocabulary, 4), k=_numbers(chance, 3)
+    )
     return lambda: _Towers(vocabulary, width, out), loss, samples
 
 

@@ -1,7 +1,8 @@
-"""The bits that plans train, as digests: `python -m tests.bits --out FILE` writes them, `--against FILE` compares with what an earlier commit wrote.
+"""The bits that plans train, as digests: `python -m tests.bits --out FILE` writes them, `--against FILE`
+compares with what an earlier commit wrote.
 
-A change that moves or renames code, and changes nothing that is computed, leaves all of them as they were on the same machine. Of other machines
-other bits are expected, so no suite holds them.
+A change that moves or renames code, and changes nothing that is computed, leaves all of them as they were on
+the same machine. Of other machines other bits are expected, so no suite holds them.
 """
 
 from __future__ import annotations
@@ -39,9 +40,24 @@ PAIRS = [
 def digest_of(job: str, plan: str, devices: str) -> str:
     """Of all weights and the optimizer's state after `STEPS` steps, as the last checkpoint has them."""
     with tempfile.TemporaryDirectory() as directory:
-        words = ["train", f"{JOBS}:{job}", "--plan", plan, "--devices", devices, "--steps", str(STEPS), "--out", directory]
+        words = [
+            "train",
+            f"{JOBS}:{job}",
+            "--plan",
+            plan,
+            "--devices",
+            devices,
+            "--steps",
+            str(STEPS),
+            "--out",
+            directory,
+        ]
         done = subprocess.run(
-            [sys.executable, "-m", "meshloom", *words], capture_output=True, text=True, env={**os.environ, "MESHLOOM_CACHE": "off"}, check=False
+            [sys.executable, "-m", "meshloom", *words],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "MESHLOOM_CACHE": "off"},
+            check=False,
         )
         if done.returncode:
             raise SystemExit(f"{job} under {plan}: {done.stderr}")

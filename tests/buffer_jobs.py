@@ -1,4 +1,5 @@
-"""Jobs whose training forward reads buffers that it writes, and a plain loop that trains them by the rule of docs/buffers.md."""
+"""Jobs whose training forward reads buffers that it writes, and a plain loop that trains them by the rule of
+docs/buffers.md."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from meshloom.core.job import Evaluate, Job
 from tests.jobs import Samples, class_loss, vectors
 
 Buffers = Mapping[str, Tensor]
-Merge = Callable[[str, Buffers, Sequence[Buffers]], Tensor]  # (name, before the step, after each chunk) -> after the step
+# (name, before the step, after each chunk) -> after the step
+Merge = Callable[[str, Buffers, Sequence[Buffers]], Tensor]
 
 
 class Spectral(nn.Module):
-    """Spectral normalisation, as a parametrization or in its old form as a hook: u and v are improved by each forward, which reads them."""
+    """Spectral normalisation, as a parametrization or in its old form as a hook: u and v are improved by each
+    forward, which reads them."""
 
     def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
@@ -64,7 +67,8 @@ class Shifted(MoCo):
 
 
 class Sliced(MoCo):
-    """The published form: the pointer becomes a Python number, and keys go where they fit. Only a module as it is can run it."""
+    """The published form: the pointer becomes a Python number, and keys go where they fit. Only a module as
+    it is can run it."""
 
     def enqueue(self, keys: Tensor) -> None:
         at = int(self.pointer)
@@ -79,7 +83,11 @@ class DINO(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head, self.teacher = nn.Linear(7, 6), nn.Linear(6, 5), nn.Linear(7, 5).requires_grad_(False)
+        self.body, self.head, self.teacher = (
+            nn.Linear(7, 6),
+            nn.Linear(6, 5),
+            nn.Linear(7, 5).requires_grad_(False),
+        )
         self.register_buffer("centre", torch.zeros(1, 5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +99,8 @@ class DINO(nn.Module):
 
 
 class BatchRenorm(nn.Module):
-    """Batch renormalisation (Ioffe, 2017): batch statistics corrected towards running ones, which the training forward reads."""
+    """Batch renormalisation (Ioffe, 2017): batch statistics corrected towards running ones, which the
+    training forward reads."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -118,14 +127,23 @@ class BatchRenorm(nn.Module):
 class Renormed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(7, 6), BatchRenorm(6), nn.ReLU(), nn.Linear(6, 6), BatchRenorm(6), nn.ReLU(), nn.Linear(6, 5))
+        self.layers = nn.Sequential(
+            nn.Linear(7, 6),
+            BatchRenorm(6),
+            nn.ReLU(),
+            nn.Linear(6, 6),
+            BatchRenorm(6),
+            nn.ReLU(),
+            nn.Linear(6, 5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
 
 class Annealed(nn.Module):
-    """How much of a residual counts grows with a counter; one layer runs twice in a forward, and its second run sees the first's count."""
+    """How much of a residual counts grows with a counter; one layer runs twice in a forward, and its second
+    run sees the first's count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +211,8 @@ CASES = {
     "batch renorm": Case(Renormed, renormed),
     "annealed": Case(Annealed, counted),
 }
-BATCH = 13  # over 8 chunks: five of 2 samples, three of 1; batch renormalisation has variances of one sample, too
+# over 8 chunks: five of 2 samples, three of 1; batch renormalisation has variances of one sample, too
+BATCH = 13
 
 
 def job_of(case: str, **settings: Any) -> Job:
@@ -216,7 +235,8 @@ class Trained:
 
 
 def by_the_rule(case: str, model: nn.Module, num_chunks: int, steps: int = 4) -> Trained:
-    """One device in float64, also where the code names no precision, whose chunks all start from the buffers of before the step.
+    """One device in float64, also where the code names no precision, whose chunks all start from the buffers
+    of before the step.
 
     model: as a run starts from it.
     """
@@ -228,9 +248,13 @@ def by_the_rule(case: str, model: nn.Module, num_chunks: int, steps: int = 4) ->
         torch.set_default_dtype(usual)
 
 
-def _by_the_rule(case: str, model: nn.Module, num_chunks: int, steps: int, samples: Samples, held_out: Samples) -> Trained:
+def _by_the_rule(
+    case: str, model: nn.Module, num_chunks: int, steps: int, samples: Samples, held_out: Samples
+) -> Trained:
     model.double().train()
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [each for each in model.parameters() if each.requires_grad], lr=0.1, momentum=0.9
+    )
     losses: list[float] = []
     metrics: list[float] = []
     for step in range(steps):
@@ -250,12 +274,19 @@ def _by_the_rule(case: str, model: nn.Module, num_chunks: int, steps: int, sampl
         with torch.no_grad():
             metrics.append(float(class_loss(model, _batch(held_out, torch.arange(11)))))
         model.train()
-    return Trained(losses, metrics, {name: each.detach().clone() for name, each in (*model.named_parameters(), *model.named_buffers())})
+    return Trained(
+        losses,
+        metrics,
+        {name: each.detach().clone() for name, each in (*model.named_parameters(), *model.named_buffers())},
+    )
 
 
 def _batch(samples: Any, rows: Tensor) -> dict[str, Tensor]:
     found = [samples[int(row)] for row in rows]
-    return {"x": torch.stack([each["x"] for each in found]).double(), "y": torch.stack([each["y"] for each in found])}
+    return {
+        "x": torch.stack([each["x"] for each in found]).double(),
+        "y": torch.stack([each["y"] for each in found]),
+    }
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -38,7 +38,11 @@ class Block(nn.Module):
 
     def __init__(self, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.first, self.attention, self.second = nn.LayerNorm(WIDTH), Attention(heads, kv_heads), nn.LayerNorm(WIDTH)
+        self.first, self.attention, self.second = (
+            nn.LayerNorm(WIDTH),
+            Attention(heads, kv_heads),
+            nn.LayerNorm(WIDTH),
+        )
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +73,11 @@ class ConvNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.second = nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12), nn.Conv2d(12, 8, 3)
+        self.first, self.norm, self.second = (
+            nn.Conv2d(3, 12, 3, padding=1),
+            nn.BatchNorm2d(12),
+            nn.Conv2d(12, 8, 3),
+        )
         self.head = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,9 +107,18 @@ def normal(*shape: int) -> dict[str, Tensor]:
 
 def job_of(build: Callable[[], nn.Module], loss: Callable[[Any, Any], Tensor]) -> Job:
     """A job that is read and never trained."""
-    return Job(model=build, loss=loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), data=lambda: [0], batch_size=1, steps=1)
+    return Job(
+        model=build,
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=lambda: [0],
+        batch_size=1,
+        steps=1,
+    )
 
 
-def layout_by_shapes(build: Callable[[], nn.Module], loss: Callable[[Any, Any], Tensor], batch: Any) -> Layout:
+def layout_by_shapes(
+    build: Callable[[], nn.Module], loss: Callable[[Any, Any], Tensor], batch: Any
+) -> Layout:
     """The layout of a job's program."""
     return layout_of(capture_shapes(job_of(build, loss), batch), BUILT_IN)

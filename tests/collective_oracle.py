@@ -16,7 +16,8 @@ COMBINE: dict[str, Any] = {
 
 
 def expected(call: Call, place: int) -> Tensor | None:
-    """What rank `place` of the group receives, contiguous; None: nothing. It is to be equal, except that products of complex numbers may be rounded otherwise."""
+    """What rank `place` of the group receives, contiguous; None: nothing. It is to be equal, except that
+    products of complex numbers may be rounded otherwise."""
     inputs = [call.input_of(each) for each in range(len(call.members))]
     match call.kind:
         case "all_reduce":
@@ -26,13 +27,19 @@ def expected(call: Call, place: int) -> Tensor | None:
         case "reduce_scatter":
             return reduction([each.reshape(len(inputs), *call.shape)[place] for each in inputs], call.op)
         case "all_gather" | "gather":
-            return torch.stack(inputs).reshape(call.all_shape) if call.kind == "all_gather" or place == call.root else None
+            return (
+                torch.stack(inputs).reshape(call.all_shape)
+                if call.kind == "all_gather" or place == call.root
+                else None
+            )
         case "scatter":
             return inputs[call.root].reshape(len(inputs), *call.shape)[place]
         case "broadcast":
             return inputs[call.root]
         case "all_to_all":
-            return torch.cat([values.split(list(call.sizes[source]))[place] for source, values in enumerate(inputs)])
+            return torch.cat(
+                [values.split(list(call.sizes[source]))[place] for source, values in enumerate(inputs)]
+            )
         case "message":
             return inputs[call.root] if place == call.to else None
         case _:
@@ -40,13 +47,15 @@ def expected(call: Call, place: int) -> Tensor | None:
 
 
 def reduction(inputs: list[Tensor], op: str) -> Tensor:
-    """In rank order; 16-bit floats are added up in float32 and rounded once, averages of whole numbers are cut off."""
+    """In rank order; 16-bit floats are added up in float32 and rounded once, averages of whole numbers are
+    cut off."""
     dtype = inputs[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     total: Tensor = reduce(COMBINE[op], [each.to(wide) for each in inputs])
     if op == "avg" and dtype in INTEGERS:
         total = torch.div(total, len(inputs), rounding_mode="trunc")
-    elif op == "avg" and dtype in COMPLEX:  # part by part: torch's quotient of complex numbers is rounded twice
+    elif op == "avg" and dtype in COMPLEX:
+        # part by part: torch's quotient of complex numbers is rounded twice
         total = torch.view_as_complex(torch.view_as_real(total) / len(inputs))
     elif op == "avg":
         total = total / len(inputs)

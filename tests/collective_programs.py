@@ -1,4 +1,5 @@
-"""Random programs of collectives: which calls the ranks of a world make, with which tensors, and in which order they wait.
+"""Random programs of collectives: which calls the ranks of a world make, with which tensors, and in which
+order they wait.
 
 All is derived from the program alone, so that every rank, and the oracle, knows the inputs of all.
 """
@@ -25,15 +26,17 @@ REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 KINDS = (*REDUCTIONS, "all_gather", "all_to_all", "gather", "scatter", "broadcast", "message", "barrier")
 LAYOUTS = ("contiguous", "offset", "transposed", "every_other", "lazy", "window")
 LENGTHS = (0, 1, 2, 3, 7, 17)
-LARGE = (1000, 4099, 70_001, 300_003)  # elements: above what everybody reduces by itself, and over several chunks
+# elements: above what everybody reduces by itself, and over several chunks
+LARGE = (1000, 4099, 70_001, 300_003)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """One collective of a group, or one message.
 
-    members: the group, as ranks of the world. shape: of what a rank hands in; of what it receives, for reduce_scatter and scatter.
-    root, to: within the group; to is where a message goes. sizes: [from][to], elements of all_to_all.
+    members: the group, as ranks of the world. shape: of what a rank hands in; of what it receives, for
+    reduce_scatter and scatter. root, to: within the group; to is where a message goes. sizes: [from][to],
+    elements of all_to_all.
     layouts: [place in the group], how that rank's tensors lie in memory. place_bytes: in the window.
     any_source: the message is received from whoever sends it.
     """
@@ -62,7 +65,8 @@ class Call:
         return torch.Size(self.shape).numel()
 
     def input_of(self, place: int) -> Tensor:
-        """What that rank hands in, contiguous: the whole tensor, flat for all_to_all, all slices behind each other for reduce_scatter and scatter."""
+        """What that rank hands in, contiguous: the whole tensor, flat for all_to_all, all slices behind each
+        other for reduce_scatter and scatter."""
         if self.kind == "all_to_all":
             shape: tuple[int, ...] = (sum(self.sizes[place]),)
         elif self.kind in ("reduce_scatter", "scatter"):
@@ -85,7 +89,8 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """rounds: calls that are under way together. orders: [round][rank of the world], the calls' numbers within the round in the order in which it waits."""
+    """rounds: calls that are under way together. orders: [round][rank of the world], the calls' numbers
+    within the round in the order in which it waits."""
 
     rounds: tuple[tuple[Call, ...], ...]
     orders: tuple[tuple[tuple[int, ...], ...], ...]
@@ -100,7 +105,9 @@ def random_values(dtype: torch.dtype, shape: tuple[int, ...], op: str, seed: int
         bits = torch.iinfo(dtype)
         low, high = (bits.min // 4, bits.max // 4) if op in ("avg", "sum") else (bits.min, bits.max)
         return torch.randint(low, high, shape, generator=generator).to(dtype)
-    return torch.randn(shape, generator=generator, dtype=torch.complex128 if dtype in COMPLEX else torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=generator, dtype=torch.complex128 if dtype in COMPLEX else torch.float64
+    ).to(dtype)
 
 
 @st.composite
@@ -149,5 +156,15 @@ def calls(draw: st.DrawFn, size: int, number: int, taken_bytes: int) -> Call:
 def _splits(size: int) -> list[tuple[int, ...]]:
     """Groups to draw from: all ranks, in order and backwards, halves, every other one, single ranks."""
     world = tuple(range(size))
-    found = [world, world, world, tuple(reversed(world)), world[: size // 2], world[size // 2 :], world[::2], world[1::2], (0,)]
+    found = [
+        world,
+        world,
+        world,
+        tuple(reversed(world)),
+        world[: size // 2],
+        world[size // 2 :],
+        world[::2],
+        world[1::2],
+        (0,),
+    ]
     return [members for members in found if members]

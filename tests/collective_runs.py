@@ -1,4 +1,5 @@
-"""One rank of a random program: it lays its tensors out, starts and waits, and compares what it finds in memory with the oracle."""
+"""One rank of a random program: it lays its tensors out, starts and waits, and compares what it finds in
+memory with the oracle."""
 
 from __future__ import annotations
 
@@ -17,14 +18,21 @@ from meshloom.comm.group import Work
 
 def run_programs(seat: Seat, programs: Sequence[Program], tiny: bool = False) -> list[str]:
     """What is wrong on this rank, which goes from one to the next without waiting for the others."""
-    return [problem for number, program in enumerate(programs) for problem in run_program(seat, program, tiny, number * 100)]
+    return [
+        problem
+        for number, program in enumerate(programs)
+        for problem in run_program(seat, program, tiny, number * 100)
+    ]
 
 
 def run_program(seat: Seat, program: Program, tiny: bool = False, first_tag: int = 0) -> list[str]:
-    """What is wrong on this rank. After each wait its tensors are overwritten: no other rank may still need them. tiny: see `Seat.kept`."""
+    """What is wrong on this rank. After each wait its tensors are overwritten: no other rank may still need
+    them. tiny: see `Seat.kept`."""
     problems: list[str] = []
     for calls, orders in zip(program.rounds, program.orders, strict=True):
-        started = [start(seat, call, tiny, first_tag) if seat.rank in call.members else None for call in calls]
+        started = [
+            start(seat, call, tiny, first_tag) if seat.rank in call.members else None for call in calls
+        ]
         for index in orders[seat.rank]:
             if running := started[index]:
                 problems += running.finish()
@@ -54,13 +62,21 @@ class Frame:
     def problem(self, exact: bool) -> str:
         """What is wrong, or nothing. Overwrites the tensor."""
         if self.wanted is not None:
-            same = torch.equal(self.tensor, self.wanted) if exact else torch.allclose(self.tensor, self.wanted, rtol=1e-5, atol=1e-6)
+            same = (
+                torch.equal(self.tensor, self.wanted)
+                if exact
+                else torch.allclose(self.tensor, self.wanted, rtol=1e-5, atol=1e-6)
+            )
             if not same:
                 return f"{_shown(self.tensor)} instead of {_shown(self.wanted)}"
         self.view(self.base).zero_()
         self.view(self.before).zero_()
         rest, was = self.base.contiguous(), self.before.contiguous()
-        return "" if torch.equal(rest.view(-1).view(torch.uint8), was.view(-1).view(torch.uint8)) else "elements beside the tensor have changed"
+        return (
+            ""
+            if torch.equal(rest.view(-1).view(torch.uint8), was.view(-1).view(torch.uint8))
+            else "elements beside the tensor have changed"
+        )
 
 
 @dataclass(kw_only=True)
@@ -79,7 +95,8 @@ class Running:
         problems = []
         if self.source is not None and (found := getattr(self.work, "source")) != self.source:  # noqa: B009
             problems.append(f"comes from {found} instead of {self.source}")
-        exact = not (self.call.dtype in COMPLEX and self.call.op == "product")  # (a + bi)(c + di) may be rounded once or twice
+        # (a + bi)(c + di) may be rounded once or twice
+        exact = not (self.call.dtype in COMPLEX and self.call.op == "product")
         problems += [problem for frame in self.frames if (problem := frame.problem(exact))]
         return [f"{self.call} on rank {self.place} of the group: {problem}" for problem in problems]
 
@@ -131,12 +148,22 @@ def start(seat: Seat, call: Call, tiny: bool, first_tag: int) -> Running:
             frames = [give(values), take(result)]
             work = operation(frames[1].tensor, frames[0].tensor)
         case "gather":
-            frames = [give(values), *(take(each) for each in (result.reshape(n, *call.shape) if result is not None else ()))]
-            work = operation([frame.tensor for frame in frames[1:]] if is_root else None, frames[0].tensor, root)
+            frames = [
+                give(values),
+                *(take(each) for each in (result.reshape(n, *call.shape) if result is not None else ())),
+            ]
+            work = operation(
+                [frame.tensor for frame in frames[1:]] if is_root else None, frames[0].tensor, root
+            )
         case "scatter":
             assert result is not None
-            frames = [take(result), *(give(each) for each in (values.reshape(n, *call.shape) if is_root else ()))]
-            work = operation(frames[0].tensor, [frame.tensor for frame in frames[1:]] if is_root else None, root)
+            frames = [
+                take(result),
+                *(give(each) for each in (values.reshape(n, *call.shape) if is_root else ())),
+            ]
+            work = operation(
+                frames[0].tensor, [frame.tensor for frame in frames[1:]] if is_root else None, root
+            )
         case "all_to_all":
             assert result is not None
             frames = [give(values), take(result)]

@@ -31,17 +31,21 @@ from meshloom.launch.world import World
 from meshloom.program.cost.rates import Rates
 
 GRACE_SECONDS = 5.0  # for what is ending by itself when the test returns
-collect_ignore = ["words_job.py"]  # it reads the program's words as it is imported, as people's files do, and here they are pytest's
+# it reads the program's words as it is imported, as people's files do, and here they are pytest's
+collect_ignore = ["words_job.py"]
 CACHES = {".pytest_cache", ".hypothesis", ".ruff_cache", "__pycache__"}
 
 
 def pytest_configure() -> None:
-    """One thread per process, as several ranks share the machine; orphans of orphans become this process's children, so that they are seen.
+    """One thread per process, as several ranks share the machine; orphans of orphans become this process's
+    children, so that they are seen.
 
-    The first store in a process opens a pipe that libuv keeps until the process ends. No test opens that one, whichever runs first.
+    The first store in a process opens a pipe that libuv keeps until the process ends. No test opens that one,
+    whichever runs first.
     """
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-        if signal.getsignal(number) == signal.SIG_IGN:  # as a shell starts what runs in its background: the programs under test would inherit it
+        # as a shell starts what runs in its background: the programs under test would inherit it
+        if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
     torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -51,22 +55,27 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now is there until the end. Looking for garbage in it, again and again, was an eighth of the work of the tests."""
+    """What is imported and collected by now is there until the end. Looking for garbage in it, again and
+    again, was an eighth of the work of the tests."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Temporary files of this process and its children go where nobody else's are, so that those left behind can be told."""
+    """Temporary files of this process and its children go where nobody else's are, so that those left behind
+    can be told."""
     kept = tmp_path_factory.getbasetemp()  # pytest's own, which it removes itself, stays outside
     multiprocessing.util.get_temp_dir()  # and so does Python's
     environment, previous = dict(os.environ), tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="meshloom-tests-") as directory:
         os.environ["TMPDIR"] = tempfile.tempdir = directory
-        os.environ["HOME"] = str(kept)  # what was measured of this machine lies at home, and would decide how models are divided
-        os.environ["MESHLOOM_CACHE"] = "off"  # tests have nothing in common; who tests what is kept says where
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept / "torchinductor")  # torch makes one when it is first used
+        # what was measured of this machine lies at home, and would decide how models are divided
+        os.environ["HOME"] = str(kept)
+        # tests have nothing in common; who tests what is kept says where
+        os.environ["MESHLOOM_CACHE"] = "off"
+        # torch makes one when it is first used
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept / "torchinductor")
         yield
     tempfile.tempdir = previous
     _restore_environment(environment)
@@ -74,7 +83,8 @@ def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(autouse=True)
 def _hygiene(_own_temporary_directory: None) -> Iterator[None]:
-    """Fail a test that leaks a process, thread, file or segment, or changes what all tests share; undo it for the next one."""
+    """Fail a test that leaks a process, thread, file or segment, or changes what all tests share; undo it for
+    the next one."""
     seed_everything(0)
     settings = {name: read() for name, (read, _) in SETTINGS.items()}
     environment = dict(os.environ)
@@ -94,12 +104,18 @@ def _hygiene(_own_temporary_directory: None) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the worlds of tests that start no processes compute")
+    parser.addoption(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the worlds of tests that start no processes compute",
+    )
 
 
 @pytest.fixture(autouse=True)
 def _worlds_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this process opens as a world, whether one rank or several simulated ones, is on the device of `--device`; a report says which tests opened one."""
+    """What this process opens as a world, whether one rank or several simulated ones, is on the device of
+    `--device`; a report says which tests opened one."""
     device = request.config.getoption("--device")
 
     def opened(mesh: Mesh, devices: str, *more: Any) -> World:
@@ -123,7 +139,8 @@ def silent_export() -> Iterator[None]:
 
 @pytest.fixture
 def dear_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which it pays to divide small models along tp too, as it does everywhere for those of real sizes."""
+    """A machine on which it pays to divide small models along tp too, as it does everywhere for those of real
+    sizes."""
     rates = Rates(start_seconds=1e-6, latency_seconds=1e-6, memory_price=1e5)
     monkeypatch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: rates)
 
@@ -141,15 +158,27 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "number of threads": (torch.get_num_threads, torch.set_num_threads),
     "deterministic algorithms": (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
         _set_deterministic,
     ),
     "anomaly detection": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    "autocast on the CPU": (lambda: torch.is_autocast_enabled("cpu"), lambda value: torch.set_autocast_enabled("cpu", value)),
+    "autocast on the CPU": (
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda value: torch.set_autocast_enabled("cpu", value),
+    ),
     "process group": (torch.distributed.is_initialized, lambda _: torch.distributed.destroy_process_group()),
     "working directory": (os.getcwd, os.chdir),
-    "handler of SIGINT": (lambda: signal.getsignal(signal.SIGINT), lambda value: signal.signal(signal.SIGINT, value)),
-    "handler of SIGTERM": (lambda: signal.getsignal(signal.SIGTERM), lambda value: signal.signal(signal.SIGTERM, value)),
+    "handler of SIGINT": (
+        lambda: signal.getsignal(signal.SIGINT),
+        lambda value: signal.signal(signal.SIGINT, value),
+    ),
+    "handler of SIGTERM": (
+        lambda: signal.getsignal(signal.SIGTERM),
+        lambda value: signal.signal(signal.SIGTERM, value),
+    ),
 }
 
 
@@ -159,20 +188,27 @@ _OF_OTHERS = ("PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 
 def _restore_environment(before: dict[str, str]) -> list[str]:
     after = dict(os.environ)
-    changed = [name for name in {*before, *after} if before.get(name) != after.get(name) and name not in _OF_OTHERS]
+    changed = [
+        name for name in {*before, *after} if before.get(name) != after.get(name) and name not in _OF_OTHERS
+    ]
     for name in changed:
         if name in before:
             os.environ[name] = before[name]
         else:
             del os.environ[name]
-    return [f"environment variable {name}: {before.get(name)!r} before, {after.get(name)!r} after" for name in sorted(changed)]
+    return [
+        f"environment variable {name}: {before.get(name)!r} before, {after.get(name)!r} after"
+        for name in sorted(changed)
+    ]
 
 
-# --- What can leak: how to find all there is, and, given what is new, what remains of it once it had its chance.
+# --- What can leak: how to find all there is, and, given what is new, what remains of it once it had its
+# chance.
 
 
 def _children() -> set[int]:
-    """Children of this process and of the server that forks for it, without that server and Python's own resource tracker."""
+    """Children of this process and of the server that forks for it, without that server and Python's own
+    resource tracker."""
     server, tracker = forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid
     return (_children_of(os.getpid()) | (_children_of(server) if server else set())) - {server, tracker}
 
@@ -182,7 +218,8 @@ def _children_of(pid: int) -> set[int]:
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
             found.update(map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()))
-    except (FileNotFoundError, ProcessLookupError):  # a thread has ended meanwhile: its children are another's now
+    except (FileNotFoundError, ProcessLookupError):
+        # a thread has ended meanwhile: its children are another's now
         return _children_of(pid) if Path(f"/proc/{pid}").exists() else set()
     return found
 
@@ -198,7 +235,8 @@ def _end_children(pids: set[int]) -> set[str]:
 
 
 def _threads() -> set[threading.Thread]:
-    kept = (threading._DummyThread, GarbageCollectorThread)  # pyzmq has one, once something was sent, for the life of the process
+    # pyzmq has one, once something was sent, for the life of the process
+    kept = (threading._DummyThread, GarbageCollectorThread)
     return {thread for thread in threading.enumerate() if not isinstance(thread, kept)}
 
 
@@ -210,15 +248,19 @@ def _join_threads(threads: set[threading.Thread]) -> set[threading.Thread]:
 
 
 def _open_files() -> set[tuple[int, str]]:
-    """Files, pipes and sockets by descriptor; without devices and event queues, which libraries keep once they are used."""
-    own = {forkserver._forkserver._forkserver_alive_fd, resource_tracker._resource_tracker._fd}  # Python's, for the life of the process
+    """Files, pipes and sockets by descriptor; without devices and event queues, which libraries keep once
+    they are used."""
+    # Python's, for the life of the process
+    own = {forkserver._forkserver._forkserver_alive_fd, resource_tracker._resource_tracker._fd}
     found: set[tuple[int, str]] = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:  # the directory that is being listed
             continue
-        if int(name) not in own and not target.startswith(("/dev/null", "/dev/urandom", "/dev/pts", "anon_inode:", "/proc/")):
+        if int(name) not in own and not target.startswith(
+            ("/dev/null", "/dev/urandom", "/dev/pts", "anon_inode:", "/proc/")
+        ):
             found.add((int(name), target))
     return found
 

@@ -1,6 +1,8 @@
-"""An asynchronous run whose parameters are counts: each update adds one under the share that it is of, so what was applied how often can be read off.
+"""An asynchronous run whose parameters are counts: each update adds one under the share that it is of, so
+what was applied how often can be read off.
 
-It runs the product's head, stores, workers and virtual clock. What a run has come to is worked out here from its events, without them.
+It runs the product's head, stores, workers and virtual clock. What a run has come to is worked out here from
+its events, without them.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Counts:
 
 @dataclass
 class Account:
-    """What a run came to. history: (worker, share) of the updates that survive, in order. lost: updates that were gone again."""
+    """What a run came to. history: (worker, share) of the updates that survive, in order. lost: updates that
+    were gone again."""
 
     finals: list[Counter[int]]
     history: list[tuple[int, int]] = field(default_factory=list)
@@ -52,17 +55,31 @@ class Account:
 
 
 def count(
-    circumstances: Circumstances, *, num_servers: int = 1, num_workers: int = 4, staleness: int | None = None, steps: int = 30, keep_every: int = 7
+    circumstances: Circumstances,
+    *,
+    num_servers: int = 1,
+    num_workers: int = 4,
+    staleness: int | None = None,
+    steps: int = 30,
+    keep_every: int = 7,
 ) -> Account:
     """Run to the end."""
     rules = Rules(num_servers=num_servers, staleness=staleness, steps=steps, keep_every=[keep_every])
-    storages = [Storage(snapshots={0: (SnapshotKind(incarnation=0, state=first_state()), None)}) for _ in range(num_servers)]
+    storages = [
+        Storage(snapshots={0: (SnapshotKind(incarnation=0, state=first_state()), None)})
+        for _ in range(num_servers)
+    ]
 
     def compute(worker: int, task: Task) -> Computed:
-        assert [part.values for part in task.parts] == [task.version] * num_servers  # all of one version, and that is the number of updates
+        # all of one version, and that is the number of updates
+        assert [part.values for part in task.parts] == [task.version] * num_servers
         return Computed(gradients=[task.share] * num_servers, changes=None, loss=float(task.share), norm=0.0)
 
-    parts = Parts(head=lambda incarnation: Head(rules, incarnation), store=lambda number: Store(number, storages[number], Counts), compute=compute)
+    parts = Parts(
+        head=lambda incarnation: Head(rules, incarnation),
+        store=lambda number: Store(number, storages[number], Counts),
+        compute=compute,
+    )
     cluster = VirtualCluster(parts, circumstances, num_servers=num_servers, num_workers=num_workers)
     account = Account([])
     for event in cluster.run():

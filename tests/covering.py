@@ -1,4 +1,5 @@
-"""Few cases of many settings, in which any two or three values of different settings meet; names that take values in turn; and the first few of many."""
+"""Few cases of many settings, in which any two or three values of different settings meet; names that take
+values in turn; and the first few of many."""
 
 from __future__ import annotations
 
@@ -14,13 +15,18 @@ Values = tuple[tuple[str, str], ...]  # of different settings, each with its val
 
 
 def covering(settings: Mapping[str, Sequence[Any]], strength: int, *, candidates: int = 60) -> list[Case]:
-    """Cases in which every `strength` values of different settings meet, found greedily among random candidates; the same ones every time."""
+    """Cases in which every `strength` values of different settings meet, found greedily among random
+    candidates; the same ones every time."""
     missing = all_meetings(settings, strength)
     shuffled = random.Random(0)
     chosen: list[Case] = []
     while missing:
-        wanted = {name: _value(settings, name, text) for name, text in min(missing)}  # so that every round makes progress
-        drawn = [{name: shuffled.choice(values) for name, values in settings.items()} | wanted for _ in range(candidates)]
+        # so that every round makes progress
+        wanted = {name: _value(settings, name, text) for name, text in min(missing)}
+        drawn = [
+            {name: shuffled.choice(values) for name, values in settings.items()} | wanted
+            for _ in range(candidates)
+        ]
         best = max(drawn, key=lambda case: len(missing & meetings(case, strength)))
         chosen.append(best)
         missing -= meetings(best, strength)
@@ -42,7 +48,8 @@ def all_meetings(settings: Mapping[str, Sequence[Any]], strength: int) -> set[Va
 
 
 def in_turn(names: Sequence[str], values: Sequence[Any], each: int = 1) -> list[tuple[str, Any]]:
-    """`each` of the values for every name: the next name has the next ones, so that all values are as frequent, and neighbours, which are alike, differ."""
+    """`each` of the values for every name: the next name has the next ones, so that all values are as
+    frequent, and neighbours, which are alike, differ."""
     following = cycle(values)
     return [(name, next(following)) for name in names for _ in range(each)]
 

@@ -1,7 +1,7 @@
 """A job's loss divided over ranks that run in lockstep, against the job's own module on one device.
 
-The oracle is eager: the module in float64, its draws keyed. Of a division it knows which indices of each parameter and buffer each rank
-holds, and whose gradients are whole.
+The oracle is eager: the module in float64, its draws keyed. Of a division it knows which indices of each
+parameter and buffer each rank holds, and whose gradients are whole.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ from meshloom.tensor_parallel.search.strategies import Strategy, strategies_of
 
 SEED = 3
 RATES = Rates(
-    flops_per_second=1e6, bytes_per_second=1e5, link_bytes_per_second=1e5, latency_seconds=1e-5, start_seconds=1e-5
+    flops_per_second=1e6,
+    bytes_per_second=1e5,
+    link_bytes_per_second=1e5,
+    latency_seconds=1e-5,
+    start_seconds=1e-5,
 )  # for which tiny models pay
 FLOOR = 1e-3  # of the largest gradient's norm: what is smaller is compared with that
 
@@ -72,7 +76,10 @@ def subject_of(job: Job, *, batches: tuple[Any, Any] | None = None) -> Subject:
     """Read a job's loss in float64, and run its module eagerly on the first batch."""
     if batches is None:
         data = job.data()
-        batches = default_collate([data[at] for at in range(3)]), default_collate([data[at] for at in range(3, 6)])
+        batches = (
+            default_collate([data[at] for at in range(3)]),
+            default_collate([data[at] for at in range(3, 6)]),
+        )
     program = capture(job, batches, dtype=torch.float64)
     model = build_model(job, torch.float64, training=True)
     before = {name: each.detach().clone() for name, each in model.named_buffers()}
@@ -82,7 +89,9 @@ def subject_of(job: Job, *, batches: tuple[Any, Any] | None = None) -> Subject:
         with KeyedDraws(), _Lifted():
             outputs = [torch.as_tensor(each) for each in tree_leaves(job.loss(model, _cloned(batch)))]
             outputs[0].sum().backward()
-    gradients = {name: None if each.grad is None else each.grad.detach() for name, each in model.named_parameters()}
+    gradients = {
+        name: None if each.grad is None else each.grad.detach() for name, each in model.named_parameters()
+    }
     buffers = {name: each.detach().clone() for name, each in model.named_buffers()}
     with torch.no_grad():
         for name, each in model.named_buffers():
@@ -102,27 +111,44 @@ def cheapest(layout: Layout, num_ranks: int) -> DivisionChoice:
     return choose(layout, num_ranks, RATES)
 
 
-def compare(subject: Subject, num_ranks: int, decide: Decide = cheapest, visit: Callable[[Node, list[Any]], None] | None = None) -> Compared:
+def compare(
+    subject: Subject,
+    num_ranks: int,
+    decide: Decide = cheapest,
+    visit: Callable[[Node, list[Any]], None] | None = None,
+) -> Compared:
     """Divide over `num_ranks` ranks and compare with one device."""
     part = partition(decide(subject.layout, num_ranks))
     ranks = range(num_ranks)
     named = dict(subject.model.named_parameters())
     parameters = [
         {
-            name: _selected(each.detach(), _held(part.parameters[name], rank)).clone().requires_grad_(each.requires_grad)
+            name: _selected(each.detach(), _held(part.parameters[name], rank))
+            .clone()
+            .requires_grad_(each.requires_grad)
             for name, each in named.items()
         }
         for rank in ranks
     ]
     buffers = [
-        {name: _selected(each.detach(), _held(part.buffers[name], rank)).clone() for name, each in subject.model.named_buffers()} for rank in ranks
+        {
+            name: _selected(each.detach(), _held(part.buffers[name], rank)).clone()
+            for name, each in subject.model.named_buffers()
+        }
+        for rank in ranks
     ]
     with preserved_draws(), default_precision(torch.float64):
         seed_everything(SEED)
-        results = run_in_lockstep(part.programs, parameters, buffers, subject.batch, dtype=torch.float64, visit=visit)
+        results = run_in_lockstep(
+            part.programs, parameters, buffers, subject.batch, dtype=torch.float64, visit=visit
+        )
         outputs = [[torch.as_tensor(each) for each in tree_leaves(result)] for result in results]
         torch.autograd.backward([each[0].sum() for each in outputs])
-    errors = [*_outputs(subject, outputs), *_gradients(subject, part, parameters), *_buffers(subject, part, buffers)]
+    errors = [
+        *_outputs(subject, outputs),
+        *_gradients(subject, part, parameters),
+        *_buffers(subject, part, buffers),
+    ]
     error, what = max(errors, key=lambda each: each[0] if each[0] == each[0] else float("inf"))
     return Compared(error=error, what=what, partition=part)
 
@@ -133,16 +159,24 @@ def _outputs(subject: Subject, outputs: list[list[Tensor]]) -> Iterator[tuple[fl
             yield _error(mine.detach(), theirs, 0.0), f"output {number} on rank {rank}"
 
 
-def _gradients(subject: Subject, part: Partition, parameters: list[dict[str, nn.Parameter]]) -> Iterator[tuple[float, str]]:
+def _gradients(
+    subject: Subject, part: Partition, parameters: list[dict[str, nn.Parameter]]
+) -> Iterator[tuple[float, str]]:
     largest = max(float(each.norm()) for each in subject.gradients.values() if each is not None)
     for name, expected in subject.gradients.items():
         found = [each[name].grad for each in parameters]
         if expected is None:
-            yield 0.0 if all(each is None for each in found) else float("inf"), f"whether {name} has a gradient"
+            yield (
+                0.0 if all(each is None for each in found) else float("inf"),
+                f"whether {name} has a gradient",
+            )
             continue
         pieces = part.parameters[name]
         index = [_held(pieces, rank) for rank in range(pieces.num_ranks)]
-        found = [each if each is not None else torch.zeros_like(_selected(expected, index[rank])) for rank, each in enumerate(found)]
+        found = [
+            each if each is not None else torch.zeros_like(_selected(expected, index[rank]))
+            for rank, each in enumerate(found)
+        ]
         holders = torch.zeros(expected.shape)
         total = torch.zeros_like(expected)
         for rank, each in enumerate(found):
@@ -154,20 +188,30 @@ def _gradients(subject: Subject, part: Partition, parameters: list[dict[str, nn.
                 yield _error(each, expected, FLOOR * largest), f"gradient of {name} on rank {rank}"
             continue
         shared = bool((holders > 1).any())
-        yield 0.0 if shared == (name in part.summed) or not variable.meta.requires_grad else float("inf"), f"whether {name} is summed"
+        yield (
+            0.0 if shared == (name in part.summed) or not variable.meta.requires_grad else float("inf"),
+            f"whether {name} is summed",
+        )
         yield _error(total, expected, FLOOR * largest), f"gradient of {name}"
 
 
-def _buffers(subject: Subject, part: Partition, buffers: list[dict[str, Tensor]]) -> Iterator[tuple[float, str]]:
+def _buffers(
+    subject: Subject, part: Partition, buffers: list[dict[str, Tensor]]
+) -> Iterator[tuple[float, str]]:
     for name, expected in subject.buffers.items():
         for rank, row in enumerate(buffers):
-            yield _error(row[name], _selected(expected, _held(part.buffers[name], rank)), 1e-3), f"buffer {name} on rank {rank}"
+            yield (
+                _error(row[name], _selected(expected, _held(part.buffers[name], rank)), 1e-3),
+                f"buffer {name} on rank {rank}",
+            )
 
 
 def _held(pieces: Pieces, rank: int) -> list[Tensor]:
     """The indices of each dim that a rank holds."""
     return [
-        torch.arange(size) if runs is None else torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(*each) for each in runs)])
+        torch.arange(size)
+        if runs is None
+        else torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(*each) for each in runs)])
         for size, runs in zip(pieces.shape, pieces.held[rank], strict=True)
     ]
 
@@ -197,10 +241,13 @@ def _error(mine: Tensor, theirs: Tensor, floor: float) -> float:
 
 
 class _Lifted(TorchDispatchMode):
-    """Casts to a lower precision keep float64: comparing to 1e-10 asks for it, and a program is run so, too."""
+    """Casts to a lower precision keep float64: comparing to 1e-10 asks for it, and a program is run so,
+    too."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        lift: Callable[[Any], Any] = lambda each: torch.float64 if isinstance(each, torch.dtype) and each.is_floating_point else each  # noqa: E731
+        lift: Callable[[Any], Any] = lambda each: (  # noqa: E731
+            torch.float64 if isinstance(each, torch.dtype) and each.is_floating_point else each
+        )
         return func(*map(lift, args), **{key: lift(each) for key, each in (kwargs or {}).items()})
 
 
@@ -213,7 +260,8 @@ def _cloned(value: Any) -> Any:
 
 
 def at_random(seed: int) -> Decide:
-    """Any division at all: every value is placed, and every node computed, in a way drawn among all that are possible."""
+    """Any division at all: every value is placed, and every node computed, in a way drawn among all that are
+    possible."""
 
     def decide(layout: Layout, num_ranks: int) -> DivisionChoice:
         for attempt in range(20):
@@ -226,7 +274,8 @@ def at_random(seed: int) -> Decide:
 
 
 def _drawn(layout: Layout, num_ranks: int, chance: random.Random, *, spread: bool) -> DivisionChoice | None:
-    """None: a node cannot be computed from what was drawn before. spread: whether buffers that are updated in place are divided too."""
+    """None: a node cannot be computed from what was drawn before. spread: whether buffers that are updated in
+    place are divided too."""
     program = layout.program
     numbers = numbers_of(layout)
     cuts: dict[int, list[Cut]] = {}
@@ -238,12 +287,26 @@ def _drawn(layout: Layout, num_ranks: int, chance: random.Random, *, spread: boo
     for each in (*program.buffers.values(), *program.inputs):
         variables[each.value] = INVARIANT
     variables.update(dict.fromkeys(program.constants, INVARIANT))
-    for value in [*(each.value for each in program.parameters.values()), *(sorted(in_place) if spread else [])]:
+    for value in [
+        *(each.value for each in program.parameters.values()),
+        *(sorted(in_place) if spread else []),
+    ]:
         graded = layout.metas[value][0].requires_grad
-        found = [cut for axis in layout.values[value][0] for number in sorted(numbers.leaves(axis)) for cut in cuts.get(number, [])]
+        found = [
+            cut
+            for axis in layout.values[value][0]
+            for number in sorted(numbers.leaves(axis))
+            for cut in cuts.get(number, [])
+        ]
         found = [cut for cut in found if covers(layout.values[value][0], cut, numbers)]
-        parts: list[Placement] = [Part(cut) for cut in found if graded or not pieces_of(layout.values[value][0], cut, numbers, num_ranks).is_shared]
-        variables[value] = chance.choice([INVARIANT, *([REPLICATED] if graded else []), *([chance.choice(parts)] * 3 if parts else [])])
+        parts: list[Placement] = [
+            Part(cut)
+            for cut in found
+            if graded or not pieces_of(layout.values[value][0], cut, numbers, num_ranks).is_shared
+        ]
+        variables[value] = chance.choice(
+            [INVARIANT, *([REPLICATED] if graded else []), *([chance.choice(parts)] * 3 if parts else [])]
+        )
     strategies: dict[str, Strategy] = {}
 
     def reachable(value: str, wanted: Placement) -> bool:
@@ -259,7 +322,10 @@ def _drawn(layout: Layout, num_ranks: int, chance: random.Random, *, spread: boo
         ways = [
             each
             for each in strategies_of(node, layout, numbers, cuts)
-            if all(reachable(ref.name, wanted) for ref, wanted in zip(node.operands(), each.operands, strict=True))
+            if all(
+                reachable(ref.name, wanted)
+                for ref, wanted in zip(node.operands(), each.operands, strict=True)
+            )
             # A partial sum of whole numbers cannot be changed, so that whoever wants it otherwise has no way.
             and (each.output != PARTIAL or all(output.dtype.is_floating_point for output in node.outputs))
         ]
@@ -270,4 +336,12 @@ def _drawn(layout: Layout, num_ranks: int, chance: random.Random, *, spread: boo
             kinds.setdefault("cut" if each.cut else str(each.output), []).append(each)
         kind = "cut" if "cut" in kinds and chance.random() < 0.6 else chance.choice(sorted(kinds))
         strategies[node.name] = chance.choice(kinds[kind])
-    return DivisionChoice(num_ranks=num_ranks, layout=layout, numbers=numbers, strategies=strategies, variables=variables, seconds=0.0, chosen=())
+    return DivisionChoice(
+        num_ranks=num_ranks,
+        layout=layout,
+        numbers=numbers,
+        strategies=strategies,
+        variables=variables,
+        seconds=0.0,
+        chosen=(),
+    )

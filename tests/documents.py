@@ -1,4 +1,5 @@
-"""Markdown as a list of blocks: headings, code, tables, prose; links and code words in it; the anchors of headings."""
+"""Markdown as a list of blocks: headings, code, tables, prose; links and code words in it; the anchors of
+headings."""
 
 from __future__ import annotations
 
@@ -46,14 +47,21 @@ def blocks_of(text: str) -> list[Block]:
         if any(map(str.strip, lines)):
             body = "\n".join(lines).strip("\n")
             begins: dict[str, Kind] = {"    ": "code", "```": "code", "|": "table", "#": "heading"}
-            kinds: list[Kind] = [kind for start, kind in begins.items() if body.startswith(start)] or ["prose"]
+            kinds: list[Kind] = [kind for start, kind in begins.items() if body.startswith(start)] or [
+                "prose"
+            ]
             found.append(Block(kind=kinds[0], text=body, section=section, line=first))
         lines.clear()
 
     for number, line in enumerate(text.splitlines(), 1):
         fence, indented = line.startswith("```"), line.startswith("    ")
         in_code = bool(lines) and lines[0].startswith("    ")
-        if not fenced and (fence or line.startswith("#") or (not line.strip() and not in_code) or (in_code and line.strip() and not indented)):
+        if not fenced and (
+            fence
+            or line.startswith("#")
+            or (not line.strip() and not in_code)
+            or (in_code and line.strip() and not indented)
+        ):
             end()
         if not lines:
             first = number

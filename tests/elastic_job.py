@@ -1,4 +1,5 @@
-"""Jobs for asynchronous runs on processes. They sleep a little in each share, so that there is time for what happens to them."""
+"""Jobs for asynchronous runs on processes. They sleep a little in each share, so that there is time for what
+happens to them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def digits() -> ml.Job:
     job = load_job(str(Path(__file__).parents[1] / "examples" / "02_digits.py"))
     assert job and job.evaluate
     return replace(
-        job, optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.5, weight_decay=1e-4), evaluate=replace(job.evaluate, every=500)
+        job,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.5, weight_decay=1e-4),
+        evaluate=replace(job.evaluate, every=500),
     )
 
 

@@ -1,4 +1,5 @@
-"""Asynchronous runs of the command line as processes that are killed, joined and left, for the tests of that."""
+"""Asynchronous runs of the command line as processes that are killed, joined and left, for the tests of
+that."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ WAIT_SECONDS = 120.0
 
 
 class ElasticRun:
-    """`meshloom train` on processes. It writes its records to `directory`/records and what it prints to `directory`/text."""
+    """`meshloom train` on processes. It writes its records to `directory`/records and what it prints to
+    `directory`/text."""
 
     def __init__(self, job: str, plan: str, directory: Path, *more: str) -> None:
         self.target = f"{FILE}:{job}"
@@ -47,10 +49,14 @@ class ElasticRun:
         self._records.touch()
         with self._text.open("w") as text:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-            self.process = subprocess.Popen(self._words, stdout=text, stderr=subprocess.STDOUT, env=environment)
+            self.process = subprocess.Popen(
+                self._words, stdout=text, stderr=subprocess.STDOUT, env=environment
+            )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         self.process.wait()
@@ -62,7 +68,9 @@ class ElasticRun:
     def records(self, event: str) -> list[dict[str, Any]]:
         """Those of one kind so far."""
         lines = self._records.read_text().splitlines()
-        return [record for line in lines if line.endswith("}") and (record := json.loads(line))["event"] == event]
+        return [
+            record for line in lines if line.endswith("}") and (record := json.loads(line))["event"] == event
+        ]
 
     def text(self) -> str:
         return self._text.read_text()
@@ -104,14 +112,21 @@ class ElasticRun:
                     role = json.loads(child.environ().get("MESHLOOM_ROLE", "{}"))
                 except (psutil.NoSuchProcess, psutil.AccessDenied):
                     continue
-                if (role.get("kind"), role.get("number")) == (kind, number) and child.status() != psutil.STATUS_ZOMBIE:
+                if (role.get("kind"), role.get("number")) == (
+                    kind,
+                    number,
+                ) and child.status() != psutil.STATUS_ZOMBIE:
                     return child
             assert self.process.poll() is None, self.text()
 
     def join(self) -> Any:
         """A further worker, as a process of the test."""
         address, key = self.address()
-        process = CONTEXT.Process(target=_join, args=([*_words(self.target), "--join", address, "--key", key], dict(os.environ)), daemon=True)
+        process = CONTEXT.Process(
+            target=_join,
+            args=([*_words(self.target), "--join", address, "--key", key], dict(os.environ)),
+            daemon=True,
+        )
         process.start()
         self._joined.append(process)
         return process
@@ -133,5 +148,13 @@ def _join(words: list[str], environment: dict[str, str]) -> None:
 
 def left(text: str) -> list[psutil.Process]:
     """Processes with this in their command line that do not end within seconds."""
-    found = [process for process in psutil.process_iter(["cmdline"]) if any(text in word for word in process.info["cmdline"] or ())]
-    return [process for process in psutil.wait_procs(found, timeout=10)[1] if process.status() != psutil.STATUS_ZOMBIE]
+    found = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(text in word for word in process.info["cmdline"] or ())
+    ]
+    return [
+        process
+        for process in psutil.wait_procs(found, timeout=10)[1]
+        if process.status() != psutil.STATUS_ZOMBIE
+    ]

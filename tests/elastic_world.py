@@ -1,4 +1,5 @@
-"""Servers and workers of an asynchronous run as threads of this process, over real sockets; what they tell is kept."""
+"""Servers and workers of an asynchronous run as threads of this process, over real sockets; what they tell is
+kept."""
 
 from __future__ import annotations
 
@@ -68,12 +69,18 @@ class World:
         write_key(self.directory / HEAD_KEYS[0], head)
         write_key(self.directory / HEAD_KEYS[1], other)
         with ExitStack() as stack:
-            sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(self.plan.servers + 1)]
+            sockets = [
+                stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+                for _ in range(self.plan.servers + 1)
+            ]
             for each in sockets:
                 each.setblocking(False)
             self.addresses = tuple(f"127.0.0.1:{each.getsockname()[1]}" for each in sockets[:-1])
             held = [threading.Event() for _ in range(self.plan.servers)]
-            threads = [threading.Thread(target=self._serve, args=(number, sockets, held[number])) for number in range(self.plan.servers)]
+            threads = [
+                threading.Thread(target=self._serve, args=(number, sockets, held[number]))
+                for number in range(self.plan.servers)
+            ]
             for thread in threads:
                 thread.start()
             try:
@@ -91,7 +98,9 @@ class World:
         assert description is not None
         self.worker(description, job, stop).run()
 
-    def worker(self, description: RunDescription, job: Job | None = None, stop: list[int] | None = None) -> WorkerProcess:
+    def worker(
+        self, description: RunDescription, job: Job | None = None, stop: list[int] | None = None
+    ) -> WorkerProcess:
         return WorkerProcess(
             job or self.job,
             self.plan,
@@ -110,7 +119,10 @@ class World:
 
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers in the snapshot after the last update."""
-        contents = [read_snapshot(self.directory / f"server-{number}" / snapshot_name(self.settings.steps))[1] for number in range(self.plan.servers)]
+        contents = [
+            read_snapshot(self.directory / f"server-{number}" / snapshot_name(self.settings.steps))[1]
+            for number in range(self.plan.servers)
+        ]
         replica = WorkerReplica(self.job, self.plan, torch.device("cpu"), None)
         replica.load([content.values for content in contents], contents[0].buffers)
         return dict(replica.model.state_dict())

@@ -1,4 +1,5 @@
-"""A few replicas of a small model in lockstep with an exchange each, and the one device they are compared with."""
+"""A few replicas of a small model in lockstep with an exchange each, and the one device they are compared
+with."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ def all_reduce_in_windows(named: Named, group: Group, **settings: Any) -> Exchan
 def one_copy(named: Named, group: Group, **settings: Any) -> Exchange:
     """Parameters too, once for all ranks."""
     windows = OneProcess(group)
-    return ZeroOne(named, group, windows=windows, copies=lambda buckets, group: OneForAll(buckets, group, windows), **settings)
+    return ZeroOne(
+        named,
+        group,
+        windows=windows,
+        copies=lambda buckets, group: OneForAll(buckets, group, windows),
+        **settings,
+    )
 
 
 KINDS: dict[str, Callable[..., Exchange]] = {
@@ -59,14 +66,21 @@ class Net(nn.Module):
 
 
 def replicas(
-    size: int, kind: str, *, bucket_bytes: int = 200, overlap: bool = True, groups: Sequence[Group] | None = None
+    size: int,
+    kind: str,
+    *,
+    bucket_bytes: int = 200,
+    overlap: bool = True,
+    groups: Sequence[Group] | None = None,
 ) -> list[tuple[Net, Exchange]]:
     """`size` equal models with hooks, and their exchanges."""
     made: list[tuple[Net, Exchange]] = []
     for group in groups or simulated_groups(size):
         torch.manual_seed(0)
         model = Net().double()
-        exchange = KINDS[kind](list(model.named_parameters()), group, bucket_bytes=bucket_bytes, overlap=overlap)
+        exchange = KINDS[kind](
+            list(model.named_parameters()), group, bucket_bytes=bucket_bytes, overlap=overlap
+        )
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(exchange.gradient_ready)
         made.append((model, exchange))
@@ -128,4 +142,6 @@ def assert_same(found: dict[str, Tensor | None], expected: dict[str, Tensor | No
         have = found[name]
         assert (have is None) == (want is None), name
         if want is not None:
-            torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                have, want, rtol=1e-12, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}"
+            )

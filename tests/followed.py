@@ -1,6 +1,8 @@
-"""Where the code stands that docs/architecture.md follows: `python -m tests.followed` puts today's line numbers into it.
+"""Where the code stands that docs/architecture.md follows: `python -m tests.followed` puts today's line
+numbers into it.
 
-A reference reads `exchange/all_reduce.py:41` `AllReduce.finish`: a file of the package, a line, and what begins there.
+A reference reads `exchange/all_reduce.py:41` `AllReduce.finish`: a file of the package, a line, and what
+begins there.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ REFERENCE = re.compile(r"`(?P<file>[a-z_0-9/]+\.py):(?P<line>\d+)` `(?P<name>[\w
 
 @cache
 def lines_of(file: str) -> dict[str, int]:
-    """Functions, classes and methods of a file of the package -> the line on which they begin, without decorators."""
+    """Functions, classes and methods of a file of the package -> the line on which they begin, without
+    decorators."""
     found: dict[str, int] = {}
 
     def visit(node: ast.AST, before: str) -> None:
@@ -32,7 +35,9 @@ def lines_of(file: str) -> dict[str, int]:
 
 def corrected(text: str) -> str:
     """The text with the line numbers of today. Raises `KeyError` for what is not in its file any more."""
-    return REFERENCE.sub(lambda found: f"`{found['file']}:{lines_of(found['file'])[found['name']]}` `{found['name']}`", text)
+    return REFERENCE.sub(
+        lambda found: f"`{found['file']}:{lines_of(found['file'])[found['name']]}` `{found['name']}`", text
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Whole records of steps, as tests like to look at them, and their way through what compares one tensor at a time."""
+"""Whole records of steps, as tests like to look at them, and their way through what compares one tensor at a
+time."""
 
 from __future__ import annotations
 
@@ -49,14 +50,18 @@ def hold_against(reference: Reference, records: Iterable[WholeRecord]) -> Compar
     return holding.found()
 
 
-def compare_records(comparer: Comparer, ours: WholeRecord, one: WholeRecord, before: Mapping[str, Tensor]) -> Comparison:
+def compare_records(
+    comparer: Comparer, ours: WholeRecord, one: WholeRecord, before: Mapping[str, Tensor]
+) -> Comparison:
     """One step of both sides, whose parameters were `before`."""
     tolerance = comparer.tolerance(one.casts)
     gradients = GradientErrors(one.gradients, one.step, tolerance)
     for name, each in ours.gradients.items():
         gradients.take(name, each)
     updated = comparer.tolerance(updated=True)
-    state = StateErrors(one.parameters, before, one.buffers, step=one.step, tolerance=tolerance, updated=updated)
+    state = StateErrors(
+        one.parameters, before, one.buffers, step=one.step, tolerance=tolerance, updated=updated
+    )
     for name, each in {**ours.parameters, **ours.buffers}.items():
         state.take(name, each)
     return comparer.compare(ours, one, [*gradients.errors(), *state.errors()])

@@ -1,4 +1,5 @@
-"""Run as a rank: python -m tests.hosts_rank TRANSPORT; rank 0 prints what it talks through, seconds for an all-reduce, and the bytes that left its host."""
+"""Run as a rank: python -m tests.hosts_rank TRANSPORT; rank 0 prints what it talks through, seconds for an
+all-reduce, and the bytes that left its host."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def main() -> None:
             group.barrier().wait()
             seconds, sent = time.monotonic() - began, _sent() - before
         if world.main:
-            print(json.dumps({"why": world.why, "seconds": seconds, "bytes": sent, "well": bool((tensor == 1).all())}))
+            print(
+                json.dumps(
+                    {"why": world.why, "seconds": seconds, "bytes": sent, "well": bool((tensor == 1).all())}
+                )
+            )
 
 
 def _sent() -> int:

@@ -1,4 +1,5 @@
-"""Groups over several hosts whose ranks are threads, and what one process says that operations on them give."""
+"""Groups over several hosts whose ranks are threads, and what one process says that operations on them
+give."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def hosts_groups(hosts: Sequence[Sequence[int]]) -> Generator[list[HostsGroup]]:
     for host, ranks in enumerate(hosts):
         for index, rank in enumerate(ranks):
             first, last, post = (groups[index] for groups in inside[host])
-            parts = HostsParts(first=first, last=last, post=post, across=across[index][host], whole=whole[rank])
+            parts = HostsParts(
+                first=first, last=last, post=post, across=across[index][host], whole=whole[rank]
+            )
             found[rank] = HostsGroup(hosts, parts, [f"rank {number}" for number in range(size)])
     try:
         yield found
@@ -38,7 +41,8 @@ def hosts_groups(hosts: Sequence[Sequence[int]]) -> Generator[list[HostsGroup]]:
 
 @dataclass(frozen=True)
 class Call:
-    """One operation of all ranks. count: elements of what a rank gets or sends, per rank where it is divided. root: of broadcast, gather, scatter."""
+    """One operation of all ranks. count: elements of what a rank gets or sends, per rank where it is divided.
+    root: of broadcast, gather, scatter."""
 
     name: str
     count: int
@@ -47,7 +51,8 @@ class Call:
     root: int = 0
 
     def given(self, rank: int, size: int) -> Tensor:
-        """What `rank` hands in: small whole numbers, so that no sum rounds; those of a root as if each were one."""
+        """What `rank` hands in: small whole numbers, so that no sum rounds; those of a root as if each were
+        one."""
         count = self.count * size if self.name in ("reduce_scatter", "scatter", "all_to_all") else self.count
         return ((torch.arange(count) * 7 + rank * 5 + self.count) % 11).to(self.dtype)
 
@@ -67,10 +72,15 @@ class Call:
                 return [group.barrier()], mine
             case "scatter":
                 output = torch.full((n,), -1).to(self.dtype)
-                return [group.scatter(output, list(mine.view(group.size, n)) if is_root else None, self.root)], output
+                return [
+                    group.scatter(output, list(mine.view(group.size, n)) if is_root else None, self.root)
+                ], output
             case "send":  # to the next rank, from the one before
                 output = torch.full((n,), -1).to(self.dtype)
-                return [group.send(mine, (group.rank + 1) % group.size), group.recv(output, (group.rank - 1) % group.size)], output
+                return [
+                    group.send(mine, (group.rank + 1) % group.size),
+                    group.recv(output, (group.rank - 1) % group.size),
+                ], output
         output = torch.full((n * group.size,), -1).to(self.dtype)
         match self.name:
             case "all_gather":
@@ -78,13 +88,20 @@ class Call:
             case "all_to_all":
                 return [group.all_to_all(output, mine, [n] * group.size, [n] * group.size)], output
             case _:
-                return [group.gather(list(output.view(group.size, n)) if is_root else None, mine, self.root)], output
+                return [
+                    group.gather(list(output.view(group.size, n)) if is_root else None, mine, self.root)
+                ], output
 
     def expected(self, rank: int, size: int) -> Tensor:
         """What one process that sees all ranks' tensors computes, in plain arithmetic."""
         given, n = [self.given(other, size) for other in range(size)], self.count
         reduced = torch.stack(given).double()
-        reduced = {"sum": reduced.sum(0), "avg": reduced.sum(0) / size, "max": reduced.amax(0), "min": reduced.amin(0)}[self.op].to(self.dtype)
+        reduced = {
+            "sum": reduced.sum(0),
+            "avg": reduced.sum(0) / size,
+            "max": reduced.amax(0),
+            "min": reduced.amin(0),
+        }[self.op].to(self.dtype)
         match self.name:
             case "all_reduce":
                 return reduced
@@ -107,7 +124,8 @@ class Call:
 
 
 def run_calls(group: Group, calls: Sequence[Call], seed: int) -> list[Tensor]:
-    """Start the calls in order, waiting for some of those started in between, in an order of this rank's own."""
+    """Start the calls in order, waiting for some of those started in between, in an order of this rank's
+    own."""
     chooser = random.Random(seed)
     results, open_ = [], []
     for call in calls:

@@ -1,4 +1,5 @@
-"""Small jobs that the tests share: five models x four optimizers, deterministic, float32, a step in a few milliseconds.
+"""Small jobs that the tests share: five models x four optimizers, deterministic, float32, a step in a few
+milliseconds.
 
 The default data has 30 samples and batches of 12, so that an epoch is 12, 12 and a short batch of 6.
 """
@@ -24,7 +25,14 @@ def make_job(model: str, optimizer: str, **overrides: Any) -> Job:
     sgd comes with clipping and a scheduler, adamw with a scheduler, gpt with a loss of (sum, weight).
     """
     build, loss, data = _MODELS[model]
-    settings: dict[str, Any] = {"model": build, "loss": loss, "data": data, "batch_size": 12, "steps": 3, **_OPTIMIZERS[optimizer]}
+    settings: dict[str, Any] = {
+        "model": build,
+        "loss": loss,
+        "data": data,
+        "batch_size": 12,
+        "steps": 3,
+        **_OPTIMIZERS[optimizer],
+    }
     return Job(**{**settings, **overrides})
 
 
@@ -44,13 +52,19 @@ class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
 def vectors(num_samples: int = 30) -> Samples:
     """x [7] normal, y a class of 5."""
     generator = torch.Generator().manual_seed(1)
-    return Samples(x=torch.randn(num_samples, 7, generator=generator), y=torch.randint(5, (num_samples,), generator=generator))
+    return Samples(
+        x=torch.randn(num_samples, 7, generator=generator),
+        y=torch.randint(5, (num_samples,), generator=generator),
+    )
 
 
 def images(num_samples: int = 30) -> Samples:
     """x [1, 6, 6] normal, y a class of 5."""
     generator = torch.Generator().manual_seed(2)
-    return Samples(x=torch.randn(num_samples, 1, 6, 6, generator=generator), y=torch.randint(5, (num_samples,), generator=generator))
+    return Samples(
+        x=torch.randn(num_samples, 1, 6, 6, generator=generator),
+        y=torch.randint(5, (num_samples,), generator=generator),
+    )
 
 
 def texts(num_samples: int = 30) -> Samples:
@@ -108,14 +122,17 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, 2))
+        q, k, v = (
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, 2)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.out(mixed))
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class GPT(nn.Module):
-    """Tokens [batch, length <= 7] -> logits [batch, length, 29]; the embedding is also the output projection."""
+    """Tokens [batch, length <= 7] -> logits [batch, length, 29]; the embedding is also the output
+    projection."""
 
     def __init__(self, width: int = 15, layers: int = 2, dropout: float = 0.1) -> None:
         super().__init__()
@@ -129,14 +146,17 @@ class GPT(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.3)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.dropout(self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device)))
+        x = self.dropout(
+            self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        )
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
 class UnusedTwice(nn.Module):
-    """[batch, 7] -> [batch, 5]; `shared` is used twice, `unused` never, `frozen` has no gradient, `scale` is a scalar."""
+    """[batch, 7] -> [batch, 5]; `shared` is used twice, `unused` never, `frozen` has no gradient, `scale` is
+    a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +174,8 @@ class UnusedTwice(nn.Module):
 
 
 class Branch(nn.Module):
-    """[batch, 7] -> [batch, 5]; which of two layers runs depends on the data, so that a chunk may leave either unused."""
+    """[batch, 7] -> [batch, 5]; which of two layers runs depends on the data, so that a chunk may leave
+    either unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +196,9 @@ def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over the tokens that count, and how many those are."""
-    total = F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), ignore_index=-100, reduction="sum")
+    total = F.cross_entropy(
+        model(batch["x"]).flatten(0, 1), batch["y"].flatten(), ignore_index=-100, reduction="sum"
+    )
     return total, (batch["y"] != -100).sum()
 
 
@@ -208,7 +231,9 @@ def _adafactor(named: NamedParameters) -> torch.optim.Optimizer:
 
 
 def _muon(named: NamedParameters) -> list[torch.optim.Optimizer]:
-    matrices = [(name, each) for name, each in named if each.ndim == 2 and "embed" not in name and "head" not in name]
+    matrices = [
+        (name, each) for name, each in named if each.ndim == 2 and "embed" not in name and "head" not in name
+    ]
     taken = {name for name, _ in matrices}
     rest = [(name, each) for name, each in named if name not in taken]
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=3e-3)]

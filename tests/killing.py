@@ -20,13 +20,32 @@ SECONDS_TO_TELL = 10.0
 def command(job: str, plan: str, out: Path, *more: str) -> list[str]:
     """Train the job of a file of the tests on processes."""
     file = str(Path(__file__).with_name(job))
-    return [sys.executable, "-m", "meshloom", "train", file, "--plan", plan, "--devices", "cpu", "--out", str(out), *more]
+    return [
+        sys.executable,
+        "-m",
+        "meshloom",
+        "train",
+        file,
+        "--plan",
+        plan,
+        "--devices",
+        "cpu",
+        "--out",
+        str(out),
+        *more,
+    ]
 
 
 @contextmanager
 def running(words: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A run that ends with the test."""
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     try:
         yield process
     finally:
@@ -86,7 +105,12 @@ def newest(out: Path) -> int:
 
 def steps_after_resume(words: list[str], out: Path) -> tuple[int, int]:
     """Resume the run of `words` for five steps: (where it began, where it ended)."""
-    done = subprocess.run([*words, "--resume", str(out), "--steps", str(newest(out) + 5), "--json", "-"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*words, "--resume", str(out), "--steps", str(newest(out) + 5), "--json", "-"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
     start = next(event for event in events if event["event"] == "start")
@@ -95,7 +119,9 @@ def steps_after_resume(words: list[str], out: Path) -> tuple[int, int]:
 
 def left(out: Path) -> list[psutil.Process]:
     """The processes of this run that there are."""
-    return [process for process in psutil.process_iter(["cmdline"]) if str(out) in (process.info["cmdline"] or [])]
+    return [
+        process for process in psutil.process_iter(["cmdline"]) if str(out) in (process.info["cmdline"] or [])
+    ]
 
 
 def assert_nothing_left(out: Path) -> None:

@@ -1,4 +1,5 @@
-"""What Kubernetes, and Kubeflow's training operator, make of a manifest: the command and the environment of every pod's container."""
+"""What Kubernetes, and Kubeflow's training operator, make of a manifest: the command and the environment of
+every pod's container."""
 
 from __future__ import annotations
 
@@ -25,14 +26,22 @@ def pods_of_job(job: Mapping[str, Any]) -> list[Pod]:
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     return [
-        Pod(name=f"{job['metadata']['name']}-{index}.{pod['subdomain']}", words=_words(container), environment=_environment(container, index))
+        Pod(
+            name=f"{job['metadata']['name']}-{index}.{pod['subdomain']}",
+            words=_words(container),
+            environment=_environment(container, index),
+        )
         for index in range(spec["completions"])
     ]
 
 
 def pods_of_pytorch_job(job: Mapping[str, Any]) -> list[Pod]:
     """Those of a PyTorchJob: the master is rank 0, worker i rank i + 1. All are told so."""
-    replicas = [(kind, index, spec) for kind, spec in job["spec"]["pytorchReplicaSpecs"].items() for index in range(spec["replicas"])]
+    replicas = [
+        (kind, index, spec)
+        for kind, spec in job["spec"]["pytorchReplicaSpecs"].items()
+        for index in range(spec["replicas"])
+    ]
     master = f"{job['metadata']['name']}-master-0"
     pods: list[Pod] = []
     for kind, index, spec in replicas:
@@ -45,7 +54,9 @@ def pods_of_pytorch_job(job: Mapping[str, Any]) -> list[Pod]:
             "MASTER_PORT": "23456",
         }
         name = f"{job['metadata']['name']}-{kind.lower()}-{index}"
-        pods.append(Pod(name=name, words=_words(container), environment={**_environment(container, index), **told}))
+        pods.append(
+            Pod(name=name, words=_words(container), environment={**_environment(container, index), **told})
+        )
     return pods
 
 
@@ -59,7 +70,9 @@ def _environment(container: Mapping[str, Any], index: int) -> dict[str, str]:
     found: dict[str, str] = {}
     for variable in container["env"]:
         if "value" in variable:
-            assert isinstance(variable["value"], str), f"{variable['name']} must be a string: Kubernetes refuses numbers"
+            assert isinstance(variable["value"], str), (
+                f"{variable['name']} must be a string: Kubernetes refuses numbers"
+            )
             found[variable["name"]] = variable["value"]
         else:
             assert variable["valueFrom"]["fieldRef"]["fieldPath"] == INDEX

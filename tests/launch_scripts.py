@@ -1,4 +1,5 @@
-"""Scripts for the launcher's tests, and what is left of them. Those that need no torch start in a fraction of the time."""
+"""Scripts for the launcher's tests, and what is left of them. Those that need no torch start in a fraction of
+the time."""
 
 from __future__ import annotations
 
@@ -65,5 +66,11 @@ def run(command: list[str], ranks: int) -> int:
 
 def left(script: str) -> list[psutil.Process]:
     """Processes of `script`, forks included, that do not end within seconds."""
-    found = [process for process in psutil.process_iter(["cmdline"]) if script in (process.info["cmdline"] or ())]
-    return [process for process in psutil.wait_procs(found, timeout=5)[1] if process.status() != psutil.STATUS_ZOMBIE]
+    found = [
+        process for process in psutil.process_iter(["cmdline"]) if script in (process.info["cmdline"] or ())
+    ]
+    return [
+        process
+        for process in psutil.wait_procs(found, timeout=5)[1]
+        if process.status() != psutil.STATUS_ZOMBIE
+    ]

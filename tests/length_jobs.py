@@ -1,4 +1,5 @@
-"""A language model whose batches are padded to their longest text, so that almost every step has another length."""
+"""A language model whose batches are padded to their longest text, so that almost every step has another
+length."""
 
 from __future__ import annotations
 
@@ -27,8 +28,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
-        q, k, v = (each.view(batch, tokens, self.heads, -1).transpose(1, 2) for each in self.qkv(self.before(x)).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, tokens, width)
+        q, k, v = (
+            each.view(batch, tokens, self.heads, -1).transpose(1, 2)
+            for each in self.qkv(self.before(x)).chunk(3, dim=-1)
+        )
+        mixed = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(batch, tokens, width)
+        )
         x = x + self.dropout(self.out(mixed))
         return x + self.down(F.gelu(self.up(self.between(x))))
 
@@ -36,19 +44,25 @@ class Block(nn.Module):
 class Texts(nn.Module):
     """[batch, tokens] of words -> [batch, tokens, WORDS]."""
 
-    def __init__(self, width: int = 32, heads: int = 4, blocks: int = 2, longest: int = 512, dropout: float = 0.0) -> None:
+    def __init__(
+        self, width: int = 32, heads: int = 4, blocks: int = 2, longest: int = 512, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(longest, width)
         self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(blocks)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.words(x) + self.places(torch.arange(x.shape[1], device=x.device)))))
+        return self.head(
+            self.norm(self.blocks(self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))))
+        )
 
 
 def next_word(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Summed over the words that count, and how many those are."""
-    total = F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), ignore_index=-100, reduction="sum")
+    total = F.cross_entropy(
+        model(batch["x"]).flatten(0, 1), batch["y"].flatten(), ignore_index=-100, reduction="sum"
+    )
     return total, (batch["y"] != -100).sum()
 
 
@@ -76,7 +90,9 @@ def padded(samples: Sequence[Tensor]) -> dict[str, Tensor]:
     return {"x": x, "y": y}
 
 
-def lengths_job(*, shortest: int = 3, longest: int = 24, num_samples: int = 95, dropout: float = 0.0, **settings: Any) -> Job:
+def lengths_job(
+    *, shortest: int = 3, longest: int = 24, num_samples: int = 95, dropout: float = 0.0, **settings: Any
+) -> Job:
     """AdamW; batches of 9, the last one of an epoch smaller. settings: fields of `Job`."""
     given: dict[str, Any] = {
         "model": lambda: Texts(longest=max(longest, 64), dropout=dropout),

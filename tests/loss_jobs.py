@@ -25,7 +25,17 @@ def mlp() -> nn.Module:
 
 def job_of(loss: Any, **settings: Any) -> Job:
     optimizer = lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)  # noqa: E731
-    return Job(**{"model": mlp, "loss": loss, "optimizer": optimizer, "data": vectors, "batch_size": 6, "steps": STEPS, **settings})
+    return Job(
+        **{
+            "model": mlp,
+            "loss": loss,
+            "optimizer": optimizer,
+            "data": vectors,
+            "batch_size": 6,
+            "steps": STEPS,
+            **settings,
+        }
+    )
 
 
 # --- Batches of more than tensors.
@@ -78,14 +88,32 @@ EQUAL: dict[str, tuple[Extra, Any]] = {
     "float in a dataclass": (lambda x: {"n": Noise(number(x), "a")}, of_scaled(lambda b: b["n"].sigma)),
     "two floats": (lambda x: {"n": [number(x), -number(x)]}, of_scaled(lambda b: b["n"][0] - b["n"][1])),
     "int": (lambda x: {"n": int(number(x) * 10)}, of_scaled(lambda b: b["n"] * 0.1)),
-    "int that picks a row": (lambda x: {"n": int(number(x) * 100) % len(x)}, of_scaled(lambda b: b["x"][b["n"]].abs())),
-    "int that says how often": (lambda x: {"n": int(number(x) * 100) % 3}, of_scaled(lambda b: sum([0.5 for _ in range(b["n"])], 1.0))),
+    "int that picks a row": (
+        lambda x: {"n": int(number(x) * 100) % len(x)},
+        of_scaled(lambda b: b["x"][b["n"]].abs()),
+    ),
+    "int that says how often": (
+        lambda x: {"n": int(number(x) * 100) % 3},
+        of_scaled(lambda b: sum([0.5 for _ in range(b["n"])], 1.0)),
+    ),
     "NumPy's float": (lambda x: {"n": numpy.float64(number(x))}, of_scaled(lambda b: b["n"])),
     "bool": (lambda x: {"n": bool(x[0, 0] > 0)}, of_scaled(lambda b: 2.0 if b["n"] else 1.0)),
-    "text": (lambda x: {"n": "abc"[int(number(x) * 100) % 3]}, of_scaled(lambda b: {"a": 0.5, "b": 1.0, "c": 1.5}[b["n"]])),
-    "bool that is asked for": (lambda x: {"n": bool(int(number(x) * 100) % 2)}, of_scaled(lambda b: 0.5 if b["n"] is True else 1.5)),
-    "enum": (lambda x: {"n": list(Task)[int(number(x) * 100) % 2]}, of_scaled(lambda b: 0.5 if b["n"] is Task.COPY else 1.5)),
-    "none or not": (lambda x: {"n": None if x[0, 0] > 0 else "there"}, of_scaled(lambda b: 2.0 if b["n"] is None else 1.0)),
+    "text": (
+        lambda x: {"n": "abc"[int(number(x) * 100) % 3]},
+        of_scaled(lambda b: {"a": 0.5, "b": 1.0, "c": 1.5}[b["n"]]),
+    ),
+    "bool that is asked for": (
+        lambda x: {"n": bool(int(number(x) * 100) % 2)},
+        of_scaled(lambda b: 0.5 if b["n"] is True else 1.5),
+    ),
+    "enum": (
+        lambda x: {"n": list(Task)[int(number(x) * 100) % 2]},
+        of_scaled(lambda b: 0.5 if b["n"] is Task.COPY else 1.5),
+    ),
+    "none or not": (
+        lambda x: {"n": None if x[0, 0] > 0 else "there"},
+        of_scaled(lambda b: 2.0 if b["n"] is None else 1.0),
+    ),
     "names that the loss does not look at": (
         lambda x: {"n": [f"file {each}" for each in x[:, 0].tolist()], "o": Opaque(number(x))},
         of_scaled(lambda b: 1),
@@ -104,7 +132,11 @@ REFUSED: dict[str, tuple[Extra, Any, str]] = {
         of_scaled(lambda b: math.sqrt(b["n"])),
         "looks at n of the batch, a float, in Python, and it is another one in the next batch",
     ),
-    "an object": (lambda x: {"n": Opaque(number(x))}, of_scaled(lambda b: b["n"].value), "looks at n of the batch, a Opaque, an object of which"),
+    "an object": (
+        lambda x: {"n": Opaque(number(x))},
+        of_scaled(lambda b: b["n"].value),
+        "looks at n of the batch, a Opaque, an object of which",
+    ),
     "tensors in an object": (
         lambda x: {"n": Opaque(x)},  # type: ignore[arg-type]
         of_scaled(lambda b: b["n"].value),

@@ -1,4 +1,5 @@
-"""Combinations of plan, shares, model and optimizer that must equal one device: few that cover all pairs, and more that cover any three values."""
+"""Combinations of plan, shares, model and optimizer that must equal one device: few that cover all pairs, and
+more that cover any three values."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def thorough_cases() -> list[Case]:
 
 def case_name(case: Mapping[str, Any]) -> str:
     """Readable, unique."""
-    return "-".join(str(value) if isinstance(value, str) else f"{name}{value}" for name, value in case.items())
+    return "-".join(
+        str(value) if isinstance(value, str) else f"{name}{value}" for name, value in case.items()
+    )
 
 
 def plan_of(case: Mapping[str, Any]) -> Plan:
@@ -50,9 +53,16 @@ def plan_of(case: Mapping[str, Any]) -> Plan:
 def job_of(case: Mapping[str, Any]) -> Job:
     """Three steps, the last of which has a short batch."""
     chunks = case["dp"] * case["microbatches"]
-    batch = {"even": 2 * chunks, "uneven": 2 * chunks + max(1, chunks - 1), "empty": max(1, chunks // 2)}[case["shares"]]
+    batch = {"even": 2 * chunks, "uneven": 2 * chunks + max(1, chunks - 1), "empty": max(1, chunks // 2)}[
+        case["shares"]
+    ]
     num_samples = 2 * batch + max(1, batch // 2)
-    return make_job(case["model"], case["optimizer"], batch_size=batch, data=partial(DATA.get(case["model"], vectors), num_samples))
+    return make_job(
+        case["model"],
+        case["optimizer"],
+        batch_size=batch,
+        data=partial(DATA.get(case["model"], vectors), num_samples),
+    )
 
 
 def run_cases(cases: Sequence[Mapping[str, Any]], devices: str) -> list[str] | None:

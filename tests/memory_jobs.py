@@ -24,7 +24,14 @@ class Case:
     batch: Callable[[torch.Generator], dict[str, Tensor]]
 
     def job(self, optimizer: str) -> Job:
-        return Job(model=self.build, loss=self.loss, optimizer=OPTIMIZERS[optimizer], data=lambda: [0], batch_size=BATCH, steps=1)
+        return Job(
+            model=self.build,
+            loss=self.loss,
+            optimizer=OPTIMIZERS[optimizer],
+            data=lambda: [0],
+            batch_size=BATCH,
+            steps=1,
+        )
 
     def autocast(self) -> Case:
         """The same under bfloat16 autocast."""
@@ -74,7 +81,8 @@ def _pictures(size: int, classes: int = 10) -> Callable[[torch.Generator], dict[
 
 
 class _UNet(nn.Module):
-    """Down twice, up twice, with batch norm and dropout; [batch, 3, height, width] -> [batch, 4, height, width]."""
+    """Down twice, up twice, with batch norm and dropout; [batch, 3, height, width] -> [batch, 4, height,
+    width]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +104,9 @@ class _UNet(nn.Module):
 
 
 def _convolutions(before: int, after: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(inplace=True), nn.Dropout(0.1))
+    return nn.Sequential(
+        nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(inplace=True), nn.Dropout(0.1)
+    )
 
 
 class _Recurrent(nn.Module):

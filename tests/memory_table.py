@@ -1,4 +1,5 @@
-"""Writes the table of docs/memory.md: memory predicted and measured. Run as `python -m tests.memory_table`."""
+"""Writes the table of docs/memory.md: memory predicted and measured. Run as `python -m
+tests.memory_table`."""
 
 from __future__ import annotations
 
@@ -25,14 +26,24 @@ HEADER = """| model | optimizer | precision | peak, predicted | program's | modu
 
 
 def predicted_and_measured(name: str, optimizer: str, precision: str) -> tuple[Memory, Memory, Memory]:
-    """Memory of one step of a case: predicted; measured while the program runs; measured while the module runs."""
+    """Memory of one step of a case: predicted; measured while the program runs; measured while the module
+    runs."""
     case = case_of(name, precision)
     job = case.job(optimizer)
     generator = torch.Generator().manual_seed(0)
     batch, other = case.batch(generator), case.batch(generator)
     program = capture(job, (batch, other))
-    by_program = replace(job, loss=lambda model, chunk: run_program(program, dict(model.named_parameters()), dict(model.named_buffers()), chunk))
-    return predict_memory(program, job.optimizer), measure_memory(by_program, [batch]), measure_memory(job, [batch])
+    by_program = replace(
+        job,
+        loss=lambda model, chunk: run_program(
+            program, dict(model.named_parameters()), dict(model.named_buffers()), chunk
+        ),
+    )
+    return (
+        predict_memory(program, job.optimizer),
+        measure_memory(by_program, [batch]),
+        measure_memory(job, [batch]),
+    )
 
 
 def row(name: str, optimizer: str, precision: str) -> str:
@@ -40,7 +51,16 @@ def row(name: str, optimizer: str, precision: str) -> str:
     predicted, by_program, by_module = predicted_and_measured(name, optimizer, precision)
     error = f"{predicted.peak / by_module.peak - 1:+.2%}"
     peaks = [_kib(each.peak) for each in (predicted, by_program, by_module)]
-    columns = [name, optimizer, precision, *peaks, error, by_module.phase, _kib(predicted.kept), _kib(by_module.kept)]
+    columns = [
+        name,
+        optimizer,
+        precision,
+        *peaks,
+        error,
+        by_module.phase,
+        _kib(predicted.kept),
+        _kib(by_module.kept),
+    ]
     return f"| {' | '.join(columns)} |\n"
 
 

@@ -1,4 +1,5 @@
-"""Workers and servers that talk to each other, driven by one thread or as processes; and clients that are neither."""
+"""Workers and servers that talk to each other, driven by one thread or as processes; and clients that are
+neither."""
 
 from __future__ import annotations
 
@@ -30,11 +31,18 @@ WORKER = WorkerKey(public=_PUBLIC[1], secret=_SECRETS[1].decode(), servers_publi
 Peer = Endpoint | Connections
 
 
-def server(address: str = "127.0.0.1:0", limits: FrameLimits = LIMITS, patience: SocketLimits | None = None) -> Endpoint:
+def server(
+    address: str = "127.0.0.1:0", limits: FrameLimits = LIMITS, patience: SocketLimits | None = None
+) -> Endpoint:
     return Endpoint(address, SERVER, limits, patience)
 
 
-def worker(*addresses: str, limits: FrameLimits = LIMITS, patience: SocketLimits | None = None, key: WorkerKey = WORKER) -> Connections:
+def worker(
+    *addresses: str,
+    limits: FrameLimits = LIMITS,
+    patience: SocketLimits | None = None,
+    key: WorkerKey = WORKER,
+) -> Connections:
     return Connections(addresses, key, limits, patience)
 
 
@@ -53,7 +61,9 @@ def meet(endpoint: Endpoint, *workers: Connections) -> list[int]:
     """The endpoint's numbers of the workers, which join one after the other."""
     numbers: list[int] = []
     for each in workers:
-        happened = poll_until(lambda happened, each=each: happened[endpoint] and happened[each], endpoint, each)
+        happened = poll_until(
+            lambda happened, each=each: happened[endpoint] and happened[each], endpoint, each
+        )
         [joined] = happened[endpoint]
         assert isinstance(joined, Joined)
         numbers.append(joined.peer)
@@ -103,12 +113,17 @@ def listening_ports() -> set[tuple[str, int]]:
     """Where this process accepts connections of the network."""
     import psutil
 
-    return {tuple(each.laddr) for each in psutil.Process(os.getpid()).net_connections(kind="inet") if each.status == psutil.CONN_LISTEN}
+    return {
+        tuple(each.laddr)
+        for each in psutil.Process(os.getpid()).net_connections(kind="inet")
+        if each.status == psutil.CONN_LISTEN
+    }
 
 
 @contextmanager
 def slow_link(port: int, bytes_per_second: float) -> Iterator[str]:
-    """An address whose connections go on to the port of this machine, no faster than this in either direction."""
+    """An address whose connections go on to the port of this machine, no faster than this in either
+    direction."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ends: list[socket.socket] = []
         threads: list[threading.Thread] = []

@@ -1,6 +1,8 @@
-"""A job that trains in a pipeline until it is killed, and whose loss does on request what a user's mistake does: hang.
+"""A job that trains in a pipeline until it is killed, and whose loss does on request what a user's mistake
+does: hang.
 
-While the file that MESHLOOM_TESTS_TROUBLE names holds "RANK KIND", that rank loops for ever in the loss, or is slow once and goes on.
+While the file that MESHLOOM_TESTS_TROUBLE names holds "RANK KIND", that rank loops for ever in the loss, or
+is slow once and goes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A loss cut into stages that run as ranks of a pipeline in this process, against the job's own module on one device.
+"""A loss cut into stages that run as ranks of a pipeline in this process, against the job's own module on one
+device.
 
 The oracle is eager: chunks one after another, draws keyed, gradients accumulated. It knows nothing of stages.
 """
@@ -46,7 +47,8 @@ class Subject:
 
 @dataclass(kw_only=True)
 class Ran:
-    """What a pipeline came to. error: the largest of all losses, gradients and buffers; peaks: [rank] most microbatches alive, of all stages."""
+    """What a pipeline came to. error: the largest of all losses, gradients and buffers; peaks: [rank] most
+    microbatches alive, of all stages."""
 
     error: float
     what: str
@@ -93,7 +95,10 @@ def run_pipeline(
     listener: Callable[[int], ActionListener] | None = None,
 ) -> Ran:
     """All ranks in turns; each with a model of its own, of which it uses the parameters of its stages."""
-    cut = {id(program): cut_into_stages(program, stage_of(program, schedule.num_stages), schedule.num_stages) for program in subject.programs}
+    cut = {
+        id(program): cut_into_stages(program, stage_of(program, schedule.num_stages), schedule.num_stages)
+        for program in subject.programs
+    }
     stages = [cut[id(program)] for program in subject.programs]
     dtype = subject.programs[0].precision
     models = [build_model(subject.job, dtype, training=True) for _ in range(schedule.num_ranks)]
@@ -103,7 +108,16 @@ def run_pipeline(
     peaks = [0] * schedule.num_ranks
 
     def rank(number: int) -> None:
-        _run_rank(subject, schedule, stages, models[number], groups[number], losses, peaks, listener(number) if listener else None)
+        _run_rank(
+            subject,
+            schedule,
+            stages,
+            models[number],
+            groups[number],
+            losses,
+            peaks,
+            listener(number) if listener else None,
+        )
 
     with preserved_draws(), default_precision(dtype):  # outside of the threads, which share it
         turns.run([lambda number=number: rank(number) for number in range(schedule.num_ranks)])
@@ -153,7 +167,9 @@ def _run_rank(
 
 
 class _Watch:
-    def __init__(self, runs: Mapping[int, StageRun], peaks: list[int], rank: int, listener: ActionListener | None) -> None:
+    def __init__(
+        self, runs: Mapping[int, StageRun], peaks: list[int], rank: int, listener: ActionListener | None
+    ) -> None:
         self._runs, self._peaks, self._rank, self._listener = runs, peaks, rank, listener
 
     def began(self, action: Any) -> None:
@@ -161,22 +177,32 @@ class _Watch:
             self._listener.began(action)
 
     def ended(self, action: Any) -> None:
-        self._peaks[self._rank] = max(self._peaks[self._rank], sum(run.num_forward for run in self._runs.values()))
+        self._peaks[self._rank] = max(
+            self._peaks[self._rank], sum(run.num_forward for run in self._runs.values())
+        )
         if self._listener:
             self._listener.ended(action)
 
 
 def _errors(
-    subject: Subject, schedule: Schedule, stages: Sequence[Sequence[Stage]], models: Sequence[nn.Module], losses: Sequence[float]
+    subject: Subject,
+    schedule: Schedule,
+    stages: Sequence[Sequence[Stage]],
+    models: Sequence[nn.Module],
+    losses: Sequence[float],
 ) -> Iterator[tuple[float, str]]:
     yield 0.0, "nothing"
     for number, (mine, theirs) in enumerate(zip(losses, subject.losses, strict=True)):
         yield abs(mine - theirs) / max(abs(theirs), 1e-30), f"the loss of microbatch {number}"
-    floor = FLOOR * max((float(each.norm()) for each in subject.gradients.values() if each is not None), default=0.0)
+    floor = FLOOR * max(
+        (float(each.norm()) for each in subject.gradients.values() if each is not None), default=0.0
+    )
     named = [dict(model.named_parameters()) for model in models]
     for name, theirs in subject.gradients.items():
         parts = [gradient for each in named if (gradient := each[name].grad) is not None]
-        users = {schedule.ranks[stage.number] for each in stages for stage in each if name in stage.parameters}
+        users = {
+            schedule.ranks[stage.number] for each in stages for stage in each if name in stage.parameters
+        }
         for rank, each in enumerate(named):
             if each[name].grad is not None and rank not in users:
                 yield float("inf"), f"rank {rank} has a gradient of {name}, which none of its stages uses"
@@ -184,15 +210,25 @@ def _errors(
             yield 0.0 if theirs is None and not parts else float("inf"), f"whether {name} has a gradient"
         else:
             mine = torch.stack(parts).sum(0)
-            yield float((mine - theirs).norm()) / max(float(theirs.norm()), floor, 1e-300), f"the gradient of {name}"
+            yield (
+                float((mine - theirs).norm()) / max(float(theirs.norm()), floor, 1e-300),
+                f"the gradient of {name}",
+            )
     program = subject.programs[0]
     for name, theirs in subject.buffers.items():
         variable = program.buffers.get(name)
         if variable is None or (name not in program.updates and name not in program.in_place):
             continue
-        holder = next(stage.number for stage in stages[0] if name in stage.program.updates or name in stage.program.in_place)
+        holder = next(
+            stage.number
+            for stage in stages[0]
+            if name in stage.program.updates or name in stage.program.in_place
+        )
         mine = dict(models[schedule.ranks[holder]].named_buffers())[name]
-        yield float((mine.double() - theirs.double()).norm()) / max(float(theirs.double().norm()), 1e-30), f"buffer {name}"
+        yield (
+            float((mine.double() - theirs.double()).norm()) / max(float(theirs.double().norm()), 1e-30),
+            f"buffer {name}",
+        )
 
 
 def _first(returned: Any) -> Tensor:

@@ -1,8 +1,10 @@
 """Runs a function on N rank processes, as tests of processes need it.
 
-The processes are forked from a server that has imported torch and meshloom once, so that a set of ranks starts in a fraction of a
-second. It starts when this file is imported, before the first test, and lives as long as the test run. Ranks find the
-environment that a launcher would give them; the store that they meet in listens on a port of the kernel's choice.
+The processes are forked from a server that has imported torch and meshloom once, so that a set of ranks
+starts in a fraction of a second. It starts when this file is imported, before the first test, and lives as
+long as the test run. Ranks find the
+environment that a launcher would give them; the store that they meet in listens on a port of the kernel's
+choice.
 """
 
 from __future__ import annotations
@@ -41,20 +43,36 @@ class RankError(AssertionError):
     """A rank raised or died; the message carries its traceback."""
 
 
-def on_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout_seconds: float = 60.0, may_die: Collection[int] = ()) -> list[Any]:
+def on_ranks(
+    function: Callable[..., Any],
+    size: int,
+    *arguments: Any,
+    timeout_seconds: float = 60.0,
+    may_die: Collection[int] = (),
+) -> list[Any]:
     """What `function(*arguments)` returned on each rank; None for a rank in `may_die` whose process ended.
 
     `function` is importable: it stands at the top of a test file.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno()))
+        store = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
+        )
     ends: list[Connection] = []
     processes: list[Any] = []
     try:
         for rank in range(size):
             here, there = CONTEXT.Pipe(duplex=False)
-            process = CONTEXT.Process(target=_rank, args=(there, function, arguments, rank, size, port, dict(os.environ)), daemon=True)
+            process = CONTEXT.Process(
+                target=_rank,
+                args=(there, function, arguments, rank, size, port, dict(os.environ)),
+                daemon=True,
+            )
             process.start()
             there.close()
             ends.append(here)
@@ -93,7 +111,13 @@ def _results(ends: list[Connection], deadline: float, may_die: Collection[int]) 
 
 
 def _rank(
-    end: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, size: int, port: int, environment: dict[str, str]
+    end: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    rank: int,
+    size: int,
+    port: int,
+    environment: dict[str, str],
 ) -> None:
     os.environ.update(environment)
     os.environ.update(

@@ -1,4 +1,5 @@
-"""Models that the program tests read: name -> (build, loss, batch of a generator). Odd sizes, at least two layers, a few milliseconds."""
+"""Models that the program tests read: name -> (build, loss, batch of a generator). Odd sizes, at least two
+layers, a few milliseconds."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class InPlace(nn.Module):
 
 
 class SliceWrites(nn.Module):
-    """Writes through slices, selections, chunks, transposes and masks, and reads other views of what was written."""
+    """Writes through slices, selections, chunks, transposes and masks, and reads other views of what was
+    written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +109,8 @@ class Autocast(nn.Module):
 
 
 class NoGrad(nn.Module):
-    """A target network's output without gradient, a detached value, gradients on again inside, a decorated function."""
+    """A target network's output without gradient, a detached value, gradients on again inside, a decorated
+    function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +164,8 @@ class Tied(nn.Module):
 
 
 class Parametrised(nn.Module):
-    """Weight norm, orthogonal weights, spectral norm (whose vectors are buffers that the forward updates in place)."""
+    """Weight norm, orthogonal weights, spectral norm (whose vectors are buffers that the forward updates in
+    place)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,8 +309,15 @@ def _vision() -> Model:
     def build() -> nn.Module:
         import transformers
 
-        settings = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 17}
-        return transformers.ViTForImageClassification(transformers.ViTConfig(**settings, image_size=12, patch_size=4, num_labels=5))
+        settings = {
+            "hidden_size": 12,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "intermediate_size": 17,
+        }
+        return transformers.ViTForImageClassification(
+            transformers.ViTConfig(**settings, image_size=12, patch_size=4, num_labels=5)
+        )
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return model(pixel_values=batch["x"], labels=batch["y"]).loss
@@ -321,18 +332,45 @@ def _vision() -> Model:
     )
 
 
-_LLAMA = {"hidden_size": 12, "intermediate_size": 17, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
+_LLAMA = {
+    "hidden_size": 12,
+    "intermediate_size": 17,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
 
-# The default implementation asks for widths that are multiples of 16; the eager one loops over the experts that were chosen.
-_EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2, "output_router_logits": True, "experts_implementation": "batched_mm"}
+# The default implementation asks for widths that are multiples of 16; the eager one loops over the experts
+# that were chosen.
+_EXPERTS = {
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "experts_implementation": "batched_mm",
+}
 
 TRANSFORMERS: dict[str, Model] = {
     "gpt2": _causal("GPT2LMHeadModel", "GPT2Config", n_embd=12, n_layer=2, n_head=3, n_positions=9),
     "llama": _causal("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
     "bert": _causal(
-        "BertForMaskedLM", "BertConfig", hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=17, max_position_embeddings=9
+        "BertForMaskedLM",
+        "BertConfig",
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=17,
+        max_position_embeddings=9,
     ),
-    "t5": _causal("T5ForConditionalGeneration", "T5Config", d_model=12, d_kv=4, d_ff=17, num_layers=2, num_heads=3, decoder_start_token_id=0),
+    "t5": _causal(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        d_model=12,
+        d_kv=4,
+        d_ff=17,
+        num_layers=2,
+        num_heads=3,
+        decoder_start_token_id=0,
+    ),
     "vit": _vision(),
     "mixtral": _causal("MixtralForCausalLM", "MixtralConfig", **_LLAMA, **_EXPERTS),
 }

@@ -30,12 +30,16 @@ def job_of(data: Any, batch_size: int = 4, **settings: Any) -> Job:
     )
 
 
-def read_chunks(job: Job, plan: Plan, start: int, stop: int, steps: list[int] | None = None) -> list[list[Chunk]]:
+def read_chunks(
+    job: Job, plan: Plan, start: int, stop: int, steps: list[int] | None = None
+) -> list[list[Chunk]]:
     """All chunks of each step (all replicas', in order), read on `plan.dp` ranks."""
     groups = simulated_groups(plan.dp)
     readers = run_in_steps([open_reader(job, plan, group, start, stop) for group in groups])
     try:
-        by_replica = [run_in_steps([reader.read(step) for reader in readers]) for step in steps or range(start, stop)]
+        by_replica = [
+            run_in_steps([reader.read(step) for reader in readers]) for step in steps or range(start, stop)
+        ]
         return [[chunk for share in shares for chunk in share] for shares in by_replica]
     finally:
         for reader in readers:
@@ -46,14 +50,24 @@ def same(one: list[list[Chunk]], other: list[list[Chunk]]) -> bool:
     """Whether chunks are equal to the last bit."""
 
     def text(chunk: Chunk) -> list[Any]:
-        return [chunk.step, chunk.index, chunk.samples, None if chunk.data is None else torch.as_tensor(chunk.data).tolist()]
+        return [
+            chunk.step,
+            chunk.index,
+            chunk.samples,
+            None if chunk.data is None else torch.as_tensor(chunk.data).tolist(),
+        ]
 
-    return [[text(chunk) for chunk in chunks] for chunks in one] == [[text(chunk) for chunk in chunks] for chunks in other]
+    return [[text(chunk) for chunk in chunks] for chunks in one] == [
+        [text(chunk) for chunk in chunks] for chunks in other
+    ]
 
 
 def draws(index: int) -> torch.Tensor:
     """A sample and one number from each of the generators that augmentation uses."""
-    return torch.tensor([float(index), torch.rand(()).item(), random.random(), float(numpy.random.rand())], dtype=torch.float64)
+    return torch.tensor(
+        [float(index), torch.rand(()).item(), random.random(), float(numpy.random.rand())],
+        dtype=torch.float64,
+    )
 
 
 class Augmented:

@@ -1,6 +1,8 @@
-"""A job that stops on request while its loss is read, or while the reading is written, for somebody to kill it there.
+"""A job that stops on request while its loss is read, or while the reading is written, for somebody to kill
+it there.
 
-While the file that MESHLOOM_TESTS_HOLD names holds a moment, whoever comes to it makes a second file and goes on when the first one is gone:
+While the file that MESHLOOM_TESTS_HOLD names holds a moment, whoever comes to it makes a second file and goes
+on when the first one is gone:
 
     read            in the loss, when it is called for the first time
     write           in the middle of a file of the cache, which has no name yet
@@ -30,7 +32,7 @@ def hold(*moments: str) -> None:
 
 
 _base = make_job("mlp", "adamw", steps=2)
-_new_file: Any = getattr(cache, "_new_file")  # noqa: B009  # the one place where half a file is there
+_new_file: Any = getattr(cache, "_new_file")  # the one place where half a file is there  # noqa: B009
 
 
 def _begun(directory: Path) -> tuple[int, str]:

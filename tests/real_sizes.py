@@ -1,9 +1,11 @@
-"""Jobs of published models at the sizes that people train: weights drawn from their configurations, data from this machine.
+"""Jobs of published models at the sizes that people train: weights drawn from their configurations, data from
+this machine.
 
     meshloom verify tests/real_sizes.py:gpt2 --plan tp=2 --devices cpu --dtype float32
 
-Text is that of Python's own library, a number for each of its most frequent words; pictures are scikit-learn's handwritten digits, enlarged; sound is a
-voice of gliding harmonics. `..._short` are two layers of the same width, at full length.
+Text is that of Python's own library, a number for each of its most frequent words; pictures are
+scikit-learn's handwritten digits, enlarged; sound is a voice of gliding harmonics. `..._short` are two layers
+of the same width, at full length.
 """
 
 from __future__ import annotations
@@ -27,10 +29,25 @@ from tests.jobs import Samples
 NUM_SAMPLES = 4
 BATCH = 2
 IGNORED = -100
-LIBRARY = ("argparse", "typing", "inspect", "tarfile", "turtle", "statistics", "doctest", "pathlib", "optparse", "subprocess")
+LIBRARY = (
+    "argparse",
+    "typing",
+    "inspect",
+    "tarfile",
+    "turtle",
+    "statistics",
+    "doctest",
+    "pathlib",
+    "optparse",
+    "subprocess",
+)
 
 
-def job_of(model: Callable[[], nn.Module], data: Callable[[], Samples], loss: Callable[[Any, Any], Loss] | None = None) -> ml.Job:
+def job_of(
+    model: Callable[[], nn.Module],
+    data: Callable[[], Samples],
+    loss: Callable[[Any, Any], Loss] | None = None,
+) -> ml.Job:
     """Three steps of two samples each, with AdamW."""
     return ml.Job(
         model=model, loss=loss or own_loss, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4, weight_decay=0.01),
@@ -58,10 +75,15 @@ def loss_of_labels(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, 
 
 
 def text(length: int, vocabulary: int) -> Tensor:
-    """Words of Python's library, [samples, length]: the most frequent word is 3, and so on; what is left over is 2."""
+    """Words of Python's library, [samples, length]: the most frequent word is 3, and so on; what is left over
+    is 2."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    found = re.findall(r"\w+|[^\w\s]", "".join((library / f"{name}.py").read_text() for name in LIBRARY))[: NUM_SAMPLES * length]
-    numbers = {word: number for number, (word, _) in enumerate(Counter(found).most_common(vocabulary - 3), start=3)}
+    found = re.findall(r"\w+|[^\w\s]", "".join((library / f"{name}.py").read_text() for name in LIBRARY))[
+        : NUM_SAMPLES * length
+    ]
+    numbers = {
+        word: number for number, (word, _) in enumerate(Counter(found).most_common(vocabulary - 3), start=3)
+    }
     return torch.tensor([numbers.get(word, 2) for word in found]).view(NUM_SAMPLES, length)
 
 
@@ -75,7 +97,11 @@ def hidden_words(length: int, vocabulary: int) -> Samples:
     """For an encoder: about 15% of the words are hidden and have to be found, all others are ignored."""
     words = text(length, vocabulary)
     hidden = torch.rand(words.shape, generator=torch.Generator().manual_seed(1)) < 0.15
-    return Samples(input_ids=words.masked_fill(hidden, 1), attention_mask=torch.ones_like(words), labels=words.masked_fill(~hidden, IGNORED))
+    return Samples(
+        input_ids=words.masked_fill(hidden, 1),
+        attention_mask=torch.ones_like(words),
+        labels=words.masked_fill(~hidden, IGNORED),
+    )
 
 
 def translations(length: int, vocabulary: int) -> Samples:
@@ -116,7 +142,9 @@ def voice(seconds: float) -> Tensor:
     waves: list[Tensor] = []
     for number in range(NUM_SAMPLES):
         phase = 2 * torch.pi * torch.cumsum(120 + 40 * number + 30 * torch.sin(2 * time + number), 0) / 16_000
-        wave = sum((torch.sin(k * phase) / k for k in range(1, 8)), torch.zeros_like(time)) * (0.6 + 0.4 * torch.sin(9 * time))
+        wave = sum((torch.sin(k * phase) / k for k in range(1, 8)), torch.zeros_like(time)) * (
+            0.6 + 0.4 * torch.sin(9 * time)
+        )
         waves.append(wave + 0.05 * torch.randn(time.shape, generator=source))
     together = torch.stack(waves)
     return (together - together.mean(1, keepdim=True)) / together.std(1, keepdim=True)
@@ -129,7 +157,8 @@ def spoken_letters(seconds: float) -> Samples:
 
 
 def aligned(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Connectionist temporal classification. The model's own looks at the labels' values, which a divided program cannot."""
+    """Connectionist temporal classification. The model's own looks at the labels' values, which a divided
+    program cannot."""
     scores = model(batch["input_values"]).logits.log_softmax(-1).transpose(0, 1)  # [frames, samples, letters]
     frames = torch.full_like(batch["lengths"], scores.shape[0])
     return F.ctc_loss(scores, batch["labels"], frames, batch["lengths"], zero_infinity=True)
@@ -140,14 +169,18 @@ def dictated(frames: int, words: int) -> Samples:
     from transformers import WhisperFeatureExtractor
 
     extract: Any = WhisperFeatureExtractor()
-    heard = extract(list(voice(frames / 100).numpy()), sampling_rate=16_000, return_tensors="pt")["input_features"]
+    heard = extract(list(voice(frames / 100).numpy()), sampling_rate=16_000, return_tensors="pt")[
+        "input_features"
+    ]
     assert tuple(heard.shape) == (NUM_SAMPLES, 80, frames)
     return Samples(input_features=heard, labels=text(words, 51_865))
 
 
 def gpt2(layers: int = 12) -> ml.Job:
     """GPT-2 of 124 million parameters, at 1,024 tokens."""
-    return job_of(partial(built, "GPT2LMHeadModel", n_layer=layers, use_cache=False), partial(next_words, 1024, 50_257))
+    return job_of(
+        partial(built, "GPT2LMHeadModel", n_layer=layers, use_cache=False), partial(next_words, 1024, 50_257)
+    )
 
 
 def gpt2_short() -> ml.Job:
@@ -157,7 +190,11 @@ def gpt2_short() -> ml.Job:
 
 def bert(layers: int = 12) -> ml.Job:
     """BERT-base, at 512 tokens."""
-    return job_of(partial(built, "BertForMaskedLM", num_hidden_layers=layers), partial(hidden_words, 512, 30_522), loss_of_labels)
+    return job_of(
+        partial(built, "BertForMaskedLM", num_hidden_layers=layers),
+        partial(hidden_words, 512, 30_522),
+        loss_of_labels,
+    )
 
 
 def bert_short() -> ml.Job:
@@ -167,30 +204,43 @@ def bert_short() -> ml.Job:
 
 def vit() -> ml.Job:
     """ViT-B/16, at 224 x 224."""
-    return job_of(partial(built, "ViTForImageClassification", num_labels=1000), partial(pictures_in_classes, 224))
+    return job_of(
+        partial(built, "ViTForImageClassification", num_labels=1000), partial(pictures_in_classes, 224)
+    )
 
 
 def resnet() -> ml.Job:
     """ResNet-50, at 224 x 224."""
-    return job_of(partial(built, "ResNetForImageClassification", num_labels=1000), partial(pictures_in_classes, 224))
+    return job_of(
+        partial(built, "ResNetForImageClassification", num_labels=1000), partial(pictures_in_classes, 224)
+    )
 
 
 def t5() -> ml.Job:
     """T5-small, at 512 tokens."""
-    return job_of(partial(built, "T5ForConditionalGeneration", use_cache=False, decoder_start_token_id=0), partial(translations, 512, 32_128))
+    return job_of(
+        partial(built, "T5ForConditionalGeneration", use_cache=False, decoder_start_token_id=0),
+        partial(translations, 512, 32_128),
+    )
 
 
 def whisper() -> ml.Job:
     """Whisper-tiny, at 3,000 frames."""
-    return job_of(partial(built, "WhisperForConditionalGeneration", use_cache=False), partial(dictated, 3000, 64))
+    return job_of(
+        partial(built, "WhisperForConditionalGeneration", use_cache=False), partial(dictated, 3000, 64)
+    )
 
 
 def wav2vec2() -> ml.Job:
-    """wav2vec2-base on four seconds of sound: no layers are left out, and no spans hidden, at random, as that is decided in Python."""
+    """wav2vec2-base on four seconds of sound: no layers are left out, and no spans hidden, at random, as that
+    is decided in Python."""
     settings = {"layerdrop": 0.0, "apply_spec_augment": False}
     return job_of(partial(built, "Wav2Vec2ForCTC", **settings), partial(spoken_letters, 4.0), aligned)
 
 
 def segformer() -> ml.Job:
     """SegFormer-B0, at 512 x 512."""
-    return job_of(partial(built, "SegformerForSemanticSegmentation", num_labels=150, semantic_loss_ignore_index=255), partial(pictures_in_parts, 512))
+    return job_of(
+        partial(built, "SegformerForSemanticSegmentation", num_labels=150, semantic_loss_ignore_index=255),
+        partial(pictures_in_parts, 512),
+    )

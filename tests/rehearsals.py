@@ -14,20 +14,39 @@ from meshloom.planner.rehearsal.rehearsal import HeldBytes, RankStep, Rehearsal,
 NOTHING = HeldBytes(parameters=0, gradients=0, optimizer=0, buffers=0, kept=0)
 
 
-def machine(*, latency: float = 0.0, bytes_per_second: float = 1e9, alike: bool = True, **values: Any) -> Machine:
-    """Links of one latency and rate. alike: ranks do not slow each other down; else two take one and a half times as long, and four three times."""
+def machine(
+    *, latency: float = 0.0, bytes_per_second: float = 1e9, alike: bool = True, **values: Any
+) -> Machine:
+    """Links of one latency and rate. alike: ranks do not slow each other down; else two take one and a half
+    times as long, and four three times."""
     links = tuple(
-        Link(collective=each, ranks=ranks, latency_seconds=latency, bytes_per_second=bytes_per_second, residual=0.0)
+        Link(
+            collective=each,
+            ranks=ranks,
+            latency_seconds=latency,
+            bytes_per_second=bytes_per_second,
+            residual=0.0,
+        )
         for each in COLLECTIVES
         for ranks in (2, 3, 4)
     )
     factors = {1: 1.0, 2: 1.0, 4: 1.0} if alike else {1: 1.0, 2: 1.5, 4: 3.0}
-    crowds = tuple(Crowd(ranks=ranks, threads=1, compute=factor, memory=factor) for ranks, factor in factors.items())
-    return replace(example_machine(), **{"links": links, "crowds": crowds, "transport": "shm", "cores": 4, **values})
+    crowds = tuple(
+        Crowd(ranks=ranks, threads=1, compute=factor, memory=factor) for ranks, factor in factors.items()
+    )
+    return replace(
+        example_machine(), **{"links": links, "crowds": crowds, "transport": "shm", "cores": 4, **values}
+    )
 
 
 def step(
-    chunks: float, *, update: float = 0.0, before: float = 0.0, after: float = 0.0, calls: tuple[RehearsedCall, ...] = (), actions: Any = ()
+    chunks: float,
+    *,
+    update: float = 0.0,
+    before: float = 0.0,
+    after: float = 0.0,
+    calls: tuple[RehearsedCall, ...] = (),
+    actions: Any = (),
 ) -> RankStep:
     """A rank computes chunks, something before its update, the update, something after it."""
     begins = chunks + before
@@ -44,4 +63,6 @@ def rehearsal(plan: str, steps: list[RankStep], **values: Any) -> Rehearsal:
     """One step of each rank."""
     parsed = Plan.parse(plan)
     places = tuple(parsed.mesh.place(rank) for rank in range(parsed.mesh.size))
-    return Rehearsal(plan=parsed, threads=1, places=places, steps=(tuple(steps),), held=(NOTHING,) * len(steps), **values)
+    return Rehearsal(
+        plan=parsed, threads=1, places=places, steps=(tuple(steps),), held=(NOTHING,) * len(steps), **values
+    )

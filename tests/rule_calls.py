@@ -130,9 +130,13 @@ def on_broadcast(name: str, **kwargs: Any) -> Make:
 
     def make(c: Chance) -> OneCall:
         shape = c.shape()
-        other = tuple(1 if c.random.random() < 0.25 else size for size in shape)[c.random.randrange(len(shape)) :]
+        other = tuple(1 if c.random.random() < 0.25 else size for size in shape)[
+            c.random.randrange(len(shape)) :
+        ]
         pair = [c.normal(*shape), c.positive(*other)]
-        return call(name, *(pair if c.yes() or name.startswith(("div", "true", "floor")) else pair[::-1]), **kwargs)
+        return call(
+            name, *(pair if c.yes() or name.startswith(("div", "true", "floor")) else pair[::-1]), **kwargs
+        )
 
     return make
 
@@ -182,12 +186,16 @@ def _matmul(c: Chance) -> OneCall:
 
 def _addmm(c: Chance) -> OneCall:
     n, k, m = c.size(), c.size(), c.size()
-    return call("addmm", c.normal(*c.one((m,), (n, m), (1, m))), c.normal(n, k), c.normal(k, m), alpha=c.one(1, 0.5))
+    return call(
+        "addmm", c.normal(*c.one((m,), (n, m), (1, m))), c.normal(n, k), c.normal(k, m), alpha=c.one(1, 0.5)
+    )
 
 
 def _baddbmm(c: Chance) -> OneCall:
     b, n, k, m = (c.size() for _ in range(4))
-    return call("baddbmm", c.normal(*c.one((b, n, m), (n, m), (b, 1, m), (m,))), c.normal(b, n, k), c.normal(b, k, m))
+    return call(
+        "baddbmm", c.normal(*c.one((b, n, m), (n, m), (b, 1, m), (m,))), c.normal(b, n, k), c.normal(b, k, m)
+    )
 
 
 def _bmm(c: Chance) -> OneCall:
@@ -212,13 +220,31 @@ def _dot(c: Chance) -> OneCall:
 
 def _bilinear(c: Chance) -> OneCall:
     i, j, o, lead = c.size(), c.size(), c.size(), c.shape(1, 2)
-    return call("bilinear", c.normal(*lead, i), c.normal(*lead, j), c.normal(o, i, j), c.one(None, c.normal(o)))
+    return call(
+        "bilinear", c.normal(*lead, i), c.normal(*lead, j), c.normal(o, i, j), c.one(None, c.normal(o))
+    )
 
 
 def _einsum(c: Chance) -> OneCall:
     sizes = {letter: c.size() for letter in "bnkmh"}
-    equation = c.one("bnk,bkm->bnm", "bhnk,bhmk->bhnm", "nk,km->mn", "bn,bn->b", "bnk,k->nb", "bk,km,mh->bh", "nk->kn", "bnk -> bk")
-    return call("einsum", equation, tuple(c.normal(*(sizes[letter] for letter in term)) for term in equation.split("->")[0].strip().split(",")))
+    equation = c.one(
+        "bnk,bkm->bnm",
+        "bhnk,bhmk->bhnm",
+        "nk,km->mn",
+        "bn,bn->b",
+        "bnk,k->nb",
+        "bk,km,mh->bh",
+        "nk->kn",
+        "bnk -> bk",
+    )
+    return call(
+        "einsum",
+        equation,
+        tuple(
+            c.normal(*(sizes[letter] for letter in term))
+            for term in equation.split("->")[0].strip().split(",")
+        ),
+    )
 
 
 def _convolution(count: int, transposed: bool) -> Make:
@@ -230,8 +256,14 @@ def _convolution(count: int, transposed: bool) -> Make:
         x = c.normal(*c.one((c.size(),), ()), inner, *(c.one(4, 5) for _ in range(count)))
         bias = c.one(None, c.normal(outer))
         stride, padding = c.one(1, 2), c.one(0, 1) if width > 1 else 0
-        name = f"conv{'_transpose' if transposed else ''}{count}d" + (f".{'input' if count > 1 else 'default'}" if transposed else "")
-        rest = ((stride,) * count, (padding,) * count, *([(0,) * count, groups] if transposed else [(1,) * count, groups]))
+        name = f"conv{'_transpose' if transposed else ''}{count}d" + (
+            f".{'input' if count > 1 else 'default'}" if transposed else ""
+        )
+        rest = (
+            (stride,) * count,
+            (padding,) * count,
+            *([(0,) * count, groups] if transposed else [(1,) * count, groups]),
+        )
         return call(name, x, c.normal(*weight, *(width,) * count), bias, *rest)
 
     return make
@@ -252,7 +284,14 @@ def _layer_norm(c: Chance) -> OneCall:
 
 def _native_layer_norm(c: Chance) -> OneCall:
     shape = c.shape(2, 3)
-    return call("native_layer_norm", c.normal(*shape), shape[-1:], c.normal(shape[-1]), c.one(None, c.normal(shape[-1])), 1e-5)
+    return call(
+        "native_layer_norm",
+        c.normal(*shape),
+        shape[-1:],
+        c.normal(shape[-1]),
+        c.one(None, c.normal(shape[-1])),
+        1e-5,
+    )
 
 
 def _rms_norm(name: str) -> Make:
@@ -274,18 +313,44 @@ def _batch_norm(c: Chance) -> OneCall:
 
 def _native_batch_norm(c: Chance) -> OneCall:
     shape = (c.size(), c.size(), c.size())
-    return call("native_batch_norm", c.normal(*shape), c.normal(shape[1]), c.normal(shape[1]), None, None, True, 0.1, 1e-5)
+    return call(
+        "native_batch_norm",
+        c.normal(*shape),
+        c.normal(shape[1]),
+        c.normal(shape[1]),
+        None,
+        None,
+        True,
+        0.1,
+        1e-5,
+    )
 
 
 def _instance_norm(c: Chance) -> OneCall:
     shape = (c.size(), c.size(), c.size())
-    return call("instance_norm", c.normal(*shape), c.normal(shape[1]), c.normal(shape[1]), None, None, True, 0.1, 1e-5, False)
+    return call(
+        "instance_norm",
+        c.normal(*shape),
+        c.normal(shape[1]),
+        c.normal(shape[1]),
+        None,
+        None,
+        True,
+        0.1,
+        1e-5,
+        False,
+    )
 
 
 def _group_norm(c: Chance) -> OneCall:
     groups = c.one(1, 3, 4, 5)
     channels = groups * c.one(1, 2, 3)
-    return call("group_norm", c.normal(c.size(), channels, *c.shape(0, 2), 4), groups, *c.one((), (c.normal(channels), c.normal(channels))))
+    return call(
+        "group_norm",
+        c.normal(c.size(), channels, *c.shape(0, 2), 4),
+        groups,
+        *c.one((), (c.normal(channels), c.normal(channels))),
+    )
 
 
 def _vector_norm(c: Chance) -> OneCall:
@@ -313,7 +378,9 @@ def _attention(c: Chance) -> OneCall:
         c.normal(*lead, heads, keys, size),
         c.normal(*lead, heads, keys, value if not causal else size),
     )
-    return call("scaled_dot_product_attention", q, k, v, mask, c.one(0.0, 0.3), causal, enable_gqa=repeats > 1)
+    return call(
+        "scaled_dot_product_attention", q, k, v, mask, c.one(0.0, 0.3), causal, enable_gqa=repeats > 1
+    )
 
 
 def _cross_entropy(c: Chance) -> OneCall:
@@ -321,12 +388,20 @@ def _cross_entropy(c: Chance) -> OneCall:
     target = c.below(v, n, *space)
     target[0] = -100
     weight = c.one(None, None, c.positive(v))
-    return call("cross_entropy_loss", c.normal(n, v, *space), target, weight, c.one(0, 1, 2), -100, c.one(0.0, 0.1))
+    return call(
+        "cross_entropy_loss", c.normal(n, v, *space), target, weight, c.one(0, 1, 2), -100, c.one(0.0, 0.1)
+    )
 
 
 def _embedding(c: Chance) -> OneCall:
     rows, width = c.size(), c.size()
-    return call("embedding", c.normal(rows, width), c.below(rows, *c.shape(1, 2)), c.one(-1, 1, rows - 1), c.random.random() < 0.2)
+    return call(
+        "embedding",
+        c.normal(rows, width),
+        c.below(rows, *c.shape(1, 2)),
+        c.one(-1, 1, rows - 1),
+        c.random.random() < 0.2,
+    )
 
 
 def _embedding_bag(c: Chance) -> OneCall:
@@ -335,7 +410,16 @@ def _embedding_bag(c: Chance) -> OneCall:
     mode, has_last = c.one(0, 0, 1, 1, 2), c.yes()
     weights = c.normal(entries) if mode == 0 and c.yes() else None
     starts = [0, *sorted(c.random.choices(range(entries), k=bags - 1)), *([entries] if has_last else [])]
-    given = (c.normal(rows, width), c.below(rows, entries), torch.tensor(starts), c.random.random() < 0.1, mode, False, weights, has_last)
+    given = (
+        c.normal(rows, width),
+        c.below(rows, entries),
+        torch.tensor(starts),
+        c.random.random() < 0.1,
+        mode,
+        False,
+        weights,
+        has_last,
+    )
     return c.one(call("embedding_bag", *given), call("embedding_bag.padding_idx", *given, c.one(None, 1, -1)))
 
 
@@ -348,17 +432,35 @@ def _likelihood(name: str) -> Make:
     """nll_loss of rows, of pictures, of either."""
 
     def make(c: Chance) -> OneCall:
-        n, v, space = c.size(), c.size(), {"nll_loss": (), "nll_loss2d": (c.size(), c.size())}.get(name, c.shape(0, 2))
+        n, v, space = (
+            c.size(),
+            c.size(),
+            {"nll_loss": (), "nll_loss2d": (c.size(), c.size())}.get(name, c.shape(0, 2)),
+        )
         target = c.below(v, n, *space)
         target[0] = c.one(-100, 0)
-        return call(name, c.normal(n, v, *space).log_softmax(1), target, c.one(None, None, None, c.positive(v)), c.one(0, 1, 2), -100)
+        return call(
+            name,
+            c.normal(n, v, *space).log_softmax(1),
+            target,
+            c.one(None, None, None, c.positive(v)),
+            c.one(0, 1, 2),
+            -100,
+        )
 
     return make
 
 
 def _cosine(c: Chance) -> OneCall:
     n, d = c.size(), c.size()
-    return call("cosine_embedding_loss", c.normal(n, d), c.normal(n, d), 2 * c.below(2, n) - 1, c.one(0.0, 0.2), c.one(0, 1, 2))
+    return call(
+        "cosine_embedding_loss",
+        c.normal(n, d),
+        c.normal(n, d),
+        2 * c.below(2, n) - 1,
+        c.one(0.0, 0.2),
+        c.one(0, 1, 2),
+    )
 
 
 def _grouped_product(name: str, dtype: torch.dtype) -> Make:
@@ -370,7 +472,12 @@ def _grouped_product(name: str, dtype: torch.dtype) -> Make:
         groups, rows, inner, outer = c.size(), c.size() + 7, *((4 * c.one(1, 2, 3)) for _ in range(2))
         kind = c.one("2 3", "2 3", "3 3", "3 2", "2 2") if name == "_grouped_mm" else "2 3"
         grouped = 8 if kind == "2 2" else outer if kind == "3 2" else rows
-        ends = torch.tensor(sorted([*c.random.choices(range(0, grouped + 1, 4 if kind != "2 3" else 1), k=groups - 1), grouped]), dtype=torch.int32)
+        ends = torch.tensor(
+            sorted(
+                [*c.random.choices(range(0, grouped + 1, 4 if kind != "2 3" else 1), k=groups - 1), grouped]
+            ),
+            dtype=torch.int32,
+        )
         x = {"2": (rows, inner), "3": (groups, rows, inner)}[kind[0]] if kind != "2 2" else (rows, 8)
         w = {"3": (groups, inner, outer), "2": (inner if kind == "3 2" else 8, outer)}[kind[2]]
         return call(name, c.normal(*x).to(dtype), c.normal(*w).to(dtype), *(() if kind == "3 3" else (ends,)))
@@ -395,7 +502,10 @@ def _index_select(c: Chance) -> OneCall:
 def _index(c: Chance) -> OneCall:
     x = c.any(2, 4)
     shape = c.shape(1, 2)
-    given: list[Any] = [c.below(size, *c.one(shape, shape, shape[1:], (1, *shape[1:]))) if c.yes() else None for size in x.shape]
+    given: list[Any] = [
+        c.below(size, *c.one(shape, shape, shape[1:], (1, *shape[1:]))) if c.yes() else None
+        for size in x.shape
+    ]
     if all(each is None for each in given):
         given[0] = c.below(x.shape[0], *shape)
     while given[-1] is None:
@@ -439,7 +549,9 @@ def _grouped(c: Chance, parts: list[int]) -> tuple[int, ...]:
 
 def _unflatten(c: Chance) -> OneCall:
     parts = (c.size(), c.size())
-    return call("unflatten.int", c.normal(c.size(), parts[0] * parts[1], c.size()), 1, c.one(parts, (-1, parts[1])))
+    return call(
+        "unflatten.int", c.normal(c.size(), parts[0] * parts[1], c.size()), 1, c.one(parts, (-1, parts[1]))
+    )
 
 
 def _flatten(c: Chance) -> OneCall:
@@ -510,7 +622,12 @@ def _slice(c: Chance) -> OneCall:
     size = x.shape[dim]
     start = c.random.randrange(-size, size - 1)
     return call(
-        "slice.Tensor", x, dim, c.one(None, start), c.one(2**63 - 1, size, size - 1, -1) if start % size < size - 1 else size, c.one(1, 1, 1, 2)
+        "slice.Tensor",
+        x,
+        dim,
+        c.one(None, start),
+        c.one(2**63 - 1, size, size - 1, -1) if start % size < size - 1 else size,
+        c.one(1, 1, 1, 2),
     )
 
 
@@ -534,7 +651,11 @@ def _cat(name: str) -> Make:
 
 def _stack(c: Chance) -> OneCall:
     shape = c.shape()
-    return call("stack", tuple(c.normal(*shape) for _ in range(c.one(2, 3, 4))), c.random.randrange(-len(shape) - 1, len(shape) + 1))
+    return call(
+        "stack",
+        tuple(c.normal(*shape) for _ in range(c.one(2, 3, 4))),
+        c.random.randrange(-len(shape) - 1, len(shape) + 1),
+    )
 
 
 def _repeat_interleave(c: Chance) -> OneCall:
@@ -550,7 +671,10 @@ def _repeat(c: Chance) -> OneCall:
 def _pad(c: Chance) -> OneCall:
     x = c.any(2)
     pads = tuple(c.one(0, 0, 1, 2, -1) for _ in range(2 * c.one(1, 2)))
-    return c.one(call("constant_pad_nd", x, pads, c.one(0, 1.5)), call("pad", x, pads, "constant", c.one(None, 0.0, 1.5)))
+    return c.one(
+        call("constant_pad_nd", x, pads, c.one(0, 1.5)),
+        call("pad", x, pads, "constant", c.one(None, 0.0, 1.5)),
+    )
 
 
 def _mirrored(name: str, count: int) -> Make:
@@ -587,7 +711,9 @@ def _slice_scatter(c: Chance) -> OneCall:
 def _select_scatter(c: Chance) -> OneCall:
     x = c.any(2)
     dim = c.dim(x) % x.ndim
-    return call("select_scatter", x, c.normal(*(size for place, size in enumerate(x.shape) if place != dim)), dim, 1)
+    return call(
+        "select_scatter", x, c.normal(*(size for place, size in enumerate(x.shape) if place != dim)), dim, 1
+    )
 
 
 def _diagonal(c: Chance) -> OneCall:
@@ -616,7 +742,9 @@ def _type_as(c: Chance) -> OneCall:
 
 def _pooled(name: str, count: int) -> Make:
     def make(c: Chance) -> OneCall:
-        x = c.normal(*c.one((c.size(),), ()) if count > 1 else (c.size(),), c.size(), *(5 for _ in range(count)))
+        x = c.normal(
+            *c.one((c.size(),), ()) if count > 1 else (c.size(),), c.size(), *(5 for _ in range(count))
+        )
         return call(name, x, (2,) * count)
 
     return make
@@ -641,17 +769,31 @@ def _unfold(c: Chance) -> OneCall:
 
 def _recurrent(name: str) -> Make:
     def make(c: Chance) -> OneCall:
-        first, both, biases, batch, steps, inner, hidden, layers = c.yes(), c.yes(), c.yes(), c.size(), c.size(), c.size(), c.size(), c.one(1, 2)
+        first, both, biases, batch, steps, inner, hidden, layers = (
+            c.yes(),
+            c.yes(),
+            c.yes(),
+            c.size(),
+            c.size(),
+            c.size(),
+            c.size(),
+            c.one(1, 2),
+        )
         ways = 2 if both else 1
         gates = {"lstm": 4, "gru": 3}.get(name, 1)
         x = c.normal(*((batch, steps) if first else (steps, batch)), inner)
         weights: list[Tensor] = []
         for layer in range(layers * ways):
-            weights += [c.normal(gates * hidden, inner if layer < ways else ways * hidden), c.normal(gates * hidden, hidden)]
+            weights += [
+                c.normal(gates * hidden, inner if layer < ways else ways * hidden),
+                c.normal(gates * hidden, hidden),
+            ]
             weights += [c.normal(gates * hidden), c.normal(gates * hidden)] if biases else []
         start = c.normal(layers * ways, batch, hidden)
         states = (start, c.normal(layers * ways, batch, hidden)) if name == "lstm" else start
-        return call(f"{name}.input", x, states, tuple(weights), biases, layers, c.one(0.0, 0.3), c.yes(), both, first)
+        return call(
+            f"{name}.input", x, states, tuple(weights), biases, layers, c.one(0.0, 0.3), c.yes(), both, first
+        )
 
     return make
 
@@ -660,8 +802,20 @@ def _cell(name: str) -> Make:
     def make(c: Chance) -> OneCall:
         batch, inner, hidden = c.size(), c.size(), c.size()
         gates = {"lstm_cell": 4, "gru_cell": 3}.get(name, 1) * hidden
-        states = (c.normal(batch, hidden), c.normal(batch, hidden)) if name == "lstm_cell" else c.normal(batch, hidden)
-        return call(name, c.normal(batch, inner), states, c.normal(gates, inner), c.normal(gates, hidden), c.normal(gates), c.normal(gates))
+        states = (
+            (c.normal(batch, hidden), c.normal(batch, hidden))
+            if name == "lstm_cell"
+            else c.normal(batch, hidden)
+        )
+        return call(
+            name,
+            c.normal(batch, inner),
+            states,
+            c.normal(gates, inner),
+            c.normal(gates, hidden),
+            c.normal(gates),
+            c.normal(gates),
+        )
 
     return make
 
@@ -669,7 +823,12 @@ def _cell(name: str) -> Make:
 def _weight_norm(c: Chance) -> OneCall:
     v = c.any(2)
     dim = c.one(0, v.ndim - 1)
-    return call("_weight_norm", v, c.positive(*(size if place == dim else 1 for place, size in enumerate(v.shape))), dim)
+    return call(
+        "_weight_norm",
+        v,
+        c.positive(*(size if place == dim else 1 for place, size in enumerate(v.shape))),
+        dim,
+    )
 
 
 def _prelu(c: Chance) -> OneCall:
@@ -681,7 +840,11 @@ def _loss(name: str, *rest: Any) -> Make:
     def make(c: Chance) -> OneCall:
         shape = c.shape()
         target = c.positive(*shape).clamp(max=1.0) if "binary" in name else c.normal(*shape)
-        extra = (c.one(None, c.positive(*shape), c.positive(*shape[-1:])), None) if name == "binary_cross_entropy_with_logits" else ()
+        extra = (
+            (c.one(None, c.positive(*shape), c.positive(*shape[-1:])), None)
+            if name == "binary_cross_entropy_with_logits"
+            else ()
+        )
         return call(name, c.normal(*shape), target, *extra, c.one(0, 1, 2), *rest)
 
     return make
@@ -765,7 +928,10 @@ def _drawn(name: str, *rest: Any) -> Make:
 
 def _broadcast_tensors(c: Chance) -> OneCall:
     shape = c.shape(2, 3)
-    return call("broadcast_tensors", tuple(c.normal(*(c.one(1, size) for size in shape[start:])) for start in (0, 0, 1)))
+    return call(
+        "broadcast_tensors",
+        tuple(c.normal(*(c.one(1, size) for size in shape[start:])) for start in (0, 0, 1)),
+    )
 
 
 def _pixels(name: str) -> Make:
@@ -798,7 +964,10 @@ def _index_added(name: str) -> Make:
 
 
 CALLS: dict[str, list[Make]] = {
-    **{name: [_drawn(name)] for name in ("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "random_")},
+    **{
+        name: [_drawn(name)]
+        for name in ("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "random_")
+    },
     "bernoulli_": [_drawn("bernoulli_.float", 0.4)],
     "geometric_": [_drawn("geometric_", 0.4)],
     "broadcast_tensors": [_broadcast_tensors],
@@ -811,7 +980,11 @@ CALLS: dict[str, list[Make]] = {
     "subtract": [on_broadcast("subtract.Tensor")],
     "mul": [on_broadcast("mul.Tensor"), on_one("mul.Scalar", 1.5)],
     "multiply": [on_broadcast("multiply.Tensor")],
-    "div": [on_broadcast("div.Tensor"), on_broadcast("div.Tensor_mode", rounding_mode="floor"), on_one("div.Scalar", 1.5)],
+    "div": [
+        on_broadcast("div.Tensor"),
+        on_broadcast("div.Tensor_mode", rounding_mode="floor"),
+        on_one("div.Scalar", 1.5),
+    ],
     "divide": [on_broadcast("divide.Tensor")],
     "true_divide": [on_broadcast("true_divide.Tensor")],
     "floor_divide": [on_broadcast("floor_divide")],
@@ -824,8 +997,24 @@ CALLS: dict[str, list[Make]] = {
     "native_dropout": [on_one("native_dropout", 0.3, True)],
     "alpha_dropout": [on_one("alpha_dropout", 0.3, True)],
     "feature_dropout": [on_one("feature_dropout", 0.3, True, least=2)],
-    **{name: [on_one(name)] for name in ("selu", "celu", "relu6", "hardtanh", "softplus", "log_sigmoid", "softshrink", "hardshrink", "nan_to_num")},
-    **{name: [on_one(name)] for name in ("square", "mish", "hardswish", "hardsigmoid", "bernoulli", "rand_like", "randn_like")},
+    **{
+        name: [on_one(name)]
+        for name in (
+            "selu",
+            "celu",
+            "relu6",
+            "hardtanh",
+            "softplus",
+            "log_sigmoid",
+            "softshrink",
+            "hardshrink",
+            "nan_to_num",
+        )
+    },
+    **{
+        name: [on_one(name)]
+        for name in ("square", "mish", "hardswish", "hardsigmoid", "bernoulli", "rand_like", "randn_like")
+    },
     "bernoulli": [lambda c: call("bernoulli.p", c.any(), 0.4)],
     "randint_like": [on_one("randint_like", 9)],
     "fill": [on_one("fill.Scalar", 1.5)],
@@ -840,7 +1029,9 @@ CALLS: dict[str, list[Make]] = {
     **{name: [_tensors_of_shape(name)] for name in ("rand", "randn")},
     "randint": [lambda c: call("randint", 9, c.shape())],
     "_grouped_mm": [_grouped_product("_grouped_mm", torch.float32)],
-    "transformers::grouped_mm_fallback": [_grouped_product("transformers::grouped_mm_fallback", torch.float64)],
+    "transformers::grouped_mm_fallback": [
+        _grouped_product("transformers::grouped_mm_fallback", torch.float64)
+    ],
     "linear": [_linear],
     "matmul": [_matmul],
     "mm": [_mm],
@@ -912,7 +1103,11 @@ CALLS: dict[str, list[Make]] = {
     "repeat": [_repeat],
     "constant_pad_nd": [_pad],
     "pad": [_pad, _pad_mirrored],
-    **{f"{kind}_pad{count}d": [_mirrored(f"{kind}_pad{count}d", count)] for kind in ("reflection", "replication") for count in (1, 2)},
+    **{
+        f"{kind}_pad{count}d": [_mirrored(f"{kind}_pad{count}d", count)]
+        for kind in ("reflection", "replication")
+        for count in (1, 2)
+    },
     "flip": [_flip],
     "roll": [_roll],
     "slice_scatter": [_slice_scatter],
@@ -932,18 +1127,38 @@ CALLS: dict[str, list[Make]] = {
     **{
         name: [_pooled(name, count)]
         for count in (1, 2, 3)
-        for name in (f"avg_pool{count}d", f"max_pool{count}d", f"adaptive_avg_pool{count}d", f"adaptive_max_pool{count}d")
+        for name in (
+            f"avg_pool{count}d",
+            f"max_pool{count}d",
+            f"adaptive_avg_pool{count}d",
+            f"adaptive_max_pool{count}d",
+        )
     },
     **{f"_adaptive_avg_pool{count}d": [_pooled(f"_adaptive_avg_pool{count}d", count)] for count in (2, 3)},
     "max_pool2d_with_indices": [_pooled("max_pool2d_with_indices", 2)],
     **{f"upsample_nearest{count}d": [_upsampled(f"upsample_nearest{count}d", count)] for count in (1, 2, 3)},
-    **{name: [_upsampled(name, 2)] for name in ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa")},
+    **{
+        name: [_upsampled(name, 2)]
+        for name in ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa")
+    },
     "tril": [on_one("tril", least=3)],
     "triu": [on_one("triu", least=3)],
     "view_as_real": [lambda c: call("view_as_real", torch.view_as_complex(c.normal(*c.shape(), 2)))],
     "view_as_complex": [_complex_pairs],
     **{name: [_spectrum(name)] for name in ("fft_fft", "fft_rfft", "fft_irfft", "fft_ifft")},
-    **{name: [_spectra(name)] for name in ("fft_fft2", "fft_fftn", "fft_rfft2", "fft_rfftn", "fft_ifft2", "fft_ifftn", "fft_irfft2", "fft_irfftn")},
+    **{
+        name: [_spectra(name)]
+        for name in (
+            "fft_fft2",
+            "fft_fftn",
+            "fft_rfft2",
+            "fft_rfftn",
+            "fft_ifft2",
+            "fft_ifftn",
+            "fft_irfft2",
+            "fft_irfftn",
+        )
+    },
     **{name: [_parts_of_complex(name)] for name in ("real", "imag")},
     "unfold": [_unfold],
     **{name: [_recurrent(name)] for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
@@ -963,7 +1178,9 @@ CALLS: dict[str, list[Make]] = {
     "prod": [reduces_one("prod.dim_int"), _of_all("prod")],
     "var": [lambda c: call("var.correction", x := c.any(), c.dims(x), correction=1, keepdim=c.yes())],
     "std": [lambda c: call("std.correction", x := c.any(), c.dims(x), correction=1, keepdim=c.yes())],
-    "var_mean": [lambda c: call("var_mean.correction", x := c.any(), c.dims(x), correction=0, keepdim=c.yes())],
+    "var_mean": [
+        lambda c: call("var_mean.correction", x := c.any(), c.dims(x), correction=0, keepdim=c.yes())
+    ],
     "logsumexp": [reduces("logsumexp")],
     "median": [reduces_one("median.dim")],
     "count_nonzero": [lambda c: call("count_nonzero.dim_IntList", x := c.any(), c.dims(x))],
@@ -985,11 +1202,29 @@ CALLS: dict[str, list[Make]] = {
 }
 
 POINTWISE: dict[str, list[Make]] = {
-    **{name: [on_one(name)] for name in ("relu", "gelu", "silu", "tanh", "sigmoid", "exp", "sin", "abs", "sign", "elu", "leaky_relu", "erf")},
+    **{
+        name: [on_one(name)]
+        for name in (
+            "relu",
+            "gelu",
+            "silu",
+            "tanh",
+            "sigmoid",
+            "exp",
+            "sin",
+            "abs",
+            "sign",
+            "elu",
+            "leaky_relu",
+            "erf",
+        )
+    },
     "pow": [on_one("pow.Tensor_Scalar", 2), on_broadcast("pow.Tensor_Tensor")],
     "maximum": [on_broadcast("maximum")],
     "rsub": [on_one("rsub.Scalar", 1.5)],
-    "addcmul": [lambda c: call("addcmul", *(c.normal(*shape) for shape in [(4, 5), (4, 1), (5,)]), value=0.5)],
+    "addcmul": [
+        lambda c: call("addcmul", *(c.normal(*shape) for shape in [(4, 5), (4, 1), (5,)]), value=0.5)
+    ],
     "lerp": [lambda c: call("lerp.Scalar", *(c.normal(*shape) for shape in [(4, 5), (5,)]), 0.3)],
     "clamp": [on_one("clamp", -0.5, 0.5)],
     "bitwise_and": [lambda c: call("bitwise_and.Tensor", c.normal(4, 5) > 0, c.normal(5) > 0)],

@@ -1,6 +1,8 @@
-"""One operator on all ranks, in every way that its rule allows, against the undivided call: forward, backward, and what it writes in place.
+"""One operator on all ranks, in every way that its rule allows, against the undivided call: forward,
+backward, and what it writes in place.
 
-The oracle knows of a placement only which indices each rank holds; values and gradients follow from the table in `placement.py`.
+The oracle knows of a placement only which indices each rank holds; values and gradients follow from the table
+in `placement.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from meshloom.tensor_parallel.search.choose import DivisionChoice
 from meshloom.tensor_parallel.search.strategies import Strategy, strategies_of
 from tests.rule_calls import Chance, OneCall
 
-TOLERANCE = 1e-9  # float64; sums of a few hundred terms in another order, some of them through square roots and logarithms
+# float64; sums of a few hundred terms in another order, some of them through square roots and logarithms
+TOLERANCE = 1e-9
 SEED = 5
 
 Index = list[Tensor]  # the indices of each dim that a rank holds
@@ -49,7 +52,8 @@ class Checked:
 
 
 def check_call(one: OneCall, rules: Rules, num_ranks: int, chance: Chance, checked: Checked) -> None:
-    """Compare every way in which `num_ranks` ranks can compute a call. Raises AssertionError naming the way that differs."""
+    """Compare every way in which `num_ranks` ranks can compute a call. Raises AssertionError naming the way
+    that differs."""
     program, operands = program_of(one)
     layout = layout_of(program, rules)
     _give_parts(layout, chance)
@@ -73,7 +77,11 @@ def check_call(one: OneCall, rules: Rules, num_ranks: int, chance: Chance, check
         checked.with_cuts += strategy.cut is not None
         mapped = layout.mapped.get(program.nodes[0].name)
         if mapped is not None and strategy.cut is not None:
-            checked.labels.update(label for label, axis in mapped.labels.items() if numbers.leaves(axis) & strategy.cut.parts.keys())
+            checked.labels.update(
+                label
+                for label, axis in mapped.labels.items()
+                if numbers.leaves(axis) & strategy.cut.parts.keys()
+            )
 
 
 def program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
@@ -88,12 +96,24 @@ def program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
 
     args, kwargs = refer(one.args), {key: refer(value) for key, value in one.kwargs.items()}
     named = args[len(args) - len(one.given) :]
-    fixed = {ref.name for argument, value in zip(one.schema.arguments, named, strict=False) if argument.name in one.fixed for ref in refs_in(value)}
-    graded = [(each.is_floating_point() or each.is_complex()) and f"x{place}" not in fixed for place, each in enumerate(operands)]
-    used = iter([each.clone().requires_grad_(wanted).clone() for each, wanted in zip(operands, graded, strict=True)])
+    fixed = {
+        ref.name
+        for argument, value in zip(one.schema.arguments, named, strict=False)
+        if argument.name in one.fixed
+        for ref in refs_in(value)
+    }
+    graded = [
+        (each.is_floating_point() or each.is_complex()) and f"x{place}" not in fixed
+        for place, each in enumerate(operands)
+    ]
+    used = iter(
+        [each.clone().requires_grad_(wanted).clone() for each, wanted in zip(operands, graded, strict=True)]
+    )
     with CountDraws() as draws:  # with gradients: some kernels give more then
         outputs = [
-            each.detach() for each in tree_leaves(one.target(*_filled(one.args, used), **_filled(one.kwargs, used))) if isinstance(each, Tensor)
+            each.detach()
+            for each in tree_leaves(one.target(*_filled(one.args, used), **_filled(one.kwargs, used)))
+            if isinstance(each, Tensor)
         ]
     copied = len(args) > len(named)  # what is written is a copy
     written = {
@@ -102,9 +122,14 @@ def program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
         if argument.alias_info is not None and argument.alias_info.is_write and not copied
     }
     updated = {each.name for place in written if place < len(args) and isinstance(each := args[place], Ref)}
-    variables = {f"x{place}": Variable(value=f"x{place}", name=f"x{place}", meta=_meta(each, graded[place])) for place, each in enumerate(operands)}
+    variables = {
+        f"x{place}": Variable(value=f"x{place}", name=f"x{place}", meta=_meta(each, graded[place]))
+        for place, each in enumerate(operands)
+    }
     context = Context()
-    metas = tuple(_meta(each, (each.is_floating_point() or each.is_complex()) and any(graded)) for each in outputs)
+    metas = tuple(
+        _meta(each, (each.is_floating_point() or each.is_complex()) and any(graded)) for each in outputs
+    )
     node = Node(
         name="y", target=one.target, args=args, kwargs=kwargs, context=context, path="", line=None,
         draw=0 if draws.count else None, num_draws=draws.count, outputs=metas,
@@ -117,7 +142,9 @@ def program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
 
 
 def _meta(tensor: Tensor, graded: bool) -> Meta:
-    return Meta(shape=tuple(tensor.shape), dtype=tensor.dtype, stride=tuple(tensor.stride()), requires_grad=graded)
+    return Meta(
+        shape=tuple(tensor.shape), dtype=tensor.dtype, stride=tuple(tensor.stride()), requires_grad=graded
+    )
 
 
 def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
@@ -130,8 +157,15 @@ def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _give_parts(layout: Layout, chance: Chance) -> None:
-    """Make some axes products and concatenations, as they are where other operators reshape them and cut them up."""
-    leaves = [leaf for tensors in layout.values.values() for axes in tensors for axis in axes for leaf in axis.leaves()]
+    """Make some axes products and concatenations, as they are where other operators reshape them and cut them
+    up."""
+    leaves = [
+        leaf
+        for tensors in layout.values.values()
+        for axes in tensors
+        for axis in axes
+        for leaf in axis.leaves()
+    ]
     for leaf in {leaf.strip: leaf for leaf in leaves}.values():
         if leaf.kind is not None or leaf.size < 3 or chance.random.random() < 0.5:
             continue
@@ -145,25 +179,38 @@ def _give_parts(layout: Layout, chance: Chance) -> None:
 
 
 class _Whole:
-    """The undivided call: its results, what it leaves in its operands, and gradients for random gradients of its results."""
+    """The undivided call: its results, what it leaves in its operands, and gradients for random gradients of
+    its results."""
 
-    def __init__(self, one: OneCall, operands: Sequence[Tensor], graded: Sequence[bool], chance: Chance) -> None:
+    def __init__(
+        self, one: OneCall, operands: Sequence[Tensor], graded: Sequence[bool], chance: Chance
+    ) -> None:
         self.one = one
         self.operands = [each.detach().clone() for each in operands]
-        self.used = [each.clone().requires_grad_(wanted) for each, wanted in zip(self.operands, graded, strict=True)]
+        self.used = [
+            each.clone().requires_grad_(wanted) for each, wanted in zip(self.operands, graded, strict=True)
+        ]
         taken = iter(self.used)
         args, kwargs = _filled(one.args, taken), _filled(one.kwargs, taken)
         seed_everything(SEED)
         result = keyed(one.target, *args, **kwargs)
         self.results = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        self.cotangents = [chance.normal(*each.shape).to(each.dtype) if each.requires_grad else None for each in self.results]
-        pairs = [(each, given) for each, given in zip(self.results, self.cotangents, strict=True) if given is not None]
+        self.cotangents = [
+            chance.normal(*each.shape).to(each.dtype) if each.requires_grad else None for each in self.results
+        ]
+        pairs = [
+            (each, given)
+            for each, given in zip(self.results, self.cotangents, strict=True)
+            if given is not None
+        ]
         if pairs:
             torch.autograd.backward([each for each, _ in pairs], [given for _, given in pairs])
         self.gradients = [each.grad for each in self.used]
 
 
-def _check(whole: _Whole, strategy: Strategy, layout: Layout, numbers: StripNumbers, num_ranks: int, chance: Chance) -> None:
+def _check(
+    whole: _Whole, strategy: Strategy, layout: Layout, numbers: StripNumbers, num_ranks: int, chance: Chance
+) -> None:
     ranks = range(num_ranks)
     node = layout.program.nodes[0]
     choice = DivisionChoice(
@@ -177,13 +224,19 @@ def _check(whole: _Whole, strategy: Strategy, layout: Layout, numbers: StripNumb
     ]
     parts = [
         [each.requires_grad_(used.requires_grad) for each in _given(tensor, placement, index, chance)]
-        for tensor, used, placement, index in zip(whole.operands, whole.used, strategy.operands, held, strict=True)
+        for tensor, used, placement, index in zip(
+            whole.operands, whole.used, strategy.operands, held, strict=True
+        )
     ]
-    parameters = [{ref.name: parts[place][rank] for place, ref in enumerate(node.operands())} for rank in ranks]
+    parameters = [
+        {ref.name: parts[place][rank] for place, ref in enumerate(node.operands())} for rank in ranks
+    ]
     made = partition(choice)
     seen: list[list[Any]] = []
     seed_everything(SEED)
-    run_in_lockstep(made.programs, parameters, [{} for _ in ranks], (), visit=lambda _, results: seen.append(results))
+    run_in_lockstep(
+        made.programs, parameters, [{} for _ in ranks], (), visit=lambda _, results: seen.append(results)
+    )
     results = [[each for each in tree_leaves(result) if isinstance(each, Tensor)] for result in seen[0]]
     graded: list[tuple[Tensor, Tensor]] = []
     for place, (full, cotangent) in enumerate(zip(whole.results, whole.cotangents, strict=True)):
@@ -192,39 +245,75 @@ def _check(whole: _Whole, strategy: Strategy, layout: Layout, numbers: StripNumb
         for rank in ranks:
             told = made.programs[rank].nodes[0].outputs[place].shape
             known = route_of(layout.values[node.name][place], strategy.output, numbers) is None
-            assert not known or tuple(found[rank].shape) == told, f"rank {rank} has {list(found[rank].shape)}, and its program says {list(told)}"
+            assert not known or tuple(found[rank].shape) == told, (
+                f"rank {rank} has {list(found[rank].shape)}, and its program says {list(told)}"
+            )
         if whole.one.determined:
             _compare_value(found, full, strategy.output, index, f"result {place}")
         if cotangent is not None:
             given = _gradients(cotangent, strategy.output, index, chance)
-            graded += [(each, gradient) for each, gradient in zip(found, given, strict=True) if each.requires_grad]
+            graded += [
+                (each, gradient) for each, gradient in zip(found, given, strict=True) if each.requires_grad
+            ]
     if graded:
         torch.autograd.backward([each for each, _ in graded], [gradient for _, gradient in graded])
-    precision = min((torch.finfo(each.dtype).bits for each in whole.results if each.requires_grad), default=64)
+    precision = min(
+        (torch.finfo(each.dtype).bits for each in whole.results if each.requires_grad), default=64
+    )
     for place, (used, gradient) in enumerate(zip(whole.used, whole.gradients, strict=True)):
-        _compare_value([parts[place][rank] for rank in ranks], used, strategy.operands[place], held[place], f"operand {place} afterwards")
+        _compare_value(
+            [parts[place][rank] for rank in ranks],
+            used,
+            strategy.operands[place],
+            held[place],
+            f"operand {place} afterwards",
+        )
         if used.requires_grad:
             expected = gradient if gradient is not None else torch.zeros_like(used)
             found = [each.grad if each.grad is not None else torch.zeros_like(each) for each in parts[place]]
-            _compare_gradient(found, expected, strategy.operands[place], held[place], f"gradient of operand {place}", precision)
+            _compare_gradient(
+                found,
+                expected,
+                strategy.operands[place],
+                held[place],
+                f"gradient of operand {place}",
+                precision,
+            )
 
 
-def _indices(axes: Sequence[Axis], placement: Placement, numbers: StripNumbers, num_ranks: int, whole: _Whole) -> list[Index]:
+def _indices(
+    axes: Sequence[Axis], placement: Placement, numbers: StripNumbers, num_ranks: int, whole: _Whole
+) -> list[Index]:
     """rank -> the indices that it holds."""
     routed = route_of(tuple(axes), placement, numbers)
     if routed is not None and isinstance(placement, Part) and placement.cut is not None:
         dim, number, route = routed
         told = whole.operands[int(route.value.removeprefix("x"))].tolist()
         size = route.groups.size
-        groups = [sum(end <= row for end in told) for row in range(axes[dim].size)] if route.is_sorted else [each % size for each in told]
-        rows = [[row for row, group in enumerate(groups) if start <= group < stop] for start, stop in placement.cut.parts[number]]
+        groups = (
+            [sum(end <= row for end in told) for row in range(axes[dim].size)]
+            if route.is_sorted
+            else [each % size for each in told]
+        )
+        rows = [
+            [row for row, group in enumerate(groups) if start <= group < stop]
+            for start, stop in placement.cut.parts[number]
+        ]
         every = [torch.arange(axis.size) for axis in axes]
-        return [[torch.tensor(each, dtype=torch.long) if place == dim else index for place, index in enumerate(every)] for each in rows]
+        return [
+            [
+                torch.tensor(each, dtype=torch.long) if place == dim else index
+                for place, index in enumerate(every)
+            ]
+            for each in rows
+        ]
     pieces: Pieces = pieces_of(tuple(axes), cut_of(placement), numbers, num_ranks)
     every = [torch.arange(size) for size in pieces.shape]
     return [
         [
-            index if runs is None else torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(*each) for each in runs)])
+            index
+            if runs is None
+            else torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(*each) for each in runs)])
             for index, runs in zip(every, row, strict=True)
         ]
         for row in pieces.held
@@ -257,7 +346,8 @@ def _given(tensor: Tensor, placement: Placement, held: list[Index], chance: Chan
 
 
 def _gradients(gradient: Tensor, placement: Placement, held: list[Index], chance: Chance) -> list[Tensor]:
-    """What the ranks are given as gradient: all of it, or (of parts) addends wherever several ranks hold an index."""
+    """What the ranks are given as gradient: all of it, or (of parts) addends wherever several ranks hold an
+    index."""
     if not isinstance(placement, Part):
         return [gradient.clone() for _ in held]
     holders = torch.zeros(gradient.shape, dtype=torch.long)
@@ -274,7 +364,9 @@ def _gradients(gradient: Tensor, placement: Placement, held: list[Index], chance
     return given
 
 
-def _compare_value(found: list[Tensor], whole: Tensor, placement: Placement, held: list[Index], what: str) -> None:
+def _compare_value(
+    found: list[Tensor], whole: Tensor, placement: Placement, held: list[Index], what: str
+) -> None:
     if placement == PARTIAL:
         _same(sum(each.detach() for each in found), whole, what)
         return
@@ -282,7 +374,9 @@ def _compare_value(found: list[Tensor], whole: Tensor, placement: Placement, hel
         _same(each, _selected(whole, index), f"{what} on rank {rank}")
 
 
-def _compare_gradient(found: list[Tensor], whole: Tensor, placement: Placement, held: list[Index], what: str, bits: int) -> None:
+def _compare_gradient(
+    found: list[Tensor], whole: Tensor, placement: Placement, held: list[Index], what: str, bits: int
+) -> None:
     if isinstance(placement, Part):
         total = torch.zeros_like(whole)
         for each, index in zip(found, held, strict=True):

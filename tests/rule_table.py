@@ -1,4 +1,5 @@
-"""Writes docs/rules.md: the factor map of every operator that has a rule. Run as `python -m tests.rule_table`."""
+"""Writes docs/rules.md: the factor map of every operator that has a rule. Run as `python -m
+tests.rule_table`."""
 
 from __future__ import annotations
 
@@ -67,10 +68,15 @@ def table() -> str:
         factors = _example(name)
         text, *_clauses = shown(factors).split("; ")
         summed = " ".join(sorted(factors.sums))
-        together = " ".join([*sorted(factors.joins), *(f"{label} (in parts)" for label in sorted(factors.talks))])
+        together = " ".join(
+            [*sorted(factors.joins), *(f"{label} (in parts)" for label in sorted(factors.talks))]
+        )
         together += f"{factors.routed.rows} goes with {factors.routed.groups}" if factors.routed else ""
         rows.setdefault((text, summed, together), []).append(name)
-    lines = [f"| {', '.join(f'`{name}`' for name in names)} | `{text}` | {summed} | {together} |" for (text, summed, together), names in rows.items()]
+    lines = [
+        f"| {', '.join(f'`{name}`' for name in names)} | `{text}` | {summed} | {together} |"
+        for (text, summed, together), names in rows.items()
+    ]
     return HEADER + "\n".join(lines) + "\n"
 
 
@@ -86,7 +92,9 @@ def _example(name: str) -> Factors:
 
 
 def _labels(factors: Factors) -> set[str]:
-    return {label for dims in (*factors.operands, *factors.outputs) for term in dims for label in labels_in(term)}
+    return {
+        label for dims in (*factors.operands, *factors.outputs) for term in dims for label in labels_in(term)
+    }
 
 
 if __name__ == "__main__":

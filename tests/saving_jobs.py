@@ -39,7 +39,9 @@ def slices_of(state: dict[str, Tensor], rank: int, num_ranks: int) -> list[Piece
     return pieces
 
 
-def save_step(directory: Path, step: int, num_ranks: int = 2, keep: int = 2, content: int | None = None, **changes: Any) -> Path:
+def save_step(
+    directory: Path, step: int, num_ranks: int = 2, keep: int = 2, content: int | None = None, **changes: Any
+) -> Path:
     """Save what `weights_of` and `state_of` say belongs to `step` (or to `content`)."""
     content = step if content is None else content
     settings: dict[str, Any] = {
@@ -51,7 +53,12 @@ def save_step(directory: Path, step: int, num_ranks: int = 2, keep: int = 2, con
         **changes,
     }
     pieces = settings.pop("pieces", lambda rank: slices_of(state_of(content), rank, num_ranks))
-    paths = run_in_steps([save(directory, step, pieces=pieces(group.rank), group=group, **settings) for group in simulated_groups(num_ranks)])
+    paths = run_in_steps(
+        [
+            save(directory, step, pieces=pieces(group.rank), group=group, **settings)
+            for group in simulated_groups(num_ranks)
+        ]
+    )
     assert len(set(paths)) == 1
     return paths[0]
 

@@ -1,4 +1,5 @@
-"""What ranks send in a step, as a divided program is said to and as they do over simulated groups, which run one after another's turns."""
+"""What ranks send in a step, as a divided program is said to and as they do over simulated groups, which run
+one after another's turns."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def predicted(part: Partition) -> Sent:
     for rank in range(part.choice.num_ranks):
         sent = [*sent_in_chunk(part.programs[rank], rank), *sent_at_the_end(part, rank)]
         calls = {each.collective: sum(other.collective == each.collective for other in sent) for each in sent}
-        found.append({kind: (calls[kind], num_bytes) for kind, num_bytes in bytes_per_step(part, rank=rank).items()})
+        found.append(
+            {kind: (calls[kind], num_bytes) for kind, num_bytes in bytes_per_step(part, rank=rank).items()}
+        )
     return found
 
 
@@ -35,14 +38,22 @@ def counted(part: Partition, subject: Subject) -> Sent:
 
     def run(rank: int) -> None:
         named = subject.model.named_parameters()
-        parameters = {name: take(part.parameters[name], rank, each.detach()).clone().requires_grad_() for name, each in named}
+        parameters = {
+            name: take(part.parameters[name], rank, each.detach()).clone().requires_grad_()
+            for name, each in named
+        }
         seed_everything(SEED)
         loss = run_program(part.programs[rank], parameters, {}, subject.batch, group=groups[rank])
-        assert loss.item() == pytest.approx(subject.outputs[0].item(), rel=1e-10)  # float64: sums in another order
+        # float64: sums in another order
+        assert loss.item() == pytest.approx(subject.outputs[0].item(), rel=1e-10)
         loss.backward()
         if part.summed:
             gradients = [(part.parameters[name], parameters[name].grad) for name in part.summed]
-            groups[rank].all_reduce(torch.cat([place(pieces, rank, each).reshape(-1) for pieces, each in gradients if each is not None])).wait()
+            groups[rank].all_reduce(
+                torch.cat(
+                    [place(pieces, rank, each).reshape(-1) for pieces, each in gradients if each is not None]
+                )
+            ).wait()
 
     turns.run([lambda rank=rank: run(rank) for rank in range(part.choice.num_ranks)])
     return [{name: (count.calls, count.bytes) for name, count in group.counts.items()} for group in groups]

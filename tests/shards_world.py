@@ -1,6 +1,8 @@
-"""A grid of dp x tp ranks in lockstep, each with its part of a small model, and the one device that they are compared with.
+"""A grid of dp x tp ranks in lockstep, each with its part of a small model, and the one device that they are
+compared with.
 
-No program runs here: a replica's whole gradient comes from autograd on the whole model, and every rank of it is given its part.
+No program runs here: a replica's whole gradient comes from autograd on the whole model, and every rank of it
+is given its part.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def runs_of(indices: Sequence[int]) -> Runs:
 
 
 def random_pieces(shape: Sequence[int], num_ranks: int, draw: random.Random) -> Pieces:
-    """One dim cut in uneven runs of which some are held by several ranks; or, on four ranks, two dims of it; or nothing cut."""
+    """One dim cut in uneven runs of which some are held by several ranks; or, on four ranks, two dims of it;
+    or nothing cut."""
     if num_ranks == 1 or not shape or draw.random() < 0.2:
         return whole(shape, num_ranks)
     held: list[list[Runs | None]] = [[None] * len(shape) for _ in range(num_ranks)]
@@ -55,7 +58,9 @@ def random_pieces(shape: Sequence[int], num_ranks: int, draw: random.Random) -> 
 
 def pieces_of_net(num_ranks: int, seed: int = 0) -> dict[str, Pieces]:
     draw = random.Random(seed)
-    return {name: random_pieces(parameter.shape, num_ranks, draw) for name, parameter in Net().named_parameters()}
+    return {
+        name: random_pieces(parameter.shape, num_ranks, draw) for name, parameter in Net().named_parameters()
+    }
 
 
 def batch(step: int, dp: int) -> list[Tensor]:
@@ -81,7 +86,10 @@ class Grid:
         along_dp = [[RecordedGroup(group, "dp") for group in simulated_groups(dp)] for _ in range(tp)]
         along_tp = [[RecordedGroup(group, "tp") for group in simulated_groups(tp)] for _ in range(dp)]
         self.worlds = simulated_groups(dp * tp)
-        self.groups = [{"dp": along_dp[rank % tp][rank // tp], "tp": along_tp[rank // tp][rank % tp]} for rank in range(dp * tp)]
+        self.groups = [
+            {"dp": along_dp[rank % tp][rank // tp], "tp": along_tp[rank // tp][rank % tp]}
+            for rank in range(dp * tp)
+        ]
         self.models: list[Net] = []
         self.shards: list[Shards] = []
         self.exchanges: list[Exchange] = []
@@ -101,7 +109,8 @@ class Grid:
             self.updaters.append(Updater(job, named, exchange, shards, parts))
 
     def parameters(self) -> dict[str, Tensor]:
-        """Whole values, which every rank agrees on to the bit; what several ranks hold is equal on all of them."""
+        """Whole values, which every rank agrees on to the bit; what several ranks hold is equal on all of
+        them."""
 
         def rank(number: int) -> Steps[dict[str, Tensor]]:
             values: dict[str, Tensor] = {}
@@ -134,7 +143,10 @@ class Grid:
             for group in groups.values():
                 group.counts.clear()
             norm = yield from self.updaters[number].update(averaged, 1.0)
-            self.counted[number] = {axis: {kind: each.bytes for kind, each in group.counts.items()} for axis, group in groups.items()}
+            self.counted[number] = {
+                axis: {kind: each.bytes for kind, each in group.counts.items()}
+                for axis, group in groups.items()
+            }
             yield from exchange.publish()
             return norm
 
@@ -147,17 +159,24 @@ class Grid:
                 group.counts.clear()
             pieces, streams, values = yield from self.updaters[number].state(self.worlds[number])
             weights = self.shards[number].weights(self.models[number])
-            settings: dict[str, Any] = {"fingerprint": {}, "plan_text": f"dp={self.dp},tp={self.tp}", "keep": 9}
+            settings: dict[str, Any] = {
+                "fingerprint": {},
+                "plan_text": f"dp={self.dp},tp={self.tp}",
+                "keep": 9,
+            }
             settings |= {"weights": weights, "pieces": pieces, "streams": streams, "values": values}
             path = yield from save(directory, step, group=self.worlds[number], **settings)
-            self.counted[number] = {axis: {kind: each.bytes for kind, each in group.counts.items()} for axis, group in self.groups[number].items()}
+            self.counted[number] = {
+                axis: {kind: each.bytes for kind, each in group.counts.items()}
+                for axis, group in self.groups[number].items()
+            }
             return path
 
         return run_in_steps([rank(number) for number in range(len(self.models))])[0]
 
     def load(self, directory: Path) -> None:
         checkpoint = Checkpoint.open(directory)
-        shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a method of its own)
+        shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118
         for model, shards, updater in zip(self.models, self.shards, self.updaters, strict=True):
             load = shards.weights_loader(model)
             for name, tensor in checkpoint.weights().items():

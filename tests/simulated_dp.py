@@ -1,4 +1,5 @@
-"""A hand-written data-parallel run in a few lines, with switches that break it: what verification is tested on.
+"""A hand-written data-parallel run in a few lines, with switches that break it: what verification is tested
+on.
 
 It shares nothing with the product but the seeds, the observation of modules and the records.
 """
@@ -22,7 +23,9 @@ from meshloom.verify.reference.step_records import ChunkRecord
 from tests.held import WholeRecord
 
 
-def simulate(job: Job, plan: Plan, bug: str = "", dtype: torch.dtype | None = None, steps: int = 3) -> Iterator[WholeRecord]:
+def simulate(
+    job: Job, plan: Plan, bug: str = "", dtype: torch.dtype | None = None, steps: int = 3
+) -> Iterator[WholeRecord]:
     """Records of a run of map-style data without buffers across replicas; `bug` names what goes wrong."""
     seed_everything(model_seed(job.seed))
     model = job.model().to(dtype) if dtype else job.model()
@@ -54,7 +57,9 @@ def simulate(job: Job, plan: Plan, bug: str = "", dtype: torch.dtype | None = No
                 shares[replica].append((gradients, weight))
                 chunks.append(chunk)
         total = sum(weight for share in shares for _, weight in share)
-        gradients = {name: _average(name, shares, total, plan, job, bug, name in some, stale) for name in names}
+        gradients = {
+            name: _average(name, shares, total, plan, job, bug, name in some, stale) for name in names
+        }
         if bug == "tied twice":
             gradients["embed.weight"] = 2 * gradients["embed.weight"]  # type: ignore[operator]
         if bug == "stale":
@@ -67,7 +72,11 @@ def simulate(job: Job, plan: Plan, bug: str = "", dtype: torch.dtype | None = No
         if bug == "tied twice in the norm":
             norm = float((torch.tensor(norm) ** 2 + recorded["embed.weight"].square().sum()).sqrt())  # type: ignore[union-attr]
         if bug == "wrong clip norm":
-            norm = float(torch.nn.utils.get_total_norm([each for name, each in gradients.items() if each is not None and name in some]))
+            norm = float(
+                torch.nn.utils.get_total_norm(
+                    [each for name, each in gradients.items() if each is not None and name in some]
+                )
+            )
         if job.clip_grad_norm and norm > job.clip_grad_norm:
             for each in used:
                 each *= job.clip_grad_norm / (norm + 1e-6)  # as torch's clip_grad_norm_ does
@@ -91,10 +100,21 @@ def simulate(job: Job, plan: Plan, bug: str = "", dtype: torch.dtype | None = No
         )
 
 
-def _run(job: Job, model: Any, samples: list[Any], step: int, index: int, m: int, bug: str, dtype: torch.dtype | None) -> Any:
+def _run(
+    job: Job,
+    model: Any,
+    samples: list[Any],
+    step: int,
+    index: int,
+    m: int,
+    bug: str,
+    dtype: torch.dtype | None,
+) -> Any:
     batch = (job.collate or default_collate)(samples)
     digest = digest_values(batch)
-    batch = {name: each.to(dtype) if dtype and each.is_floating_point() else each for name, each in batch.items()}
+    batch = {
+        name: each.to(dtype) if dtype and each.is_floating_point() else each for name, each in batch.items()
+    }
     seed_everything(chunk_seed(job.seed, step, index % m if bug == "same masks" else index))
     draws: list[str] = []
     seed = torch.initial_seed()
@@ -107,7 +127,11 @@ def _run(job: Job, model: Any, samples: list[Any], step: int, index: int, m: int
         loss_sum, weight = loss if isinstance(loss, tuple) else (loss * len(samples), len(samples))
         loss_sum.backward()
         modules = watch.stop()
-    gradients = {name: None if each.grad is None else each.grad.clone() for name, each in model.named_parameters() if each.requires_grad}
+    gradients = {
+        name: None if each.grad is None else each.grad.clone()
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    }
     chunk = ChunkRecord(
         index=index,
         samples=len(samples),
@@ -121,7 +145,16 @@ def _run(job: Job, model: Any, samples: list[Any], step: int, index: int, m: int
     return gradients, float(weight), chunk
 
 
-def _average(name: str, shares: Any, total: float, plan: Plan, job: Job, bug: str, in_bucket: bool, stale: dict[str, Tensor]) -> Tensor | None:
+def _average(
+    name: str,
+    shares: Any,
+    total: float,
+    plan: Plan,
+    job: Job,
+    bug: str,
+    in_bucket: bool,
+    stale: dict[str, Tensor],
+) -> Tensor | None:
     """The gradient of one parameter from all chunks' (gradients, weight)."""
     dp, m = plan.dp, plan.microbatches
     every = [(gradients[name], weight) for share in shares for gradients, weight in share]
@@ -130,7 +163,11 @@ def _average(name: str, shares: Any, total: float, plan: Plan, job: Job, bug: st
     if bug == "last microbatch only":
         return _sum([share[-1][0][name] for share in shares if share]) / total
     if bug == "mean of means":
-        means = [_sum([gradients[name] for gradients, _ in share]) / sum(weight for _, weight in share) for share in shares if share]
+        means = [
+            _sum([gradients[name] for gradients, _ in share]) / sum(weight for _, weight in share)
+            for share in shares
+            if share
+        ]
         return _sum(means) / len(means)
     if bug == "mean of chunk means":
         return _sum([each / weight for each, weight in every if each is not None]) / len(every)
@@ -141,7 +178,11 @@ def _average(name: str, shares: Any, total: float, plan: Plan, job: Job, bug: st
         for share in shares:
             weight = sum(weight for _, weight in share)
             own = (
-                {key: _sum([gradients[key] for gradients, _ in share]) / weight for key in share[0][0] if share[0][0][key] is not None}
+                {
+                    key: _sum([gradients[key] for gradients, _ in share]) / weight
+                    for key in share[0][0]
+                    if share[0][0][key] is not None
+                }
                 if share
                 else {}
             )
@@ -152,7 +193,9 @@ def _average(name: str, shares: Any, total: float, plan: Plan, job: Job, bug: st
     if bug == "uneven factors":
         return _sum([each * (1 + number / 7) for number, (each, _) in enumerate(every)]) / total
     if bug == "noise":
-        return _sum([each for each, _ in every]) / total + torch.linspace(-1, 1, every[0][0].numel()).view_as(every[0][0])
+        return _sum([each for each, _ in every]) / total + torch.linspace(-1, 1, every[0][0].numel()).view_as(
+            every[0][0]
+        )
     if bug == "missing chunk":
         return _sum([each for each, _ in every[1:]]) / total
     gradient = _sum([each for each, _ in every]) / total
@@ -181,4 +224,8 @@ def _swap_state(optimizer: torch.optim.Optimizer) -> None:
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.ndim:
                 flat = other[key].reshape(-1)
-                entry[key] = flat.repeat(-(-value.numel() // flat.numel()))[: value.numel()].reshape(value.shape).clone()
+                entry[key] = (
+                    flat.repeat(-(-value.numel() // flat.numel()))[: value.numel()]
+                    .reshape(value.shape)
+                    .clone()
+                )

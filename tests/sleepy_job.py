@@ -21,7 +21,9 @@ def sleepy_job(num_workers: int = 0) -> Job:
         return class_loss(model, batch)
 
     generator = torch.Generator().manual_seed(1)
-    data = Samples(x=torch.randn(226, 7, generator=generator), y=torch.randint(5, (226,), generator=generator))
+    data = Samples(
+        x=torch.randn(226, 7, generator=generator), y=torch.randint(5, (226,), generator=generator)
+    )
     return Job(
         model=MLP,
         loss=loss,

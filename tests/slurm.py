@@ -1,6 +1,8 @@
-"""Slurm's commands, as far as the scripts in docs/clusters use them, on this machine: python tests/slurm.py sbatch | srun | scontrol WORDS.
+"""Slurm's commands, as far as the scripts in docs/clusters use them, on this machine: python tests/slurm.py
+sbatch | srun | scontrol WORDS.
 
-A node is an address of this machine, or a network namespace. Tasks get the environment that Slurm documents for its own; an option that is not known here is an error.
+A node is an address of this machine, or a network namespace. Tasks get the environment that Slurm documents
+for its own; an option that is not known here is an error.
 
     STAND_IN_NODES=127.0.0.[1-2]     the nodes of the cluster, as Slurm writes them
     STAND_IN_NAMESPACES="a b"        where their tasks run, in order; without it, here
@@ -52,7 +54,8 @@ def sbatch(words: Sequence[str]) -> int:
 
 
 def srun(words: Sequence[str]) -> int:
-    """Run the command as every task of the job; the highest exit code. The first task that fails ends the others."""
+    """Run the command as every task of the job; the highest exit code. The first task that fails ends the
+    others."""
     _, command = _options(words, SRUN)
     nodes, each = int(os.environ["SLURM_JOB_NUM_NODES"]), int(os.environ["SLURM_NTASKS_PER_NODE"])
     namespaces = os.environ.get("STAND_IN_NAMESPACES", "").split()

@@ -1,4 +1,5 @@
-"""Stages of a pipeline that only take time, and a step of them that is recorded: for tests of what is recorded."""
+"""Stages of a pipeline that only take time, and a step of them that is recorded: for tests of what is
+recorded."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ class StubStage:
 def stub_run(schedule: Schedule, group: Group, seconds: Mapping[str, float]) -> PipelineRun:
     """One rank's, of a chain of stages."""
     stages: Any = {number: StubStage(number, seconds) for number in schedule.stages_of(group.rank)}
-    chain = [Crossing(value=f"h{number}", source=number, destination=number + 1, meta=VALUE) for number in range(schedule.num_stages - 1)]
+    chain = [
+        Crossing(value=f"h{number}", source=number, destination=number + 1, meta=VALUE)
+        for number in range(schedule.num_stages - 1)
+    ]
     return PipelineRun(schedule, group, stages, [chain] * schedule.num_microbatches, torch.device("cpu"))
 
 
@@ -70,4 +74,8 @@ def record_step(schedule: Schedule, group: Group, run: PipelineRun, step: int = 
         work.wait()
     with recorder.span("update"):
         torch.zeros(1)
-    return (yield from gather_timeline(group, recorder.take(), step=step, place=MeshCoordinates(pp=group.rank), schedule=schedule))
+    return (
+        yield from gather_timeline(
+            group, recorder.take(), step=step, place=MeshCoordinates(pp=group.rank), schedule=schedule
+        )
+    )

@@ -8,7 +8,15 @@ import time
 
 import pytest
 
-from meshloom.comm.liveness.activity import PAGE_BYTES, PHASES, WARM_UP_STEPS, Activity, is_page, new_page, read
+from meshloom.comm.liveness.activity import (
+    PAGE_BYTES,
+    PHASES,
+    WARM_UP_STEPS,
+    Activity,
+    is_page,
+    new_page,
+    read,
+)
 from meshloom.pipeline.schedules.schedule import Action
 
 STEP = [Action.parse(text) for text in ["1F0", "1F1", "1B0", "1B1"]]
@@ -78,7 +86,10 @@ def test_another_process_reads_what_is_written_and_a_new_page_says_starting():
     with tempfile.TemporaryFile() as file:
         file.write(new_page())
         file.flush()
-        here, there = memoryview(mmap.mmap(file.fileno(), PAGE_BYTES)), memoryview(mmap.mmap(file.fileno(), PAGE_BYTES))
+        here, there = (
+            memoryview(mmap.mmap(file.fileno(), PAGE_BYTES)),
+            memoryview(mmap.mmap(file.fileno(), PAGE_BYTES)),
+        )
     assert is_page(here) and not is_page(memoryview(bytearray(PAGE_BYTES)))
     assert str(read(here)) == "starting"
     activity = Activity(there)

@@ -28,20 +28,41 @@ RECORD = {"plan", "step_seconds", "memory_bytes", "bytes", "idle_share", "why"}
 
 
 def devices(**values: Any) -> Devices:
-    return Devices(**{"num_ranks": 2, "machine": machine(), "threads_of": lambda ranks: 1, "common_memory": True, **values})
+    return Devices(
+        **{
+            "num_ranks": 2,
+            "machine": machine(),
+            "threads_of": lambda ranks: 1,
+            "common_memory": True,
+            **values,
+        }
+    )
 
 
-def option(plan: str, seconds: float, memory_bytes: int = 100, limit_bytes: int = 1000, **num_bytes: int) -> Option:
-    price = StepPrice(seconds=seconds, chunks=seconds, exchange=0.0, update=0.0, other=0.0, talking={}, idle_share=0.3)
-    return Option(plan=Plan.parse(plan), price=price, memory_bytes=memory_bytes, limit_bytes=limit_bytes, num_bytes=num_bytes)
+def option(
+    plan: str, seconds: float, memory_bytes: int = 100, limit_bytes: int = 1000, **num_bytes: int
+) -> Option:
+    price = StepPrice(
+        seconds=seconds, chunks=seconds, exchange=0.0, update=0.0, other=0.0, talking={}, idle_share=0.3
+    )
+    return Option(
+        plan=Plan.parse(plan),
+        price=price,
+        memory_bytes=memory_bytes,
+        limit_bytes=limit_bytes,
+        num_bytes=num_bytes,
+    )
 
 
 def test_every_product_of_at_most_the_devices_is_a_candidate():
     meshes = {(plan.dp, plan.pp, plan.tp) for plan in candidates(4, 64)}
-    assert meshes == {(dp, pp, tp) for dp in range(1, 5) for pp in range(1, 5) for tp in range(1, 5) if dp * pp * tp <= 4}
+    assert meshes == {
+        (dp, pp, tp) for dp in range(1, 5) for pp in range(1, 5) for tp in range(1, 5) if dp * pp * tp <= 4
+    }
     assert {plan.microbatches for plan in candidates(4, 64) if plan.pp == 1} == {1}
     assert all(plan.microbatches > 1 and plan.num_chunks <= 64 for plan in candidates(4, 64) if plan.pp > 1)
-    assert not [plan for plan in candidates(4, 2) if plan.dp > 2]  # of two samples no three replicas have some each
+    # of two samples no three replicas have some each
+    assert not [plan for plan in candidates(4, 2) if plan.dp > 2]
     assert {plan.mesh.size for plan in candidates(12, 64)} == {1, 2, 3, 4, 8, 12}
     assert {plan.zero for plan in candidates(2, 64, zero=True)} == {0, 1}
     assert {plan.schedule for plan in candidates(2, 64)} == {"1f1b", "zb-h1"}
@@ -65,9 +86,21 @@ def test_what_does_not_fit_is_never_recommended():
 @pytest.mark.parametrize(
     ("one_device", "plans", "sentence"),
     [
-        (10, [("dp=1", 1.0), ("dp=2", 3.0)], "so the model fits. Take one rank: on these devices every division costs more than it saves."),
-        (10, [("dp=1", 2.0), ("dp=2", 1.0)], "divide the batch, not the model. Take dp=2, 2.00 times as fast as one rank."),
-        (10, [("dp=2", 2.0), ("tp=2", 1.0)], "the best that divides only the batch, dp=2, takes 2.00 times as long. Take dp=1,tp=2"),
+        (
+            10,
+            [("dp=1", 1.0), ("dp=2", 3.0)],
+            "so the model fits. Take one rank: on these devices every division costs more than it saves.",
+        ),
+        (
+            10,
+            [("dp=1", 2.0), ("dp=2", 1.0)],
+            "divide the batch, not the model. Take dp=2, 2.00 times as fast as one rank.",
+        ),
+        (
+            10,
+            [("dp=2", 2.0), ("tp=2", 1.0)],
+            "the best that divides only the batch, dp=2, takes 2.00 times as long. Take dp=1,tp=2",
+        ),
         (
             5000,
             [("pp=2,microbatches=4", 2.0)],
@@ -90,13 +123,19 @@ def test_when_nothing_fits_it_says_what_is_closest_and_the_way_out():
 def test_a_slower_plan_says_what_its_time_goes_to():
     best, slow = option("dp=2", 1.0), option("pp=2,microbatches=4", 2.0, pp=4096)
     assert why_of(best, best).endswith("they add up their gradients; nothing is sent; recommended")
-    assert why_of(slow, best).endswith("a rank sends 4.0 KiB along pp a step; 2.00 times the step of dp=2; ranks wait or talk 30% of it")
-    assert "does not fit: a rank would hold 2.0 KiB of 1000 B" in why_of(option("dp=1", 1.0, memory_bytes=2048), best)
+    assert why_of(slow, best).endswith(
+        "a rank sends 4.0 KiB along pp a step; 2.00 times the step of dp=2; ranks wait or talk 30% of it"
+    )
+    assert "does not fit: a rank would hold 2.0 KiB of 1000 B" in why_of(
+        option("dp=1", 1.0, memory_bytes=2048), best
+    )
 
 
 def test_ring_and_server_are_compared_by_their_formulas():
     link = Link(collective="send", ranks=2, latency_seconds=0.0, bytes_per_second=1e6, residual=0.0)
-    text = exchange_reason([option("dp=4", 1.0, dp=1_000_000)], devices(machine=machine(links=(link,)), common_memory=False))
+    text = exchange_reason(
+        [option("dp=4", 1.0, dp=1_000_000)], devices(machine=machine(links=(link,)), common_memory=False)
+    )
     assert "a ring's formula says 1.5e+03 ms, one server's 8e+03 ms: every link carries the same" in text
     assert exchange_reason([option("tp=2", 1.0)], devices()) == ""
 
@@ -111,8 +150,12 @@ def test_a_memory_limit_only_removes_plans():
     known = {str(each.plan): each for each in free.options}
     for limit in (sizes[1], sizes[0] - 1):
         tight = advise(job, devices(memory_bytes=limit), plans=plans)
-        assert {str(each.plan): each.memory_bytes for each in tight.options} == {plan: each.memory_bytes for plan, each in known.items()}
-        assert {str(each.plan) for each in tight.options if each.fits} == {plan for plan, each in known.items() if each.memory_bytes <= limit}
+        assert {str(each.plan): each.memory_bytes for each in tight.options} == {
+            plan: each.memory_bytes for plan, each in known.items()
+        }
+        assert {str(each.plan) for each in tight.options if each.fits} == {
+            plan for plan, each in known.items() if each.memory_bytes <= limit
+        }
         assert tight.recommended is None or tight.recommended.fits
     assert advise(job, devices(memory_bytes=sizes[0] - 1), plans=plans[:1]).recommended is None
 
@@ -126,7 +169,10 @@ def test_records_have_what_is_promised_and_the_text_says_the_same():
     assert options and all(each.keys() >= RECORD for each in options)
     assert [each["step_seconds"] for each in options] == sorted(each["step_seconds"] for each in options)
     assert {each["plan"] for each in options} >= {"dp=1", "dp=2", "dp=1,tp=2"}
-    assert all(each["bytes"].keys() == {axis for axis in ("dp", "pp", "tp") if f"{axis}=2" in each["plan"]} for each in options)
+    assert all(
+        each["bytes"].keys() == {axis for axis in ("dp", "pp", "tp") if f"{axis}=2" in each["plan"]}
+        for each in options
+    )
     assert records[0]["event"] == "one_device" and records[0]["fits"] is True
     assert records[-1] == {
         "event": "recommended",
@@ -150,7 +196,9 @@ def test_a_loss_that_cannot_be_read_is_priced_without_being_read():
         loss = job.loss(model, batch)
         return loss * 2 if float(loss) > 100 else loss
 
-    found = advise(replace(job, loss=depends_on_data), devices(), plans=[Plan(), Plan.parse("dp=2"), Plan.parse("tp=2")])
+    found = advise(
+        replace(job, loss=depends_on_data), devices(), plans=[Plan(), Plan.parse("dp=2"), Plan.parse("tp=2")]
+    )
     assert {str(each.plan) for each in found.options} == {"dp=1", "dp=2"}
     assert list(found.refused) == ["dp=1,tp=2"]
     assert found.one_device.peak > 0
@@ -167,7 +215,11 @@ def test_an_optimizer_that_needs_values_has_its_memory_measured():
                     assert float(parameter.sum()) != 2.0, "a parameter without values says 2"
             return super().step(closure)
 
-    found = advise(replace(job, optimizer=lambda named: Careful(named, lr=0.1), scheduler=None), devices(), plans=[Plan()])
+    found = advise(
+        replace(job, optimizer=lambda named: Careful(named, lr=0.1), scheduler=None),
+        devices(),
+        plans=[Plan()],
+    )
     assert found.one_device.peak > found.one_device.parameters > 0
 
 
@@ -189,7 +241,11 @@ def test_a_pricer_reads_a_job_once_for_each_size_of_chunk(monkeypatch: pytest.Mo
 
     sizes: list[int] = []
     real = readings.capture_shapes
-    monkeypatch.setattr(readings, "capture_shapes", lambda job, batch, **how: (sizes.append(len(batch["y"])), real(job, batch, **how))[1])
+    monkeypatch.setattr(
+        readings,
+        "capture_shapes",
+        lambda job, batch, **how: (sizes.append(len(batch["y"])), real(job, batch, **how))[1],
+    )
     pricer = Pricer(make_job("mlp", "sgd"), devices())
     for text in ("dp=1", "dp=2", "dp=2,zero=1", "dp=2,microbatches=1"):
         pricer.price(Plan.parse(text))
@@ -199,13 +255,20 @@ def test_a_pricer_reads_a_job_once_for_each_size_of_chunk(monkeypatch: pytest.Mo
 def test_a_jobs_own_crowds_count_and_others_are_in_proportion():
     here = machine(alike=False)  # two take one and a half times as long, four three times
     own = crowds_of(here, {2: 1.2}, lambda ranks: 1, 0.5)
-    assert {each.ranks: (each.compute, each.memory) for each in own} == {2: (1.2, 1.2), 4: (pytest.approx(2.4), pytest.approx(2.4))}
+    assert {each.ranks: (each.compute, each.memory) for each in own} == {
+        2: (1.2, 1.2),
+        4: (pytest.approx(2.4), pytest.approx(2.4)),
+    }
     of_others = crowds_of(here, {}, lambda ranks: 1, 0.5)  # nothing was measured: those of the machine
     assert [replace(here, crowds=of_others).slowdown(ranks, 1, 0.9) for ranks in (1, 2, 3, 4)] == [
         here.slowdown(ranks, 1, 0.5) for ranks in (1, 2, 3, 4)
     ]
     slowest = crowds_of(here, {2: 1.0, 4: 1.25}, lambda ranks: 1, 0.5)
-    assert [replace(here, crowds=slowest).slowdown(ranks, 1, 0.1) for ranks in (2, 3, 4)] == [1.0, 1.125, 1.25]
+    assert [replace(here, crowds=slowest).slowdown(ranks, 1, 0.1) for ranks in (2, 3, 4)] == [
+        1.0,
+        1.125,
+        1.25,
+    ]
 
 
 @pytest.mark.long
@@ -215,7 +278,9 @@ def test_what_companions_measure_is_in_the_price_and_in_what_is_said():
     found = advise(job, devices(), plans=plans, beside=lambda: {2: 50.0})
     pricer = Pricer(job, devices())
     assert found.options[0].price.chunks > 10 * pricer.price(plans[0]).price.chunks
-    assert [each for each in advice_records(found) if each["event"] == "crowd"] == [{"event": "crowd", "ranks": 2, "factor": 50.0}]
+    assert [each for each in advice_records(found) if each["event"] == "crowd"] == [
+        {"event": "crowd", "ranks": 2, "factor": 50.0}
+    ]
     written = io.StringIO()
     print_advice(found, Console(width=200, file=written))
     assert "2 ranks that compute this job at once take 50.00 times as long as one alone" in written.getvalue()

@@ -1,4 +1,5 @@
-"""An all-reduce that is spelled out gives what one process computes, the same bits on all ranks, with the messages that the formulas count."""
+"""An all-reduce that is spelled out gives what one process computes, the same bits on all ranks, with the
+messages that the formulas count."""
 
 from __future__ import annotations
 
@@ -37,17 +38,34 @@ OPS = ["sum", "avg", "max", "min"]
 @st.composite
 def _calls(draw: st.DrawFn, size: int, names: Sequence[str]) -> list[Call]:
     count = st.integers(0, 20) | st.just(300)
-    call = st.builds(Call, st.sampled_from(names), count, st.sampled_from(DTYPES), st.sampled_from(OPS), st.integers(0, size - 1))
+    call = st.builds(
+        Call,
+        st.sampled_from(names),
+        count,
+        st.sampled_from(DTYPES),
+        st.sampled_from(OPS),
+        st.integers(0, size - 1),
+    )
     return draw(st.lists(call, min_size=1, max_size=4))
 
 
 @pytest.mark.long
-@given(algorithm=st.sampled_from(ALGORITHMS), size=st.integers(1, 8), chunk_bytes=st.sampled_from([1, 28, 64, 4096]), data=st.data())
+@given(
+    algorithm=st.sampled_from(ALGORITHMS),
+    size=st.integers(1, 8),
+    chunk_bytes=st.sampled_from([1, 28, 64, 4096]),
+    data=st.data(),
+)
 @settings(max_examples=80, deadline=None)
-def test_simulated_ranks_compute_what_one_process_does(algorithm: str, size: int, chunk_bytes: int, data: st.DataObject):
+def test_simulated_ranks_compute_what_one_process_does(
+    algorithm: str, size: int, chunk_bytes: int, data: st.DataObject
+):
     hosts = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
     calls = data.draw(_calls(size, ALL))
-    groups = [spelled_out(group, algorithm, hosts=hosts, chunk_bytes=chunk_bytes) for group in simulated_groups(size)]
+    groups = [
+        spelled_out(group, algorithm, hosts=hosts, chunk_bytes=chunk_bytes)
+        for group in simulated_groups(size)
+    ]
     started = [[call.start(group) for call in calls] for group in groups]  # all under way at once
     for rank, mine in enumerate(started):
         for call, (works, result) in zip(calls, mine, strict=True):
@@ -68,12 +86,18 @@ def _in_threads(algorithm: str, size: int, hosts: Sequence[int] | None = None):
             group.close()
 
 
-@given(algorithm=st.sampled_from(ALGORITHMS), size=st.integers(1, 6), seed=st.integers(0, 1000), data=st.data())
+@given(
+    algorithm=st.sampled_from(ALGORITHMS), size=st.integers(1, 6), seed=st.integers(0, 1000), data=st.data()
+)
 @settings(max_examples=15, deadline=None)
-def test_any_sequence_of_operations_in_the_background_equals_one_process(algorithm: str, size: int, seed: int, data: st.DataObject):
+def test_any_sequence_of_operations_in_the_background_equals_one_process(
+    algorithm: str, size: int, seed: int, data: st.DataObject
+):
     calls = data.draw(_calls(size, ALL))
     with _in_threads(algorithm, size, [rank // 2 for rank in range(size)]) as groups:
-        results = on_threads([lambda group=group: run_calls(group, calls, seed + group.rank) for group in groups])
+        results = on_threads(
+            [lambda group=group: run_calls(group, calls, seed + group.rank) for group in groups]
+        )
     for rank, mine in enumerate(results):
         for call, result in zip(calls, mine, strict=True):
             assert torch.equal(result, call.expected(rank, size)), (rank, call)
@@ -85,12 +109,16 @@ def test_any_sequence_of_operations_in_the_background_equals_one_process(algorit
 def test_sums_have_the_same_bits_on_all_ranks(algorithm: str, size: int, op: Any):
     given = [torch.randn(1009, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
     tensors = [each.clone() for each in given]
-    groups = [spelled_out(group, algorithm, hosts=[0] + [1] * (size - 1), chunk_bytes=256) for group in simulated_groups(size)]
+    groups = [
+        spelled_out(group, algorithm, hosts=[0] + [1] * (size - 1), chunk_bytes=256)
+        for group in simulated_groups(size)
+    ]
     for work in [group.all_reduce(tensor, op) for group, tensor in zip(groups, tensors, strict=True)]:
         work.wait()
     assert all(torch.equal(tensors[0], other) for other in tensors)
     total = torch.stack(given).double().sum(0) / (size if op == "avg" else 1)
-    torch.testing.assert_close(tensors[0].double(), total, rtol=1e-6, atol=4e-6)  # sum order differs: up to 8 ranks
+    # sum order differs: up to 8 ranks
+    torch.testing.assert_close(tensors[0].double(), total, rtol=1e-6, atol=4e-6)
 
 
 def test_it_goes_on_while_nobody_waits():
@@ -129,15 +157,19 @@ def test_halving_sends_what_its_formula_says(size: int):
 @pytest.mark.parametrize(("algorithm", "seconds"), [(halving, halving_seconds), (tree, tree_seconds)])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8])
 def test_the_longest_chain_of_messages_takes_what_the_formula_says(algorithm: Any, seconds: Any, size: int):
-    """Followed on a clock: a message begins when its sender has all it needs and both ends are free; an end sends one at a time, and receives one."""
+    """Followed on a clock: a message begins when its sender has all it needs and both ends are free; an end
+    sends one at a time, and receives one."""
     n, latency, rate = 840, 0.5, 10.0
     finish = _clocked([algorithm(rank, size, n).moves(mean=False) for rank in range(size)], latency, rate)
     # Of 5 ranks one pair is folded, and a partner of its that is not sends early, which holds up the folding.
-    assert finish == pytest.approx(seconds(n, size, latency, rate), rel=0.08 if (algorithm, size) == (halving, 5) else 1e-9)
+    assert finish == pytest.approx(
+        seconds(n, size, latency, rate), rel=0.08 if (algorithm, size) == (halving, 5) else 1e-9
+    )
 
 
 def _clocked(ranks: Sequence[Sequence[Move]], latency: float, rate: float) -> float:
-    """When the last rank is done, each doing its moves in order; a send does not keep its rank from going on, as both directions are free."""
+    """When the last rank is done, each doing its moves in order; a send does not keep its rank from going on,
+    as both directions are free."""
     now, at = [0.0] * len(ranks), [0] * len(ranks)
     sending, receiving = [0.0] * len(ranks), [0.0] * len(ranks)
     mail: dict[tuple[int, int], list[float]] = {}
@@ -175,7 +207,8 @@ def test_hosts_are_crossed_with_a_share_of_the_elements():
 @pytest.mark.parametrize("size", range(2, 9))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_message_is_expected_in_the_same_order_and_size(algorithm: str, size: int):
-    """And the lists are the same in chunks: what one rank sends to another is what that one receives from it, one by one."""
+    """And the lists are the same in chunks: what one rank sends to another is what that one receives from it,
+    one by one."""
     made: Callable[[int], AllReduceMoves] = {
         "ring": lambda rank: ring(rank, size, 37),
         "tree": lambda rank: tree(rank, size, 37),
@@ -186,8 +219,16 @@ def test_every_message_is_expected_in_the_same_order_and_size(algorithm: str, si
         lists = [in_chunks(made(rank).moves(mean=True), chunk) for rank in range(size)]
         for one in range(size):
             for other in range(size):
-                sent = [(move.start, move.stop) for move in lists[one] if move.kind == "send" and move.peer == other]
-                assert sent == [(move.start, move.stop) for move in lists[other] if move.kind in ("add", "receive") and move.peer == one]
+                sent = [
+                    (move.start, move.stop)
+                    for move in lists[one]
+                    if move.kind == "send" and move.peer == other
+                ]
+                assert sent == [
+                    (move.start, move.stop)
+                    for move in lists[other]
+                    if move.kind in ("add", "receive") and move.peer == one
+                ]
 
 
 def test_a_chunk_goes_on_before_the_next_one_is_there():
@@ -203,7 +244,8 @@ def test_what_is_sent_is_counted():
     groups = [spelled_out(group, "ring") for group in simulated_groups(4)]
     for work in [group.all_reduce(torch.ones(100)) for group in groups]:
         work.wait()
-    assert {(group.sent_messages, group.sent_bytes) for group in groups} == {(6, 600)}  # 2 (N-1) messages, 2 (N-1)/N of 400 bytes
+    # 2 (N-1) messages, 2 (N-1)/N of 400 bytes
+    assert {(group.sent_messages, group.sent_bytes) for group in groups} == {(6, 600)}
 
 
 def _largest_error(size: int, algorithm: str, op: Any, count: int = 50) -> float:
@@ -212,7 +254,9 @@ def _largest_error(size: int, algorithm: str, op: Any, count: int = 50) -> float
     started = [call.start(group) for group in groups]
     for works, _ in started:
         works[0].wait()
-    return max(float((result - call.expected(rank, size)).abs().max()) for rank, (_, result) in enumerate(started))
+    return max(
+        float((result - call.expected(rank, size)).abs().max()) for rank, (_, result) in enumerate(started)
+    )
 
 
 def _wrong_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +267,12 @@ def _wrong_piece(monkeypatch: pytest.MonkeyPatch) -> None:
         moves = scatter_reduce(place, ranks, offsets)
         return [
             *moves[:-2],
-            *(replace(move, start=(move.start + size) % n, stop=(move.start + size) % n + move.stop - move.start) for move in moves[-2:]),
+            *(
+                replace(
+                    move, start=(move.start + size) % n, stop=(move.start + size) % n + move.stop - move.start
+                )
+                for move in moves[-2:]
+            ),
         ]
 
     monkeypatch.setattr("meshloom.comm.collectives.ring.scatter_reduce", shifted)
@@ -256,7 +305,12 @@ def test_nothing_else_may_come_in_between():
     """Messages of the user's own keep their place among those of a collective between the same two ranks."""
     groups = [spelled_out(group, "ring", chunk_bytes=8) for group in simulated_groups(2)]
     sums, letter, arrived = [torch.ones(10) for _ in groups], torch.full((3,), 7.0), torch.zeros(3)
-    works = [groups[0].all_reduce(sums[0]), groups[0].send(letter, 1), groups[1].all_reduce(sums[1]), groups[1].recv(arrived, 0)]
+    works = [
+        groups[0].all_reduce(sums[0]),
+        groups[0].send(letter, 1),
+        groups[1].all_reduce(sums[1]),
+        groups[1].recv(arrived, 0),
+    ]
     works += [group.all_reduce(each) for group, each in zip(groups, sums, strict=True)]
     for work in works:
         work.wait()
@@ -265,21 +319,28 @@ def test_nothing_else_may_come_in_between():
 
 def test_a_rank_that_does_not_come_is_waited_for_with_an_error():
     groups = [spelled_out(group, "tree") for group in simulated_groups(2)]
-    with pytest.raises(CollectiveError, match=r"all_reduce of 12 bytes on rank 0 waits for messages that will not come\."):
+    with pytest.raises(
+        CollectiveError, match=r"all_reduce of 12 bytes on rank 0 waits for messages that will not come\."
+    ):
         groups[0].all_reduce(torch.ones(3)).wait()
 
 
 def test_after_an_abort_nothing_can_be_started():
     with _in_threads("ring", 2) as groups:
         groups[0].abort()
-        with pytest.raises(PeerLostError, match=r"rank 0 has aborted its group: all_reduce of 8 bytes cannot run\."):
+        with pytest.raises(
+            PeerLostError, match=r"rank 0 has aborted its group: all_reduce of 8 bytes cannot run\."
+        ):
             groups[0].all_reduce(torch.ones(2))
 
 
 @pytest.mark.long
 def test_who_waits_looks_for_a_rank_that_left():
     group = spelled_out(threaded_groups(2)[0], "ring", name="rank 0 (dp=0)", who_left=lambda: "rank 1 (dp=1)")
-    with pytest.raises(PeerLostError, match=r"rank 0 \(dp=0\) lost rank 1 \(dp=1\), which has aborted, in all_reduce of 8 bytes\."):
+    with pytest.raises(
+        PeerLostError,
+        match=r"rank 0 \(dp=0\) lost rank 1 \(dp=1\), which has aborted, in all_reduce of 8 bytes\.",
+    ):
         group.all_reduce(torch.ones(2)).wait()
     group.abort()
     group.close()
@@ -288,8 +349,14 @@ def test_who_waits_looks_for_a_rank_that_left():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"algorithm": "star"}, r"An all-reduce by 'star' is not known\. Use ring, tree, halving, hierarchical\."),
-        ({"algorithm": "ring", "hosts": [0]}, r"hosts=\[0\] are of 1 ranks, and the group has 2\. Give the host of each rank\."),
+        (
+            {"algorithm": "star"},
+            r"An all-reduce by 'star' is not known\. Use ring, tree, halving, hierarchical\.",
+        ),
+        (
+            {"algorithm": "ring", "hosts": [0]},
+            r"hosts=\[0\] are of 1 ranks, and the group has 2\. Give the host of each rank\.",
+        ),
         ({"algorithm": "ring", "chunk_bytes": 0}, r"chunk_bytes=0 must be 1 or more\."),
     ],
 )
@@ -300,14 +367,27 @@ def test_what_cannot_be_spelled_out_is_refused(settings: dict[str, Any], words: 
 
 def test_what_has_no_order_cannot_be_the_largest():
     group: SpelledOutGroup = spelled_out(simulated_groups(1)[0], "ring")
-    with pytest.raises(CollectiveError, match=r"complex64 cannot be reduced by max with ring\. Use exchange=all_reduce\."):
+    with pytest.raises(
+        CollectiveError, match=r"complex64 cannot be reduced by max with ring\. Use exchange=all_reduce\."
+    ):
         group.all_reduce(torch.ones(2, dtype=torch.complex64), "max")
     group.all_reduce(torch.ones(2, dtype=torch.complex64)).wait()
 
 
 def test_the_choice_says_why():
-    fast_inside = choose_algorithm(25 << 20, 16, 4, 1e-4, 25e6, inside_latency_seconds=1e-6, inside_bytes_per_second=1e10, own_seconds=1.61)
-    assert fast_inside.reason.startswith("hierarchical: 25 MiB over 16 ranks, 1.58 s against 1.61 s (all_reduce), ")
+    fast_inside = choose_algorithm(
+        25 << 20,
+        16,
+        4,
+        1e-4,
+        25e6,
+        inside_latency_seconds=1e-6,
+        inside_bytes_per_second=1e10,
+        own_seconds=1.61,
+    )
+    assert fast_inside.reason.startswith(
+        "hierarchical: 25 MiB over 16 ranks, 1.58 s against 1.61 s (all_reduce), "
+    )
     assert choose_algorithm(4096, 4, 4, 1e-3, 25e6).algorithm == "halving"
     assert choose_algorithm(25 << 20, 7, 7, 1e-4, 25e6).algorithm == "ring"
     with pytest.raises(MachineError, match="5 ranks are not as many on each of 2 hosts"):

@@ -1,4 +1,5 @@
-"""Plans whose all-reduce is spelled out equal one device, simulated and on processes, over shared memory, Gloo and several hosts."""
+"""Plans whose all-reduce is spelled out equal one device, simulated and on processes, over shared memory,
+Gloo and several hosts."""
 
 from __future__ import annotations
 
@@ -28,7 +29,17 @@ CALLS = [
     Call(name, count, dtype, op, root)
     for dtype, op in ((torch.float32, "sum"), (torch.int64, "max"), (torch.bfloat16, "avg"))
     for count, root in ((0, 0), (1, 1), (5, 2), (300_001, 1))
-    for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "barrier", "gather", "scatter", "all_to_all")
+    for name in (
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "broadcast",
+        "send",
+        "barrier",
+        "gather",
+        "scatter",
+        "all_to_all",
+    )
 ]
 
 
@@ -62,7 +73,10 @@ def test_simulated_ranks_equal_one_device(model: str, optimizer: str, plan: str)
 def test_every_algorithm_on_every_number_of_simulated_ranks(model: str, algorithm: str, dp: int, zero: int):
     if zero and algorithm in ("tree", "hierarchical"):
         pytest.skip("sums are made whole there, and zero=1 is refused")
-    assert verified(model, "adamw", f"dp={dp},exchange={algorithm},zero={zero},microbatches=2,bucket_bytes=600") == "EQUAL"
+    assert (
+        verified(model, "adamw", f"dp={dp},exchange={algorithm},zero={zero},microbatches=2,bucket_bytes=600")
+        == "EQUAL"
+    )
 
 
 @pytest.mark.long
@@ -128,7 +142,12 @@ def test_operations_of_processes_equal_one_process(algorithm: str, through: str,
         *(
             pytest.param(f"{plan},exchange={algorithm}", size, marks=pytest.mark.slow)
             for algorithm in ALGORITHMS
-            for plan, size in (("dp=2", 2), ("dp=4,microbatches=2", 4), ("dp=2,pp=2,microbatches=2", 4), ("dp=2,tp=2", 4))
+            for plan, size in (
+                ("dp=2", 2),
+                ("dp=4,microbatches=2", 4),
+                ("dp=2,pp=2,microbatches=2", 4),
+                ("dp=2,tp=2", 4),
+            )
         ),
         pytest.param("dp=3,exchange=halving,zero=1", 3, marks=pytest.mark.slow),
         pytest.param("dp=3,exchange=ring,zero=1", 3, marks=pytest.mark.slow),
@@ -159,5 +178,8 @@ def _one_is_killed(through: str) -> str:
 def test_who_loses_a_rank_says_so(through: str):
     answers = on_ranks(_one_is_killed, 3, through, may_die=[1])
     for rank in (0, 2):
-        assert answers[rank].startswith(f"rank {rank} (dp={rank}) lost ") and "all_reduce of 400000 bytes" in answers[rank]
+        assert (
+            answers[rank].startswith(f"rank {rank} (dp={rank}) lost ")
+            and "all_reduce of 400000 bytes" in answers[rank]
+        )
         assert "waiting for another rank" in answers[rank]

@@ -11,7 +11,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is known")
 
-# Prints whether memory is kept, and how many pages the system had to hand out in rounds that allocate, write and free 80 MiB.
+# Prints whether memory is kept, and how many pages the system had to hand out in rounds that allocate, write
+# and free 80 MiB.
 PROGRAM = """
 import resource
 import torch
@@ -30,8 +31,18 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def run(**environment: str) -> tuple[bool, int]:
     """Whether memory was kept, and the pages of the last round."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"}
-    found = subprocess.run([sys.executable, "-c", PROGRAM], env={**clean, **environment}, check=True, capture_output=True, text=True).stdout.split()
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**clean, **environment},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
     return found[0] == "True", int(found[1])
 
 
@@ -42,7 +53,10 @@ def test_freed_memory_is_kept():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("setting", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}])
+@pytest.mark.parametrize(
+    "setting",
+    [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}],
+)
 def test_what_the_user_has_set_stays(setting: dict[str, str]):
     kept, pages = run(**setting)
     assert not kept and pages > 4000

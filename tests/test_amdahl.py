@@ -9,7 +9,8 @@ from meshloom.planner.amdahl import AmdahlWork, bound, with_communication
 
 
 def followed(serial_units: int, parallel_units: int, num_ranks: int, talking_units: int) -> int:
-    """Ticks until all is done: one rank does the serial units, then every rank takes a unit of what is left in each tick, then they talk."""
+    """Ticks until all is done: one rank does the serial units, then every rank takes a unit of what is left
+    in each tick, then they talk."""
     ticks = serial_units
     left = parallel_units
     while left > 0:
@@ -21,8 +22,11 @@ def followed(serial_units: int, parallel_units: int, num_ranks: int, talking_uni
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize(("serial", "parallel"), [(1, 12), (12, 24), (0, 36), (5, 0)])
 @pytest.mark.parametrize("talking", [0, 7])
-def test_the_formula_is_what_following_every_unit_says(num_ranks: int, serial: int, parallel: int, talking: int):
-    work = AmdahlWork(serial_seconds=serial, parallel_seconds=parallel)  # parallel is divided evenly by every number of ranks
+def test_the_formula_is_what_following_every_unit_says(
+    num_ranks: int, serial: int, parallel: int, talking: int
+):
+    # parallel is divided evenly by every number of ranks
+    work = AmdahlWork(serial_seconds=serial, parallel_seconds=parallel)
     expected = followed(serial, parallel, 1, 0) / followed(serial, parallel, num_ranks, talking)
     assert with_communication(work, num_ranks, talking) == pytest.approx(expected, rel=1e-12)
     if not talking:

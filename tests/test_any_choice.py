@@ -1,6 +1,8 @@
-"""Whatever is chosen, what is trained is what one device trains: divisions and cuts as a test's variable, each pair repeated by its seed.
+"""Whatever is chosen, what is trained is what one device trains: divisions and cuts as a test's variable,
+each pair repeated by its seed.
 
-What tp and pp do depends on measured rates, and only what one machine prefers was tested. Here rates, prices, placements, cuts, schedules and sizes are drawn.
+What tp and pp do depends on measured rates, and only what one machine prefers was tested. Here rates, prices,
+placements, cuts, schedules and sizes are drawn.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def kept(readings: Readings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Readin
         yield readings
 
 
-def outcomes(seeds: Iterable[int], readings: Readings, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Pair, Outcome]]:
+def outcomes(
+    seeds: Iterable[int], readings: Readings, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Pair, Outcome]]:
     """Of every seed; the first that differs fails, and says how to repeat it."""
     found: list[tuple[Pair, Outcome]] = []
     for seed in seeds:
@@ -71,19 +75,31 @@ def test_thousands_of_choices_equal_one_device(first: int, kept: Readings, monke
 
 
 @pytest.mark.parametrize("seed", [125, 1451])
-def test_rows_that_data_sends_to_a_rank_cross_stages(seed: int, kept: Readings, monkeypatch: pytest.MonkeyPatch):
-    """How many tokens the experts of a rank get is known there alone: the stage after them waited for as many as they get on average."""
+def test_rows_that_data_sends_to_a_rank_cross_stages(
+    seed: int, kept: Readings, monkeypatch: pytest.MonkeyPatch
+):
+    """How many tokens the experts of a rank get is known there alone: the stage after them waited for as many
+    as they get on average."""
     outcomes([seed], kept, monkeypatch)
 
 
-def test_running_statistics_stay_in_the_stage_that_merges_them(kept: Readings, monkeypatch: pytest.MonkeyPatch):
-    """Chunks of another size were cut so that batch norm came into its rank's other stage, where nobody merged what it wrote over the replicas."""
+def test_running_statistics_stay_in_the_stage_that_merges_them(
+    kept: Readings, monkeypatch: pytest.MonkeyPatch
+):
+    """Chunks of another size were cut so that batch norm came into its rank's other stage, where nobody
+    merged what it wrote over the replicas."""
     outcomes([2044], kept, monkeypatch)
 
 
 # What was found from outside, by name.
 
-WHISPER = {"flops_per_second": 2.2e9, "bytes_per_second": 4.4e9, "start_seconds": 2.3e-5, "latency_seconds": 7e-6, "link_bytes_per_second": 2.8e10}
+WHISPER = {
+    "flops_per_second": 2.2e9,
+    "bytes_per_second": 4.4e9,
+    "start_seconds": 2.3e-5,
+    "latency_seconds": 7e-6,
+    "link_bytes_per_second": 2.8e10,
+}
 
 
 def verified(job: Job, plan: str, rates: Rates, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +119,9 @@ def whisper() -> Job:
         decoder_start_token_id=1,
     )  # fmt: skip
     source = torch.Generator().manual_seed(7)
-    samples = Samples(sound=torch.randn(8, 16, 64, generator=source), words=torch.randint(3, 131, (8, 12), generator=source))
+    samples = Samples(
+        sound=torch.randn(8, 16, 64, generator=source), words=torch.randint(3, 131, (8, 12), generator=source)
+    )
     return Job(
         model=lambda: WhisperForConditionalGeneration(config).train(), batch_size=4, steps=2, data=lambda: samples,
         optimizer=lambda named: torch.optim.AdamW([each for _, each in named], lr=1e-2),
@@ -113,20 +131,24 @@ def whisper() -> Job:
 
 @pytest.mark.slow  # seconds to read
 def test_a_whisper_where_memory_has_no_price_equals_one_device(monkeypatch: pytest.MonkeyPatch):
-    """Its updates were 0.95 off in 88 tensors: the ranks' programs were right, and what they sent each other was not."""
+    """Its updates were 0.95 off in 88 tensors: the ranks' programs were right, and what they sent each other
+    was not."""
     verified(whisper(), "tp=3", Rates(memory_price=0.0, **WHISPER), monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_uneven_gated_units_equal_one_device(seed: int, kept: Readings, monkeypatch: pytest.MonkeyPatch):
-    """They ended in "'tuple' object has no attribute 'requires_grad'": layers that are run with the change of their input crossed a cut as one value."""
+    """They ended in "'tuple' object has no attribute 'requires_grad'": layers that are run with the change of
+    their input crossed a cut as one value."""
     _, job = kept.job("gated", 0)
     verified(job, "pp=2,tp=2,microbatches=2", random_rates(random.Random(f"gated {seed}")), monkeypatch)
 
 
 @pytest.mark.slow  # a network that is used 24 times takes seconds to read, and to divide
 @pytest.mark.parametrize("seed", range(6))
-def test_a_solver_of_fixed_steps_equals_one_device(seed: int, kept: Readings, monkeypatch: pytest.MonkeyPatch):
+def test_a_solver_of_fixed_steps_equals_one_device(
+    seed: int, kept: Readings, monkeypatch: pytest.MonkeyPatch
+):
     """It was seen 1e-3 off with one machine's rates, and not again."""
     _, job = kept.job("long solver", 0)
     verified(job, "pp=2,tp=2,microbatches=2", random_rates(random.Random(f"solver {seed}")), monkeypatch)

@@ -1,4 +1,5 @@
-"""One program for all sizes of a batch that a loss is indifferent to; where it asks for a size, the loss is read at the sizes that come.
+"""One program for all sizes of a batch that a loss is indifferent to; where it asks for a size, the loss is
+read at the sizes that come.
 
 Every length of a padded batch used to take a reading of its own.
 """
@@ -59,11 +60,16 @@ def job_of(forward: Forward) -> Job:
 
 
 def batch_of(samples: int, tokens: int) -> dict[str, Tensor]:
-    return {"x": torch.randn(samples, tokens, WIDTH, generator=torch.Generator().manual_seed(100 * samples + tokens))}
+    return {
+        "x": torch.randn(
+            samples, tokens, WIDTH, generator=torch.Generator().manual_seed(100 * samples + tokens)
+        )
+    }
 
 
 def follow(job: Job, batches: Sequence[Any]) -> list[int]:
-    """Readings so far, after each batch: whose program computes what eager does, loss and gradients, bit for bit, whatever is drawn."""
+    """Readings so far, after each batch: whose program computes what eager does, loss and gradients, bit for
+    bit, whatever is drawn."""
     programs = LossPrograms(job, simulated_groups(1)[0])
     model = job.model()
     found: list[int] = []
@@ -75,7 +81,9 @@ def follow(job: Job, batches: Sequence[Any]) -> list[int]:
         assert shapes is not None
         with KeyedDraws():
             wanted = gradients(model, partial(job.loss, model), batch)
-        program = partial(run_program, programs.whole(shapes), dict(model.named_parameters()), dict(model.named_buffers()))
+        program = partial(
+            run_program, programs.whole(shapes), dict(model.named_parameters()), dict(model.named_buffers())
+        )
         assert gradients(model, program, batch) == wanted
         found.append(programs.num_read)
     return found
@@ -87,14 +95,20 @@ def gradients(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> list[A
     returned = run(batch)
     total, *weight = returned if isinstance(returned, tuple) else (returned,)
     total.backward()
-    return [total.item(), *weight, *(None if each.grad is None else each.grad.tolist() for each in model.parameters())]
+    return [
+        total.item(),
+        *weight,
+        *(None if each.grad is None else each.grad.tolist() for each in model.parameters()),
+    ]
 
 
 def attention(heads: int, **settings: Any) -> Forward:
     def forward(model: Model, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
         q = x.view(batch, tokens, heads, width // heads).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, q, q, **settings).transpose(1, 2).reshape(batch, tokens, width)
+        return (
+            F.scaled_dot_product_attention(q, q, q, **settings).transpose(1, 2).reshape(batch, tokens, width)
+        )
 
     return forward
 
@@ -107,7 +121,9 @@ def masked(model: Model, x: Tensor) -> Tensor:
 INDIFFERENT: dict[str, Forward] = {
     "attention": attention(2, is_causal=True),
     "a mask that is made": masked,
-    "a mask that is cut out": lambda model, x: (x @ x.transpose(1, 2)).masked_fill(~model.causal[: x.shape[1], : x.shape[1]], 0.0) @ x,
+    "a mask that is cut out": lambda model, x: (
+        (x @ x.transpose(1, 2)).masked_fill(~model.causal[: x.shape[1], : x.shape[1]], 0.0) @ x
+    ),
     "places": lambda model, x: x + model.places(torch.arange(x.shape[1])),
     "a share": lambda model, x: x.sum(1) / x.shape[1] + x.mean() / len(x.shape),
     "a number that is filled in": lambda model, x: x + torch.full_like(x, x.shape[1]),
@@ -121,7 +137,9 @@ INDIFFERENT: dict[str, Forward] = {
     "dropout": lambda model, x: model.dropout(x),
     "the first two": lambda model, x: torch.stack([x[:, number] for number in range(2)], 1),
 }
-INDIFFERENT["all of it"] = lambda model, x: torch.stack([each(model, x).square().sum() for name, each in INDIFFERENT.items() if name != "all of it"])
+INDIFFERENT["all of it"] = lambda model, x: torch.stack(
+    [each(model, x).square().sum() for name, each in INDIFFERENT.items() if name != "all of it"]
+)
 BY_SIZE: dict[str, Forward] = {
     "a root": lambda model, x: x / math.sqrt(x.shape[1]),
     "a power": lambda model, x: x * x.shape[1] ** -0.5,
@@ -130,12 +148,18 @@ BY_SIZE: dict[str, Forward] = {
     "a loop": lambda model, x: sum((x[:, number] for number in range(x.shape[1])), x[:, 0]),
     "a rounded quotient": lambda model, x: x * (1 / (x.shape[1] // 4)),
 }
-SIZES = [(4, 9), (4, 6), (4, 11), (4, 17), (3, 23), (2, 8), (6, 6), (4, 40), (2, 3), (5, 13)]  # 6: the width; 4: the batch
+# 6: the width; 4: the batch
+SIZES = [(4, 9), (4, 6), (4, 11), (4, 17), (3, 23), (2, 8), (6, 6), (4, 40), (2, 3), (5, 13)]
 
 
-@pytest.mark.parametrize("kind", [each if each == "all of it" else pytest.param(each, marks=pytest.mark.slow) for each in INDIFFERENT])
+@pytest.mark.parametrize(
+    "kind",
+    [each if each == "all of it" else pytest.param(each, marks=pytest.mark.slow) for each in INDIFFERENT],
+)
 def test_three_readings_serve_all_sizes(kind: str):
-    assert follow(job_of(INDIFFERENT[kind]), [batch_of(*each) for each in SIZES])[2:] == [3] * (len(SIZES) - 2)
+    assert follow(job_of(INDIFFERENT[kind]), [batch_of(*each) for each in SIZES])[2:] == [3] * (
+        len(SIZES) - 2
+    )
 
 
 @pytest.mark.slow
@@ -150,10 +174,23 @@ def test_each_side_of_a_question_has_a_program_of_its_own():
     asks = job_of(lambda model, x: x.tanh() if x.shape[1] == x.shape[2] else x)  # the width, 6
     assert follow(asks, [batch_of(4, each) for each in (9, 6, 11, 8, 14, 6, 17)]) == [1, 2, 3, 4, 4, 4, 4]
     asks = job_of(lambda model, x: x.tanh() if x.shape[1] > 16 else x)
-    assert follow(asks, [batch_of(4, each) for each in (9, 20, 11, 12, 16, 17, 25, 18, 40, 5)]) == [1, 2, 3, 4, 4, 5, 6, 6, 6, 6]
+    assert follow(asks, [batch_of(4, each) for each in (9, 20, 11, 12, 16, 17, 25, 18, 40, 5)]) == [
+        1,
+        2,
+        3,
+        4,
+        4,
+        5,
+        6,
+        6,
+        6,
+        6,
+    ]
 
 
-def test_a_loss_that_is_another_one_at_each_size_is_refused_with_the_dim_that_varies(monkeypatch: pytest.MonkeyPatch):
+def test_a_loss_that_is_another_one_at_each_size_is_refused_with_the_dim_that_varies(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(module, "MOST_SHAPES", 3)
     wanted = (
         r"read for batches of 3 shapes, and here is another one: dim 1 of x has had 4 sizes \(6, 8, 9, 11, \.\.\.\)\. "
@@ -164,7 +201,9 @@ def test_a_loss_that_is_another_one_at_each_size_is_refused_with_the_dim_that_va
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "bloom", "gpt2", "llama", "opt", "resnet", "swin", "t5", "vit", "whisper"])
+@pytest.mark.parametrize(
+    "name", ["bert", "bloom", "gpt2", "llama", "opt", "resnet", "swin", "t5", "vit", "whisper"]
+)
 def test_families_are_read_three_times(name: str):
     """With batches of other sizes, and texts that are cut to other lengths."""
     job = FAMILIES[name].make_job(True)
@@ -172,7 +211,12 @@ def test_families_are_read_three_times(name: str):
 
     def batch(samples: int, less: int) -> Any:
         leaves = leaves_of(default_collate([data[number] for number in range(samples)]))
-        cut = [leaf[:, : leaf.shape[1] - less] if leaf.ndim == 2 and not leaf.is_floating_point() else leaf for leaf in leaves.tensors.values()]
+        cut = [
+            leaf[:, : leaf.shape[1] - less] if leaf.ndim == 2 and not leaf.is_floating_point() else leaf
+            for leaf in leaves.tensors.values()
+        ]
         return leaves.rebuild([each.contiguous() for each in cut])
 
-    assert follow(job, [batch(3, 0), batch(2, 1), batch(4, 2), batch(5, 0), batch(2, 2), batch(5, 1)])[2:] == [3, 3, 3, 3]
+    assert follow(job, [batch(3, 0), batch(2, 1), batch(4, 2), batch(5, 0), batch(2, 2), batch(5, 1)])[
+        2:
+    ] == [3, 3, 3, 3]

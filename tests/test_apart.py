@@ -45,7 +45,10 @@ class Three(nn.Module):
 
 def read(job: Job) -> Program:
     data: Any = job.data()
-    batches = default_collate([data[at] for at in range(3)]), default_collate([data[at] for at in range(3, 6)])
+    batches = (
+        default_collate([data[at] for at in range(3)]),
+        default_collate([data[at] for at in range(3, 6)]),
+    )
     return capture(job, batches, dtype=torch.float64)
 
 
@@ -53,15 +56,22 @@ def check(program: Program, divided: Program, asked: dict[str, int]) -> Program:
     """Parameters lie in the stages in which the whole program uses them. The divided program, apart."""
     part = layers_apart(divided, asked)
     part, stage_of = changes_apart(part, with_changes_placed(part, asked))
-    found, expected = users_of(cut_into_stages(part, stage_of, 3)), users_of(cut_into_stages(program, asked, 3))
-    assert {name: found[name] for name in program.parameters} == {name: expected[name] for name in program.parameters}
+    found, expected = (
+        users_of(cut_into_stages(part, stage_of, 3)),
+        users_of(cut_into_stages(program, asked, 3)),
+    )
+    assert {name: found[name] for name in program.parameters} == {
+        name: expected[name] for name in program.parameters
+    }
     return part
 
 
 def test_layers_of_one_input_are_run_together_within_a_stage():
     """They were run together in the first of their stages, and took their parameters with them."""
     program = read(replace(make_job("mlp", "sgd"), model=Three))
-    choice = choose(layout_of(program, BUILT_IN), 2, RATES, placements={"a": "column", "b": "column", "c": "column"})
+    choice = choose(
+        layout_of(program, BUILT_IN), 2, RATES, placements={"a": "column", "b": "column", "c": "column"}
+    )
     divided = partition(choice).programs[0]
     together = [len(node.outputs) for node in divided.nodes if isinstance(node.target, GatheredLayers)]
     a, b, c = (next(at for at, node in enumerate(program.nodes) if node.path == name) for name in "abc")
@@ -69,16 +79,27 @@ def test_layers_of_one_input_are_run_together_within_a_stage():
     for first, second, expected in ((b, c, [1, 1, 1]), (a, c, [1, 2]), (a - 1, a, [3])):
         asked = {node.name: (at >= first) + (at >= second) for at, node in enumerate(program.nodes)}
         part = check(program, divided, asked)
-        assert sorted(len(node.outputs) for node in part.nodes if isinstance(node.target, GatheredLayers) and "a" <= node.path <= "c") == expected
+        assert (
+            sorted(
+                len(node.outputs)
+                for node in part.nodes
+                if isinstance(node.target, GatheredLayers) and "a" <= node.path <= "c"
+            )
+            == expected
+        )
 
 
 @pytest.mark.parametrize("name", ["shared", "grouped"])
 def test_parameters_lie_where_they_are_used_without_tp(name: str):
-    """A change of a parameter's placement was made once, in the first stage that used it, and its value was sent to the others. A batch of another shape was
-    then refused: "uses up.weight, which lies in stage 0"."""
+    """A change of a parameter's placement was made once, in the first stage that used it, and its value was
+    sent to the others. A batch of another shape was then refused: "uses up.weight, which lies in stage 0"."""
     program = read(job_of(name, random.Random(name)))
     count = len(program.nodes)
     for seed in range(5):
         divided = partition(at_random(seed)(layout_of(program, BUILT_IN), 2)).programs[0]
         for first, second in ((count // 4, count // 2), (count // 3, 2 * count // 3)):
-            check(program, divided, {node.name: (at >= first) + (at >= second) for at, node in enumerate(program.nodes)})
+            check(
+                program,
+                divided,
+                {node.name: (at >= first) + (at >= second) for at, node in enumerate(program.nodes)},
+            )

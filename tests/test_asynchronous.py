@@ -1,4 +1,5 @@
-"""Asynchronous plans train real jobs on simulated devices: against one device, against a plain loop, through kills and resumes."""
+"""Asynchronous plans train real jobs on simulated devices: against one device, against a plain loop, through
+kills and resumes."""
 
 from __future__ import annotations
 
@@ -47,7 +48,14 @@ class Run:
         seen = {key: how.pop(key) for key in ("step_seconds", "latency_seconds", "jitter") if key in how}
         if incidents := how.pop("incidents", ""):
             seen["incidents"] = parse_incidents(incidents)
-        with Trainer(job, plan, devices="simulated", listener=listener, circumstances=Circumstances(**seen) if seen else None, **how) as trainer:
+        with Trainer(
+            job,
+            plan,
+            devices="simulated",
+            listener=listener,
+            circumstances=Circumstances(**seen) if seen else None,
+            **how,
+        ) as trainer:
             self.summary = trainer.fit()
             model = trainer.asynchronous.model if trainer.asynchronous else trainer.replicas[0].model
             self.state: dict[str, Tensor] = copy.deepcopy(dict(model.state_dict()))
@@ -56,15 +64,21 @@ class Run:
 
 
 def same(a: Run, b: Run) -> bool:
-    return a.state.keys() == b.state.keys() and all(torch.equal(a.state[name], b.state[name]) for name in a.state)
+    return a.state.keys() == b.state.keys() and all(
+        torch.equal(a.state[name], b.state[name]) for name in a.state
+    )
 
 
 # --- Against one device.
 
 
-@pytest.mark.parametrize(("model", "optimizer"), [("cnn", "sgd"), ("gpt", "adamw"), ("unused_twice", "muon"), ("branch", "adafactor")])
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [("cnn", "sgd"), ("gpt", "adamw"), ("unused_twice", "muon"), ("branch", "adafactor")],
+)
 def test_one_worker_is_one_device_bit_for_bit(model: str, optimizer: str) -> None:
-    """Clipping, schedulers, dropout, batch statistics, short batches, unused parameters, and however many servers there are."""
+    """Clipping, schedulers, dropout, batch statistics, short batches, unused parameters, and however many
+    servers there are."""
     job = make_job(model, optimizer, steps=7)
     alone = Run(job, "dp=1,microbatches=2")
     for servers in (1, 3):
@@ -75,7 +89,13 @@ def test_one_worker_is_one_device_bit_for_bit(model: str, optimizer: str) -> Non
 def test_one_worker_comes_to_the_same_after_servers_were_killed(servers: int) -> None:
     """What is lost is done again from the same snapshot with the same samples."""
     job = make_job("cnn", "adamw", steps=12)
-    run = Run(job, f"dp=1,exchange=async,servers={servers}", incidents="server:0@4.5/2+server:0@11.5/1", latency_seconds=0.1, snapshot_every=3)
+    run = Run(
+        job,
+        f"dp=1,exchange=async,servers={servers}",
+        incidents="server:0@4.5/2+server:0@11.5/1",
+        latency_seconds=0.1,
+        snapshot_every=3,
+    )
     assert same(run, Run(job, "dp=1"))
     assert [note for note in run.notes if "lost" in note], run.notes
     assert len(run.steps) > 12
@@ -84,8 +104,11 @@ def test_one_worker_comes_to_the_same_after_servers_were_killed(servers: int) ->
 # --- Against a plain loop.
 
 
-def plain_loop(job: Job, workers: int, seconds: Sequence[float], steps: int, by_age: bool = False) -> tuple[dict[str, Tensor], list[int]]:
-    """Asynchronous SGD written down: no servers, no messages, no clipping, no buffers. Parameters after `steps` updates, and the ages."""
+def plain_loop(
+    job: Job, workers: int, seconds: Sequence[float], steps: int, by_age: bool = False
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Asynchronous SGD written down: no servers, no messages, no clipping, no buffers. Parameters after
+    `steps` updates, and the ages."""
     seed_everything(model_seed(job.seed))
     model = job.model()
     named = list(model.named_parameters())
@@ -95,7 +118,8 @@ def plain_loop(job: Job, workers: int, seconds: Sequence[float], steps: int, by_
     size = job.batch_size // workers
     local = copy.deepcopy(model)
     now = lambda: [each.detach().clone() for _, each in named]  # noqa: E731
-    events = [(seconds[worker], worker, worker, worker, 0, now()) for worker in range(workers)]  # done at, tie, worker, share, version, parameters
+    # done at, tie, worker, share, version, parameters
+    events = [(seconds[worker], worker, worker, worker, 0, now()) for worker in range(workers)]
     heapq.heapify(events)
     taken, ties = workers, workers
     for version in range(steps):
@@ -124,12 +148,22 @@ def plain_loop(job: Job, workers: int, seconds: Sequence[float], steps: int, by_
 
 def doubled(**overrides: Any) -> Job:
     """MLP, SGD with momentum, float64, batches that cut evenly: 32 samples, batches of 8."""
-    job = make_job("mlp", "sgd", scheduler=None, clip_grad_norm=None, batch_size=8, data=lambda: doubles(vectors(32)), **overrides)
+    job = make_job(
+        "mlp",
+        "sgd",
+        scheduler=None,
+        clip_grad_norm=None,
+        batch_size=8,
+        data=lambda: doubles(vectors(32)),
+        **overrides,
+    )
     return replace(job, model=lambda: MLP().double())
 
 
 def doubles(samples: Samples) -> Samples:
-    return Samples(**{name: each.double() if each.is_floating_point() else each for name, each in samples.fields.items()})
+    return Samples(
+        **{name: each.double() if each.is_floating_point() else each for name, each in samples.fields.items()}
+    )
 
 
 @pytest.mark.parametrize("by_age", [False, True])
@@ -138,17 +172,25 @@ def test_several_workers_are_a_plain_loop(seconds: tuple[float, ...], by_age: bo
     job = doubled(steps=30)
     expected, ages = plain_loop(job, 4, seconds, 30, by_age)
     for servers in (1, 3):
-        run = Run(job, f"dp=4,exchange=async,servers={servers},rate_by_age={str(by_age).lower()}", step_seconds=seconds)
+        run = Run(
+            job,
+            f"dp=4,exchange=async,servers={servers},rate_by_age={str(by_age).lower()}",
+            step_seconds=seconds,
+        )
         assert run.ages == Counter(ages)
         for name, value in expected.items():
-            torch.testing.assert_close(run.state[name], value, rtol=1e-12, atol=1e-14)  # float64, other kernels for other layouts
+            # float64, other kernels for other layouts
+            torch.testing.assert_close(run.state[name], value, rtol=1e-12, atol=1e-14)
     assert max(ages) >= 3
 
 
 def test_several_servers_are_one() -> None:
     """Clipping by the norm of the whole gradient included."""
     job = make_job("gpt", "sgd", steps=15)
-    runs = [Run(job, f"dp=4,exchange=async,staleness=3,servers={servers}", step_seconds=(1, 1.1, 1.3, 3.7)) for servers in (1, 2, 4)]
+    runs = [
+        Run(job, f"dp=4,exchange=async,staleness=3,servers={servers}", step_seconds=(1, 1.1, 1.3, 3.7))
+        for servers in (1, 2, 4)
+    ]
     assert same(runs[0], runs[1])
     assert same(runs[0], runs[2])
     assert runs[0].steps[-1].gradient_norm is not None
@@ -165,7 +207,9 @@ def test_a_run_repeats_to_the_bit() -> None:
     }
     runs = [Run(job, "dp=3,exchange=async,servers=2,staleness=2", **how) for _ in range(2)]
     assert same(runs[0], runs[1])
-    assert [(each.loss, each.virtual_seconds) for each in runs[0].steps] == [(each.loss, each.virtual_seconds) for each in runs[1].steps]
+    assert [(each.loss, each.virtual_seconds) for each in runs[0].steps] == [
+        (each.loss, each.virtual_seconds) for each in runs[1].steps
+    ]
 
 
 # --- What is shown.
@@ -174,9 +218,13 @@ def test_a_run_repeats_to_the_bit() -> None:
 def test_ages_and_seconds_are_those_of_the_speeds() -> None:
     job = doubled(steps=40)
     even = Run(job, "dp=4,exchange=async")
-    assert even.ages == {0: 1, 1: 1, 2: 1, 3: 37}  # between a worker's pull and its push each of the others pushes once
+    # between a worker's pull and its push each of the others pushes once
+    assert even.ages == {0: 1, 1: 1, 2: 1, 3: 37}
     assert even.seconds == 10  # 40 updates by 4 workers at one a second
-    slow = {plan: Run(job, f"dp=4,exchange=async{plan}", step_seconds=(1, 1, 1, 3)) for plan in ("", ",staleness=1", ",staleness=2")}
+    slow = {
+        plan: Run(job, f"dp=4,exchange=async{plan}", step_seconds=(1, 1, 1, 3))
+        for plan in ("", ",staleness=1", ",staleness=2")
+    }
     assert slow[""].seconds == 12  # 3 1/3 updates a second
     assert slow[",staleness=1"].seconds == 30  # rounds of the slowest: 4 updates each 3 s
     assert slow[""].seconds < slow[",staleness=2"].seconds <= slow[",staleness=1"].seconds
@@ -188,10 +236,17 @@ def test_ages_and_seconds_are_those_of_the_speeds() -> None:
 
 def test_evaluation_and_checkpoints_are_of_their_update(tmp_path: Path) -> None:
     at = Evaluate(lambda: vectors(16), {"loss": class_loss}, every=5)
-    run = Run(make_job("mlp", "sgd", steps=12, evaluate=at, checkpoint_every=4), "dp=3,exchange=async,servers=2", out=tmp_path, latency_seconds=0.2)
+    run = Run(
+        make_job("mlp", "sgd", steps=12, evaluate=at, checkpoint_every=4),
+        "dp=3,exchange=async,servers=2",
+        out=tmp_path,
+        latency_seconds=0.2,
+    )
     assert [step for step, _ in run.evaluations] == [5, 10, 12]
     assert run.saved == [4, 8, 12]
-    with Trainer(make_job("mlp", "sgd", steps=12, evaluate=at), "dp=1", devices="simulated", listener=QUIET) as trainer:
+    with Trainer(
+        make_job("mlp", "sgd", steps=12, evaluate=at), "dp=1", devices="simulated", listener=QUIET
+    ) as trainer:
         trainer.replicas[0].model.load_state_dict(run.state)
         assert trainer.evaluate() == pytest.approx(run.evaluations[-1][1], rel=1e-6)  # sums of other chunks
 
@@ -215,7 +270,8 @@ def test_the_command_line_trains_asynchronously(tmp_path: Path) -> None:
 
 
 def counting_job(**overrides: Any) -> Job:
-    """The parameter of a sample is minus the number of times that it was in an update: its gradient is 1 in each, and SGD's rate is 1."""
+    """The parameter of a sample is minus the number of times that it was in an update: its gradient is 1 in
+    each, and SGD's rate is 1."""
     return Job(
         model=lambda: _Counts(29), loss=_count, optimizer=lambda named: torch.optim.SGD(named, lr=1.0), batch_size=6,
         data=lambda: Samples(index=torch.arange(29)), **{"steps": 14, **overrides},
@@ -240,7 +296,9 @@ def _count(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 @given(
     happenings=st.lists(
         st.tuples(
-            st.sampled_from(["kill", "join", "leave", "suspect", "server"]), st.integers(0, 3), st.sampled_from([0.0, 0.4, 1.0, 1.7, 3.0, 4.4, 6.0])
+            st.sampled_from(["kill", "join", "leave", "suspect", "server"]),
+            st.integers(0, 3),
+            st.sampled_from([0.0, 0.4, 1.0, 1.7, 3.0, 4.4, 6.0]),
         ),
         max_size=8,
     ),
@@ -249,8 +307,11 @@ def _count(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     latency=st.sampled_from([0.0, 0.3]),
 )
 @settings(max_examples=25, deadline=None, derandomize=True)
-def test_every_sample_of_an_epoch_is_used_once(happenings: list[tuple[str, int, float]], servers: int, staleness: str, latency: float) -> None:
-    """29 samples in batches of 6 (the last of 5) for three workers are 15 shares an epoch; the last share of the second one is not in these 29 steps."""
+def test_every_sample_of_an_epoch_is_used_once(
+    happenings: list[tuple[str, int, float]], servers: int, staleness: str, latency: float
+) -> None:
+    """29 samples in batches of 6 (the last of 5) for three workers are 15 shares an epoch; the last share of
+    the second one is not in these 29 steps."""
     incidents = "+".join([*(f"{what}:{number}@{at}/0.5" for what, number, at in happenings), "join:5@30"])
     run = Run(
         counting_job(steps=30),
@@ -264,7 +325,8 @@ def test_every_sample_of_an_epoch_is_used_once(happenings: list[tuple[str, int, 
 
 
 def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
-    """With one worker nothing is under way at a snapshot, so the resumed run is the uninterrupted one, also with other servers."""
+    """With one worker nothing is under way at a snapshot, so the resumed run is the uninterrupted one, also
+    with other servers."""
     job = make_job("cnn", "adamw", steps=11)
     Run(job, "dp=1,exchange=async,servers=2", steps=6, out=tmp_path)
     assert same(Run(job, "dp=1,exchange=async,servers=3", resume=tmp_path), Run(job, "dp=1"))
@@ -294,12 +356,18 @@ def save_one(job: Job, directory: Path) -> Path:
 # --- Shares and division.
 
 
-@pytest.mark.parametrize(("plan", "drop_last"), [("dp=3,microbatches=2", False), ("dp=8", False), ("dp=2", True)])
+@pytest.mark.parametrize(
+    ("plan", "drop_last"), [("dp=3,microbatches=2", False), ("dp=8", False), ("dp=2", True)]
+)
 def test_shares_are_the_replicas_shares(plan: str, drop_last: bool) -> None:
     job = make_job("mlp", "sgd", drop_last=drop_last)  # 30 samples: 12, 12 and 6
     shares = PushShares(job, Plan.parse(plan))
     for epoch in range(2):
-        indices = [index for number in range(shares.per_epoch) for index in shares.find(epoch * shares.per_epoch + number).indices]
+        indices = [
+            index
+            for number in range(shares.per_epoch)
+            for index in shares.find(epoch * shares.per_epoch + number).indices
+        ]
         assert indices == sample_order(job.seed, epoch, 30, True)[: 24 if drop_last else 30]
     with Trainer(job, plan, devices="simulated", listener=QUIET) as trainer:
         batches = [batch for batch in trainer.batches() if trainer.step(batch) > 0]
@@ -310,15 +378,26 @@ def test_shares_are_the_replicas_shares(plan: str, drop_last: bool) -> None:
         assert torch.equal(here.data["x"], there.data["x"])
 
 
-@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=8), num_servers=st.integers(1, 5), halves=st.booleans())
+@given(
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=8),
+    num_servers=st.integers(1, 5),
+    halves=st.booleans(),
+)
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_every_element_has_one_server(sizes: list[int], num_servers: int, halves: bool) -> None:
     dtypes = [torch.float16 if halves and number % 2 else torch.float64 for number in range(len(sizes))]
-    named = [(f"p{number}", nn.Parameter(torch.zeros(size, dtype=dtype))) for number, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True))]
+    named = [
+        (f"p{number}", nn.Parameter(torch.zeros(size, dtype=dtype)))
+        for number, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True))
+    ]
     parts = divide_over_servers(named, num_servers, whole=False)
     for _, parameter in named:
-        slices = sorted((each.start, each.stop) for part in parts for each in part if each.parameter is parameter)
-        assert [element for start, stop in slices for element in range(start, stop)] == list(range(parameter.numel()))
+        slices = sorted(
+            (each.start, each.stop) for part in parts for each in part if each.parameter is parameter
+        )
+        assert [element for start, stop in slices for element in range(start, stop)] == list(
+            range(parameter.numel())
+        )
     loads = [sum((each.stop - each.start) * each.parameter.element_size() for each in part) for part in parts]
     assert max(loads) - min(loads) <= 2 * 8  # an element at either end
 
@@ -332,15 +411,27 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     iterable = make_job("mlp", "sgd", data=lambda: iter([]))
     frozen = replace(make_job("mlp", "sgd"), model=lambda: MLP().requires_grad_(False))
     cases: list[tuple[Callable[[], Any], type[MeshloomError], str]] = [
-        (lambda: next(iter(open_trainer(job, "dp=2,exchange=async").batches())), PlanError, "Use Trainer.fit"),
+        (
+            lambda: next(iter(open_trainer(job, "dp=2,exchange=async").batches())),
+            PlanError,
+            "Use Trainer.fit",
+        ),
         (lambda: Run(iterable, "dp=2,exchange=async"), JobError, "iterable"),
         (lambda: Run(replace(job, model=lambda: one), "dp=2,exchange=async"), JobError, "same module twice"),
         (lambda: Run(frozen, "dp=2,exchange=async"), JobError, "no trainable"),
         (lambda: Run(job, "dp=2", latency_seconds=1.0), PlanError, "virtual clock"),
         (lambda: Run(job, "dp=2,exchange=async", step_seconds=(0.0,)), PlanError, "above 0"),
         (lambda: Run(job, "dp=2,exchange=async", snapshot_every=0), JobError, "snapshot_every=0"),
-        (lambda: Run(job, "dp=2,exchange=async", incidents="kill:0@1+kill:1@1"), TrainingError, "no worker is left"),
-        (lambda: Run(make_job("mlp", "adafactor"), "dp=2,exchange=async,servers=7"), PlanError, "servers=7 is more than the 6 parameters"),
+        (
+            lambda: Run(job, "dp=2,exchange=async", incidents="kill:0@1+kill:1@1"),
+            TrainingError,
+            "no worker is left",
+        ),
+        (
+            lambda: Run(make_job("mlp", "adafactor"), "dp=2,exchange=async,servers=7"),
+            PlanError,
+            "servers=7 is more than the 6 parameters",
+        ),
         (lambda: parse_incidents("stumble:1@3"), PlanError, "no incident"),
         (lambda: Plan.parse("dp=2,rate_by_age=true"), PlanError, "exchange=async"),
     ]
@@ -355,14 +446,21 @@ def open_trainer(job: Job, plan: str) -> Trainer:
 
 def test_a_loss_that_is_no_number_is_named() -> None:
     with pytest.raises(TrainingError, match=r"worker 0's share of batch 0 is nan"):
-        Run(make_job("mlp", "sgd", loss=lambda model, batch: class_loss(model, batch) * torch.nan), "dp=2,exchange=async")
+        Run(
+            make_job("mlp", "sgd", loss=lambda model, batch: class_loss(model, batch) * torch.nan),
+            "dp=2,exchange=async",
+        )
     with pytest.raises(DataError, match="sum to 0"):
-        Run(make_job("mlp", "sgd", loss=lambda model, batch: (class_loss(model, batch), 0.0)), "dp=2,exchange=async")
+        Run(
+            make_job("mlp", "sgd", loss=lambda model, batch: (class_loss(model, batch), 0.0)),
+            "dp=2,exchange=async",
+        )
 
 
 @pytest.mark.parametrize("plan", ["dp=3,exchange=async", "dp=3,tp=2,exchange=async"])
 def test_a_gradient_that_is_no_number_is_the_worker_s_that_has_computed_it(plan: str) -> None:
-    """It was applied, and the run ended with the next worker, whose loss was no number at parameters that somebody else had broken."""
+    """It was applied, and the run ended with the next worker, whose loss was no number at parameters that
+    somebody else had broken."""
     job = make_job("mlp", "sgd")
     third = [0]
 
@@ -375,12 +473,21 @@ def test_a_gradient_that_is_no_number_is_the_worker_s_that_has_computed_it(plan:
 
     name = 2 if "tp" not in plan else 0  # what is read is the same in every step
     with pytest.raises(
-        TrainingError, match=rf"The gradient of worker {name}'s share of batch 0 is not finite, although its loss is \d.*that of \S+\. It was not"
+        TrainingError,
+        match=rf"The gradient of worker {name}'s share of batch 0 is not finite, although its loss is \d.*that of \S+\. It was not",
     ):
         Run(replace(job, loss=rooted if name == 0 else rooted_once), plan)
 
 
 def test_parameters_that_are_no_numbers_are_not_the_next_worker_s_fault() -> None:
     job = make_job("mlp", "sgd")
-    with pytest.raises(TrainingError, match=r"is nan, because an update before it has made \S+ infinite or no number\. Lower the learning rate"):
-        Run(replace(job, optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=float("inf"))), "dp=2,exchange=async")
+    with pytest.raises(
+        TrainingError,
+        match=r"is nan, because an update before it has made \S+ infinite or no number\. Lower the learning rate",
+    ):
+        Run(
+            replace(
+                job, optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=float("inf"))
+            ),
+            "dp=2,exchange=async",
+        )

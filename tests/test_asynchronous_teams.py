@@ -1,4 +1,5 @@
-"""Asynchronous plans whose workers are divided along pp and tp, on simulated devices: against workers of one rank."""
+"""Asynchronous plans whose workers are divided along pp and tp, on simulated devices: against workers of one
+rank."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from tests.test_asynchronous import Run
 
 pytestmark = pytest.mark.long
 
-PLANS = ["tp=2", "pp=2", "pp=2,tp=2", "pp=2,microbatches=2,schedule=interleaved,virtual_stages=2", "recompute=full,microbatches=2"]
+PLANS = [
+    "tp=2",
+    "pp=2",
+    "pp=2,tp=2",
+    "pp=2,microbatches=2,schedule=interleaved,virtual_stages=2",
+    "recompute=full,microbatches=2",
+]
 
 
 def whole(plan: str) -> str:
@@ -32,17 +39,26 @@ def run(job: Job, *settings: str, **how: object) -> Run:
 def assert_alike(a: Run, b: Run) -> None:
     assert a.state.keys() == b.state.keys()
     for name, value in a.state.items():
-        torch.testing.assert_close(value, b.state[name], rtol=1e-9, atol=1e-11)  # float64, sums in another order over the steps of a run
+        # float64, sums in another order over the steps of a run
+        torch.testing.assert_close(value, b.state[name], rtol=1e-9, atol=1e-11)
     assert [each.loss for each in a.steps] == pytest.approx([each.loss for each in b.steps], rel=1e-10)
 
 
 COVERED = [(PLANS[0], "gpt"), (PLANS[1], "cnn"), (PLANS[2], "unused_twice"), (PLANS[4], "mlp")]
-OTHERS = [(plan, model) for plan in PLANS for model in ("gpt", "cnn", "unused_twice", "mlp") if (plan, model) not in COVERED]
+OTHERS = [
+    (plan, model)
+    for plan in PLANS
+    for model in ("gpt", "cnn", "unused_twice", "mlp")
+    if (plan, model) not in COVERED
+]
 
 
-@pytest.mark.parametrize(("plan", "model"), [*COVERED, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)])
+@pytest.mark.parametrize(
+    ("plan", "model"), [*COVERED, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
+)
 def test_one_divided_worker_is_one_device(plan: str, model: str) -> None:
-    """A scheduler, dropout, batch statistics, unused parameters; what is sent inside the worker is what was predicted."""
+    """A scheduler, dropout, batch statistics, unused parameters; what is sent inside the worker is what was
+    predicted."""
     job = make_job(model, "adamw", steps=4)
     divided = run(job, "exchange=async", plan)
     assert_alike(divided, run(job, whole(plan)))
@@ -55,8 +71,15 @@ def test_one_divided_worker_is_one_device(plan: str, model: str) -> None:
 def test_several_divided_workers_are_several_whole_ones(plan: str) -> None:
     """The same speeds, two servers, one worker that is killed and one that joins."""
     job = make_job("gpt", "sgd", steps=12)
-    how = {"step_seconds": (1.0, 1.3, 2.1), "latency_seconds": 0.05, "incidents": "kill:1@2.5+join:3@3+server:0@4.2/1", "snapshot_every": 2}
-    a, b = (run(job, "dp=3,exchange=async,servers=2,staleness=3", each, **how) for each in (plan, whole(plan)))
+    how = {
+        "step_seconds": (1.0, 1.3, 2.1),
+        "latency_seconds": 0.05,
+        "incidents": "kill:1@2.5+join:3@3+server:0@4.2/1",
+        "snapshot_every": 2,
+    }
+    a, b = (
+        run(job, "dp=3,exchange=async,servers=2,staleness=3", each, **how) for each in (plan, whole(plan))
+    )
     assert a.ages == b.ages and a.notes == b.notes
     assert_alike(a, b)
 
@@ -73,7 +96,9 @@ def test_a_divided_run_evaluates_saves_and_is_resumed(tmp_path: Path) -> None:
     resumed = run(job, "dp=2,exchange=async", resume=tmp_path / "b")  # by workers of one rank
     assert [step for step, _ in unbroken.evaluations] == [4, 8]
     assert_alike(run(job, plan, resume=tmp_path / "b"), resumed)
-    assert unbroken.evaluations == [(step, pytest.approx(values)) for step, values in run(job, "dp=2,exchange=async").evaluations]
+    assert unbroken.evaluations == [
+        (step, pytest.approx(values)) for step, values in run(job, "dp=2,exchange=async").evaluations
+    ]
 
 
 def test_a_loss_that_is_no_number_is_the_worker_s_and_its_rank_is_named() -> None:
@@ -82,7 +107,10 @@ def test_a_loss_that_is_no_number_is_the_worker_s_and_its_rank_is_named() -> Non
     def broken(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["x"]).sub(1e9).log().mean()
 
-    with pytest.raises(TrainingError, match=r"Worker 0: The loss of step 0 is nan: rank 1, microbatch 0; the first operator that gives NaN is log"):
+    with pytest.raises(
+        TrainingError,
+        match=r"Worker 0: The loss of step 0 is nan: rank 1, microbatch 0; the first operator that gives NaN is log",
+    ):
         Run(replace(job, loss=broken), "dp=2,pp=2,exchange=async")
 
 
@@ -111,5 +139,8 @@ def test_a_rank_of_a_divided_worker_holds_a_part() -> None:
         assert trainer.asynchronous
         team = trainer.asynchronous._replica
         whole_size = sum(each.numel() for each in team.model.parameters())
-        held = [sum(each.numel() for each in replica.model.parameters() if not each.is_meta) for replica in team._replicas]
+        held = [
+            sum(each.numel() for each in replica.model.parameters() if not each.is_meta)
+            for replica in team._replicas
+        ]
     assert len(held) == 4 and max(held) < 0.6 * whole_size, (held, whole_size)

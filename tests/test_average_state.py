@@ -1,4 +1,5 @@
-"""The optimizer's state of replicas that stepped by themselves becomes one: means, first values, and what only some of them have."""
+"""The optimizer's state of replicas that stepped by themselves becomes one: means, first values, and what
+only some of them have."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ from meshloom.optimizer.average_state import average_state
 from meshloom.optimizer.state import OwnedSlice
 
 
-def averaged(states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, int]], list[dict[str, int]]]:
-    """The state of each of some replicas of one parameter [2, 3] afterwards, and bytes as they were told and as they were counted."""
+def averaged(
+    states: list[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], list[dict[str, int]], list[dict[str, int]]]:
+    """The state of each of some replicas of one parameter [2, 3] afterwards, and bytes as they were told and
+    as they were counted."""
     groups = [RecordedGroup(group, "dp") for group in simulated_groups(len(states))]
     parameters = [nn.Parameter(torch.zeros(2, 3)) for _ in states]
     optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in parameters]
@@ -27,8 +31,18 @@ def averaged(states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[d
     held = [[OwnedSlice("weight", parameter, 0, 6, (2, 3))] for parameter in parameters]
     talk = simulated_groups(len(states))
     told = run_in_steps([average_state(*each) for each in zip(optimizers, held, groups, talk, strict=True)])
-    counted = [{name: group.counts[name].bytes if name in group.counts else 0 for name in ("all_reduce", "broadcast")} for group in groups]
-    return [optimizer.state[parameter] for parameter, optimizer in zip(parameters, optimizers, strict=True)], told, counted
+    counted = [
+        {
+            name: group.counts[name].bytes if name in group.counts else 0
+            for name in ("all_reduce", "broadcast")
+        }
+        for group in groups
+    ]
+    return (
+        [optimizer.state[parameter] for parameter, optimizer in zip(parameters, optimizers, strict=True)],
+        told,
+        counted,
+    )
 
 
 def test_values_per_element_are_averaged_over_those_that_have_them() -> None:
@@ -40,7 +54,8 @@ def test_values_per_element_are_averaged_over_those_that_have_them() -> None:
 
 
 def test_low_precision_is_averaged_in_float32() -> None:
-    values = [torch.full((2, 3), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)]  # in bfloat16 256 + 1 is 256
+    # in bfloat16 256 + 1 is 256
+    values = [torch.full((2, 3), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)]
     found, told, counted = averaged([{"momentum": value} for value in values])
     assert all(torch.equal(state["momentum"], torch.full((2, 3), 259 / 4).bfloat16()) for state in found)
     assert told == counted == [{"all_reduce": 24, "broadcast": 0}] * 4
@@ -49,7 +64,11 @@ def test_low_precision_is_averaged_in_float32() -> None:
 def test_counters_codes_and_plain_values_are_the_first_ones() -> None:
     codes = torch.tensor([1, 2, 3], dtype=torch.uint8)
     found, told, counted = averaged(
-        [{}, {"step": torch.tensor(7.0), "codes": codes, "warm": True}, {"step": torch.tensor(9.0), "codes": codes + 1, "warm": False}]
+        [
+            {},
+            {"step": torch.tensor(7.0), "codes": codes, "warm": True},
+            {"step": torch.tensor(9.0), "codes": codes + 1, "warm": False},
+        ]
     )
     for state in found:
         assert float(state["step"]) == 7.0 and state["warm"] is True
@@ -70,5 +89,7 @@ def test_nothing_is_sent_without_state() -> None:
 
 
 def test_what_cannot_be_averaged_is_said() -> None:
-    with pytest.raises(JobError, match=r"^SGD cannot be averaged over replicas: in its state, it is a object"):
+    with pytest.raises(
+        JobError, match=r"^SGD cannot be averaged over replicas: in its state, it is a object"
+    ):
         averaged([{"what": object()}, {}])

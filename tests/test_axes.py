@@ -69,12 +69,18 @@ def most_parts(mix: Callable[[Tensor], Tensor], length: int) -> int:
     job = replace(make_job("mlp", "sgd"), model=lambda: Tokens(mix), loss=shifted_loss)
     batch = {"tokens": torch.randint(11, (2, length), generator=torch.Generator().manual_seed(1))}
     layout = layout_of(capture(job, (batch, batch)), BUILT_IN)
-    return max(sum(1 for _ in axis.leaves()) for tensors in layout.values.values() for axes in tensors for axis in axes)
+    return max(
+        sum(1 for _ in axis.leaves())
+        for tensors in layout.values.values()
+        for axes in tensors
+        for axis in axes
+    )
 
 
 @pytest.mark.parametrize("mix", few([padded, torch.tanh, before, differences, doubling], 2))
 def test_parts_are_as_many_for_a_long_text_as_for_a_short_one(mix: Callable[[Tensor], Tensor]):
-    """A text and itself one token on were made one axis of as many parts as there are tokens: minutes at 800, a RecursionError at 900."""
+    """A text and itself one token on were made one axis of as many parts as there are tokens: minutes at 800,
+    a RecursionError at 900."""
     parts = most_parts(mix, 128)
     assert parts == most_parts(mix, 2048) <= 16
 
@@ -101,8 +107,9 @@ def test_an_axis_that_occurs_twice_is_split_where_that_ends():
 
 @pytest.mark.parametrize("newer_first", few([True, False]))
 def test_ways_do_not_grow_with_the_number_of_layers(newer_first: bool):
-    """Every layer made the axis of the one before the same as its own. Who then asked what an axis is went through all layers: half of the time that
-    80 of them took to be followed. With this many it would be minutes."""
+    """Every layer made the axis of the one before the same as its own. Who then asked what an axis is went
+    through all layers: half of the time that 80 of them took to be followed. With this many it would be
+    minutes."""
     axes = [product([Axis(2), concatenation([Axis(3), Axis(5)])]) for _ in range(5000)]
     for older, newer in pairwise(axes):
         assert unify(newer, older) if newer_first else unify(older, newer)
@@ -116,7 +123,9 @@ def test_ways_do_not_grow_with_the_number_of_layers(newer_first: bool):
 def test_gpt2_at_1024_tokens_equals_one_device(plan: str):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    settings = GPT2Config(vocab_size=31, n_positions=1024, n_embd=12, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    settings = GPT2Config(
+        vocab_size=31, n_positions=1024, n_embd=12, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
     texts = Samples(tokens=torch.randint(31, (2, 1024), generator=torch.Generator().manual_seed(1)))
     job = Job(
         model=lambda: GPT2LMHeadModel(settings),

@@ -1,4 +1,5 @@
-"""What a layout says two values have in common, against index arithmetic: random programs that take values apart and put them together."""
+"""What a layout says two values have in common, against index arithmetic: random programs that take values
+apart and put them together."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Address = tuple[tuple[int, int], ...]  # strips and places in them
 
 @dataclass
 class Written:
-    """A program of one's own. pairs: (node, element of an operand, element of the result) that are one by index arithmetic; of reshapes several are one."""
+    """A program of one's own. pairs: (node, element of an operand, element of the result) that are one by
+    index arithmetic; of reshapes several are one."""
 
     draw: random.Random
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -40,7 +42,16 @@ class Written:
         shape = tuple(target(*_on_meta(args, self.shapes)).shape)
         self.nodes.append(
             Node(
-                name=name, target=target, args=args, kwargs={}, context=Context(), path="", line=None, draw=None, num_draws=0, outputs=(_meta(shape),)
+                name=name,
+                target=target,
+                args=args,
+                kwargs={},
+                context=Context(),
+                path="",
+                line=None,
+                draw=None,
+                num_draws=0,
+                outputs=(_meta(shape),),
             )
         )
         self.shapes[name] = shape
@@ -79,7 +90,14 @@ class Written:
         elif kind == "reshape":
             self.call("merge", aten.reshape.default, (Ref(value), (shape[0] * shape[1],)))
         elif kind == "add":
-            self.call("add", aten.add.Tensor, (Ref(value), Ref(draw.choice([each for each, other in self.shapes.items() if other == shape]))))
+            self.call(
+                "add",
+                aten.add.Tensor,
+                (
+                    Ref(value),
+                    Ref(draw.choice([each for each, other in self.shapes.items() if other == shape])),
+                ),
+            )
 
     def offset(self, kind: str, refs: Sequence[str], told: tuple[Any, ...], number: int, dim: int) -> int:
         """Index of the result less that of the operand of this number, along dim."""
@@ -106,7 +124,8 @@ def _on_meta(args: Any, shapes: dict[str, tuple[int, ...]]) -> Any:
 
 
 def written(seed: int, num_nodes: int, size: int, *, without: str = "") -> tuple[Written, list[str]]:
-    """A random program on three vectors and two matrices; those of one number of dims are of one size, so that they meet."""
+    """A random program on three vectors and two matrices; those of one number of dims are of one size, so
+    that they meet."""
     made = Written(random.Random(seed))
     made.shapes = {"x": (size,), "y": (size,), "z": (size - 1,), "m": (4, size), "n": (4, size)}
     inputs = list(made.shapes)
@@ -126,7 +145,8 @@ def some_of(indices: range, draw: random.Random) -> Sequence[int]:
 
 
 def pairs_of(made: Written) -> list[tuple[Node, list[Element], list[Element], int]]:
-    """(node, elements of an operand that together are those of the result, the other way round where dims become one; number of the operand).
+    """(node, elements of an operand that together are those of the result, the other way round where dims
+    become one; number of the operand).
 
     Of long dims: some.
     """
@@ -147,14 +167,21 @@ def pairs_of(made: Written) -> list[tuple[Node, list[Element], list[Element], in
             for dim, size in enumerate(shape):
                 offset = made.offset(kind, refs, told, number, dim)
                 kept = range(max(0, -offset), min(size, out[dim] - offset))
-                found += [(node, [(ref, dim, index)], [(node.name, dim, index + offset)], number) for index in some_of(kept, made.draw)]
+                found += [
+                    (node, [(ref, dim, index)], [(node.name, dim, index + offset)], number)
+                    for index in some_of(kept, made.draw)
+                ]
     return found
 
 
 def address(axis: Axis, index: int, strips: dict[int, int]) -> Address:
     """Where an index of an axis is in the strips that the axis is made of."""
     if axis.kind is None:
-        return ((strips.setdefault(id(axis.strip), len(strips)), axis.start + index),) if axis.strip.size > 1 else ()
+        return (
+            ((strips.setdefault(id(axis.strip), len(strips)), axis.start + index),)
+            if axis.strip.size > 1
+            else ()
+        )
     if axis.kind == "concatenation":
         for part in axis.parts:
             if index < part.size:
@@ -181,14 +208,18 @@ def is_told(layout: Layout, node: Node, elements: Sequence[Element], number: int
 @pytest.mark.parametrize("sizes", [(12, 16, 24), (131_072, 999_999, 1_000_000)], ids=["small", "large"])
 @pytest.mark.parametrize("seed", range(30))
 def test_indices_that_a_node_pairs_are_one(seed: int, sizes: Sequence[int]):
-    """What a rank needs of an operand for its part of the result is what the cut gives it: or the node's label is one to be whole."""
+    """What a rank needs of an operand for its part of the result is what the cut gives it: or the node's
+    label is one to be whole."""
     made, inputs = written(seed, 14, sizes[seed % 3])
     layout = layout_of(made.program(inputs), BUILT_IN)
     strips: dict[int, int] = {}
     checked = 0
     for node, one, other, number in pairs_of(made):
         if is_told(layout, node, [*one, *other], number):
-            mine, theirs = (sum((address(layout.values[value][0][dim], index, strips) for value, dim, index in each), ()) for each in (one, other))
+            mine, theirs = (
+                sum((address(layout.values[value][0][dim], index, strips) for value, dim, index in each), ())
+                for each in (one, other)
+            )
             assert mine == theirs, f"{node.operator} {node.args}: {one} {mine}, {other} {theirs}"
             checked += 1
     assert checked
@@ -196,7 +227,8 @@ def test_indices_that_a_node_pairs_are_one(seed: int, sizes: Sequence[int]):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_indices_that_are_one_were_paired(seed: int):
-    """By any chain of nodes: slices, pads, concatenations and sums. A roll is whole, and its indices go by their places."""
+    """By any chain of nodes: slices, pads, concatenations and sums. A roll is whole, and its indices go by
+    their places."""
     made, inputs = written(seed, 16, (12, 16, 23)[seed % 3], without="reshape")
     layout = layout_of(made.program(inputs), BUILT_IN)
     spoken: dict[Element, Element] = {}
@@ -220,9 +252,14 @@ def test_indices_that_are_one_were_paired(seed: int):
 
 
 def places(axis: Axis, wanted: tuple[int, int], strips: dict[int, int]) -> list[int]:
-    """The indices of an axis that are this place of this strip: of strips one after another, not of products."""
+    """The indices of an axis that are this place of this strip: of strips one after another, not of
+    products."""
     if axis.kind is None:
-        here = axis.strip.size > 1 and strips.get(id(axis.strip)) == wanted[0] and 0 <= wanted[1] - axis.start < axis.size
+        here = (
+            axis.strip.size > 1
+            and strips.get(id(axis.strip)) == wanted[0]
+            and 0 <= wanted[1] - axis.start < axis.size
+        )
         return [wanted[1] - axis.start] if here else []
     found, before = [], 0
     for part in axis.parts if axis.kind == "concatenation" else ():
@@ -245,7 +282,10 @@ def together(made: Written, start: Element, most: int) -> set[Element] | None:
     while new and len(found) <= most:
         value, dim, index = new.pop()
         for other, along, offset in links.get((value, dim), ()):
-            if 0 <= index + offset < made.shapes[other][along] and (other, along, index + offset) not in found:
+            if (
+                0 <= index + offset < made.shapes[other][along]
+                and (other, along, index + offset) not in found
+            ):
                 found.add((other, along, index + offset))
                 new.append((other, along, index + offset))
     return None if new else found
@@ -253,14 +293,18 @@ def together(made: Written, start: Element, most: int) -> set[Element] | None:
 
 @pytest.mark.parametrize("seed", few(range(12), 4))
 def test_of_a_million_indices_those_that_are_one_were_paired(seed: int):
-    """Those of a few that are drawn. Of an axis that is added to itself further on every index is paired with every other: those are not followed."""
+    """Those of a few that are drawn. Of an axis that is added to itself further on every index is paired with
+    every other: those are not followed."""
     made, inputs = written(seed, 16, (131_072, 999_999, 1_000_000)[seed % 3], without="reshape")
     layout = layout_of(made.program(inputs), BUILT_IN)
     strips: dict[int, int] = {}
     followed = 0
     for value, dim in [(value, dim) for value, shape in made.shapes.items() for dim in range(len(shape))]:
         for index in some_of(range(made.shapes[value][dim]), made.draw):
-            paired, place = together(made, (value, dim, index), 2_000), address(layout.values[value][0][dim], index, strips)
+            paired, place = (
+                together(made, (value, dim, index), 2_000),
+                address(layout.values[value][0][dim], index, strips),
+            )
             if paired is None or not place:
                 continue
             for other, axes in layout.values.items():
@@ -286,7 +330,9 @@ def test_the_parts_of_a_cut_make_up_every_value_that_it_covers(seed: int):
                         for size, runs in zip(pieces.shape, row, strict=True)
                     ]
                     if all(map(len, dims)):
-                        whole[torch.meshgrid(*[torch.tensor(list(each)) for each in dims], indexing="ij")] += 1
+                        whole[
+                            torch.meshgrid(*[torch.tensor(list(each)) for each in dims], indexing="ij")
+                        ] += 1
                 assert (whole >= 1).all()
 
 
@@ -312,7 +358,12 @@ def test_a_program_has_as_many_parts_at_a_million_as_at_a_thousand(seed: int):
                 same = [name for name, shape in made.shapes.items() if shape == (length,)]
                 made.call("add", aten.add.Tensor, (Ref(value), Ref(made.draw.choice(same))))
         layout = layout_of(made.program(["x", "y", "m"]), BUILT_IN)
-        return [sum(1 for _ in axis.leaves()) for tensors in layout.values.values() for axes in tensors for axis in axes]
+        return [
+            sum(1 for _ in axis.leaves())
+            for tensors in layout.values.values()
+            for axes in tensors
+            for axis in axes
+        ]
 
     assert parts(1_000) == parts(1_000_000)
     assert max(parts(1_000_000)) <= 30

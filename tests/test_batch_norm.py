@@ -28,8 +28,11 @@ def model(seed: int, *layers: nn.Module) -> nn.Sequential:
     return made
 
 
-def together(models: Sequence[nn.Module], inputs: Sequence[Tensor], steps: int = 1) -> list[tuple[Tensor, Tensor | None]]:
-    """Each rank's output and gradient of the input, of the sum of a loss that is not symmetric in the outputs."""
+def together(
+    models: Sequence[nn.Module], inputs: Sequence[Tensor], steps: int = 1
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Each rank's output and gradient of the input, of the sum of a loss that is not symmetric in the
+    outputs."""
     turns = Turns()
     groups = simulated_groups(len(models), turns)
 
@@ -78,7 +81,9 @@ def test_equals_torch_on_the_joined_chunk(case: str, sizes: list[int]):
         out = one(joined)
         loss_of(out).backward()
     torch.testing.assert_close(torch.cat([output for output, _ in results]), out.detach(), **EXACT)
-    torch.testing.assert_close(torch.cat([grad for _, grad in results if grad is not None]), joined.grad, **EXACT)
+    torch.testing.assert_close(
+        torch.cat([grad for _, grad in results if grad is not None]), joined.grad, **EXACT
+    )
     for name, parameter in one.named_parameters():
         total = torch.stack([dict(each.named_parameters())[name].grad for each in models]).sum(0)  # type: ignore[arg-type]
         torch.testing.assert_close(total, parameter.grad, **EXACT)
@@ -96,7 +101,9 @@ def test_a_large_mean_loses_no_digits_in_float32():
     one = nn.BatchNorm2d(3).double()
     expected = one(torch.cat(inputs).double())
     # The inputs themselves have 6e-5 of rounding at 1000.
-    torch.testing.assert_close(torch.cat([output for output, _ in results]).double(), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        torch.cat([output for output, _ in results]).double(), expected, rtol=1e-3, atol=1e-3
+    )
     torch.testing.assert_close(models[0].running_var.double(), one.running_var, rtol=1e-4, atol=0)  # type: ignore[union-attr]
 
 
@@ -104,9 +111,14 @@ def test_half_precision_inputs_keep_float32_statistics():
     inputs = [torch.randn(size, 3, 4, dtype=torch.float64).bfloat16() for size in (4, 2)]
     models = [nn.BatchNorm1d(3) for _ in inputs]
     results = together(models, inputs)
-    assert all(output.dtype == torch.bfloat16 and grad is not None and grad.dtype == torch.bfloat16 for output, grad in results)
+    assert all(
+        output.dtype == torch.bfloat16 and grad is not None and grad.dtype == torch.bfloat16
+        for output, grad in results
+    )
     one = nn.BatchNorm1d(3)
-    torch.testing.assert_close(torch.cat([output for output, _ in results]), one(torch.cat(inputs)), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        torch.cat([output for output, _ in results]), one(torch.cat(inputs)), rtol=1e-2, atol=1e-2
+    )
     torch.testing.assert_close(models[0].running_mean, one.running_mean)
 
 
@@ -117,10 +129,17 @@ def test_inputs_without_gradient_still_train_the_layer():
     with ExitStack() as stack:
         for each, group in zip(models, simulated_groups(2, turns), strict=True):
             stack.enter_context(synchronise_batch_norm(each, group))
-        turns.run([lambda each=each, x=x: loss_of(each(x)).backward() for each, x in zip(models, inputs, strict=True)])
+        turns.run(
+            [
+                lambda each=each, x=x: loss_of(each(x)).backward()
+                for each, x in zip(models, inputs, strict=True)
+            ]
+        )
     one = model(0, nn.BatchNorm1d(3))
     loss_of(one(torch.cat(inputs))).backward()
-    torch.testing.assert_close(models[0][0].weight.grad + models[1][0].weight.grad, one[0].weight.grad, **EXACT)
+    torch.testing.assert_close(
+        models[0][0].weight.grad + models[1][0].weight.grad, one[0].weight.grad, **EXACT
+    )
 
 
 def test_a_rank_without_values_takes_part():
@@ -156,15 +175,24 @@ def test_a_layer_with_its_own_forward_is_refused():
             return super().forward(x) * 2
 
     made = nn.Sequential(nn.ReLU(), Own(3))
-    with pytest.raises(JobError, match="1 is a Own with a forward of its own"), synchronise_batch_norm(made, simulated_groups(1)[0]):
+    with (
+        pytest.raises(JobError, match="1 is a Own with a forward of its own"),
+        synchronise_batch_norm(made, simulated_groups(1)[0]),
+    ):
         pass
 
 
 def test_one_value_per_channel_is_an_error():
-    with pytest.raises(TrainingError, match="1 value"), synchronise_batch_norm(layer := nn.BatchNorm1d(3), simulated_groups(1)[0]):
+    with (
+        pytest.raises(TrainingError, match="1 value"),
+        synchronise_batch_norm(layer := nn.BatchNorm1d(3), simulated_groups(1)[0]),
+    ):
         layer(torch.randn(1, 3))
 
 
 def test_wrong_shapes_are_torchs_error():
-    with pytest.raises(ValueError, match="expected 4D"), synchronise_batch_norm(layer := nn.BatchNorm2d(3), simulated_groups(1)[0]):
+    with (
+        pytest.raises(ValueError, match="expected 4D"),
+        synchronise_batch_norm(layer := nn.BatchNorm2d(3), simulated_groups(1)[0]),
+    ):
         layer(torch.randn(1, 3))

@@ -1,7 +1,9 @@
-"""What a batch holds besides tensors is an input of a program, or what the program is for, or refused by name: it never stays what it was at first.
+"""What a batch holds besides tensors is an input of a program, or what the program is for, or refused by
+name: it never stays what it was at first.
 
-Found from outside: `collate` added `"sigma": float(x[0].abs().sum())` and the loss used `m(b["x"] * b["sigma"])`. Under tp and pp every step computed
-with the first batch's number, silently; the same with words that the loss turned into ids.
+Found from outside: `collate` added `"sigma": float(x[0].abs().sum())` and the loss used `m(b["x"] *
+b["sigma"])`. Under tp and pp every step computed with the first batch's number, silently; the same with words
+that the loss turned into ids.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
 def check(name: str, plan: str, steps: int = STEPS) -> None:
-    report = verify(job_with(*EQUAL[name]), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=steps)
+    report = verify(
+        job_with(*EQUAL[name]), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=steps
+    )
     assert report and report.passed
 
 
@@ -67,7 +71,12 @@ def test_metrics_have_values_of_their_own():
         seen: dict[int, float] = {}
         extra, loss = EQUAL["int that says how often"]
         job = job_with(extra, loss, evaluate=Evaluate(lambda: vectors(23), {"loss": loss}, every=1))
-        with Trainer(job, plan, devices="simulated", listener=Listener(evaluated=lambda step, found: seen.update({step: found["loss"]}))) as trainer:
+        with Trainer(
+            job,
+            plan,
+            devices="simulated",
+            listener=Listener(evaluated=lambda step, found: seen.update({step: found["loss"]})),
+        ) as trainer:
             trainer.fit()
         return seen
 
@@ -75,7 +84,10 @@ def test_metrics_have_values_of_their_own():
 
 
 def batches_with(name: str, values: list[Any]) -> list[dict[str, Any]]:
-    return [{"x": torch.full((2, 7), 1.0 + number), "y": torch.tensor([0, number % 5]), name: value} for number, value in enumerate(values)]
+    return [
+        {"x": torch.full((2, 7), 1.0 + number), "y": torch.tensor([0, number % 5]), name: value}
+        for number, value in enumerate(values)
+    ]
 
 
 def programs_of(loss: Any) -> Programs:
@@ -87,7 +99,9 @@ def read(programs: Programs, batch: Any) -> Any:
 
 
 def test_one_program_takes_all_numbers_and_one_is_read_for_every_text():
-    programs = programs_of(lambda m, b: (m(b["x"]) * (b["n"] if not isinstance(b["n"], str) else len(b["n"]))).sum())
+    programs = programs_of(
+        lambda m, b: (m(b["x"]) * (b["n"] if not isinstance(b["n"], str) else len(b["n"]))).sum()
+    )
     one, two = batches_with("n", [0.25, 0.5])
     assert read(programs, one) is read(programs, two) is programs.get(two)
     a, b, again = batches_with("n", ["a", "bb", "a"])
@@ -107,23 +121,32 @@ def test_an_input_may_be_one_number_and_another_a_value():
 
 
 def test_reading_for_ever_is_refused():
-    """A counter that Python looks at is another one in every step: MOST programs are read, and then its name is said."""
+    """A counter that Python looks at is another one in every step: MOST programs are read, and then its name
+    is said."""
     programs = programs_of(lambda m, b: m(b["x"]).sum() * (2.0 if b["step"] > 3 else 1.0))
     batches = batches_with("step", list(range(MOST + 1)))
     first = read(programs, batches[0])
     for batch in batches[1:-1]:  # as if they had been read
-        programs._known[_key(batch, True)].append(dataclasses.replace(first, others={"step": text_of(batch["step"])}))
-    with pytest.raises(CaptureError, match=f"looks at step of the batch, a int, in Python, and it has had {MOST} values so far"):
+        programs._known[_key(batch, True)].append(
+            dataclasses.replace(first, others={"step": text_of(batch["step"])})
+        )
+    with pytest.raises(
+        CaptureError,
+        match=f"looks at step of the batch, a int, in Python, and it has had {MOST} values so far",
+    ):
         read(programs, batches[-1])
 
 
 def test_lengths_and_orders_of_packed_sequences_count():
-    """Sums of lengths are equal here, so that the data has one shape; the sizes decide what runs, and the orders are tensors of the batch."""
+    """Sums of lengths are equal here, so that the data has one shape; the sizes decide what runs, and the
+    orders are tensors of the batch."""
     rows = torch.randn(3, 4, 3)
     leaves = {each: leaves_of(packed(rows, each)) for each in ((4, 1, 3), (1, 3, 4), (4, 2, 2))}
     first, moved, other = leaves.values()
     others = {name: text_of(value) for name, value in first.values.items()}
-    assert list(first.tensors) == ["data", "sorted_indices", "unsorted_indices"] and list(others) == ["batch_sizes"]
+    assert list(first.tensors) == ["data", "sorted_indices", "unsorted_indices"] and list(others) == [
+        "batch_sizes"
+    ]
     assert fits(others, moved.values) and not fits(others, other.values)
     again = first.rebuild(list(first.tensors.values()))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, packed(rows, (4, 1, 3)), strict=True))
@@ -155,9 +178,12 @@ def test_texts_are_equal_for_equal_values_and_only_for_them():
     texts = [text_of(value) for value in values]
     assert None not in texts and len(set(texts)) == len(texts)
     assert text_of([1, Opaque(2.0)]) is None and text_of({"a": {Opaque(1.0)}}) is None
-    assert text_of({None, 1}) == "{1, None}" and text_of({None, Opaque(1.0)}) is None  # None has a text, and hides no object without one
+    # None has a text, and hides no object without one
+    assert text_of({None, 1}) == "{1, None}" and text_of({None, Opaque(1.0)}) is None
 
 
 def test_lists_without_tensors_are_one_value():
-    leaves = leaves_of({"x": torch.ones(1), "names": ["a", "b"], "scales": [0.5, 1.5], "pair": (torch.ones(1), 3)})
+    leaves = leaves_of(
+        {"x": torch.ones(1), "names": ["a", "b"], "scales": [0.5, 1.5], "pair": (torch.ones(1), 3)}
+    )
     assert list(leaves.values) == ["names", "scales.0", "scales.1", "pair.1"]

@@ -39,11 +39,16 @@ def backward(loss: Tensor) -> None:
 class World:
     """Replicas of one model; `step` gives each its chunks, [replica][chunk]."""
 
-    def __init__(self, build: Callable[[], nn.Module], size: int, loss: Loss = total, *, synchronised: bool = False) -> None:
+    def __init__(
+        self, build: Callable[[], nn.Module], size: int, loss: Loss = total, *, synchronised: bool = False
+    ) -> None:
         self.loss = loss
         self.groups = [RecordedGroup(group, "dp") for group in simulated_groups(size)]
         self.models = [made(build) for _ in range(size)]
-        self.statistics = [RunningStatistics(model, group, synchronised=synchronised) for model, group in zip(self.models, self.groups, strict=True)]
+        self.statistics = [
+            RunningStatistics(model, group, synchronised=synchronised)
+            for model, group in zip(self.models, self.groups, strict=True)
+        ]
 
     def step(self, chunks: Sequence[Sequence[Tensor]]) -> None:
         for model, statistics, mine in zip(self.models, self.statistics, chunks, strict=True):
@@ -71,7 +76,9 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
     return build().double()
 
 
-def one_device(build: Callable[[], nn.Module], steps: Sequence[Sequence[Sequence[Tensor]]], loss: Loss = total) -> dict[str, Tensor]:
+def one_device(
+    build: Callable[[], nn.Module], steps: Sequence[Sequence[Sequence[Tensor]]], loss: Loss = total
+) -> dict[str, Tensor]:
     model = made(build)
     for chunks in steps:
         for x in (x for mine in chunks for x in mine):
@@ -80,32 +87,50 @@ def one_device(build: Callable[[], nn.Module], steps: Sequence[Sequence[Sequence
     return dict(model.named_buffers())
 
 
-def check(build: Callable[[], nn.Module], steps: Sequence[Sequence[Sequence[Tensor]]], loss: Loss = total) -> World:
+def check(
+    build: Callable[[], nn.Module], steps: Sequence[Sequence[Sequence[Tensor]]], loss: Loss = total
+) -> World:
     world = World(build, len(steps[0]), loss)
     for chunks in steps:
         world.step(chunks)
     found = world.buffers()
     for name, expected in one_device(build, steps, loss).items():
-        torch.testing.assert_close(found[name], expected, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], expected, **EXACT, msg=lambda text, name=name: f"{name}: {text}"
+        )
     return world
 
 
 def schedule(shape: tuple[int, ...] = (4,), steps: int = 3) -> list[list[list[Tensor]]]:
     """Three replicas of two chunks each, of uneven sizes; one chunk is empty."""
     sizes = [(3, 4), (2, 0), (5, 2)]
-    return [[inputs(*mine, shape=shape, seed=10 * replica + step) for replica, mine in enumerate(sizes)] for step in range(steps)]
+    return [
+        [inputs(*mine, shape=shape, seed=10 * replica + step) for replica, mine in enumerate(sizes)]
+        for step in range(steps)
+    ]
 
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch norm 1d": (lambda: nn.BatchNorm1d(4), (4,)),
-    "batch norm 2d": (lambda: nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3, momentum=0.3), nn.ReLU(), nn.BatchNorm2d(3)), (1, 4, 4)),
+    "batch norm 2d": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3, momentum=0.3), nn.ReLU(), nn.BatchNorm2d(3)
+        ),
+        (1, 4, 4),
+    ),
     "batch norm 3d": (lambda: nn.BatchNorm3d(2, affine=False), (2, 2, 3, 2)),
     "cumulative": (lambda: nn.Sequential(nn.BatchNorm1d(4, momentum=None), nn.BatchNorm1d(4)), (4,)),
     "momentum 0": (lambda: nn.BatchNorm1d(4, momentum=0.0), (4,)),
     "momentum 1": (lambda: nn.BatchNorm1d(4, momentum=1.0), (4,)),
     "instance norm": (lambda: nn.InstanceNorm1d(2, track_running_stats=True, momentum=0.2), (2, 5)),
-    "instance norm without momentum": (lambda: nn.InstanceNorm2d(2, track_running_stats=True, momentum=None), (2, 3, 3)),
-    "untracked": (lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.BatchNorm1d(4)), (4,)),
+    "instance norm without momentum": (
+        lambda: nn.InstanceNorm2d(2, track_running_stats=True, momentum=None),
+        (2, 3, 3),
+    ),
+    "untracked": (
+        lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.BatchNorm1d(4)),
+        (4,),
+    ),
 }
 
 
@@ -116,7 +141,8 @@ def test_running_statistics_are_one_devices(case: str):
 
 
 class TwiceOrNot(nn.Module):
-    """One layer runs twice per forward, another only when the data says so, a third is frozen in evaluation mode."""
+    """One layer runs twice per forward, another only when the data says so, a third is frozen in evaluation
+    mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +213,9 @@ def test_the_module_looks_unchanged_even_when_forward_fails():
                 model(inputs(size)[0])
         except RuntimeError:
             assert size == 3
-        assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(kept, look(), strict=True))
+        assert all(
+            torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(kept, look(), strict=True)
+        )
     run_in_steps([each.finish() for each in world.statistics])
     assert id(model.running_mean) == kept[1] and not torch.equal(model.running_mean, kept[4])
 
@@ -215,7 +243,10 @@ def test_predicted_bytes_are_counted_bytes(case: str):
     for chunks in schedule(shape):
         before = world.groups[0].counts["all_gather"].bytes if world.groups[0].counts else 0
         world.step(chunks)
-        assert world.groups[0].counts["all_gather"].bytes - before == world.statistics[0].bytes_per_step()["all_gather"]
+        assert (
+            world.groups[0].counts["all_gather"].bytes - before
+            == world.statistics[0].bytes_per_step()["all_gather"]
+        )
 
 
 class Others(nn.Module):
@@ -278,9 +309,13 @@ def test_an_average_per_class_moves_only_where_its_class_occurs():
                 self.seen[kind] = 0.8 * self.seen[kind] + 0.2 * row
             return self.linear(x)
 
-    # How often a class occurs in a chunk decides how much it decays, so the factor is constant only for single samples.
+    # How often a class occurs in a chunk decides how much it decays, so the factor is constant only for
+    # single samples.
     # What a replica has not seen yet it finds out when another one has.
-    steps = [[inputs(1, 1, seed=step), inputs(1, 0, seed=10 + step), inputs(1, 1, seed=20 + step)] for step in range(5)]
+    steps = [
+        [inputs(1, 1, seed=step), inputs(1, 0, seed=10 + step), inputs(1, 1, seed=20 + step)]
+        for step in range(5)
+    ]
     check(PerClass, steps)
 
 
@@ -301,8 +336,13 @@ def test_overwriting_with_the_same_value_is_not_leaving_alone():
                 self.by_size[len(x)] = 1.0 if len(x) == 4 else float(x.detach().sum())
             return self.linear(x)
 
-    # The first and last replica write the 5 that is there already, the second writes a 3; then only the first sees an odd size.
-    steps = [[inputs(5), inputs(3), inputs(5)], [inputs(4, 3), inputs(4, 2), inputs(2, 4)], [inputs(4, 4), inputs(5, 4), inputs(3, 4)]]
+    # The first and last replica write the 5 that is there already, the second writes a 3; then only the first
+    # sees an odd size.
+    steps = [
+        [inputs(5), inputs(3), inputs(5)],
+        [inputs(4, 3), inputs(4, 2), inputs(2, 4)],
+        [inputs(4, 4), inputs(5, 4), inputs(3, 4)],
+    ]
     assert not check(Sizes, steps).notes()
 
 
@@ -353,7 +393,8 @@ def test_chunks_read_buffers_as_the_step_found_them_which_is_said_once():
             scale = 0.5 * scale + 0.5 * x.abs().mean(0)
         found = world.buffers()
         torch.testing.assert_close(found["scale"], scale, **EXACT)  # a recurrence
-        assert int(found["pointer"]) == (int(before["pointer"]) + len(filled[-1])) % 6  # none: the last chunk's
+        # none: the last chunk's
+        assert int(found["pointer"]) == (int(before["pointer"]) + len(filled[-1])) % 6
         assert int(found["calls"]) == 5 * (number + 1)
         if number:  # in the first step it is also run on other values
             assert len(seen) == 5 and all(torch.equal(each, before["scale"]) for each in seen)
@@ -464,7 +505,8 @@ def test_without_a_way_to_run_again_other_buffers_count_as_no_recurrence():
 
 @pytest.mark.parametrize("runs_before", [0, 1, 3])
 def test_a_rank_that_is_lost_while_a_chunk_runs_again_ends_the_step(runs_before: int):
-    """It was taken for a forward that cannot run twice, or that refuses a value, so that the others went on and waited for it again."""
+    """It was taken for a forward that cannot run twice, or that refuses a value, so that the others went on
+    and waited for it again."""
 
     class Counter(nn.Module):
         def __init__(self) -> None:

@@ -27,13 +27,16 @@ pytestmark = pytest.mark.processes
 def _join(timeout_seconds: float = 20.0) -> C10dGroup:
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
     size = dist.get_world_size()
-    process_group = dist.new_group(list(range(size)), backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    process_group = dist.new_group(
+        list(range(size)), backend="gloo", timeout=timedelta(seconds=timeout_seconds)
+    )
     assert isinstance(process_group, dist.ProcessGroup)
     return C10dGroup(process_group, [f"rank {rank} (dp={rank})" for rank in range(size)])
 
 
 def _everything(group: Group) -> Steps[list[torch.Tensor]]:
-    """Every operation on odd sizes and empty tensors; values are small whole numbers, so that the order of a sum does not matter."""
+    """Every operation on odd sizes and empty tensors; values are small whole numbers, so that the order of a
+    sum does not matter."""
     n, rank = group.size, group.rank
     results: list[torch.Tensor] = []
 
@@ -55,7 +58,11 @@ def _everything(group: Group) -> Steps[list[torch.Tensor]]:
                 work.wait()  # a second wait changes nothing
                 results.append(output)
                 whole = numbers(count * n, dtype)
-                mine = whole[rank * count : (rank + 1) * count] if group.is_in_place else torch.empty(count, dtype=dtype)
+                mine = (
+                    whole[rank * count : (rank + 1) * count]
+                    if group.is_in_place
+                    else torch.empty(count, dtype=dtype)
+                )
                 work = group.reduce_scatter(mine, whole, op)
                 yield
                 work.wait()
@@ -75,15 +82,26 @@ def _everything(group: Group) -> Steps[list[torch.Tensor]]:
         for root in range(n):
             tensor = numbers(count)
             gathered = [torch.empty(count) for _ in range(n)] if rank == root else None
-            spread, mine = [numbers(count) + other for other in range(n)] if rank == root else None, torch.empty(count)
-            started = [group.broadcast(tensor, root), group.gather(gathered, numbers(count), root), group.scatter(mine, spread, root)]
+            spread, mine = (
+                [numbers(count) + other for other in range(n)] if rank == root else None,
+                torch.empty(count),
+            )
+            started = [
+                group.broadcast(tensor, root),
+                group.gather(gathered, numbers(count), root),
+                group.scatter(mine, spread, root),
+            ]
             yield
             for work in started:
                 work.wait()
             results += [tensor, mine, *(gathered or ())]
     # rank s sends (s + r) % n elements to rank r: some pieces are empty
     sizes = [(rank + other) % n for other in range(n)]
-    for mine, theirs in ((sizes, sizes), ([0] * n, [0] * n), ([3 if rank == 0 else 0] * n, [3, *[0] * (n - 1)])):
+    for mine, theirs in (
+        (sizes, sizes),
+        ([0] * n, [0] * n),
+        ([3 if rank == 0 else 0] * n, [3, *[0] * (n - 1)]),
+    ):
         output = torch.empty(sum(theirs))
         work = group.all_to_all(output, numbers(sum(mine)), theirs, mine)
         yield
@@ -156,7 +174,8 @@ def _many_at_once() -> tuple[list[int], bool]:
 
 
 def test_what_gloo_copies_is_bounded():
-    """zero=1 took more memory than zero=0: Gloo kept a copy of every bucket until the next step, and of all parameters while they were gathered."""
+    """zero=1 took more memory than zero=0: Gloo kept a copy of every bucket until the next step, and of all
+    parameters while they were gathered."""
     assert on_ranks(_many_at_once, 2) == [([2] * 6, True)] * 2
 
 
@@ -171,7 +190,8 @@ def _one_after_another() -> int:
 
 
 def test_operations_that_are_over_are_not_kept():
-    """Small ones were kept until 64 MiB had been gathered in all: millions of them in a long run, counted again by each."""
+    """Small ones were kept until 64 MiB had been gathered in all: millions of them in a long run, counted
+    again by each."""
     assert on_ranks(_one_after_another, 2) == [1, 1]
 
 
@@ -181,7 +201,9 @@ def _values_on_a_rank() -> object:
     def steps() -> Steps[object]:
         shared = yield from share(group, {"from": group.rank}, 1)
         collected = yield from collect(group, "x" * group.rank)
-        scattered = yield from scatter_objects(group, [{"rank": rank} for rank in range(group.size)] if group.rank == 2 else None, 2)
+        scattered = yield from scatter_objects(
+            group, [{"rank": rank} for rank in range(group.size)] if group.rank == 2 else None, 2
+        )
         try:
             yield from agree(group, {"seed": group.rank // 2})
         except CollectiveError as error:
@@ -193,7 +215,9 @@ def _values_on_a_rank() -> object:
 
 def test_values_travel_between_processes():
     text = "Ranks disagree: seed is 1 on rank 2 and 0 on rank 0."
-    assert on_ranks(_values_on_a_rank, 3) == [({"from": 1}, ["", "x", "xx"], {"rank": rank}, text) for rank in range(3)]
+    assert on_ranks(_values_on_a_rank, 3) == [
+        ({"from": 1}, ["", "x", "xx"], {"rank": rank}, text) for rank in range(3)
+    ]
 
 
 def _error_of(call: object) -> tuple[type, str, float]:
@@ -215,7 +239,8 @@ def _one_aborts() -> object:
         errors = _error_of(work.wait), _error_of(group.barrier)
         store.wait(["0", "2"], timedelta(seconds=30))  # this process lives on: no connection closes
         return errors
-    error = _error_of(lambda: [group.all_reduce(torch.ones(3)).wait() for _ in range(2)])  # the second one lacks rank 1
+    # the second one lacks rank 1
+    error = _error_of(lambda: [group.all_reduce(torch.ones(3)).wait() for _ in range(2)])
     store.set(str(group.rank), "")
     return error
 
@@ -237,12 +262,21 @@ def _one_is_killed() -> object:
     group.barrier().wait()
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return _error_of(lambda: group.recv(torch.empty(2), 1).wait() if group.rank == 2 else group.all_reduce(torch.ones(5)).wait())
+    return _error_of(
+        lambda: (
+            group.recv(torch.empty(2), 1).wait()
+            if group.rank == 2
+            else group.all_reduce(torch.ones(5)).wait()
+        )
+    )
 
 
 def test_a_killed_process_fails_operations_of_the_others_at_once():
     first, _, third = on_ranks(_one_is_killed, 3, may_die=[1])
-    for rank, operation, (kind, text, seconds) in ((0, "all_reduce of 20 bytes", first), (2, "recv of 8 bytes from rank 1 (dp=1)", third)):
+    for rank, operation, (kind, text, seconds) in (
+        (0, "all_reduce of 20 bytes", first),
+        (2, "recv of 8 bytes from rank 1 (dp=1)", third),
+    ):
         assert kind is PeerLostError
         assert text.startswith(f"rank {rank} (dp={rank}) lost one of rank ") and f" in {operation}: " in text
         assert seconds < 5

@@ -1,4 +1,5 @@
-"""What is kept on disk is believed where everything that it depends on is equal, and the file is whole and this user's; else it is as if it were not there."""
+"""What is kept on disk is believed where everything that it depends on is equal, and the file is whole and
+this user's; else it is as if it were not there."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def test_what_was_put_is_found_again_by_this_user_alone(cache: Cache):
     assert cache.get("reading", "a loss", PARTS).why == "no earlier run has kept it"
     assert cache.put("reading", "a loss", PARTS, b"content") is None
     assert cache.get("reading", "a loss", PARTS).content == b"content"
-    assert cache.directory.stat().st_mode & 0o777 == 0o700 and only_file(cache).stat().st_mode & 0o777 == 0o600
+    assert (
+        cache.directory.stat().st_mode & 0o777 == 0o700 and only_file(cache).stat().st_mode & 0o777 == 0o600
+    )
 
 
 def test_a_miss_says_which_part_is_another_one(cache: Cache):
@@ -65,7 +68,9 @@ def elsewhere(path: Path) -> None:
     path.symlink_to(path.parent.parent / "there")
 
 
-@pytest.mark.parametrize("spoil", [damaged, truncated, emptied, of_something_else, for_all_to_write, elsewhere])
+@pytest.mark.parametrize(
+    "spoil", [damaged, truncated, emptied, of_something_else, for_all_to_write, elsewhere]
+)
 def test_a_file_that_is_not_ours_and_whole_is_not_believed_and_goes(spoil, cache: Cache):
     cache.put("reading", "a loss", PARTS, b"content")
     spoil(only_file(cache))
@@ -75,7 +80,9 @@ def test_a_file_that_is_not_ours_and_whole_is_not_believed_and_goes(spoil, cache
     assert cache.get("reading", "a loss", PARTS).content == b"content"
 
 
-def test_a_directory_of_another_user_or_open_to_others_is_not_believed(cache: Cache, monkeypatch: pytest.MonkeyPatch):
+def test_a_directory_of_another_user_or_open_to_others_is_not_believed(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+):
     cache.put("reading", "a loss", PARTS, b"content")
     own = os.geteuid()
     with monkeypatch.context() as patched:
@@ -88,7 +95,9 @@ def test_a_directory_of_another_user_or_open_to_others_is_not_believed(cache: Ca
     assert cache.get("reading", "a loss", PARTS).content == b"content"
 
 
-def test_where_nothing_can_be_written_it_says_so(tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch):
+def test_where_nothing_can_be_written_it_says_so(
+    tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+):
     """A file where the directory should be; a full disk, after which nothing is left of what was written."""
     (tmp_path / "file").write_text("")
     inside = Cache(tmp_path / "file" / "kept")
@@ -100,7 +109,9 @@ def test_where_nothing_can_be_written_it_says_so(tmp_path: Path, cache: Cache, m
 
     for call in ("link", "replace"):
         monkeypatch.setattr(f"os.{call}", full)
-    assert "cannot be written (No space left on device)" in (cache.put("reading", "a loss", PARTS, b"content") or "")
+    assert "cannot be written (No space left on device)" in (
+        cache.put("reading", "a loss", PARTS, b"content") or ""
+    )
     assert list(cache.directory.iterdir()) == []
 
 
@@ -118,7 +129,11 @@ def test_the_least_used_goes_when_there_is_no_more_room(tmp_path: Path):
             os.utime(path, (number, number)) if path.stat().st_mtime > 1000 else None
     cache.get("reading", "first", {"loss": "first"})  # now it is the newest
     cache.put("reading", "fourth", {"loss": "fourth"}, bytes(300))
-    there = [loss for loss in ("first", "second", "third", "fourth") if cache.get("reading", loss, {"loss": loss}).content]
+    there = [
+        loss
+        for loss in ("first", "second", "third", "fourth")
+        if cache.get("reading", loss, {"loss": loss}).content
+    ]
     assert there == ["first", "third", "fourth"]
     assert "more than the 1500 that may be kept" in (cache.put("reading", "large", PARTS, bytes(2000)) or "")
 

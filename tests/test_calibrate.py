@@ -1,4 +1,5 @@
-"""What is measured has every kind in both directions, and more work takes more time. How fast anything is, no test says."""
+"""What is measured has every kind in both directions, and more work takes more time. How fast anything is, no
+test says."""
 
 from __future__ import annotations
 
@@ -25,14 +26,19 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_every_kind_is_measured_forward_and_backward():
-    machine = machine_of(measure_operators(torch.device("cpu"), seconds=0.05), (), torch.device("cpu"), cores=1)
-    assert {(each.kind, each.backward) for each in machine.operations} == {(kind, backward) for kind in KINDS for backward in (False, True)}
+    machine = machine_of(
+        measure_operators(torch.device("cpu"), seconds=0.05), (), torch.device("cpu"), cores=1
+    )
+    assert {(each.kind, each.backward) for each in machine.operations} == {
+        (kind, backward) for kind in KINDS for backward in (False, True)
+    }
     assert {each.dtype for each in machine.operations if each.kind == "matmul"} == {"float32", "bfloat16"}
     for each in machine.operations:
         works, seconds = zip(*each.points, strict=True)
         assert list(works) == sorted(works)
         assert list(seconds) == sorted(seconds)
-        # A thousand times the work, and a machine that does not take twice the time, would be broken measuring.
+        # A thousand times the work, and a machine that does not take twice the time, would be broken
+        # measuring.
         assert works[-1] < 1000 * works[0] or seconds[-1] > 2 * seconds[0]
     assert machine.memory_bytes > 2**28 and machine.threads == torch.get_num_threads()
 
@@ -41,7 +47,10 @@ def test_every_kind_is_measured_forward_and_backward():
 @pytest.mark.long
 def test_two_ranks_measure_their_links_and_write_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     path, records = tmp_path / "machine.json", tmp_path / "records"
-    assert main(["calibrate", "--devices", "cpu", "--ranks", "2", "--out", str(path), "--json", str(records)]) == 0
+    assert (
+        main(["calibrate", "--devices", "cpu", "--ranks", "2", "--out", str(path), "--json", str(records)])
+        == 0
+    )
     machine = load(path)
     apart = [link.collective for link in machine.links if not link.in_place and not link.algorithm]
     assert apart == list(COLLECTIVES)
@@ -49,7 +58,9 @@ def test_two_ranks_measure_their_links_and_write_the_file(tmp_path: Path, capfd:
     assert {(link.ranks, link.among, link.place) for link in machine.links} == {(2, 2, "inside")}
     assert all(len(link.points) == 4 for link in machine.links)
     assert machine.ranks == 2 and machine.transport in ("shm", "gloo")
-    assert {link.collective for link in machine.links if link.in_place} == ({"all_reduce", "reduce_scatter"} if machine.transport == "shm" else set())
+    assert {link.collective for link in machine.links if link.in_place} == (
+        {"all_reduce", "reduce_scatter"} if machine.transport == "shm" else set()
+    )
     assert [crowd.ranks for crowd in machine.crowds] == [1, 2] and machine.crowds[0].compute == 1.0
     text = capfd.readouterr().out
     assert f"written to {path}" in text
@@ -57,14 +68,23 @@ def test_two_ranks_measure_their_links_and_write_the_file(tmp_path: Path, capfd:
     assert f"collectives over {machine.transport}" in text and "residual" in text and "busy ranks" in text
     assert "25 MiB over 2 ranks, " in text
     events = [json.loads(line)["event"] for line in records.read_text().splitlines()]
-    assert events == ["machine", *["operator"] * len(machine.operations), *["link"] * len(machine.links), *["crowd"] * 2, *["all_reduce"] * 4]
+    assert events == [
+        "machine",
+        *["operator"] * len(machine.operations),
+        *["link"] * len(machine.links),
+        *["crowd"] * 2,
+        *["all_reduce"] * 4,
+    ]
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_every_number_of_ranks_up_to_four_is_measured_with_its_divisors(tmp_path: Path):
     path = tmp_path / "machine.json"
-    assert main(["calibrate", "--devices", "cpu", "--ranks", "4", "--transport", "gloo", "--out", str(path)]) == 0
+    assert (
+        main(["calibrate", "--devices", "cpu", "--ranks", "4", "--transport", "gloo", "--out", str(path)])
+        == 0
+    )
     machine = load(path)
     assert machine.transport == "gloo"
     assert {(link.ranks, link.among) for link in machine.links} == {(2, 2), (3, 3), (4, 4), (2, 4)}
@@ -73,15 +93,30 @@ def test_every_number_of_ranks_up_to_four_is_measured_with_its_divisors(tmp_path
 
 def test_parts_are_joined_and_operators_are_those_of_most_ranks():
     def company(ranks: int, factor: float, again: float = 1.0) -> Company:
-        link = Link(collective="send", ranks=ranks, latency_seconds=factor, bytes_per_second=1.0, residual=0.0)
+        link = Link(
+            collective="send", ranks=ranks, latency_seconds=factor, bytes_per_second=1.0, residual=0.0
+        )
         factors = {1: 1.0, 2: again, ranks: factor}
-        return Company(links=(link,), crowds=tuple(Crowd(ranks=n, threads=1, compute=each, memory=2 * each) for n, each in factors.items()))
+        return Company(
+            links=(link,),
+            crowds=tuple(
+                Crowd(ranks=n, threads=1, compute=each, memory=2 * each) for n, each in factors.items()
+            ),
+        )
 
     most = company(4, 4.0, again=7.0)
-    whole = joined([company(2, 2.0), company(3, 3.0, again=2.5)], example(links=most.links, crowds=most.crowds, ranks=4, call_seconds=4.0))
+    whole = joined(
+        [company(2, 2.0), company(3, 3.0, again=2.5)],
+        example(links=most.links, crowds=most.crowds, ranks=4, call_seconds=4.0),
+    )
     assert whole.ranks == 4 and whole.call_seconds == 4.0
     assert [link.ranks for link in whole.links] == [2, 3, 4]
-    assert [(crowd.ranks, crowd.compute, crowd.memory) for crowd in whole.crowds] == [(1, 1.0, 2.0), (2, 2.5, 5.0), (3, 3.0, 6.0), (4, 4.0, 8.0)]
+    assert [(crowd.ranks, crowd.compute, crowd.memory) for crowd in whole.crowds] == [
+        (1, 1.0, 2.0),
+        (2, 2.5, 5.0),
+        (3, 3.0, 6.0),
+        (4, 4.0, 8.0),
+    ]
     assert numbers_of_ranks(6) == [2, 3, 4, 6]
 
 
@@ -97,6 +132,8 @@ def test_a_request_for_no_ranks_is_refused():
         (["--devices", "cuda", "--ranks", "64"], "needs 64 GPUs"),
     ],
 )
-def test_a_wrong_request_is_one_sentence_and_2(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_request_is_one_sentence_and_2(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+):
     assert main(["calibrate", *words]) == 2
     assert sentence in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Programs equal eager: loss, gradients, buffers and draws, in float32 and float64, and what the raw export does instead."""
+"""Programs equal eager: loss, gradients, buffers and draws, in float32 and float64, and what the raw export
+does instead."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from meshloom.program.ir.program import Program
 from meshloom.program.run.execute import run_program
 
 ALL: dict[str, Model] = {**OWN, **TRANSFORMERS}
-# Where transformers itself runs other kernels while it is traced (an explicit causal mask), the last bits differ; so does the sum of a
-# gradient that checkpointed blocks bring in parts.
+# Where transformers itself runs other kernels while it is traced (an explicit causal mask), the last bits
+# differ; so does the sum of a gradient that checkpointed blocks bring in parts.
 NOT_BITWISE = {"llama", "mixtral", "checkpointed"}
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -33,7 +34,14 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 def job_of(model: Model) -> Job:
     build, loss, _ = model
-    return Job(model=build, loss=loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), data=lambda: [0], batch_size=1, steps=1)
+    return Job(
+        model=build,
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=lambda: [0],
+        batch_size=1,
+        steps=1,
+    )
 
 
 def batches_of(model: Model, count: int = 4) -> list[Any]:
@@ -44,7 +52,12 @@ def batches_of(model: Model, count: int = 4) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}", marks=pytest.mark.slow if lifted != place % 2 else ())
+        pytest.param(
+            name,
+            dtype,
+            id=f"{name}-{str(dtype).removeprefix('torch.')}",
+            marks=pytest.mark.slow if lifted != place % 2 else (),
+        )
         for place, name in enumerate(ALL)
         for lifted, dtype in enumerate((torch.float32, torch.float64))
     ],
@@ -77,15 +90,26 @@ def test_lifted_program_computes_all_in_float64_near_the_unlifted_value(name: st
     low = run_program(program, dict(eager.named_parameters()), dict(eager.named_buffers()), batch)
     eager.double() if name != "rotary" else eager.to(torch.complex128).double()
     lifted = {name: each.detach().double().requires_grad_() for name, each in eager.named_parameters()}
-    buffers = {name: each.double() if each.is_floating_point() else each for name, each in eager.named_buffers()}
+    buffers = {
+        name: each.double() if each.is_floating_point() else each for name, each in eager.named_buffers()
+    }
     if name == "rotary":
         buffers = {key: each.to(torch.complex128) for key, each in model[0]().named_buffers()}
     value = run_program(program, lifted, buffers, batch, dtype=torch.float64)
     assert value.dtype == torch.float64
     # bfloat16 has 8 bits, and the loss is a mean of squares; the others are float32's rounding.
-    torch.testing.assert_close(value.float(), low.float(), rtol=2e-2 if name in ("autocast", "precisions") else 1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        value.float(), low.float(), rtol=2e-2 if name in ("autocast", "precisions") else 1e-5, atol=1e-6
+    )
     seen: list[torch.dtype] = []
-    run_program(program, lifted, buffers, batch, dtype=torch.float64, visit=lambda node, each: seen.extend(_floats(each)))
+    run_program(
+        program,
+        lifted,
+        buffers,
+        batch,
+        dtype=torch.float64,
+        visit=lambda node, each: seen.extend(_floats(each)),
+    )
     assert set(seen) <= {torch.float64, torch.complex128}
 
 
@@ -97,11 +121,15 @@ def _floats(value: Any) -> Iterator[torch.dtype]:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_job_is_read_on_the_device_of_its_batch(training: bool):
-    """Metrics, and batches of new shapes, are read while the run goes on, from batches that lie on the GPU; the model that was built for it lay on the CPU."""
+    """Metrics, and batches of new shapes, are read while the run goes on, from batches that lie on the GPU;
+    the model that was built for it lay on the CPU."""
     job = make_job("mlp", "sgd")
     data = job.data()
     batches = [default_collate([data[0], data[1]]), default_collate([data[2], data[3]])]
-    there = [leaves_of(batch).rebuild([leaf.to("meta") for leaf in leaves_of(batch).tensors.values()]) for batch in batches]
+    there = [
+        leaves_of(batch).rebuild([leaf.to("meta") for leaf in leaves_of(batch).tensors.values()])
+        for batch in batches
+    ]
     program = capture(job, (there[0], there[1]), training=training)
     assert program.device.type == "meta"
     assert [str(node.target) for node in program.nodes] == [
@@ -116,7 +144,10 @@ def test_draws_are_those_of_keyed_eager():
     seed_everything(0)
     eager = model[0]()
     seen: list[list[str]] = []
-    for run in (lambda: model[1](eager, second), lambda: run_program(program, dict(eager.named_parameters()), {}, second)):
+    for run in (
+        lambda: model[1](eager, second),
+        lambda: run_program(program, dict(eager.named_parameters()), {}, second),
+    ):
         seed_everything(11)
         with KeyedDraws(seen=(draws := [])):
             run()
@@ -195,7 +226,8 @@ def test_entries_that_were_one_tensor_stay_two_inputs():
     model, loss = nn.Linear(3, 2), lambda model, batch: (model(batch["a"]) * model(batch["b"])).sum()
     same, a, b = torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 3)
     fresh = {"a": a, "b": b}
-    assert torch.equal(raw(model, loss, {"a": same, "b": same})(fresh), loss(model, {"a": b, "b": b}))  # one input for ever
+    # one input for ever
+    assert torch.equal(raw(model, loss, {"a": same, "b": same})(fresh), loss(model, {"a": b, "b": b}))
     program = capture_module(model, loss, ({"a": same, "b": same}, {"a": a, "b": a}))
     assert torch.equal(run(program, model, fresh), loss(model, fresh))
 
@@ -218,23 +250,32 @@ def test_grad_mode_inside_of_autocast_is_kept_where_raw_export_loses_it():
     program = capture_module(model, loss, (batch, other))
     found = gradients(run(program, model, batch), model.parameters())
     assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
-    assert all(isinstance(node.target, torch._ops.OpOverload) or node.operator == "getitem" for node in program.nodes)
+    assert all(
+        isinstance(node.target, torch._ops.OpOverload) or node.operator == "getitem" for node in program.nodes
+    )
 
 
 def test_no_grad_is_kept_where_decomposing_loses_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # decomposing shows progress, and would leave a thread behind
+    # decomposing shows progress, and would leave a thread behind
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     build, loss, _ = OWN["no_grad"]
     seed_everything(0)
     model = build()
     batch, other = batches_of(OWN["no_grad"], 2)
     expected = gradients(loss(model, batch), model.parameters())
-    decomposed = torch.export.export(Loss(model, loss), (batch,), strict=False).run_decompositions({}).module()
+    decomposed = (
+        torch.export.export(Loss(model, loss), (batch,), strict=False).run_decompositions({}).module()
+    )
     wrong = gradients(decomposed(batch), decomposed.parameters())
     used = [one is not None for one in expected]
     assert not all(used) and all(one is not None for one in wrong)  # the target network would be trained
     found = gradients(run(capture_module(model, loss, (batch, other)), model, batch), model.parameters())
     assert [one is not None for one in found] == used
-    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True) if one is not None and two is not None)
+    assert all(
+        torch.equal(one, two)
+        for one, two in zip(found, expected, strict=True)
+        if one is not None and two is not None
+    )
 
 
 def test_reentrant_checkpoint_has_a_gradient_where_raw_export_has_none():
@@ -256,27 +297,43 @@ def test_threads_capture_one_after_another():
 
 
 def test_in_place_operators_are_gone_and_batch_norm_still_trains(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # decomposing shows progress, and would leave a thread behind
+    # decomposing shows progress, and would leave a thread behind
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     build, loss, _ = OWN["in_place"]
     seed_everything(0)
     model = build()
     batch, other = batches_of(OWN["in_place"], 2)
     targets = [str(node.target) for node in raw(model, loss, batch).graph.nodes]
     assert "aten.relu_.default" in targets and "aten.add_.Tensor" in targets
-    decomposed = torch.export.export(Loss(model, loss), (batch,), strict=False).run_decompositions({}).module()
+    decomposed = (
+        torch.export.export(Loss(model, loss), (batch,), strict=False).run_decompositions({}).module()
+    )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         decomposed(batch).backward()
     program = capture_module(model, loss, (batch, other))
-    mutable = [node.operator for node in program.nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False)]
+    mutable = [
+        node.operator
+        for node in program.nodes
+        if getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+    ]
     assert mutable == []
-    assert program.in_place == {"norm.running_mean", "norm.running_var", "norm2.running_mean", "norm2.running_var"}
+    assert program.in_place == {
+        "norm.running_mean",
+        "norm.running_var",
+        "norm2.running_mean",
+        "norm2.running_var",
+    }
     assert set(program.updates) == {"norm.num_batches_tracked", "norm2.num_batches_tracked"}
 
 
 def test_batch_size_device_and_default_dtype_are_not_baked_in():
     class Constructs(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x * torch.ones(x.shape[1], device=x.device) + torch.arange(3, device=x.device) + torch.zeros(3)
+            return (
+                x * torch.ones(x.shape[1], device=x.device)
+                + torch.arange(3, device=x.device)
+                + torch.zeros(3)
+            )
 
     model, loss = Constructs(), lambda model, batch: model(batch).sum()
     batch = torch.randn(4, 3)
@@ -285,7 +342,9 @@ def test_batch_size_device_and_default_dtype_are_not_baked_in():
         exported(torch.randn(5, 3))
     assert "device(type='cpu')" in exported.code  # for ever
     program = capture_module(model, loss, (batch, torch.randn(4, 3)))
-    with pytest.raises(CaptureError, match=r"batch of the batch has shape \[5, 3\], and the program is for \[4, 3\]"):
+    with pytest.raises(
+        CaptureError, match=r"batch of the batch has shape \[5, 3\], and the program is for \[4, 3\]"
+    ):
         run(program, model, torch.randn(5, 3))
     assert torch.equal(run(program, model, batch), loss(model, batch))
     on_meta = run(program, model, batch, device="meta")
@@ -304,9 +363,15 @@ def test_evaluation_is_another_program_where_raw_export_cannot_switch():
     batch = default_collate([job.data()[each] for each in range(6)])
     with pytest.raises(NotImplementedError):
         raw(job.model(), job.loss, batch).eval()
-    train, evaluate = (capture(job, (batch, {**batch, "x": batch["x"] + 1}), training=training) for training in (True, False))
+    train, evaluate = (
+        capture(job, (batch, {**batch, "x": batch["x"] + 1}), training=training) for training in (True, False)
+    )
     assert train.training and not evaluate.training
-    assert not evaluate.in_place and not evaluate.updates and all(node.draw is None for node in evaluate.nodes if node.operator == "dropout")
+    assert (
+        not evaluate.in_place
+        and not evaluate.updates
+        and all(node.draw is None for node in evaluate.nodes if node.operator == "dropout")
+    )
 
 
 def test_state_is_not_shared_with_the_module():

@@ -26,28 +26,54 @@ Words = tuple[list[Floats], list[Change], list[Floats], list[Floats]]
 def drawn(seed: int, *, unknowns: int, users: int, barred: float = 0.1) -> Words:
     """A random problem: options, changes, and bytes of both. An unknown may want what it makes itself."""
     draw = random.Random(seed)
-    numbers: Callable[[], float] = lambda: math.inf if draw.random() < barred else draw.choice([0.0, draw.uniform(0, 9)])  # noqa: E731
+    numbers: Callable[[], float] = lambda: (  # noqa: E731
+        math.inf if draw.random() < barred else draw.choice([0.0, draw.uniform(0, 9)])
+    )
     sizes = [draw.randint(1, 4) for _ in range(unknowns)]
     own = [np.array([0.0 if value == 0 else numbers() for value in range(size)]) for size in sizes]
     changes: list[Change] = []
     for source in range(unknowns):
         targets = draw.randint(1, 4)
-        costs = np.array([[numbers() if value else draw.uniform(0, 9) for _ in range(targets)] for value in range(sizes[source])])
-        wants = {user: np.zeros((sizes[user], targets), dtype=bool) for user in draw.sample(range(unknowns), draw.randint(1, users))}
+        costs = np.array(
+            [
+                [numbers() if value else draw.uniform(0, 9) for _ in range(targets)]
+                for value in range(sizes[source])
+            ]
+        )
+        wants = {
+            user: np.zeros((sizes[user], targets), dtype=bool)
+            for user in draw.sample(range(unknowns), draw.randint(1, users))
+        }
         for each in wants.values():
             for row in each:
                 row[draw.randrange(targets)] = draw.random() < 0.9
-        changes.append(Change(source=source, costs=costs, wants=wants, always=np.array([draw.random() < 0.05 for _ in range(targets)])))
+        changes.append(
+            Change(
+                source=source,
+                costs=costs,
+                wants=wants,
+                always=np.array([draw.random() < 0.05 for _ in range(targets)]),
+            )
+        )
     own_bytes = [np.array([draw.uniform(0, 5) for _ in each]) for each in own]
-    return own, changes, own_bytes, [np.array([[draw.uniform(0, 5) for _ in row] for row in each.costs]) for each in changes]
+    return (
+        own,
+        changes,
+        own_bytes,
+        [np.array([[draw.uniform(0, 5) for _ in row] for row in each.costs]) for each in changes],
+    )
 
 
-def naive(values: Sequence[int], own: Sequence[Floats], changes: Sequence[Change], tables: Sequence[Floats]) -> float:
+def naive(
+    values: Sequence[int], own: Sequence[Floats], changes: Sequence[Change], tables: Sequence[Floats]
+) -> float:
     """What a combination costs, in the words of the definition."""
     total = sum(float(each[value]) for each, value in zip(own, values, strict=True))
     for change, table in zip(changes, tables, strict=True):
         for target in range(table.shape[1]):
-            if change.always[target] or any(wants[values[user], target] for user, wants in change.wants.items()):
+            if change.always[target] or any(
+                wants[values[user], target] for user, wants in change.wants.items()
+            ):
                 total += float(table[values[change.source], target])
     return total
 
@@ -56,7 +82,14 @@ def all_of(words: Words) -> list[tuple[tuple[int, ...], float, float]]:
     """Every combination: values, cost, bytes."""
     own, changes, own_bytes, change_bytes = words
     rows = itertools.product(*(range(len(each)) for each in own))
-    return [(row, naive(row, own, changes, [each.costs for each in changes]), naive(row, own_bytes, changes, change_bytes)) for row in rows]
+    return [
+        (
+            row,
+            naive(row, own, changes, [each.costs for each in changes]),
+            naive(row, own_bytes, changes, change_bytes),
+        )
+        for row in rows
+    ]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -64,8 +97,11 @@ def test_no_combination_is_cheaper(seed: int):
     words = drawn(seed, unknowns=6, users=3)
     every = all_of(words)
     found = cheapest(*words[:2])
-    assert found is not None and found.total == pytest.approx(min(cost for _, cost, _ in every), rel=1e-12)  # sums in another order
-    assert naive(found.values, *words[:2], [each.costs for each in words[1]]) == pytest.approx(found.total, rel=1e-12)
+    # sums in another order
+    assert found is not None and found.total == pytest.approx(min(cost for _, cost, _ in every), rel=1e-12)
+    assert naive(found.values, *words[:2], [each.costs for each in words[1]]) == pytest.approx(
+        found.total, rel=1e-12
+    )
     for unknown, bounds in enumerate(found.with_each):
         for value, bound in enumerate(bounds):
             least = min(cost for row, cost, _ in every if row[unknown] == value)
@@ -74,8 +110,11 @@ def test_no_combination_is_cheaper(seed: int):
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("largest", [2**6, 2**11])
-def test_what_is_too_large_for_one_table_is_done_by_shares(seed: int, largest: int, monkeypatch: pytest.MonkeyPatch):
-    """Small tables stand for the large ones that a change with many users would take; with 2^6 entries, some are done by steps."""
+def test_what_is_too_large_for_one_table_is_done_by_shares(
+    seed: int, largest: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Small tables stand for the large ones that a change with many users would take; with 2^6 entries, some
+    are done by steps."""
     words = drawn(seed, unknowns=9, users=6, barred=0.0)
     exact = cheapest(*words[:2])
     monkeypatch.setattr(meshloom.tensor_parallel.search.bucket_elimination, "LARGEST", largest)
@@ -88,8 +127,11 @@ def test_what_is_too_large_for_one_table_is_done_by_shares(seed: int, largest: i
         assert bool((bounds <= least + 1e-9).all())
 
 
-def test_what_is_found_by_steps_is_better_than_where_they_began_and_not_said_to_be_the_best(monkeypatch: pytest.MonkeyPatch):
-    """An integer program that had to stop was taken for the best, and what it had not divided was said to cost more than it saves."""
+def test_what_is_found_by_steps_is_better_than_where_they_began_and_not_said_to_be_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """An integer program that had to stop was taken for the best, and what it had not divided was said to
+    cost more than it saves."""
     words = drawn(7, unknowns=40, users=4, barred=0.0)
     exact = cheapest(*words[:2])
     monkeypatch.setattr(meshloom.tensor_parallel.search.bucket_elimination, "LARGEST", 2**7)
@@ -105,7 +147,8 @@ def test_an_integer_program_finds_the_same(seed: int):
     found, other = cheapest(*words[:2]), cheapest_integers(*words[:2])
     assert found is not None and other is not None
     assert found.total <= other[1] * (1 + 1e-9) and other[1] <= found.total * 1.002  # the solver's gap
-    assert naive(other[0], *words[:2], [each.costs for each in words[1]]) == pytest.approx(other[1], rel=1e-6)  # the solver's tolerance
+    # the solver's tolerance
+    assert naive(other[0], *words[:2], [each.costs for each in words[1]]) == pytest.approx(other[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", few(range(12), 4))
@@ -120,7 +163,8 @@ def test_a_limit_is_kept_at_the_least_cost(seed: int):
         _, cost, size = next(each for each in every if each[0] == found.values)
         assert size <= limit * (1 + 1e-9) and cost == pytest.approx(found.total, rel=1e-9)
         best = min(cost for _, cost, size in every if size <= limit)
-        assert found.total <= best * 1.002 + 1e-9  # what is as good as a thousandth is not looked for, by either solver
+        # what is as good as a thousandth is not looked for, by either solver
+        assert found.total <= best * 1.002 + 1e-9
         assert found.bound <= best * (1 + 1e-9)
     with pytest.raises(LimitError) as caught:
         cheapest_within(*words, smallest * 0.99)
@@ -129,13 +173,18 @@ def test_a_limit_is_kept_at_the_least_cost(seed: int):
 
 def test_what_cannot_be_is_none():
     own = [np.array([1.0, math.inf]), np.array([0.0])]
-    change = Change(source=0, costs=np.array([[math.inf], [0.0]]), wants={1: np.array([[True]])}, always=np.array([False]))
+    change = Change(
+        source=0, costs=np.array([[math.inf], [0.0]]), wants={1: np.array([[True]])}, always=np.array([False])
+    )
     assert cheapest(own, [change]) is None
 
 
 def test_a_chain_of_any_length_takes_a_table_per_link():
     draw = random.Random(0)
-    tables = [Table(scope=(at, at + 1), entries=np.array([[draw.random() for _ in range(5)] for _ in range(5)])) for at in range(300)]
+    tables = [
+        Table(scope=(at, at + 1), entries=np.array([[draw.random() for _ in range(5)] for _ in range(5)]))
+        for at in range(300)
+    ]
     least = np.zeros(5)  # of all links so far, by the last one's value
     for table in tables:
         least = (least[:, None] + table.entries).min(axis=0)
@@ -144,7 +193,8 @@ def test_a_chain_of_any_length_takes_a_table_per_link():
 
 
 def _peak_entries(sizes: Sequence[int], tables: Sequence[Table]) -> tuple[float, bool]:
-    """Numbers in memory at most while a least sum was looked for, with those that are left; and whether there was one."""
+    """Numbers in memory at most while a least sum was looked for, with those that are left; and whether there
+    was one."""
     tracemalloc.start()
     try:
         found = least_sum(sizes, tables)
@@ -154,17 +204,27 @@ def _peak_entries(sizes: Sequence[int], tables: Sequence[Table]) -> tuple[float,
 
 
 def test_what_is_too_large_for_tables_is_known_before_there_are_any():
-    """Twelve blocks with experts took tables of 128 MiB each, up to the first that was too large: 7 GB, and most of the time that choosing took."""
-    small = [Table(scope=(3 * number, 3 * number + 1, 3 * number + 2), entries=np.zeros((50, 50, 50))) for number in range(4)]
-    large = [Table(scope=pair, entries=np.zeros((200, 200))) for pair in itertools.combinations(range(12, 17), 2)]
+    """Twelve blocks with experts took tables of 128 MiB each, up to the first that was too large: 7 GB, and
+    most of the time that choosing took."""
+    small = [
+        Table(scope=(3 * number, 3 * number + 1, 3 * number + 2), entries=np.zeros((50, 50, 50)))
+        for number in range(4)
+    ]
+    large = [
+        Table(scope=pair, entries=np.zeros((200, 200))) for pair in itertools.combinations(range(12, 17), 2)
+    ]
     peak, found = _peak_entries([50] * 12 + [200] * 5, [*small, *large])
     assert not found
     assert peak < 50**3 / 4  # no table was joined
 
 
 def test_joined_tables_are_let_go():
-    """Those of all unknowns together were most of what a choice held: what is kept of each is smaller by as much as it has values."""
-    tables = [Table(scope=(3 * number, 3 * number + 1, 3 * number + 2), entries=np.ones((50, 50, 50))) for number in range(20)]
+    """Those of all unknowns together were most of what a choice held: what is kept of each is smaller by as
+    much as it has values."""
+    tables = [
+        Table(scope=(3 * number, 3 * number + 1, 3 * number + 2), entries=np.ones((50, 50, 50)))
+        for number in range(20)
+    ]
     peak, found = _peak_entries([50] * 60, tables)
     assert found
     assert peak < 3 * 50**3

@@ -20,7 +20,12 @@ from meshloom.core.errors import CheckpointError
 def test_slices_saved_on_some_ranks_are_read_on_others(saved_on, tmp_path):
     path = save_step(tmp_path, 7, num_ranks=saved_on)
     checkpoint = Checkpoint.open(tmp_path)
-    assert (checkpoint.path, checkpoint.step, checkpoint.values, checkpoint.plan_text) == (path, 7, {"epoch": 7}, f"dp={saved_on}")
+    assert (checkpoint.path, checkpoint.step, checkpoint.values, checkpoint.plan_text) == (
+        path,
+        7,
+        {"epoch": 7},
+        f"dp={saved_on}",
+    )
     assert sorted(checkpoint.keys()) == sorted(state_of(7))
     for num_ranks in (1, 2, 3, 8):
         for rank in range(num_ranks):
@@ -39,7 +44,11 @@ def test_any_range_is_read_from_whatever_pieces_hold_it(data, tmp_path_factory):
     owners = [data.draw(st.integers(0, 2)) for _ in bounds]
 
     def pieces(rank):
-        return [layout.Piece("x", whole[a:b], a, b, (4, 5)) for (a, b), owner in zip(bounds, owners, strict=True) if owner == rank]
+        return [
+            layout.Piece("x", whole[a:b], a, b, (4, 5))
+            for (a, b), owner in zip(bounds, owners, strict=True)
+            if owner == rank
+        ]
 
     save_step(directory := tmp_path_factory.mktemp("any"), 1, num_ranks=3, pieces=pieces)
     start = data.draw(st.integers(0, 20))
@@ -64,9 +73,14 @@ def test_only_the_files_that_hold_the_range_are_opened(tmp_path, monkeypatch):
 def test_elements_and_keys_that_are_not_there(tmp_path):
     save_step(tmp_path, 1)
     checkpoint = Checkpoint.open(tmp_path)
-    with pytest.raises(CheckpointError, match="has no elements 15 to 16 of optimizer/blocks.0.up.weight/exp_avg"):
+    with pytest.raises(
+        CheckpointError, match="has no elements 15 to 16 of optimizer/blocks.0.up.weight/exp_avg"
+    ):
         checkpoint.read("optimizer/blocks.0.up.weight/exp_avg", 14, 16)
-    with pytest.raises(CheckpointError, match="has nothing called optimizer/scale/square. It was saved with another optimizer"):
+    with pytest.raises(
+        CheckpointError,
+        match="has nothing called optimizer/scale/square. It was saved with another optimizer",
+    ):
         checkpoint.read("optimizer/scale/square", 0, 1)
 
 
@@ -98,7 +112,9 @@ def test_damaged_file_is_named_with_the_newest_other_checkpoint(how, file, tmp_p
         "changed": "is damaged: it has as many bytes as were written, but not the same ones",
         "missing": "is missing",
     }[how]
-    with pytest.raises(CheckpointError, match=rf"{newer / file} {reason}. The newest other whole checkpoint is {older}\.$"):
+    with pytest.raises(
+        CheckpointError, match=rf"{newer / file} {reason}. The newest other whole checkpoint is {older}\.$"
+    ):
         Checkpoint.open(tmp_path)
     assert Checkpoint.open(older).step == 1
     damage(older / file, how)
@@ -109,14 +125,20 @@ def test_damaged_file_is_named_with_the_newest_other_checkpoint(how, file, tmp_p
 def test_damaged_meta_is_not_passed_over(tmp_path):
     older, newer = save_step(tmp_path, 1), save_step(tmp_path, 2)
     damage(newer / "meta.json", "truncated")
-    with pytest.raises(CheckpointError, match=rf"{newer / 'meta.json'} is damaged: .* The newest other whole checkpoint is {older}\.$"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{newer / 'meta.json'} is damaged: .* The newest other whole checkpoint is {older}\.$",
+    ):
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize("where", ["../secret.safetensors", "/secret.safetensors", "a/secret.safetensors", "..", ""])
+@pytest.mark.parametrize(
+    "where", ["../secret.safetensors", "/secret.safetensors", "a/secret.safetensors", "..", ""]
+)
 @pytest.mark.parametrize("key", ["files", "pieces"])
 def test_meta_that_names_a_file_elsewhere_is_refused(key, where, tmp_path):
-    """A checkpoint that somebody else gave could have any file of the user's read, and the weights of another directory loaded."""
+    """A checkpoint that somebody else gave could have any file of the user's read, and the weights of another
+    directory loaded."""
     path = save_step(tmp_path / "run", 1)
     body = layout.read_meta(path)
     name = next(iter(body["files"]))
@@ -125,7 +147,9 @@ def test_meta_that_names_a_file_elsewhere_is_refused(key, where, tmp_path):
     else:
         next(iter(body["pieces"].values()))["parts"][0][0] = where
     (path / "meta.json").write_text(layout.meta_text(body))
-    with pytest.raises(CheckpointError, match=f"meta.json names the file {where}, which does not lie in this directory"):
+    with pytest.raises(
+        CheckpointError, match=f"meta.json names the file {where}, which does not lie in this directory"
+    ):
         Checkpoint.open(path)
 
 
@@ -133,7 +157,9 @@ def test_a_link_that_leads_out_of_a_checkpoint_is_refused(tmp_path):
     path = save_step(tmp_path / "run", 1)
     (path / "model.safetensors").rename(tmp_path / "elsewhere")
     (path / "model.safetensors").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="names the file model.safetensors, which does not lie in this directory"):
+    with pytest.raises(
+        CheckpointError, match="names the file model.safetensors, which does not lie in this directory"
+    ):
         Checkpoint.open(path)
     moved = (tmp_path / "run").rename(tmp_path / "linked")
     (tmp_path / "run").symlink_to(moved)  # a run's directory itself may be reached by a link
@@ -155,14 +181,19 @@ def test_another_version_of_the_format(tmp_path, monkeypatch):
     path = save_step(tmp_path, 1)
     body = json.loads((path / "meta.json").read_text())["checkpoint"]
     (path / "meta.json").write_text(layout.meta_text({**body, "version": 2}))
-    with pytest.raises(CheckpointError, match=r"has version 2 of the format, and this meshloom reads version 1"):
+    with pytest.raises(
+        CheckpointError, match=r"has version 2 of the format, and this meshloom reads version 1"
+    ):
         Checkpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"blocks.0.up.weight": (5, 4)}, r"parameter blocks.0.up.weight is 5 x 3 float32 in it and 5 x 4 float32 in this job\.$"),
+        (
+            {"blocks.0.up.weight": (5, 4)},
+            r"parameter blocks.0.up.weight is 5 x 3 float32 in it and 5 x 4 float32 in this job\.$",
+        ),
         ({"head": (2,)}, r"it has no parameter head, which is 2 float32 in this job\.$"),
         ({"scale": None}, r"its parameter scale \(scalar float32\) is not in this job\.$"),
     ],
@@ -171,7 +202,9 @@ def test_checkpoint_of_another_model(change, message, tmp_path):
     path = save_step(tmp_path, 1)
     shapes = {name: shape for name, shape in {**SHAPES, **change}.items() if shape is not None}
     with pytest.raises(CheckpointError, match=rf"^{path} is of another model: {message}"):
-        Checkpoint.open(tmp_path).check(fingerprint_of((name, torch.ones(shape)) for name, shape in shapes.items()))
+        Checkpoint.open(tmp_path).check(
+            fingerprint_of((name, torch.ones(shape)) for name, shape in shapes.items())
+        )
 
 
 def test_checkpoint_in_another_dtype(tmp_path):
@@ -188,13 +221,15 @@ def test_a_run_that_cannot_go_on_from_here(tmp_path):
     checkpoint.check_steps_left(3)
     for steps, said in ((2, "2 steps"), (1, "1 step")):
         with pytest.raises(
-            CheckpointError, match=rf"^The checkpoint is at step 2 and the run has {said}, so nothing is left. Give more with --steps.$"
+            CheckpointError,
+            match=rf"^The checkpoint is at step 2 and the run has {said}, so nothing is left. Give more with --steps.$",
         ):
             checkpoint.check_steps_left(steps)
     saved = {"dp": 4, "microbatches": 2, "state": None}
     check_same_data(saved, {"dp": 4, "microbatches": 2}, "the plan")
     with pytest.raises(
-        CheckpointError, match=r"^The checkpoint was written with dp=4 and the plan has dp=3: the data .* Set dp=4, or start a new run.$"
+        CheckpointError,
+        match=r"^The checkpoint was written with dp=4 and the plan has dp=3: the data .* Set dp=4, or start a new run.$",
     ):
         check_same_data(saved, {"dp": 3, "microbatches": 1}, "the plan")
 
@@ -206,7 +241,10 @@ def test_where_there_is_no_checkpoint(tmp_path):
         find(tmp_path)
     older, newer = save_step(tmp_path, 1), save_step(tmp_path, 2)
     damage(newer / "meta.json", "missing")
-    with pytest.raises(CheckpointError, match=rf"{newer} has no meta.json, so it is no whole checkpoint. The newest other .* is {older}"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{newer} has no meta.json, so it is no whole checkpoint. The newest other .* is {older}",
+    ):
         find(newer)
 
 

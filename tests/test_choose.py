@@ -1,4 +1,5 @@
-"""Choices: as good as the best of all combinations, Megatron's on transformers, and within what pins and memory leave."""
+"""Choices: as good as the best of all combinations, Megatron's on transformers, and within what pins and
+memory leave."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ from meshloom.program.cost.rates import Rates, default_rates
 from meshloom.tensor_parallel.layout.layout import Layout
 from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLICATED, Part, Placement
 from meshloom.tensor_parallel.partition import partition
-from meshloom.tensor_parallel.search.choose import DivisionChoice, choice_of_numbers, choose, numbers_of_choice
+from meshloom.tensor_parallel.search.choose import (
+    DivisionChoice,
+    choice_of_numbers,
+    choose,
+    numbers_of_choice,
+)
 from meshloom.tensor_parallel.search.milp import cheapest_integers
 from meshloom.tensor_parallel.search.price import change_seconds
 from meshloom.tensor_parallel.search.problem import Problem
@@ -57,7 +63,10 @@ def small() -> Layout:
 
 def shapes_of(choice: DivisionChoice) -> dict[str, tuple[int, ...]]:
     """What rank 0 holds of every parameter."""
-    return {name: choice.pieces(each.value, choice.variables[each.value]).local_shape(0) for name, each in choice.layout.program.parameters.items()}
+    return {
+        name: choice.pieces(each.value, choice.variables[each.value]).local_shape(0)
+        for name, each in choice.layout.program.parameters.items()
+    }
 
 
 # The oracle: every combination, priced by what the words say.
@@ -79,7 +88,9 @@ def least_of_all(problem: Problem) -> float:
         wanted = {(out.name, INVARIANT) for out in program.outputs}
         for node, (way, _) in zip(program.nodes, row[len(problem.options) :], strict=True):
             assert isinstance(way, Strategy)
-            wanted |= {(ref.name, placement) for ref, placement in zip(node.operands(), way.operands, strict=True)}
+            wanted |= {
+                (ref.name, placement) for ref, placement in zip(node.operands(), way.operands, strict=True)
+            }
         for value, placement in wanted:
             source = made[value]
             if source == placement:
@@ -88,7 +99,9 @@ def least_of_all(problem: Problem) -> float:
                 total = float("inf")
                 break
             users = [node for node in program.nodes if any(ref.name == value for ref in node.operands())]
-            again = placement == REPLICATED and all(node.operator == "linear" and next(node.operands()).name == value for node in users)
+            again = placement == REPLICATED and all(
+                node.operator == "linear" and next(node.operands()).name == value for node in users
+            )
             seconds = change_seconds(
                 layout.metas[value][0],
                 source,
@@ -97,7 +110,11 @@ def least_of_all(problem: Problem) -> float:
                 held(problem, value, placement),
                 problem.rates,
                 regathered=again,
-                behind_seconds=sum(priced[node.name].flops for node in users) / problem.num_ranks / problem.rates.flops_per_second if again else 0.0,
+                behind_seconds=sum(priced[node.name].flops for node in users)
+                / problem.num_ranks
+                / problem.rates.flops_per_second
+                if again
+                else 0.0,
             )
             total = float("inf") if seconds is None else total + seconds
             if total >= best:
@@ -159,18 +176,30 @@ def test_no_combination_is_cheaper(name: str):
         assert found == pytest.approx(least_of_all(problem), rel=1e-9)  # sums in another order
 
 
-@pytest.mark.parametrize("name", ["gpt", "convolutions", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "resnet", "clip"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt",
+        "convolutions",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "resnet", "clip")),
+    ],
+)
 def test_an_integer_program_finds_nothing_cheaper(name: str):
     """Another formulation, another solver: for programs that are too large to try all combinations."""
     if name in FAMILIES:
         layout, rates = subject_of(FAMILIES[name].make_job(True)).layout, RATES
     elif name == "gpt":
-        layout, rates = layout_by_shapes(lambda: GPT(blocks=2, tied=True, kv_heads=2), next_token, tokens()), FAST
+        layout, rates = (
+            layout_by_shapes(lambda: GPT(blocks=2, tied=True, kv_heads=2), next_token, tokens()),
+            FAST,
+        )
     else:
         layout, rates = layout_by_shapes(ConvNet, square, normal(4, 3, 8, 8)), FAST
     problem = Problem(layout, 2, rates=rates, costs=costs(layout.program))
     _, found, _ = problem.solve()
-    other = cheapest_integers([np.array([problem.cost[unknown] for unknown in row]) for row in problem.choices], problem.changes)
+    other = cheapest_integers(
+        [np.array([problem.cost[unknown] for unknown in row]) for row in problem.choices], problem.changes
+    )
     assert other is not None and found <= other[1] * (1 + 1e-6)  # the solver's tolerance
     assert other[1] <= found * (1 + 2e-3)  # its gap; it has 10 s and needs fewer here
 
@@ -183,15 +212,19 @@ def test_blocks_that_share_unknowns_cost_what_they_cost_alone(small: Layout, mon
     alone = Problem(small, 2, rates=rates, costs=priced)
     assert len(alone.cost) > 1.8 * len(shared.cost)
     one, other = shared.solve()[1], alone.solve()[1]
-    assert other <= one * (1 + 1e-9) and one <= 1.01 * other  # alone, the first and the last block suit what is around them
+    # alone, the first and the last block suit what is around them
+    assert other <= one * (1 + 1e-9) and one <= 1.01 * other
 
 
 class Scaled(nn.Module):
-    """Linear layers, each with a buffer that its result is multiplied by. turned: from the last to the first."""
+    """Linear layers, each with a buffer that its result is multiplied by. turned: from the last to the
+    first."""
 
     def __init__(self, blocks: int, *, turned: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), Scale(64), nn.Linear(64, 16)) for _ in range(blocks))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.ReLU(), Scale(64), nn.Linear(64, 16)) for _ in range(blocks)
+        )
         self.turned = turned
 
     def forward(self, x: Tensor) -> Tensor:
@@ -213,15 +246,24 @@ class Scale(nn.Module):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_eleven_blocks_with_buffers_share_the_unknowns_of_one(turned: bool):
-    """`blocks.10` is before `blocks.2` by its letters, and the last block may be used first: what others stand for was looked for too early,
-    so that no block stood for another. DeepSeek's twelve were 1,892 unknowns instead of 342, and the solver's time was over before it had divided half of them.
+    """`blocks.10` is before `blocks.2` by its letters, and the last block may be used first: what others
+    stand for was looked for too early, so that no block stood for another. DeepSeek's twelve were 1,892
+    unknowns instead of 342, and the solver's time was over before it had divided half of them.
     """
-    counts = [len(Problem(layout_by_shapes(lambda n=n: Scaled(n, turned=turned), mean, normal(4, 16)), 2, rates=FAST).choices) for n in (2, 11)]
+    counts = [
+        len(
+            Problem(
+                layout_by_shapes(lambda n=n: Scaled(n, turned=turned), mean, normal(4, 16)), 2, rates=FAST
+            ).choices
+        )
+        for n in (2, 11)
+    ]
     assert counts[0] == counts[1]
 
 
 class Causal(nn.Module):
-    """Convolutions over the past [samples, width, time], each padded at its beginning, and at its end by what is cut off again."""
+    """Convolutions over the past [samples, width, time], each padded at its beginning, and at its end by what
+    is cut off again."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -234,16 +276,21 @@ class Causal(nn.Module):
 
 
 def test_a_cut_with_an_axis_that_a_value_has_not_is_one_for_all_blocks():
-    """Time and the padding of one block's convolution can be cut together. To what flows from block to block, which has no padding, these cuts are all the
-    same, and yet were as many ways as there are blocks: in the first of Mamba's layers fewer than in the second, so that none stood for another.
+    """Time and the padding of one block's convolution can be cut together. To what flows from block to block,
+    which has no padding, these cuts are all the same, and yet were as many ways as there are blocks: in the
+    first of Mamba's layers fewer than in the second, so that none stood for another.
     """
-    problems = [Problem(layout_by_shapes(lambda n=n: Causal(n), mean, normal(3, 16, 9)), 2, rates=FAST) for n in (3, 9)]
+    problems = [
+        Problem(layout_by_shapes(lambda n=n: Causal(n), mean, normal(3, 16, 9)), 2, rates=FAST)
+        for n in (3, 9)
+    ]
     few, many = ([len(row) for row in problem.strategies.values()] for problem in problems)
     assert max(few) == max(many)
 
 
 class Recurrent(nn.Module):
-    """[samples, time, width]: a state of which every step keeps a part, written as a loop, with all states stacked at the end."""
+    """[samples, time, width]: a state of which every step keeps a part, written as a loop, with all states
+    stacked at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +312,9 @@ def test_iterations_of_a_loop_share_the_unknowns_of_one():
     problems = [Problem(layout, 2, rates=rates, costs=costs(layout.program)) for layout in found]
     assert len(problems[0].choices) == len(problems[1].choices)
     choice = choose(found[0], 2, rates)
-    assert {choice.strategies[node.name].work for node in found[0].program.nodes if node.operator == "mul.Tensor"} == {0.5}
+    assert {
+        choice.strategies[node.name].work for node in found[0].program.nodes if node.operator == "mul.Tensor"
+    } == {0.5}
     alone = [np.array([problems[0].cost[unknown] for unknown in row]) for row in problems[0].choices]
     assert problems[0].solve()[1] <= cost_of([0] * len(alone), alone, problems[0].changes)
 
@@ -276,7 +325,8 @@ def test_what_iterations_share_costs_what_they_cost_alone(monkeypatch: pytest.Mo
     shared = Problem(layout, 2, rates=rates, costs=costs(layout.program)).solve()[1]
     monkeypatch.setattr(meshloom.tensor_parallel.search.problem, "repeats_of", lambda *_: Repeats())
     alone = Problem(layout, 2, rates=rates, costs=costs(layout.program)).solve()[1]
-    assert alone * (1 - 1e-9) <= shared <= 1.01 * alone  # sums in another order; alone, the first and the last step suit what is around them
+    # sums in another order; alone, the first and the last step suit what is around them
+    assert alone * (1 - 1e-9) <= shared <= 1.01 * alone
 
 
 def test_a_choice_travels_as_numbers(small: Layout):
@@ -297,13 +347,22 @@ def test_a_transformer_is_divided_as_megatron_does(benchmark: Layout):
         for block in range(gpt.SMALL.blocks):
             assert all(found[f"blocks.{block}.{each}.weight"] == (part, gpt.SMALL.width) for each in "qkv")
             assert found[f"blocks.{block}.out.weight"] == (gpt.SMALL.width, part)
-            assert found[f"blocks.{block}.up.weight"] == (wide, gpt.SMALL.width) and found[f"blocks.{block}.down.weight"] == (gpt.SMALL.width, wide)
-        assert found["head.weight"][0] < gpt.SMALL.vocabulary and found["token.weight"] != (gpt.SMALL.vocabulary, gpt.SMALL.width)
+            assert found[f"blocks.{block}.up.weight"] == (wide, gpt.SMALL.width) and found[
+                f"blocks.{block}.down.weight"
+            ] == (gpt.SMALL.width, wide)
+        assert found["head.weight"][0] < gpt.SMALL.vocabulary and found["token.weight"] != (
+            gpt.SMALL.vocabulary,
+            gpt.SMALL.width,
+        )
         assert divided_share(choice, "blocks.") > 0.99
 
 
 def divided_share(choice: DivisionChoice, prefix: str) -> float:
-    sizes = {name: each.meta.shape for name, each in choice.layout.program.parameters.items() if name.startswith(prefix)}
+    sizes = {
+        name: each.meta.shape
+        for name, each in choice.layout.program.parameters.items()
+        if name.startswith(prefix)
+    }
     found = shapes_of(choice)
     whole = sum(torch.Size(shape).numel() for shape in sizes.values())
     return sum(torch.Size(shape).numel() for name, shape in sizes.items() if found[name] != shape) / whole
@@ -314,13 +373,21 @@ def test_two_all_reduces_per_block_and_direction(benchmark: Layout):
         part = partition(choose(benchmark, 2, rates))
         paths = {node.name: node.path for node in part.programs[0].nodes}
         for block in range(1, gpt.SMALL.blocks):  # the first one's input comes from the embedding
-            sent = [each for each in sent_in_chunk(part.programs[0], 0) if paths[each.node].startswith(f"blocks.{block}")]
-            assert Counter((each.collective, each.backward) for each in sent) == {("all_reduce", False): 2, ("all_reduce", True): 2}
+            sent = [
+                each
+                for each in sent_in_chunk(part.programs[0], 0)
+                if paths[each.node].startswith(f"blocks.{block}")
+            ]
+            assert Counter((each.collective, each.backward) for each in sent) == {
+                ("all_reduce", False): 2,
+                ("all_reduce", True): 2,
+            }
             assert {each.num_bytes for each in sent} == {4 * gpt.SMALL.length * gpt.SMALL.width * 4}
 
 
 def test_sequences_are_divided_where_memory_is_short(benchmark: Layout):
-    """Norms and sums on parts of the sequence keep less, for gathers and scatters of the same volume (Korthikanti et al., 2022)."""
+    """Norms and sums on parts of the sequence keep less, for gathers and scatters of the same volume
+    (Korthikanti et al., 2022)."""
     part = partition(choose(benchmark, 2, default_rates("cuda"), memory_bytes=142e6))
     assert part.choice.strategies["layer_norm_3"].work == 0.5
     paths = {node.name: node.path for node in part.programs[0].nodes}
@@ -329,7 +396,8 @@ def test_sequences_are_divided_where_memory_is_short(benchmark: Layout):
     forward = Counter((each.collective, each.num_bytes) for each in sent if not each.backward)
     assert forward == {("all_gather", size // 2): 2, ("reduce_scatter", size): 2}
     back = Counter((each.collective, each.num_bytes) for each in sent if each.backward)
-    assert back == {("all_gather", size // 2): 4, ("reduce_scatter", size): 2}  # two of them bring back what was not kept
+    # two of them bring back what was not kept
+    assert back == {("all_gather", size // 2): 4, ("reduce_scatter", size): 2}
 
 
 class DroppingBlock(gpt.Block):
@@ -337,7 +405,10 @@ class DroppingBlock(gpt.Block):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.attention_norm(x)
-        q, k, v = (each(normed).unflatten(-1, (gpt.SMALL.heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (
+            each(normed).unflatten(-1, (gpt.SMALL.heads, -1)).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
         found = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         x = x + F.dropout(found, 0.1, self.training)
         return x + F.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))), 0.1, self.training)
@@ -352,20 +423,27 @@ class DroppingGPT(gpt.GPT):
 
 
 def test_sequences_are_divided_where_links_start_quickly():
-    """Half of norms, dropout and sums is saved; scatters and gathers instead of all-reduces start twice as many collectives of the same volume."""
+    """Half of norms, dropout and sums is saved; scatters and gathers instead of all-reduces start twice as
+    many collectives of the same volume."""
     batch = 16
-    layout = layout_by_shapes(DroppingGPT, gpt_loss, {"x": torch.zeros(batch, gpt.SMALL.length + 1, dtype=torch.int64)})
+    layout = layout_by_shapes(
+        DroppingGPT, gpt_loss, {"x": torch.zeros(batch, gpt.SMALL.length + 1, dtype=torch.int64)}
+    )
     priced = costs(layout.program)
     quick = replace(default_rates("cuda"), start_seconds=1e-6, latency_seconds=1e-7)
     slow = replace(quick, start_seconds=3e-5)
     size = batch * gpt.SMALL.length * gpt.SMALL.width * 4
     sent: dict[str, Counter[tuple[str, int]]] = {}
-    choices = {name: choose(layout, 2, rates, priced=priced) for name, rates in (("quick", quick), ("slow", slow))}
+    choices = {
+        name: choose(layout, 2, rates, priced=priced) for name, rates in (("quick", quick), ("slow", slow))
+    }
     for name, choice in choices.items():
         program = partition(choice).programs[0]
         paths = {node.name: node.path for node in program.nodes}
         sent[name] = Counter(
-            (each.collective, each.num_bytes) for each in sent_in_chunk(program, 0) if paths[each.node].startswith("blocks.2") and not each.backward
+            (each.collective, each.num_bytes)
+            for each in sent_in_chunk(program, 0)
+            if paths[each.node].startswith("blocks.2") and not each.backward
         )
     assert sent["slow"] == {("all_reduce", size): 2}
     assert sent["quick"] == {("all_gather", size // 2): 2, ("reduce_scatter", size): 2}
@@ -373,7 +451,8 @@ def test_sequences_are_divided_where_links_start_quickly():
     assert {choices["quick"].strategies[name].work for name in norms[1:-1]} == {0.5}
     assert {choices["slow"].strategies[name].work for name in norms[1:-1]} == {1.0}
     problem = Problem(layout, 2, rates=quick, costs=priced)
-    assert price_of(problem, choices["quick"]) == pytest.approx(choices["quick"].seconds, rel=1e-9)  # sums in another order
+    # sums in another order
+    assert price_of(problem, choices["quick"]) == pytest.approx(choices["quick"].seconds, rel=1e-9)
     assert choices["quick"].seconds < price_of(problem, choices["slow"])
 
 
@@ -382,7 +461,11 @@ def price_of(problem: Problem, choice: DivisionChoice) -> float:
     rows = (*problem.options.values(), *problem.strategies.values())
     taken = {row[at][1] for row, at in zip(rows, choice.chosen[1:], strict=True)}
     values = [next(place for place, unknown in enumerate(row) if unknown in taken) for row in problem.choices]
-    return cost_of(values, [np.array([problem.cost[unknown] for unknown in row]) for row in problem.choices], problem.changes)
+    return cost_of(
+        values,
+        [np.array([problem.cost[unknown] for unknown in row]) for row in problem.choices],
+        problem.changes,
+    )
 
 
 def test_an_embedding_that_is_also_the_head_is_divided_by_vocabulary():
@@ -418,8 +501,14 @@ def test_convolutions_are_divided_by_channels():
     [
         ({"blocks.*.up": "row"}, {"blocks.1.up.weight": (64, 8), "blocks.1.up.bias": (64,)}),
         ({"blocks.*.down": "column"}, {"blocks.2.down.weight": (8, 64), "blocks.2.down.bias": (8,)}),
-        ({"blocks.*.attention": "heads"}, {"blocks.0.attention.q.weight": (8, 16), "blocks.0.attention.out.weight": (16, 8)}),
-        ({"blocks.*.attention": "replicated"}, {"blocks.0.attention.q.weight": (16, 16), "blocks.0.attention.out.weight": (16, 16)}),
+        (
+            {"blocks.*.attention": "heads"},
+            {"blocks.0.attention.q.weight": (8, 16), "blocks.0.attention.out.weight": (16, 8)},
+        ),
+        (
+            {"blocks.*.attention": "replicated"},
+            {"blocks.0.attention.q.weight": (16, 16), "blocks.0.attention.out.weight": (16, 16)},
+        ),
         ({"token": "vocabulary", "head": "vocabulary"}, {"token.weight": (15, 16), "head.weight": (15, 16)}),
         ({"token": "dim1"}, {"token.weight": (30, 8)}),
         ({"blocks.1.up": "row"}, {"blocks.0.up.weight": (32, 16), "blocks.1.up.weight": (64, 8)}),
@@ -443,7 +532,9 @@ def test_a_pin_that_blocks_divided_alike_cannot_follow_is_followed_by_blocks_tha
     made = choose(layout, 2, RATES, placements=pins)
     pinned = layout.program.parameters["channels.1.0.weight"]
     pieces = made.pieces(pinned.value, made.variables[pinned.value])
-    assert pieces.local_shape(0)[0] == pinned.meta.shape[0] and pieces.local_shape(0)[1] < pinned.meta.shape[1]
+    assert (
+        pieces.local_shape(0)[0] == pinned.meta.shape[0] and pieces.local_shape(0)[1] < pinned.meta.shape[1]
+    )
     again = choice_of_numbers(layout, 2, numbers_of_choice(made), placements=pins)
     assert (again.strategies, again.variables) == (made.strategies, made.variables)
 
@@ -478,7 +569,10 @@ def test_a_pin_that_cannot_be_says_why(small: Layout, pins: dict[str, str], num_
 
 def test_an_operator_that_needs_all_of_a_parameter_is_named():
     layout = layout_by_shapes(lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)), square, normal(2, 4))
-    with pytest.raises(PlanError, match=r"^tp_placements=1:dim0 cannot be: layer_norm at .* needs all dimension 0 of 1\.weight\."):
+    with pytest.raises(
+        PlanError,
+        match=r"^tp_placements=1:dim0 cannot be: layer_norm at .* needs all dimension 0 of 1\.weight\.",
+    ):
         choose(layout, 2, FAST, placements={"1": "dim0"})
 
 
@@ -486,9 +580,14 @@ def test_an_operator_that_needs_all_of_a_parameter_is_named():
 
 
 def test_memory_is_kept_under_the_limit():
-    """Holding parameters costs nothing here and sending much, so that the limit alone makes it divide them."""
-    rates = replace(FAST, memory_price=0.0, link_bytes_per_second=1e6, bytes_per_second=1e12, flops_per_second=1e15)
-    small = layout_by_shapes(lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), square, normal(9, 16))
+    """Holding parameters costs nothing here and sending much, so that the limit alone makes it divide
+    them."""
+    rates = replace(
+        FAST, memory_price=0.0, link_bytes_per_second=1e6, bytes_per_second=1e12, flops_per_second=1e15
+    )
+    small = layout_by_shapes(
+        lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), square, normal(9, 16)
+    )
     priced = costs(small.program)
     free = choose(small, 2, rates, priced=priced)
     assert shapes_of(free)["0.weight"] == (64, 16)
@@ -509,7 +608,8 @@ def test_a_limit_that_cannot_be_met_says_what_is_needed(small: Layout):
 
 def test_placements_that_are_decided_are_kept(small: Layout):
     first = partition(choose(small, 2, FAST, placements={"blocks.*.up": "row"}))
-    again = choose(small, 2, FAST, held=first.held, placements={"blocks.*.up": "column"})  # pins are of the first program
+    # pins are of the first program
+    again = choose(small, 2, FAST, held=first.held, placements={"blocks.*.up": "column"})
     assert shapes_of(again) == shapes_of(first.choice)
 
 
@@ -517,4 +617,8 @@ def test_partial_values_are_not_numbers_of_another_kind():
     """A sum of parts of whole numbers is never left to be summed later."""
     layout = layout_by_shapes(GPT, next_token, tokens())
     choice = choose(layout, 2, FAST)
-    assert all(layout.metas[name][0].dtype.is_floating_point for name, each in choice.strategies.items() if each.output == PARTIAL)
+    assert all(
+        layout.metas[name][0].dtype.is_floating_point
+        for name, each in choice.strategies.items()
+        if each.output == PARTIAL
+    )

@@ -1,4 +1,5 @@
-"""What a choice is said to send is what its ranks send, and its account says what is divided and why the rest is not."""
+"""What a choice is said to send is what its ranks send, and its account says what is divided and why the rest
+is not."""
 
 from __future__ import annotations
 
@@ -48,23 +49,31 @@ RATES = {
 
 
 def counted(part: Partition, model: nn.Module, batch: Any) -> list[dict[str, tuple[int, int]]]:
-    """Rank -> kind of collective -> calls and bytes of a chunk, forward and backward, and of the sum at the end, as the ranks make them."""
+    """Rank -> kind of collective -> calls and bytes of a chunk, forward and backward, and of the sum at the
+    end, as the ranks make them."""
     turns = Turns()
     groups = [RecordedGroup(group, "tp") for group in simulated_groups(part.choice.num_ranks, turns)]
 
     def run(rank: int) -> None:
-        parameters = {name: take(part.parameters[name], rank, each.detach()).clone().requires_grad_() for name, each in model.named_parameters()}
+        parameters = {
+            name: take(part.parameters[name], rank, each.detach()).clone().requires_grad_()
+            for name, each in model.named_parameters()
+        }
         buffers = {name: take(part.buffers[name], rank, each).clone() for name, each in model.named_buffers()}
         run_program(part.programs[rank], parameters, buffers, batch, group=groups[rank]).backward()
         if part.summed:
             gradients = [parameters[name].grad for name in part.summed]
-            groups[rank].all_reduce(torch.cat([each.reshape(-1) for each in gradients if each is not None])).wait()
+            groups[rank].all_reduce(
+                torch.cat([each.reshape(-1) for each in gradients if each is not None])
+            ).wait()
 
     turns.run([lambda rank=rank: run(rank) for rank in range(part.choice.num_ranks)])
     return [{name: (count.calls, count.bytes) for name, count in group.counts.items()} for group in groups]
 
 
-@pytest.mark.parametrize("rates", ["usual", *(pytest.param(name, marks=pytest.mark.slow) for name in list(RATES)[1:])])
+@pytest.mark.parametrize(
+    "rates", ["usual", *(pytest.param(name, marks=pytest.mark.slow) for name in list(RATES)[1:])]
+)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_predicted_are_bytes_counted(name: str, num_ranks: int, rates: str):
@@ -75,31 +84,49 @@ def test_bytes_predicted_are_bytes_counted(name: str, num_ranks: int, rates: str
     for rank, found in enumerate(counted(part, build(), batch)):
         assert bytes_per_step(part, rank=rank) == {kind: num_bytes for kind, (_, num_bytes) in found.items()}
         sent = [*sent_in_chunk(part.programs[rank], rank), *sent_at_the_end(part, rank)]
-        assert {kind: sum(each.collective == kind for each in sent) for kind in found} == {kind: calls for kind, (calls, _) in found.items()}
+        assert {kind: sum(each.collective == kind for each in sent) for kind in found} == {
+            kind: calls for kind, (calls, _) in found.items()
+        }
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> tuple[Layout, dict[str, Tensor]]:
     """The benchmark GPT on a batch of 4."""
-    batch = {"x": torch.randint(gpt.SMALL.vocabulary, (4, gpt.SMALL.length + 1), generator=torch.Generator().manual_seed(0))}
+    batch = {
+        "x": torch.randint(
+            gpt.SMALL.vocabulary, (4, gpt.SMALL.length + 1), generator=torch.Generator().manual_seed(0)
+        )
+    }
     return layout_of(capture(job_of(gpt.GPT, next_token), (batch, batch)), BUILT_IN), batch
 
 
-def test_sequences_are_divided_by_gathers_and_scatters_of_equal_volume(benchmark: tuple[Layout, dict[str, Tensor]]):
-    """Where memory is short, and as counted: what an all-reduce of S sends, a scatter and a gather of S send together (Korthikanti et al., 2022)."""
+def test_sequences_are_divided_by_gathers_and_scatters_of_equal_volume(
+    benchmark: tuple[Layout, dict[str, Tensor]],
+):
+    """Where memory is short, and as counted: what an all-reduce of S sends, a scatter and a gather of S send
+    together (Korthikanti et al., 2022)."""
     layout, batch = benchmark
     rates = default_rates("cuda")
     usual = partition(choose(layout, 2, rates))
     short = partition(choose(layout, 2, rates, memory_bytes=142e6))
-    assert all(short.choice.strategies[f"layer_norm_{number}"].work == 0.5 for number in range(1, 2 * gpt.SMALL.blocks))
-    assert all(usual.choice.strategies[f"layer_norm_{number}"].work == 1 for number in range(1, 2 * gpt.SMALL.blocks))
+    assert all(
+        short.choice.strategies[f"layer_norm_{number}"].work == 0.5
+        for number in range(1, 2 * gpt.SMALL.blocks)
+    )
+    assert all(
+        usual.choice.strategies[f"layer_norm_{number}"].work == 1 for number in range(1, 2 * gpt.SMALL.blocks)
+    )
     size = 4 * gpt.SMALL.length * gpt.SMALL.width * 4
     before, after = (counted(part, gpt.GPT(), batch)[0] for part in (usual, short))
     assert before["all_reduce"][1] > 4 * gpt.SMALL.blocks * size > 10 * after["all_reduce"][1]
     assert after["reduce_scatter"][0] >= 4 * gpt.SMALL.blocks
-    again = sum(isinstance(node.target, GatheredLinears) and node.target.change.source == "part" for node in short.programs[0].nodes)
+    again = sum(
+        isinstance(node.target, GatheredLinears) and node.target.change.source == "part"
+        for node in short.programs[0].nodes
+    )
     assert again >= 2 * gpt.SMALL.blocks  # inputs that are not kept, and gathered once more in the backward
-    assert on_a_ring(after) - again * size // 2 == pytest.approx(on_a_ring(before), rel=0.03)  # they differ at the embedding and the loss
+    # they differ at the embedding and the loss
+    assert on_a_ring(after) - again * size // 2 == pytest.approx(on_a_ring(before), rel=0.03)
 
 
 def on_a_ring(found: dict[str, tuple[int, int]]) -> float:
@@ -122,7 +149,10 @@ def test_an_account_tells_blocks_that_are_alike_as_one():
     priced = costs(layout.program)
     account = account_of(partition(choose(layout, 2, FAST, priced=priced)), priced)
     rows = {row.path: row for row in account.rows}
-    assert rows["blocks.0-2.up"].times == 3 and rows["blocks.0-2.up"].placements == (("weight", "column"), ("bias", "column"))
+    assert rows["blocks.0-2.up"].times == 3 and rows["blocks.0-2.up"].placements == (
+        ("weight", "column"),
+        ("bias", "column"),
+    )
     assert rows["blocks.0-2.attention.q"].placements[0] == ("weight", "column by heads")
     assert account.parameters_divided > 0.95 and account.work == pytest.approx(0.5, abs=0.02)
     assert account.num_bytes == bytes_per_step(partition(choose(layout, 2, FAST, priced=priced)))
@@ -143,10 +173,15 @@ def test_what_is_whole_is_said_with_the_reason_and_the_line():
     layout = layout_by_shapes(Odd, square, normal(6, 4))
     priced = costs(layout.program)
     pins = {"first": "replicated"}
-    account = account_of(partition(choose(layout, 2, FAST, priced=priced, placements=pins)), priced, placements=pins)
+    account = account_of(
+        partition(choose(layout, 2, FAST, priced=priced, placements=pins)), priced, placements=pins
+    )
     why = {each.what: each.why for each in account.whole}
     assert why["scale"] == "no dimension has 2 indices to divide"
-    assert why["norm.weight"].startswith("layer_norm needs all of it (at ") and "test_chosen.py" in why["norm.weight"]
+    assert (
+        why["norm.weight"].startswith("layer_norm needs all of it (at ")
+        and "test_chosen.py" in why["norm.weight"]
+    )
     assert why["first.weight"] == "the plan wants it so (tp_placements=first:replicated)"
 
 
@@ -158,7 +193,12 @@ def test_what_was_not_compared_is_not_said_to_cost_more(monkeypatch: pytest.Monk
     reasons: list[set[str]] = []
     for largest in (2**24, 2**2):
         monkeypatch.setattr(meshloom.tensor_parallel.search.bucket_elimination, "LARGEST", largest)
-        reasons.append({each.why.partition(" (at ")[0] for each in account_of(partition(choose(layout, 2, slow, priced=priced)), priced).whole})
+        reasons.append(
+            {
+                each.why.partition(" (at ")[0]
+                for each in account_of(partition(choose(layout, 2, slow, priced=priced)), priced).whole
+            }
+        )
     assert "dividing it would cost more than it saves" in reasons[0] - reasons[1]
     assert any("too many to compare" in why for why in reasons[1] - reasons[0])
 
@@ -166,10 +206,17 @@ def test_what_was_not_compared_is_not_said_to_cost_more(monkeypatch: pytest.Monk
 def test_a_plan_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     file = tmp_path / "job.py"
     file.write_text("from tests.jobs import make_job\n\njob = make_job('gpt', 'adamw')\n")
-    assert main(["describe", str(file), "--plan", "tp=2,microbatches=2", "--json", str(tmp_path / "records")]) == 0
+    assert (
+        main(["describe", str(file), "--plan", "tp=2,microbatches=2", "--json", str(tmp_path / "records")])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "tp=2 divides " in printed and "Whole: norm.bias" in printed
-    (record,) = [each for each in map(json.loads, (tmp_path / "records").read_text().splitlines()) if each["event"] == "division"]
+    (record,) = [
+        each
+        for each in map(json.loads, (tmp_path / "records").read_text().splitlines())
+        if each["event"] == "division"
+    ]
     assert record["plan"] == "dp=1,tp=2,microbatches=2" and set(record["num_bytes"]) <= {
         "all_reduce",
         "all_gather",
@@ -179,14 +226,16 @@ def test_a_plan_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 
 
 def test_a_limit_on_memory_is_kept_or_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    """The smallest that a rank can hold is named, and holding that is then possible; nothing is a little less."""
+    """The smallest that a rank can hold is named, and holding that is then possible; nothing is a little
+    less."""
     file = tmp_path / "job.py"
     file.write_text("from tests.jobs import make_job\n\njob = make_job('gpt', 'adamw')\n")
     words = ["describe", str(file), "--plan", "tp=2", "--memory"]
     assert main([*words, "1KiB"]) == 2
     refused = capsys.readouterr().err
     found = re.search(
-        r"With tp=2 a rank holds (\d+\.\d) KiB or more of parameters, .*, and the limit is 1\.0 KiB\. Use a larger tp, or smaller microb", refused
+        r"With tp=2 a rank holds (\d+\.\d) KiB or more of parameters, .*, and the limit is 1\.0 KiB\. Use a larger tp, or smaller microb",
+        refused,
     )
     assert found is not None, refused
     assert main([*words, f"{float(found[1]) * 0.97}KiB"]) == 2

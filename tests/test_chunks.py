@@ -23,4 +23,6 @@ def test_shares_of_all_replicas_are_the_batch_in_order(num_samples, dp, microbat
 
 @given(num_samples=st.integers(0, 40), dp=st.integers(1, 5), microbatches=st.integers(1, 4))
 def test_plans_with_as_many_chunks_cut_alike(num_samples, dp, microbatches):
-    assert cut_batch(num_samples, Plan(dp=dp, microbatches=microbatches)) == cut_batch(num_samples, Plan(microbatches=dp * microbatches))
+    assert cut_batch(num_samples, Plan(dp=dp, microbatches=microbatches)) == cut_batch(
+        num_samples, Plan(microbatches=dp * microbatches)
+    )

@@ -27,8 +27,12 @@ def records(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_training_prints_plan_progress_bytes_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", FILE, "--plan", "dp=2", "--devices", "simulated", "--out", str(tmp_path / "run")]) == 0
+def test_training_prints_plan_progress_bytes_and_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["train", FILE, "--plan", "dp=2", "--devices", "simulated", "--out", str(tmp_path / "run")]) == 0
+    )
     text = capsys.readouterr().out
     assert text.startswith("plan dp=2 on simulated: 2 ranks in this process")
     assert "MLP, 246 parameters; batches of 12 samples over 2 replicas x 1 chunk; 4 steps" in text
@@ -36,14 +40,29 @@ def test_training_prints_plan_progress_bytes_and_time(tmp_path: Path, capsys: py
     assert "step 4  evaluation: loss " in text
     assert f"step 4  checkpoint: {tmp_path}/run/step-00000004" in text
     assert re.search(r"dp +all_reduce +([\d,]+) +\1 +none", text)
-    assert re.search(r"time: \d+% compute, \d+% communication, \d+% waiting for slower ranks, \d+% data", text)
+    assert re.search(
+        r"time: \d+% compute, \d+% communication, \d+% waiting for slower ranks, \d+% data", text
+    )
 
 
 def test_json_holds_what_the_terminal_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", FILE, "--plan", "dp=3,zero=1", "--devices", "simulated", "--steps", "3", "--json", "-"]) == 0
+    assert (
+        main(
+            ["train", FILE, "--plan", "dp=3,zero=1", "--devices", "simulated", "--steps", "3", "--json", "-"]
+        )
+        == 0
+    )
     captured = capsys.readouterr()
     found = records(captured.out)
-    assert [record["event"] for record in found] == ["start", "step", "step", "evaluation", "step", "evaluation", "end"]
+    assert [record["event"] for record in found] == [
+        "start",
+        "step",
+        "step",
+        "evaluation",
+        "step",
+        "evaluation",
+        "end",
+    ]
     assert found[0]["plan"] == "dp=3,zero=1"
     assert found[-1]["bytes"]["predicted"] == found[-1]["bytes"]["counted"]
     assert found[1]["tokens_per_second"] == pytest.approx(7 * found[1]["samples_per_second"])
@@ -73,7 +92,9 @@ def test_verification_passes_with_0(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verification_fails_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", f"{FILE}:unsteady", "--plan", "dp=4", "--devices", "simulated", "--json", "-"]) == 1
+    assert (
+        main(["verify", f"{FILE}:unsteady", "--plan", "dp=4", "--devices", "simulated", "--json", "-"]) == 1
+    )
     captured = capsys.readouterr()
     assert "EQUAL to one device" not in captured.err
     assert not any(record.get("passed") for record in records(captured.out) if record["event"] == "end")
@@ -97,7 +118,9 @@ def test_verification_fails_with_1(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", FILE, "--json", "/nowhere/x.json"], "--json /nowhere/x.json cannot be written"),
     ],
 )
-def test_a_wrong_request_is_one_sentence_and_2(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_request_is_one_sentence_and_2(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     assert sentence in capsys.readouterr().err
 
@@ -114,16 +137,25 @@ def test_cuda_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> N
 LARGER = ["--", "--batch", "6", "--steps", "2"]  # words that only tests/words_job.py knows
 
 
-@pytest.mark.parametrize("verb", [["train"], ["train", "--plan", "dp=2", "--devices", "simulated"], ["verify"], ["describe"]])
-def test_what_follows_two_dashes_is_the_job_files(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """There was no way to say `--lr 0.5` to a job file, and one that parses sys.argv ended at meshloom's words."""
+@pytest.mark.parametrize(
+    "verb", [["train"], ["train", "--plan", "dp=2", "--devices", "simulated"], ["verify"], ["describe"]]
+)
+def test_what_follows_two_dashes_is_the_job_files(
+    verb: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There was no way to say `--lr 0.5` to a job file, and one that parses sys.argv ended at meshloom's
+    words."""
     assert main([verb[0], WORDS, *verb[1:], *LARGER]) == 0
     captured = capsys.readouterr()
-    assert {"train": "batches of 6 samples", "verify": "EQUAL", "describe": "6 samples"}[verb[0]] in captured.out
+    assert {"train": "batches of 6 samples", "verify": "EQUAL", "describe": "6 samples"}[
+        verb[0]
+    ] in captured.out
     assert "words_job.py sees --batch 6 --steps 2\n" in captured.err
 
 
-def test_a_job_file_that_parses_words_finds_none_where_none_follow(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_file_that_parses_words_finds_none_where_none_follow(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["train", WORDS, "--steps", "1"]) == 0
     assert "batches of 4 samples over 1 replica x 1 chunk; 1 step" in capsys.readouterr().out
 
@@ -131,11 +163,16 @@ def test_a_job_file_that_parses_words_finds_none_where_none_follow(capsys: pytes
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["train", WORDS, "--batch", "6"], f"Words for the job file follow --, as in: meshloom train {WORDS} -- --batch 6"),
+        (
+            ["train", WORDS, "--batch", "6"],
+            f"Words for the job file follow --, as in: meshloom train {WORDS} -- --batch 6",
+        ),
         (["calibrate", "--", "6"], "meshloom calibrate loads no job file, so nothing can follow --."),
     ],
 )
-def test_words_in_the_wrong_place_are_said(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_in_the_wrong_place_are_said(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert sentence in capsys.readouterr().err
@@ -144,9 +181,17 @@ def test_words_in_the_wrong_place_are_said(words: list[str], sentence: str, caps
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "plan",
-    [["dp=2", "--devices", "cpu"], *(pytest.param(each, marks=pytest.mark.slow) for each in (["dp=2,exchange=async"], ["dp=2,exchange=async,tp=2"]))],
+    [
+        ["dp=2", "--devices", "cpu"],
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (["dp=2,exchange=async"], ["dp=2,exchange=async,tp=2"])
+        ),
+    ],
 )
-def test_every_process_of_a_run_has_the_files_words(plan: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_process_of_a_run_has_the_files_words(
+    plan: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", WORDS, "--plan", *plan, "--json", str(tmp_path / "run"), *LARGER]) == 0
     found = records((tmp_path / "run").read_text())
     assert (found[0]["batch_size"], found[0]["steps"]) == (6, 2)
@@ -156,10 +201,18 @@ def test_every_process_of_a_run_has_the_files_words(plan: list[str], tmp_path: P
 
 
 @pytest.mark.processes
-def test_processes_and_simulated_devices_give_the_same_losses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_processes_and_simulated_devices_give_the_same_losses(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     for devices in ("simulated", "cpu"):
-        assert main(["train", FILE, "--plan", "dp=3", "--devices", devices, "--json", str(tmp_path / devices)]) == 0
-    of = {devices: [r["loss"] for r in records((tmp_path / devices).read_text()) if r["event"] == "step"] for devices in ("simulated", "cpu")}
+        assert (
+            main(["train", FILE, "--plan", "dp=3", "--devices", devices, "--json", str(tmp_path / devices)])
+            == 0
+        )
+    of = {
+        devices: [r["loss"] for r in records((tmp_path / devices).read_text()) if r["event"] == "step"]
+        for devices in ("simulated", "cpu")
+    }
     assert of["cpu"] == pytest.approx(of["simulated"], rel=1e-6)
     assert "plan dp=3 on cpu: 3 ranks as processes" in capfd.readouterr().out
 
@@ -174,9 +227,21 @@ def test_an_own_loop_runs_on_processes_too(capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.processes
 def test_torchrun_starts_the_same_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a directory of logs there
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        "2",
+    ]
     done = subprocess.run(
-        [*command, "-m", "meshloom", "train", WORDS, "--plan", "dp=2", "--json", "-", *LARGER], capture_output=True, text=True, timeout=120
+        [*command, "-m", "meshloom", "train", WORDS, "--plan", "dp=2", "--json", "-", *LARGER],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     found = records(done.stdout)

@@ -27,7 +27,9 @@ def test_clocks_that_are_apart_by_known_amounts():
         return now[0] + AHEAD[rank]
 
     groups = simulated_groups(4)
-    found = run_in_steps([clock_offsets(group, clock=lambda rank=group.rank: clock(rank)) for group in groups])
+    found = run_in_steps(
+        [clock_offsets(group, clock=lambda rank=group.rank: clock(rank)) for group in groups]
+    )
     assert all(each == found[0] for each in found)  # every rank knows them all
     for offset, ahead in zip(found[0], AHEAD, strict=True):
         assert abs(offset.seconds - ahead) <= offset.error_seconds
@@ -46,7 +48,9 @@ def test_the_fastest_round_trip_counts():
             trips[0] += 1
         return now[0] + rank * 10.0
 
-    found = run_in_steps([clock_offsets(group, 5, lambda rank=group.rank: clock(rank)) for group in simulated_groups(2)])
+    found = run_in_steps(
+        [clock_offsets(group, 5, lambda rank=group.rank: clock(rank)) for group in simulated_groups(2)]
+    )
     assert found[0][1].seconds == pytest.approx(10.0, abs=2e-6) and found[0][1].error_seconds <= 2e-6
 
 

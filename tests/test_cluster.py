@@ -10,18 +10,39 @@ from typing import Any
 import pytest
 
 from meshloom.core.errors import MachineError
-from meshloom.machine.machine import Operation, collective_seconds, example_machine, load, operator_seconds, save
+from meshloom.machine.machine import (
+    Operation,
+    collective_seconds,
+    example_machine,
+    load,
+    operator_seconds,
+    save,
+)
 
 MACHINE = example_machine()
 
 
 def with_operation(**values: Any) -> Operation:
-    return Operation(**{"kind": "matmul", "dtype": "float32", "backward": False, "points": ((1e3, 1e-6), (1e6, 1e-4)), **values})
+    return Operation(
+        **{
+            "kind": "matmul",
+            "dtype": "float32",
+            "backward": False,
+            "points": ((1e3, 1e-6), (1e6, 1e-4)),
+            **values,
+        }
+    )
 
 
 def test_seconds_are_those_measured_at_the_points():
     operation = with_operation(points=((1e3, 1e-6), (1e6, 1e-4), (1e9, 0.05)))
-    machine = replace(MACHINE, operations=(operation, *(each for each in MACHINE.operations if (each.kind, each.backward) != ("matmul", False))))
+    machine = replace(
+        MACHINE,
+        operations=(
+            operation,
+            *(each for each in MACHINE.operations if (each.kind, each.backward) != ("matmul", False)),
+        ),
+    )
     for work, seconds in operation.points:
         assert operator_seconds(machine, "matmul", "float32", flops=work) == pytest.approx(seconds, rel=1e-9)
     # Half way on both logarithmic scales.
@@ -49,7 +70,8 @@ def test_a_machine_survives_its_file(tmp_path: Path):
     assert load(tmp_path / "deep" / "machine.json") == MACHINE
     save(replace(MACHINE, name="other"), tmp_path / "deep" / "machine.json")
     assert load(tmp_path / "deep" / "machine.json").name == "other"
-    assert [each.name for each in (tmp_path / "deep").iterdir()] == ["machine.json"]  # nothing temporary is left
+    # nothing temporary is left
+    assert [each.name for each in (tmp_path / "deep").iterdir()] == ["machine.json"]
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path):
@@ -72,9 +94,48 @@ def broken(tmp_path: Path, **changes: Any) -> Path:
         ({"device": "tpu"}, "'tpu' is not known"),
         ({"operations": []}, "lacks measurements of matmul, attention"),
         ({"operations": [{"kind": "matmul"}]}, "is broken"),
-        ({"operations": [{"kind": "matmul", "dtype": "float32", "backward": False, "points": [[5, 1], [4, 2]], "spread": 0}]}, "ascending work"),
-        ({"links": [{"collective": "gossip", "ranks": 2, "latency_seconds": 0, "bytes_per_second": 1, "residual": 0}]}, "'gossip' is not known"),
-        ({"links": [{"collective": "send", "ranks": 2, "latency_seconds": 0, "bytes_per_second": 0, "residual": 0}]}, "no latency and no rate"),
+        (
+            {
+                "operations": [
+                    {
+                        "kind": "matmul",
+                        "dtype": "float32",
+                        "backward": False,
+                        "points": [[5, 1], [4, 2]],
+                        "spread": 0,
+                    }
+                ]
+            },
+            "ascending work",
+        ),
+        (
+            {
+                "links": [
+                    {
+                        "collective": "gossip",
+                        "ranks": 2,
+                        "latency_seconds": 0,
+                        "bytes_per_second": 1,
+                        "residual": 0,
+                    }
+                ]
+            },
+            "'gossip' is not known",
+        ),
+        (
+            {
+                "links": [
+                    {
+                        "collective": "send",
+                        "ranks": 2,
+                        "latency_seconds": 0,
+                        "bytes_per_second": 0,
+                        "residual": 0,
+                    }
+                ]
+            },
+            "no latency and no rate",
+        ),
         ({"links": 3}, "is broken"),
         ({"speed": 1}, "is broken"),
         ({"call_seconds": "fast"}, "was not measured"),
@@ -86,7 +147,9 @@ def test_a_broken_file_is_one_sentence(tmp_path: Path, changes: dict[str, Any], 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "sentence"), [("{", "is no JSON"), ("[1]", "does not hold"), ('{"a": 1}', "does not hold")])
+@pytest.mark.parametrize(
+    ("text", "sentence"), [("{", "is no JSON"), ("[1]", "does not hold"), ('{"a": 1}', "does not hold")]
+)
 def test_a_foreign_file_is_one_sentence(tmp_path: Path, text: str, sentence: str):
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(MachineError, match=sentence):

@@ -1,4 +1,5 @@
-"""The files in docs/clusters start ranks that train: batch scripts under stand-ins for Slurm's commands, manifests as Kubernetes would read them."""
+"""The files in docs/clusters start ranks that train: batch scripts under stand-ins for Slurm's commands,
+manifests as Kubernetes would read them."""
 
 from __future__ import annotations
 
@@ -29,13 +30,25 @@ def _environment(tmp_path: Path, **more: str) -> dict[str, str]:
     """Slurm's commands, then meshloom and torchrun, at the front of PATH."""
     slurm.install(tmp_path, sys.executable)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "STAND_IN_NODES": HERE, "TMPDIR": str(tmp_path), **more}
+    return {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "STAND_IN_NODES": HERE,
+        "TMPDIR": str(tmp_path),
+        **more,
+    }
 
 
-def _submit(script: str, options: list[str], words: list[str], tmp_path: Path, **more: str) -> list[dict[str, Any]]:
+def _submit(
+    script: str, options: list[str], words: list[str], tmp_path: Path, **more: str
+) -> list[dict[str, Any]]:
     """The records of a batch script that ends well."""
     command = ["sbatch", *options, str(CLUSTERS / script), *words, "--devices", "cpu", "--json", "-"]
-    done = subprocess.run(command, cwd=tmp_path, env=_environment(tmp_path, **more), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=_environment(tmp_path, **more), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -57,7 +70,9 @@ TRAIN = ["train", DIGITS, "--steps", "3", "--plan"]
 
 @pytest.mark.processes
 def test_srun_starts_a_rank_for_each_task(tmp_path: Path):
-    records = _submit("several_nodes.sbatch", ["--ntasks-per-node=1"], [*VERIFY, "dp=2,sync_batch_norm=true"], tmp_path)
+    records = _submit(
+        "several_nodes.sbatch", ["--ntasks-per-node=1"], [*VERIFY, "dp=2,sync_batch_norm=true"], tmp_path
+    )
     assert "2 ranks as processes 1 on each machine" in _verified(records)
 
 
@@ -88,7 +103,16 @@ def test_on_one_node_meshloom_starts_the_ranks(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["several_nodes.sbatch", "torchrun.sbatch"])
 def test_a_wrong_plan_ends_every_rank_with_a_sentence(script: str, tmp_path: Path):
-    command = ["sbatch", "--nodes=2", "--ntasks-per-node=1", str(CLUSTERS / script), *TRAIN, "dp=5", "--devices", "cpu"]
+    command = [
+        "sbatch",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        str(CLUSTERS / script),
+        *TRAIN,
+        "dp=5",
+        "--devices",
+        "cpu",
+    ]
     environment = _environment(tmp_path, RANKS_PER_NODE="1")
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
@@ -105,7 +129,12 @@ def test_nodes_with_networks_of_their_own(script: str, tmp_path: Path):
     with two_hosts.two_hosts() as names:
         first, last = (address.rpartition(".") for address in two_hosts.ADDRESSES)
         nodes = f"{first[0]}.[{first[2]}-{last[2]}]"
-        more = {"STAND_IN_NODES": nodes, "STAND_IN_NAMESPACES": " ".join(names), "GLOO_SOCKET_IFNAME": two_hosts.WIRE, "RANKS_PER_NODE": "2"}
+        more = {
+            "STAND_IN_NODES": nodes,
+            "STAND_IN_NAMESPACES": " ".join(names),
+            "GLOO_SOCKET_IFNAME": two_hosts.WIRE,
+            "RANKS_PER_NODE": "2",
+        }
         ran = _verified(_submit(script, [f"--ntasks-per-node={tasks}"], [*VERIFY, "dp=4"], tmp_path, **more))
     assert ran.endswith("through shared memory on each of 2 machines and over Gloo between them")
 
@@ -115,30 +144,57 @@ def test_nodes_with_networks_of_their_own(script: str, tmp_path: Path):
 def test_the_lines_of_torchrun_work_between_two_machines(tmp_path: Path):
     if reason := two_hosts.why_not():
         pytest.skip(reason)
-    (block,) = [each for each in blocks_of((CLUSTERS / "README.md").read_text()) if each.kind == "code" and "--nnodes" in each.text]
+    (block,) = [
+        each
+        for each in blocks_of((CLUSTERS / "README.md").read_text())
+        if each.kind == "code" and "--nnodes" in each.text
+    ]
     instead = {"first.example.com": two_hosts.ADDRESSES[0], "job.py": DIGITS}
     with two_hosts.two_hosts() as names:
         commands = [
-            ["ip", "netns", "exec", name, *(instead.get(word, word) for word in line.split()), "--steps", "3", "--devices", "cpu", "--json", "-"]
+            [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                *(instead.get(word, word) for word in line.split()),
+                "--steps",
+                "3",
+                "--devices",
+                "cpu",
+                "--json",
+                "-",
+            ]
             for name, line in zip(names, block.text.splitlines(), strict=True)
         ]
         told = _environment(tmp_path, GLOO_SOCKET_IFNAME=two_hosts.WIRE)
         records = _records_of_first([(command, told) for command in commands], tmp_path)
-    assert _trained(records, 3).endswith("through shared memory on each of 2 machines and over Gloo between them")
+    assert _trained(records, 3).endswith(
+        "through shared memory on each of 2 machines and over Gloo between them"
+    )
 
 
-def _records_of_first(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], tmp_path: Path) -> list[dict[str, Any]]:
-    """Run all commands, each in its environment, at the same time until all end well; what the first one writes."""
+def _records_of_first(
+    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], tmp_path: Path
+) -> list[dict[str, Any]]:
+    """Run all commands, each in its environment, at the same time until all end well; what the first one
+    writes."""
     processes: list[subprocess.Popen[str]] = []
     try:
         for words, told in commands:
-            processes.append(subprocess.Popen(words, cwd=tmp_path, env=told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            processes.append(
+                subprocess.Popen(
+                    words, cwd=tmp_path, env=told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                )
+            )
         said = [process.communicate(timeout=120) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.communicate()
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(errors for _, errors in said)
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(
+        errors for _, errors in said
+    )
     return [json.loads(line) for line in said[0][0].splitlines()]
 
 
@@ -155,7 +211,15 @@ def _train_in(pods: list[Pod], tmp_path: Path) -> list[dict[str, Any]]:
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     commands = [
         (
-            [*(first.get(word, word) for word in pod.words), "--devices", "cpu", "--steps", "3", "--json", "-"],
+            [
+                *(first.get(word, word) for word in pod.words),
+                "--devices",
+                "cpu",
+                "--steps",
+                "3",
+                "--json",
+                "-",
+            ],
             {**_environment(tmp_path), **pod.environment, **here},
         )
         for pod in pods
@@ -186,7 +250,10 @@ def test_the_service_of_an_indexed_job_names_its_pods():
     assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]
 
 
-@pytest.mark.parametrize(("name", "kind", "pods_of"), [("indexed_job", "Job", pods_of_job), ("pytorch_job", "PyTorchJob", pods_of_pytorch_job)])
+@pytest.mark.parametrize(
+    ("name", "kind", "pods_of"),
+    [("indexed_job", "Job", pods_of_job), ("pytorch_job", "PyTorchJob", pods_of_pytorch_job)],
+)
 def test_every_pod_has_a_seat_of_its_own_and_the_plan_has_as_many_ranks(name: str, kind: str, pods_of: Any):
     pods = pods_of(_read(f"{name}.yaml")[kind])
     seats = [read_seat(pod.environment) for pod in pods]

@@ -48,8 +48,15 @@ from meshloom.comm.messaging.wire_format import Described, Header, read_frames, 
 from meshloom.core.errors import JobError, MessageError
 
 HOLDING = ServerState(
-    slices=(Described(dtype=torch.float32, shape=(7,)), Described(dtype=torch.bfloat16, shape=(3,)), Described(dtype=torch.float64, shape=(0,))),
-    buffers={"mean": Described(dtype=torch.float32, shape=(2, 3)), "count": Described(dtype=torch.int64, shape=())},
+    slices=(
+        Described(dtype=torch.float32, shape=(7,)),
+        Described(dtype=torch.bfloat16, shape=(3,)),
+        Described(dtype=torch.float64, shape=(0,)),
+    ),
+    buffers={
+        "mean": Described(dtype=torch.float32, shape=(2, 3)),
+        "count": Described(dtype=torch.int64, shape=()),
+    },
 )
 ELSEWHERE = ServerState(slices=(Described(dtype=torch.complex64, shape=(5,)),), buffers={})
 LIMITS = limits_for(FROM_WORKERS | TO_WORKERS | FROM_SERVERS | TO_SERVERS, [HOLDING, ELSEWHERE])
@@ -62,16 +69,38 @@ def tensor_of(described: Described) -> Tensor:
 
 def tensors(holding: ServerState, *, all_there: bool) -> st.SearchStrategy[dict[str, Any]]:
     def held(there: list[bool]) -> dict[str, Any]:
-        slices = [tensor_of(each) if present else None for each, present in zip(holding.slices, there, strict=False)]
+        slices = [
+            tensor_of(each) if present else None for each, present in zip(holding.slices, there, strict=False)
+        ]
         rest = there[len(holding.slices) :]
-        buffers = {name: tensor_of(each) for (name, each), present in zip(holding.buffers.items(), rest, strict=False) if present}
+        buffers = {
+            name: tensor_of(each)
+            for (name, each), present in zip(holding.buffers.items(), rest, strict=False)
+            if present
+        }
         return {"slices": slices, "buffers": buffers if holding.buffers else None}
 
     count = len(holding.slices) + len(holding.buffers)
     return st.lists(st.just(True) if all_there else st.booleans(), min_size=count, max_size=count).map(held)
 
 
-SIMPLE = [Ask, Done, Join, Leave, Rejoin, WorkerSeconds, Welcome, PushStaged, Broken, SnapshotKept, ReportRequest, Apply, Give, Drop, Restore]
+SIMPLE = [
+    Ask,
+    Done,
+    Join,
+    Leave,
+    Rejoin,
+    WorkerSeconds,
+    Welcome,
+    PushStaged,
+    Broken,
+    SnapshotKept,
+    ReportRequest,
+    Apply,
+    Give,
+    Drop,
+    Restore,
+]
 
 
 def simple(made: type) -> st.SearchStrategy[Any]:
@@ -108,9 +137,23 @@ def test_what_is_sent_arrives(message: Any) -> None:
 @given(held=tensors(HOLDING, all_there=False), here=st.booleans())
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_gradients_arrive_with_what_is_not_there(held: dict[str, Any], here: bool) -> None:
-    push = Push(worker=3, incarnation=4, ticket=5, gradients=held["slices"], changes=held["buffers"], loss=0.5, norm=math.nan)
+    push = Push(
+        worker=3,
+        incarnation=4,
+        ticket=5,
+        gradients=held["slices"],
+        changes=held["buffers"],
+        loss=0.5,
+        norm=math.nan,
+    )
     found = sent(push, HOLDING)
-    assert (found.worker, found.incarnation, found.ticket, found.loss, math.isnan(found.norm)) == (3, 4, 5, 0.5, True)
+    assert (found.worker, found.incarnation, found.ticket, found.loss, math.isnan(found.norm)) == (
+        3,
+        4,
+        5,
+        0.5,
+        True,
+    )
     assert_same([*found.gradients, *found.changes.values()], [*push.gradients, *push.changes.values()])
     assert found.changes.keys() == push.changes.keys()
 
@@ -119,7 +162,9 @@ def test_gradients_arrive_with_what_is_not_there(held: dict[str, Any], here: boo
 def test_parameters_arrive(holding: ServerState) -> None:
     values = [tensor_of(each) for each in holding.slices]
     buffers = {name: tensor_of(each) for name, each in holding.buffers.items()} if holding.buffers else None
-    part = ParametersPart(server=1, incarnation=2, ticket=3, share=4, version=5, values=values, buffers=buffers)
+    part = ParametersPart(
+        server=1, incarnation=2, ticket=3, share=4, version=5, values=values, buffers=buffers
+    )
     found = sent(part, holding)
     assert_same(found.values, values)
     assert (found.buffers is None) == (buffers is None)
@@ -136,21 +181,40 @@ def test_large_tensors_travel_in_slices_without_a_copy() -> None:
     elements = 5 * SLICE_BYTES // 8 + 3  # two and a half slices of float32
     holding = ServerState(slices=(Described(dtype=torch.float32, shape=(elements,)),), buffers={})
     gradient = torch.randn(elements)
-    header, found = encode(Push(worker=0, incarnation=0, ticket=0, gradients=[gradient], changes=None, loss=0.0, norm=0.0), holding)
-    assert [each.nbytes for each in found[3:-1]] == [SLICE_BYTES, SLICE_BYTES, gradient.nbytes - 2 * SLICE_BYTES]
+    header, found = encode(
+        Push(worker=0, incarnation=0, ticket=0, gradients=[gradient], changes=None, loss=0.0, norm=0.0),
+        holding,
+    )
+    assert [each.nbytes for each in found[3:-1]] == [
+        SLICE_BYTES,
+        SLICE_BYTES,
+        gradient.nbytes - 2 * SLICE_BYTES,
+    ]
     assert found[3].data_ptr() == gradient.data_ptr()
     assert len(found) <= holding.num_tensors
     assert torch.equal(decode(header, found, holding).gradients[0], gradient)
 
 
 def push_of(held: dict[str, Any]) -> Push:
-    return Push(worker=0, incarnation=0, ticket=0, gradients=held["slices"], changes=held["buffers"], loss=0.0, norm=0.0)
+    return Push(
+        worker=0,
+        incarnation=0,
+        ticket=0,
+        gradients=held["slices"],
+        changes=held["buffers"],
+        loss=0.0,
+        norm=0.0,
+    )
 
 
 CHANGES = ("drop", "repeat", "dtype", "shape", "number", "kind", "header", "flag")
 
 
-@given(message=st.one_of(MESSAGES, tensors(HOLDING, all_there=False).map(push_of)), change=st.sampled_from(CHANGES), at=st.integers(0, 20))
+@given(
+    message=st.one_of(MESSAGES, tensors(HOLDING, all_there=False).map(push_of)),
+    change=st.sampled_from(CHANGES),
+    at=st.integers(0, 20),
+)
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_what_is_changed_is_refused_or_is_another_message(message: Any, change: str, at: int) -> None:
     """Nothing but a `MessageError`, and whatever is read would be written as what was sent."""
@@ -191,6 +255,8 @@ def test_what_no_message_can_carry_is_said_before_the_run() -> None:
 
 def test_holdings_are_those_of_the_division() -> None:
     named = [("a", nn.Parameter(torch.zeros(5))), ("b", nn.Parameter(torch.zeros(3)))]
-    holdings = ServerState.of(divide_over_servers(named, 2, whole=False), {"seen": torch.zeros(2, dtype=torch.int64)})
+    holdings = ServerState.of(
+        divide_over_servers(named, 2, whole=False), {"seen": torch.zeros(2, dtype=torch.int64)}
+    )
     assert [[each.shape for each in holding.slices] for holding in holdings] == [[(4,)], [(1,), (3,)]]
     assert [list(holding.buffers) for holding in holdings] == [["seen"], []]

@@ -1,4 +1,5 @@
-"""Changes of placement: on one rank over a group as on all ranks at once, and both as their definition says."""
+"""Changes of placement: on one rank over a group as on all ranks at once, and both as their definition
+says."""
 
 from __future__ import annotations
 
@@ -33,14 +34,23 @@ def pieces_like(draw: random.Random, shape: tuple[int, ...], num_ranks: int) -> 
     dim = draw.randrange(len(shape))
 
     def held(runs: list[Runs]) -> Pieces:
-        return Pieces(shape, tuple(tuple(row if each == dim else None for each in range(len(shape))) for row in runs))
+        return Pieces(
+            shape, tuple(tuple(row if each == dim else None for each in range(len(shape))) for row in runs)
+        )
 
     if kind == "even":
-        return held([((start, stop),) if start < stop else () for start, stop in even_parts(shape[dim], num_ranks)])
+        return held(
+            [((start, stop),) if start < stop else () for start, stop in even_parts(shape[dim], num_ranks)]
+        )
     if kind == "packed":  # two parts after one another, each cut
         first = shape[dim] // 2
         rows = zip(even_parts(first, num_ranks), even_parts(shape[dim] - first, num_ranks), strict=True)
-        return held([tuple(run for run in ((a, b), (first + c, first + d)) if run[0] < run[1]) for (a, b), (c, d) in rows])
+        return held(
+            [
+                tuple(run for run in ((a, b), (first + c, first + d)) if run[0] < run[1])
+                for (a, b), (c, d) in rows
+            ]
+        )
     outer, _ = shared_parts(2, num_ranks, num_ranks)
     half = shape[dim] // 2
     return held([((0, half),) if number == (0, 1) else ((half, shape[dim]),) for number in outer])
@@ -94,8 +104,15 @@ def test_values_and_gradients_stay_what_they_are(change: tuple[Kind, Kind], seed
     value = torch.randn(shape, generator=generator, dtype=torch.float64)
     gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
     # The gradient that arrives: whole where the new placement has it whole, else parts whose sum it is.
-    share = 1 / torch.stack([place(after, rank, torch.ones(after.local_shape(rank), dtype=torch.float64)) for rank in range(num_ranks)]).sum(0)
-    arriving = [take(after, rank, gradient * share) if change[1] == "part" else gradient for rank in range(num_ranks)]
+    share = 1 / torch.stack(
+        [
+            place(after, rank, torch.ones(after.local_shape(rank), dtype=torch.float64))
+            for rank in range(num_ranks)
+        ]
+    ).sum(0)
+    arriving = [
+        take(after, rank, gradient * share) if change[1] == "part" else gradient for rank in range(num_ranks)
+    ]
 
     def run_all(parts: list[Tensor]) -> list[Tensor]:
         return transition.run_all(parts)
@@ -112,11 +129,16 @@ def test_values_and_gradients_stay_what_they_are(change: tuple[Kind, Kind], seed
         return turns.run([lambda number=number: rank(number) for number in range(num_ranks)])
 
     for run in (run_all, run_each):
-        parts = [part.requires_grad_() for part in placed(change[0], before, value, torch.Generator().manual_seed(seed + 1))]
+        parts = [
+            part.requires_grad_()
+            for part in placed(change[0], before, value, torch.Generator().manual_seed(seed + 1))
+        ]
         results = run(parts)
         if run is run_all:
             torch.autograd.backward(results, arriving)
-        torch.testing.assert_close(whole_of(change[1], after, [each.detach() for each in results]), value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            whole_of(change[1], after, [each.detach() for each in results]), value, rtol=1e-12, atol=1e-12
+        )
         found = [part.grad if part.grad is not None else torch.zeros_like(part) for part in parts]
         torch.testing.assert_close(gradient_of(change[0], before, found), gradient, rtol=1e-12, atol=1e-12)
 
@@ -128,6 +150,8 @@ def test_every_index_has_one_owner():
         if pieces.is_whole:
             continue
         mine = owned(pieces)
-        counts = torch.stack([place(mine, rank, torch.ones(mine.local_shape(rank))) for rank in range(mine.num_ranks)]).sum(0)
+        counts = torch.stack(
+            [place(mine, rank, torch.ones(mine.local_shape(rank))) for rank in range(mine.num_ranks)]
+        ).sum(0)
         assert torch.equal(counts, torch.ones(5, 6))
         assert pieces.is_shared == (sum(pieces.num_elements(rank) for rank in range(pieces.num_ranks)) > 30)

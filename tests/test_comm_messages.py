@@ -1,4 +1,5 @@
-"""The format of messages between peers: what is written is read again, anything else is refused, and tensors are not copied."""
+"""The format of messages between peers: what is written is read again, anything else is refused, and tensors
+are not copied."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ from meshloom.core.errors import MessageError
 LIMITS = FrameLimits(kinds=frozenset(range(1 << 16)), num_tensors=4, tensor_bytes=1 << 20)
 counters = st.integers(0, 2**64 - 1)
 headers = st.builds(
-    Header, kind=st.integers(0, 2**16 - 1), worker=st.integers(0, 2**32 - 1), sequence=counters, answers=counters, step=counters, version=counters
+    Header,
+    kind=st.integers(0, 2**16 - 1),
+    worker=st.integers(0, 2**32 - 1),
+    sequence=counters,
+    answers=counters,
+    step=counters,
+    version=counters,
 )
 shapes = st.lists(st.integers(0, 9), max_size=5).map(tuple)
 described = st.builds(Described, dtype=st.sampled_from(list(DTYPES.values())), shape=shapes)
@@ -37,9 +44,17 @@ def test_a_header_byte_by_byte():
     """Written down once by hand: what travels does not change unnoticed."""
     header = Header(kind=0x0102, worker=3, sequence=4, answers=5, step=6, version=2**64 - 1)
     expected = (
-        b"MLM\n" + b"\1\0" + b"\x02\x01" + b"\3\0\0\0" + b"\2\0\0\0" + b"".join(number.to_bytes(8, "little") for number in (4, 5, 6, 2**64 - 1))
+        b"MLM\n"
+        + b"\1\0"
+        + b"\x02\x01"
+        + b"\3\0\0\0"
+        + b"\2\0\0\0"
+        + b"".join(number.to_bytes(8, "little") for number in (4, 5, 6, 2**64 - 1))
     )
-    expected += bytes([2, 2]) + (24).to_bytes(8, "little") + (2).to_bytes(8, "little") + (3).to_bytes(8, "little")  # float32 [2, 3]
+    # float32 [2, 3]
+    expected += (
+        bytes([2, 2]) + (24).to_bytes(8, "little") + (2).to_bytes(8, "little") + (3).to_bytes(8, "little")
+    )
     expected += bytes([15, 0]) + (1).to_bytes(8, "little")  # bool []
     tensors = [Described(dtype=torch.float32, shape=(2, 3)), Described(dtype=torch.bool, shape=())]
     assert write_header(header, tensors) == expected
@@ -51,7 +66,9 @@ def test_headers_are_read_as_they_were_written(header: Header, tensors: list[Des
 
 
 @given(header=headers, tensors=descriptions, data=st.data())
-def test_a_header_that_is_cut_off_or_goes_on_is_refused(header: Header, tensors: list[Described], data: st.DataObject):
+def test_a_header_that_is_cut_off_or_goes_on_is_refused(
+    header: Header, tensors: list[Described], data: st.DataObject
+):
     written = write_header(header, tensors)
     for length in range(len(written)):
         with pytest.raises(MessageError):
@@ -82,7 +99,9 @@ def refused_or_the_same(text: bytes) -> None:
     except MessageError:
         return
     assert write_header(header, tensors) == text
-    assert len(tensors) <= LIMITS.num_tensors and all(each.num_bytes <= LIMITS.tensor_bytes for each in tensors)
+    assert len(tensors) <= LIMITS.num_tensors and all(
+        each.num_bytes <= LIMITS.tensor_bytes for each in tensors
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -139,12 +158,24 @@ FOUR_FLOATS = write_header(Header(kind=1), [Described(dtype=torch.float32, shape
         ([FOUR_FLOATS], "0 tensors whose header describes 1"),
         ([FOUR_FLOATS, bytearray(16), bytearray(16)], "2 tensors whose header describes 1"),
         ([FOUR_FLOATS, bytearray(15)], "15 bytes whose header says 16"),
-        ([write_header(Header(kind=1), [Described(dtype=torch.bool, shape=(2,))]), bytearray([1, 2])], "neither 0 nor 1"),
+        (
+            [write_header(Header(kind=1), [Described(dtype=torch.bool, shape=(2,))]), bytearray([1, 2])],
+            "neither 0 nor 1",
+        ),
         ([b"PK\3\4" + FOUR_FLOATS[4:]], "not of meshloom"),
         ([FOUR_FLOATS[:4] + b"\2\0" + FOUR_FLOATS[6:]], "of format 2"),
-        ([write_header(Header(kind=1), [Described(dtype=torch.int8, shape=())] * 5)], "5 tensors; 4 are expected"),
-        ([write_header(Header(kind=1), [Described(dtype=torch.int8, shape=(1 << 20, 2))])], "2097152 bytes; 1048576 are expected"),
-        ([write_header(Header(kind=1), [Described(dtype=torch.int8, shape=(0, 1 << 40, 1 << 40))])], "which no memory could hold"),
+        (
+            [write_header(Header(kind=1), [Described(dtype=torch.int8, shape=())] * 5)],
+            "5 tensors; 4 are expected",
+        ),
+        (
+            [write_header(Header(kind=1), [Described(dtype=torch.int8, shape=(1 << 20, 2))])],
+            "2097152 bytes; 1048576 are expected",
+        ),
+        (
+            [write_header(Header(kind=1), [Described(dtype=torch.int8, shape=(0, 1 << 40, 1 << 40))])],
+            "which no memory could hold",
+        ),
     ],
 )
 def test_malformed_messages_are_refused_with_the_reason(frames: list[Buffer], why: str):
@@ -180,7 +211,11 @@ def test_what_cannot_travel_is_said_before_it_does():
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, dtype=torch.bool)
-    return torch.randint(0, 256, (torch.Size(shape).numel() * dtype.itemsize,), dtype=torch.uint8).view(dtype).reshape(shape)
+    return (
+        torch.randint(0, 256, (torch.Size(shape).numel() * dtype.itemsize,), dtype=torch.uint8)
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 def over_inproc(header: Header, tensors: list[Tensor]) -> tuple[Header, list[Tensor]]:

@@ -33,7 +33,11 @@ def crowded_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Computes twice as long while another process is in here, which a file says."""
     mine = Path(os.environ["CROWDED"]) / str(os.getpid())
     mine.touch()
-    others = [each for each in mine.parent.iterdir() if each != mine and time.time() - each.stat().st_mtime < 10 * LOCK_SECONDS]
+    others = [
+        each
+        for each in mine.parent.iterdir()
+        if each != mine and time.time() - each.stat().st_mtime < 10 * LOCK_SECONDS
+    ]
     until = time.thread_time() + LOCK_SECONDS * (2 if others else 1)
     while time.thread_time() < until:
         pass
@@ -110,7 +114,9 @@ with companions.Companions({__file__ + ":crowded"!r}, 2, lambda ranks: 1) as bes
         beside.factors(crowded)
 """
     environment = {**os.environ, "CROWDED": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
         assert parent.stdout
         companion = int(parent.stdout.readline())
         while not (tmp_path / str(companion)).exists():  # it computes
@@ -118,7 +124,10 @@ with companions.Companions({__file__ + ":crowded"!r}, 2, lambda ranks: 1) as bes
             time.sleep(0.02)
         parent.kill()
     deadline = time.monotonic() + 10
-    while Path(f"/proc/{companion}").exists() and "State:\tZ" not in Path(f"/proc/{companion}/status").read_text():
+    while (
+        Path(f"/proc/{companion}").exists()
+        and "State:\tZ" not in Path(f"/proc/{companion}/status").read_text()
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

@@ -27,8 +27,17 @@ def output(name: str, total: float) -> ModuleOutput:
 
 
 def chunk(index: int, **fields: Any) -> ChunkRecord:
-    known = {"samples": 2, "weight": 2.0, "loss_sum": 4.0, "data": f"data {index}", "seed": index, "draws": ("a mask",)}
-    return ChunkRecord(index=index, modules=(output("first", 1.0), output("last", 2.0)), **{**known, **fields})
+    known = {
+        "samples": 2,
+        "weight": 2.0,
+        "loss_sum": 4.0,
+        "data": f"data {index}",
+        "seed": index,
+        "draws": ("a mask",),
+    }
+    return ChunkRecord(
+        index=index, modules=(output("first", 1.0), output("last", 2.0)), **{**known, **fields}
+    )
 
 
 def record(**fields: Any) -> WholeRecord:
@@ -39,7 +48,11 @@ def record(**fields: Any) -> WholeRecord:
         "gradient_norm": 5.0,
         "gradients": {"first.weight": tensor(3.0, 0.0), "last.weight": tensor(0.0, 4.0), "unused": None},
         "buffers": {"mean": tensor(1.0, 1.0), "count": torch.tensor(3)},
-        "parameters": {"first.weight": tensor(1.0, 2.0), "last.weight": tensor(3.0, 4.0), "unused": tensor(5.0, 5.0)},
+        "parameters": {
+            "first.weight": tensor(1.0, 2.0),
+            "last.weight": tensor(3.0, 4.0),
+            "unused": tensor(5.0, 5.0),
+        },
         "chunks": [chunk(0), chunk(1)],
     }
     return WholeRecord(**{**known, **fields})
@@ -52,7 +65,9 @@ def comparer(precision: torch.dtype = torch.float64) -> Comparer:
 BEFORE = {"first.weight": ZERO, "last.weight": ZERO, "unused": tensor(5.0, 5.0)}
 
 
-def compare(ours: WholeRecord, one: WholeRecord | None = None, before: Any = None, by: Comparer | None = None) -> Comparison:
+def compare(
+    ours: WholeRecord, one: WholeRecord | None = None, before: Any = None, by: Comparer | None = None
+) -> Comparison:
     return compare_records(by or comparer(), ours, one or record(), before or BEFORE)
 
 
@@ -71,7 +86,9 @@ def test_equal_records_pass():
 
 
 def test_the_error_is_relative_to_one_devices_norm():
-    assert error_of(compare(with_gradient("first.weight", tensor(3.0, 0.3))), "first.weight", "gradient") == pytest.approx(0.1)
+    assert error_of(
+        compare(with_gradient("first.weight", tensor(3.0, 0.3))), "first.weight", "gradient"
+    ) == pytest.approx(0.1)
 
 
 def test_what_is_small_beside_the_largest_gradient_is_measured_by_it():
@@ -103,13 +120,18 @@ MASK = torch.full((3, 3), -math.inf, dtype=torch.float64).triu(1)
 
 
 def test_a_mask_of_infinities_is_equal_to_itself():
-    """The story: every model with a causal mask of -inf in a buffer was told that it differs, by -inf - -inf = NaN, and its other buffers, too."""
+    """The story: every model with a causal mask of -inf in a buffer was told that it differs, by -inf - -inf
+    = NaN, and its other buffers, too."""
     odd = tensor(math.inf, -math.inf, math.nan, 2.0)
     turned = torch.complex(odd, tensor(1.0, math.nan, 3.0, -math.inf))
     one = record(buffers={"mask": MASK, "odd": odd, "turned": turned, "mean": tensor(1.0, 1.0)})
-    ours = record(buffers={"mask": MASK.clone(), "odd": odd.clone(), "turned": turned.clone(), "mean": tensor(1.0, 1.0)})
+    ours = record(
+        buffers={"mask": MASK.clone(), "odd": odd.clone(), "turned": turned.clone(), "mean": tensor(1.0, 1.0)}
+    )
     assert compare(ours, one).passed
-    ours = record(buffers={**one.buffers, "odd": tensor(math.inf, -math.inf, math.nan, 2.002), "mean": tensor(1.0, 1.1)})
+    ours = record(
+        buffers={**one.buffers, "odd": tensor(math.inf, -math.inf, math.nan, 2.002), "mean": tensor(1.0, 1.1)}
+    )
     comparison = compare(ours, one)
     assert comparison.failed("buffer") == ["odd", "mean"]
     assert error_of(comparison, "odd", "buffer") == pytest.approx(0.001)  # of what is finite in it
@@ -141,7 +163,10 @@ def test_a_frozen_parameter_of_infinities_widens_no_tolerance():
     assert found.passed
     wrong = record(parameters={"mask": MASK, "weight": tensor(1.6, 2.0)})
     found = compare(wrong, one, before)
-    assert [(error.name, error.kind) for error in found.errors if not error.passed] == [("weight", "parameter"), ("weight", "update")]
+    assert [(error.name, error.kind) for error in found.errors if not error.passed] == [
+        ("weight", "parameter"),
+        ("weight", "update"),
+    ]
 
 
 def test_a_module_whose_output_is_a_mask_is_not_named_as_the_first_that_differs():
@@ -173,7 +198,11 @@ def test_the_rounding_of_a_parameter_is_no_wrong_update():
     initial = {"weight": torch.full((2,), 100.0)}
     gradients = {"weight": torch.ones(2)}
     one = record(gradients=gradients, parameters={"weight": torch.full((2,), 100.001)}, buffers={})
-    ours = record(gradients=gradients, parameters={"weight": torch.nextafter(torch.full((2,), 100.001), torch.tensor(200.0))}, buffers={})
+    ours = record(
+        gradients=gradients,
+        parameters={"weight": torch.nextafter(torch.full((2,), 100.001), torch.tensor(200.0))},
+        buffers={},
+    )
     assert compare(ours, one, initial, comparer(torch.float32)).passed
 
 
@@ -191,7 +220,9 @@ def test_the_gradient_norm_is_compared_where_there_is_one():
 
 def test_a_loss_near_zero_is_measured_by_its_chunks():
     chunks = [chunk(0, loss_sum=4.0), chunk(1, loss_sum=-4.0)]
-    assert error_of(compare(record(loss=1e-13), record(loss=0.0, chunks=chunks)), "loss", "loss") == pytest.approx(1e-13 / 2)
+    assert error_of(
+        compare(record(loss=1e-13), record(loss=0.0, chunks=chunks)), "loss", "loss"
+    ) == pytest.approx(1e-13 / 2)
 
 
 def test_tolerances_follow_precision():
@@ -210,8 +241,11 @@ def test_a_cast_in_the_optimizer_widens_what_comes_after_it():
     one = record(casts=[Cast(place="Muon", dtype="bfloat16", in_optimizer=True)])
     assert not compare(with_gradient("first.weight", tensor(3.00001, 0.0)), one).passed
     both = comparer()
-    assert compare(record(parameters={**record().parameters, "first.weight": tensor(1.001, 2.0)}), one, by=both).passed
-    assert both.tolerance() == 1e-10  # one device goes on from the plan's parameters, so that nothing later is wider
+    assert compare(
+        record(parameters={**record().parameters, "first.weight": tensor(1.001, 2.0)}), one, by=both
+    ).passed
+    # one device goes on from the plan's parameters, so that nothing later is wider
+    assert both.tolerance() == 1e-10
 
 
 def test_the_first_module_whose_output_differs_is_named():
@@ -227,14 +261,27 @@ def test_when_outputs_agree_backward_tells_the_module():
 
 def test_rows_of_a_shared_chunk_add_up():
     plan = Plan(dp=2, sync_batch_norm=True)
-    half = replace(chunk(0), modules=(output("first", 1.0),)), replace(chunk(1), modules=(output("first", 3.0),))
-    whole = replace(chunk(0), modules=(ModuleOutput(name="first", call=0, total=4.0, square=10.0, count=2),)), replace(chunk(1), modules=())
+    half = (
+        replace(chunk(0), modules=(output("first", 1.0),)),
+        replace(chunk(1), modules=(output("first", 3.0),)),
+    )
+    whole = (
+        replace(chunk(0), modules=(ModuleOutput(name="first", call=0, total=4.0, square=10.0, count=2),)),
+        replace(chunk(1), modules=()),
+    )
     both = Comparer(plan=plan, precision=torch.float64)
-    assert compare(replace(with_gradient("last.weight", ZERO), chunks=half), record(chunks=whole), by=both).first_module == "last"
+    assert (
+        compare(
+            replace(with_gradient("last.weight", ZERO), chunks=half), record(chunks=whole), by=both
+        ).first_module
+        == "last"
+    )
 
 
 def test_different_data_is_a_fact_even_where_numbers_agree():
-    assert compare(record(chunks=[chunk(0), chunk(1, data="other")])).facts == ["Chunk 1 has other data than on one device."]
+    assert compare(record(chunks=[chunk(0), chunk(1, data="other")])).facts == [
+        "Chunk 1 has other data than on one device."
+    ]
     assert not compare(record(chunks=[chunk(0)])).passed
 
 

@@ -1,9 +1,11 @@
-"""A model that `torch.compile` wraps is, but for its speed, the model: same names, same checkpoints, under every plan."""
+"""A model that `torch.compile` wraps is, but for its speed, the model: same names, same checkpoints, under
+every plan."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from meshloom.verify.run import verify
 from tests.jobs import MLP, make_job
 
 pytestmark = pytest.mark.usefixtures("silent_export")
-compiled: Any = lambda module: torch.compile(module, backend="eager")  # noqa: E731  # inductor's kernels are not what is tested
+compiled: Any = partial(torch.compile, backend="eager")  # inductor's kernels are not what is tested
 
 
 def whole() -> nn.Module:
@@ -62,13 +64,18 @@ def test_a_plan_equals_one_device(model: Callable[[], nn.Module], plan: str):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("before", "after", "plan"), [(whole, MLP, "dp=1"), (MLP, whole, "dp=1"), (a_layer, in_place, "pp=2")])
-def test_either_form_resumes_the_other(before: Callable[[], nn.Module], after: Callable[[], nn.Module], plan: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("before", "after", "plan"), [(whole, MLP, "dp=1"), (MLP, whole, "dp=1"), (a_layer, in_place, "pp=2")]
+)
+def test_either_form_resumes_the_other(
+    before: Callable[[], nn.Module], after: Callable[[], nn.Module], plan: str, tmp_path: Path
+):
     """Names in checkpoints had `_orig_mod.` in them."""
     with Trainer(job_of(before), plan, devices="simulated", steps=1, out=tmp_path) as trainer:
         trainer.fit()
     found = losses(job_of(after), plan, steps=2, resume=tmp_path)
-    assert found == pytest.approx(losses(job_of(MLP), plan, steps=2)[1:], rel=1e-6)  # compiled operators may be fused
+    # compiled operators may be fused
+    assert found == pytest.approx(losses(job_of(MLP), plan, steps=2)[1:], rel=1e-6)
 
 
 def losses(job: Job, plan: str, **settings: Any) -> list[float]:

@@ -50,13 +50,25 @@ class Layers(nn.Module):
 class World:
     """Replicas of `Layers` with one reduction, and their gradients in each step."""
 
-    def __init__(self, reduction: Callable[[Group], Reduction], *, bucket_bytes: int = 10**6, groups: Sequence[Group] | None = None) -> None:
+    def __init__(
+        self,
+        reduction: Callable[[Group], Reduction],
+        *,
+        bucket_bytes: int = 10**6,
+        groups: Sequence[Group] | None = None,
+    ) -> None:
         self.models: list[Layers] = []
         self.exchanges: list[AllReduce] = []
         for group in groups or simulated_groups(SIZE):
             torch.manual_seed(0)
             model = Layers().double()
-            exchange = AllReduce(list(model.named_parameters()), group, bucket_bytes=bucket_bytes, overlap=True, reduction=reduction)
+            exchange = AllReduce(
+                list(model.named_parameters()),
+                group,
+                bucket_bytes=bucket_bytes,
+                overlap=True,
+                reduction=reduction,
+            )
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(exchange.gradient_ready)
             self.models.append(model)
@@ -70,7 +82,13 @@ class World:
             model(chunk).square().sum().backward()
         found = run_in_steps([exchange.finish(torch.tensor(weight)) for exchange in self.exchanges])
         names = [piece.name for piece in self.exchanges[0].owned]
-        return [{name: None if each is None else each.clone() for name, each in zip(names, gradients, strict=True)} for gradients in found]
+        return [
+            {
+                name: None if each is None else each.clone()
+                for name, each in zip(names, gradients, strict=True)
+            }
+            for gradients in found
+        ]
 
 
 def own_gradients(chunk: Tensor) -> dict[str, Tensor]:
@@ -78,7 +96,11 @@ def own_gradients(chunk: Tensor) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Layers().double()
     model(chunk).square().sum().backward()
-    return {name: parameter.grad.reshape(-1) for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.reshape(-1)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def batches() -> list[list[Tensor]]:
@@ -93,13 +115,18 @@ def batches() -> list[list[Tensor]]:
 def test_top_k_with_error_feedback_is_the_plain_loop() -> None:
     world = World(partial(TopK, share=0.2))
     names = [name for name, _ in reversed(list(Layers().named_parameters()))]  # a bucket is in reverse order
-    errors = [torch.zeros(sum(each.numel() for each in Layers().parameters()), dtype=torch.float64) for _ in range(SIZE)]
+    errors = [
+        torch.zeros(sum(each.numel() for each in Layers().parameters()), dtype=torch.float64)
+        for _ in range(SIZE)
+    ]
     for chunks in batches():
         mean = torch.zeros_like(errors[0])
         for rank, chunk in enumerate(chunks):
             mine = own_gradients(chunk)
             wanted = torch.cat([mine[name] for name in names]) / 7 + errors[rank]
-            largest = sorted(range(len(wanted)), key=lambda place: -abs(float(wanted[place])))[: math.ceil(0.2 * len(wanted))]
+            largest = sorted(range(len(wanted)), key=lambda place: -abs(float(wanted[place])))[
+                : math.ceil(0.2 * len(wanted))
+            ]
             sent = torch.zeros_like(wanted)
             sent[largest] = wanted[largest]
             errors[rank] = wanted - sent
@@ -110,13 +137,21 @@ def test_top_k_with_error_feedback_is_the_plain_loop() -> None:
 
 
 def test_powersgd_with_error_feedback_is_the_plain_loop() -> None:
-    """The reference starts from the product's first guess of Q, takes every product apart from it, and uses another way to orthonormal columns."""
+    """The reference starts from the product's first guess of Q, takes every product apart from it, and uses
+    another way to orthonormal columns."""
     rank = 2
     world = World(partial(PowerSGD, rank=rank), bucket_bytes=10**6)
-    shapes = {name: (each.shape[0], each.numel() // each.shape[0]) for name, each in Layers().named_parameters() if each.ndim > 1}
+    shapes = {
+        name: (each.shape[0], each.numel() // each.shape[0])
+        for name, each in Layers().named_parameters()
+        if each.ndim > 1
+    }
     compressed = {name: (n, m) for name, (n, m) in shapes.items() if rank * (n + m) < n * m}
     assert set(compressed) == {"first.weight", "kernel"}
-    errors = [{name: torch.zeros(n, m, dtype=torch.float64) for name, (n, m) in compressed.items()} for _ in range(SIZE)]
+    errors = [
+        {name: torch.zeros(n, m, dtype=torch.float64) for name, (n, m) in compressed.items()}
+        for _ in range(SIZE)
+    ]
     guesses: dict[str, Tensor] = {}
     for step, chunks in enumerate(batches()):
         mine = [own_gradients(chunk) for chunk in chunks]
@@ -130,7 +165,9 @@ def test_powersgd_with_error_feedback_is_the_plain_loop() -> None:
                 torch.testing.assert_close(span[name], columns @ (columns.T @ total), rtol=1e-9, atol=1e-12)
                 guesses[name] = total.T @ columns
                 for rank_, each in enumerate(mine):
-                    errors[rank_][name] = each[name].view(n, m) - columns @ (columns.T @ each[name].view(n, m))
+                    errors[rank_][name] = each[name].view(n, m) - columns @ (
+                        columns.T @ each[name].view(n, m)
+                    )
             continue
         found = world.step(chunks)
         for name, (n, m) in compressed.items():
@@ -143,7 +180,9 @@ def test_powersgd_with_error_feedback_is_the_plain_loop() -> None:
             for each in found:
                 torch.testing.assert_close(each[name].view(n, m), expected, rtol=1e-8, atol=1e-11)  # type: ignore[union-attr]
         for name in mine[0].keys() - compressed.keys():
-            torch.testing.assert_close(found[0][name], torch.stack([each[name] for each in mine]).sum(0), rtol=1e-12, atol=1e-13)
+            torch.testing.assert_close(
+                found[0][name], torch.stack([each[name] for each in mine]).sum(0), rtol=1e-12, atol=1e-13
+            )
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
@@ -153,7 +192,8 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 
 def test_matrices_of_low_rank_arrive_whole() -> None:
-    """A gradient of rank 1 is not changed by factors of rank 2: every replica has one sample, and they are the same."""
+    """A gradient of rank 1 is not changed by factors of rank 2: every replica has one sample, and they are
+    the same."""
     world = World(partial(PowerSGD, rank=2))
     chunk = data(1)[0]
     found = world.step([chunk] * SIZE)
@@ -173,13 +213,18 @@ def test_bf16_rounds_what_is_sent_and_sums_in_order() -> None:
                 assert torch.equal(have, total.double() / 7.0), name  # type: ignore[arg-type]
 
 
-METHODS: dict[str, Callable[[Group], Reduction]] = {"bf16": BF16, "powersgd": partial(PowerSGD, rank=2), "topk": partial(TopK, share=0.1)}
+METHODS: dict[str, Callable[[Group], Reduction]] = {
+    "bf16": BF16,
+    "powersgd": partial(PowerSGD, rank=2),
+    "topk": partial(TopK, share=0.1),
+}
 WITH_ERRORS = ["powersgd", "topk"]
 
 
 @pytest.mark.parametrize("kind", WITH_ERRORS)
 def test_what_is_left_out_arrives_later(kind: str) -> None:
-    """All that was sent in all steps, and the errors that are left, are all gradients: nothing is lost or sent twice."""
+    """All that was sent in all steps, and the errors that are left, are all gradients: nothing is lost or
+    sent twice."""
     world = World(METHODS[kind], bucket_bytes=500)
     sent: dict[str, Tensor] = {}
     wanted: dict[str, Tensor] = {}
@@ -203,7 +248,10 @@ def _errors(world: World) -> dict[str, Tensor]:
         reduction: Any = exchange._reduction
         for bucket, flat in zip(exchange._buckets.buckets, reduction._errors._errors, strict=True):
             for entry in bucket.entries:
-                total[entry.name] = total.get(entry.name, torch.zeros(entry.stop - entry.start, dtype=flat.dtype)) + flat[entry.start : entry.stop]
+                total[entry.name] = (
+                    total.get(entry.name, torch.zeros(entry.stop - entry.start, dtype=flat.dtype))
+                    + flat[entry.start : entry.stop]
+                )
     return total
 
 
@@ -231,7 +279,9 @@ def _with_gradient(exchange: AllReduce, name: str) -> nn.Parameter:
 
 @pytest.mark.parametrize("kind", METHODS)
 @pytest.mark.parametrize("bucket_bytes", [1, 500, 10**6])
-def test_all_replicas_get_the_same_bits_and_bytes_are_those_of_the_formula(kind: str, bucket_bytes: int) -> None:
+def test_all_replicas_get_the_same_bits_and_bytes_are_those_of_the_formula(
+    kind: str, bucket_bytes: int
+) -> None:
     groups = [RecordedGroup(group, "dp") for group in simulated_groups(SIZE)]
     world = World(METHODS[kind], bucket_bytes=bucket_bytes, groups=groups)
     for chunks in batches():
@@ -263,9 +313,16 @@ def test_a_model_learns_from_what_arrives(compress: str) -> None:
 
 
 @pytest.mark.parametrize("compress", COMPRESSED)
-@pytest.mark.parametrize("inner", ["", pytest.param(",pp=2,microbatches=2", marks=SLOW), pytest.param(",tp=2,microbatches=2", marks=SLOW)])
+@pytest.mark.parametrize(
+    "inner",
+    ["", pytest.param(",pp=2,microbatches=2", marks=SLOW), pytest.param(",tp=2,microbatches=2", marks=SLOW)],
+)
 def test_replicas_stay_the_same_and_bytes_are_predicted(compress: str, inner: str) -> None:
-    with Trainer(make_job("gpt", "adamw", steps=5), f"dp=3,compress={compress},bucket_bytes=2000{inner}", devices="simulated") as trainer:
+    with Trainer(
+        make_job("gpt", "adamw", steps=5),
+        f"dp=3,compress={compress},bucket_bytes=2000{inner}",
+        devices="simulated",
+    ) as trainer:
         summary = trainer.fit()  # which compares the replicas' bits at the end
     assert summary.predicted == summary.counted
 
@@ -273,14 +330,18 @@ def test_replicas_stay_the_same_and_bytes_are_predicted(compress: str, inner: st
 def test_smaller_means_fewer_bytes() -> None:
     sent = {}
     for compress in ("none", "bf16", "powersgd:1", "topk:0.01"):
-        with Trainer(make_job("gpt", "sgd", steps=2), f"dp=2,compress={compress}", devices="simulated") as trainer:
+        with Trainer(
+            make_job("gpt", "sgd", steps=2), f"dp=2,compress={compress}", devices="simulated"
+        ) as trainer:
             counted = trainer.fit().counted.bytes["dp"]
             sent[compress] = counted["all_reduce"] + counted.get("all_gather", 0)
     assert sent["none"] > 1.9 * sent["bf16"] > sent["powersgd:1"] > sent["topk:0.01"]
 
 
 def test_verification_names_the_setting() -> None:
-    with pytest.raises(PlanError, match=r"^compress=bf16: such a plan does not promise to compute what one device computes"):
+    with pytest.raises(
+        PlanError, match=r"^compress=bf16: such a plan does not promise to compute what one device computes"
+    ):
         verify(make_job("mlp", "sgd"), Plan(dp=2, compress="bf16"), devices="simulated")
 
 
@@ -294,4 +355,8 @@ def test_a_lost_error_is_caught(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(AssertionError):
             test(kind)
     with pytest.raises(AssertionError):
-        (test_top_k_with_error_feedback_is_the_plain_loop if kind == "topk" else test_powersgd_with_error_feedback_is_the_plain_loop)()
+        (
+            test_top_k_with_error_feedback_is_the_plain_loop
+            if kind == "topk"
+            else test_powersgd_with_error_feedback_is_the_plain_loop
+        )()

@@ -1,4 +1,5 @@
-"""What PyTorch's own suite for backends passes with Gloo, it passes with shm; but for tests of Gloo itself."""
+"""What PyTorch's own suite for backends passes with Gloo, it passes with shm; but for tests of Gloo
+itself."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ OF_GLOO_ITSELF = {
     "test_monitored_barrier_gloo_rank_0_timeout": "asks for the words of Gloo's own monitored barrier",
 }
 
-# One of each kind: reductions, movements, messages, objects, sub-groups, timeouts, DDP with and without futures.
+# One of each kind: reductions, movements, messages, objects, sub-groups, timeouts, DDP with and without
+# futures.
 COVERING = [
     "test_all_gather", "test_all_gather_coalesced_complex", "test_all_gather_object_subgroup", "test_all_reduce_coalesced_sum",
     "test_all_reduce_complex_unsupported_ops", "test_all_reduce_product", "test_all_reduce_sum_async", "test_all_reduce_sum_complex",
@@ -38,7 +40,17 @@ COVERING = [
 
 def _outcomes(backend: str, num_ranks: int, names: list[str], directory: Path) -> dict[str, str]:
     out = directory / f"{backend}.json"
-    command = [sys.executable, str(SUITE), "--backend", backend, "--ranks", str(num_ranks), "--out", str(out), *names]
+    command = [
+        sys.executable,
+        str(SUITE),
+        "--backend",
+        backend,
+        "--ranks",
+        str(num_ranks),
+        "--out",
+        str(out),
+        *names,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
@@ -51,10 +63,14 @@ def test_a_covering_part_of_the_suite(tmp_path: Path):
 
 def _compare(num_ranks: int, names: list[str], directory: Path) -> int:
     over_gloo, over_shm = (_outcomes(backend, num_ranks, names, directory) for backend in ("gloo", "shm"))
-    passing = [name for name, outcome in over_gloo.items() if outcome == "passed" and name not in OF_GLOO_ITSELF]
+    passing = [
+        name for name, outcome in over_gloo.items() if outcome == "passed" and name not in OF_GLOO_ITSELF
+    ]
     wrong = {name: over_shm[name] for name in passing if over_shm[name] != "passed"}
     assert not wrong, "\n".join(f"{name}: {outcome}" for name, outcome in wrong.items())
-    assert "passed" not in {over_shm.get(name) for name in OF_GLOO_ITSELF}, "A test of the list passes: take it off."
+    assert "passed" not in {over_shm.get(name) for name in OF_GLOO_ITSELF}, (
+        "A test of the list passes: take it off."
+    )
     return len(passing)
 
 

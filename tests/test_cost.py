@@ -24,14 +24,16 @@ from tests.families.limits import NOT_READ
 
 COVERING = {"gpt2", "resnet", "lstm"}
 AS_EAGER = COVERING | {"llama", "bert", "mamba", "mixtral", "clip", "u_net"}  # to the last byte and operation
-FAKES_LACK = {"embedding_bag": 24}  # bytes that real operators keep and torch's fakes of them do not: sizes of bags
+# bytes that real operators keep and torch's fakes of them do not: sizes of bags
+FAKES_LACK = {"embedding_bag": 24}
 aten = torch.ops.aten
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
 def products(a: Any, b: Any) -> int:
-    """Multiply-adds of a recurrent layer, twice: x [length, batch, features], weights [gates, features] and [gates, hidden]."""
+    """Multiply-adds of a recurrent layer, twice: x [length, batch, features], weights [gates, features] and
+    [gates, hidden]."""
     return 2 * a[0] * a[1] * b
 
 
@@ -43,18 +45,22 @@ def opened(shape: Any, places: Any) -> torch.Size:
     return made.shape
 
 
-# What torch counts as nothing: bilinear layers everywhere, and on CPUs, where attention and recurrent layers are other operators than on GPUs.
+# What torch counts as nothing: bilinear layers everywhere, and on CPUs, where attention and recurrent layers
+# are other operators than on GPUs.
 CPU_OPERATORS: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop.__wrapped__,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop.__wrapped__,
-    aten._trilinear: lambda a, b, c, i, j, k, *_, **__: 3 * torch.broadcast_shapes(opened(a, i), opened(b, j), opened(c, k)).numel(),
+    aten._trilinear: lambda a, b, c, i, j, k, *_, **__: (
+        3 * torch.broadcast_shapes(opened(a, i), opened(b, j), opened(c, k)).numel()
+    ),
     aten.mkldnn_rnn_layer: lambda x, wx, wh, *_, **__: products(x, wx[0] * (wx[1] + wh[1])),
     aten.mkldnn_rnn_layer_backward: lambda x, wx, wh, *_, **__: 2 * products(x, wx[0] * (wx[1] + wh[1])),
 }
 
 
 class Saved:
-    """Distinct memories that autograd holds while a block runs, and after it those that the loss reaches: address -> bytes."""
+    """Distinct memories that autograd holds while a block runs, and after it those that the loss reaches:
+    address -> bytes."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -95,7 +101,8 @@ class Saved:
 
 
 def eager_step(forward: Callable[[], Any], given: Any) -> tuple[int, int, int]:
-    """FLOPs of the forward and of the backward, and bytes of distinct activations that the loss's graph holds when the forward is done.
+    """FLOPs of the forward and of the backward, and bytes of distinct activations that the loss's graph holds
+    when the forward is done.
 
     given: all that is there before.
     """
@@ -117,7 +124,11 @@ def eager_module_step(model: nn.Module, loss: Callable[..., Any], batch: Any) ->
 def predicted_step(program: Program) -> tuple[int, int, int]:
     found = costs(program)
     assert list(found) == [node.name for node in program.nodes]
-    return sum(each.flops for each in found.values()), sum(each.backward_flops for each in found.values()), kept_bytes(program, found.values())
+    return (
+        sum(each.flops for each in found.values()),
+        sum(each.backward_flops for each in found.values()),
+        kept_bytes(program, found.values()),
+    )
 
 
 def own_model(name: str) -> tuple[nn.Module, Callable[..., Any], Any, Program]:
@@ -131,7 +142,9 @@ def program_of(model: nn.Module, batch: Tensor) -> Program:
     return capture_module(model, lambda model, batch: model(batch).sum(), (batch, batch + 1))
 
 
-@pytest.mark.parametrize("name", [name for name in OWN if name not in ("slice_writes", "average", "checkpointed")])
+@pytest.mark.parametrize(
+    "name", [name for name in OWN if name not in ("slice_writes", "average", "checkpointed")]
+)
 def test_cost_of_own_models_is_that_of_the_eager_step(name: str):
     model, loss, batch, program = own_model(name)
     assert predicted_step(program) == eager_module_step(model, loss, batch)
@@ -142,13 +155,20 @@ def test_cost_is_the_programs_own_where_eager_writes_in_place_or_recomputes(name
     model, _, batch, program = own_model(name)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     constants = list(program.constants.values())
-    run = eager_step(lambda: run_program(program, parameters, buffers, batch), [parameters, buffers, batch, constants])
+    run = eager_step(
+        lambda: run_program(program, parameters, buffers, batch), [parameters, buffers, batch, constants]
+    )
     # The oracle cannot tell a count of steps that is kept from the numbers that it leaves out: 8 bytes.
     assert predicted_step(program) == (*run[:2], run[2] + (8 if name == "average" else 0))
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each in COVERING else pytest.mark.slow) for each in FAMILIES if each not in NOT_READ]
+    "name",
+    [
+        pytest.param(each, marks=() if each in COVERING else pytest.mark.slow)
+        for each in FAMILIES
+        if each not in NOT_READ
+    ],
 )
 def test_cost_of_families_is_that_of_their_programs_and_eager_steps(name: str):
     job = FAMILIES[name].make_job(False)
@@ -159,25 +179,31 @@ def test_cost_of_families_is_that_of_their_programs_and_eager_steps(name: str):
     predicted = predicted_step(program)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     run = eager_step(
-        lambda: run_program(program, parameters, buffers, batches[0]), [parameters, buffers, batches[0], list(program.constants.values())]
+        lambda: run_program(program, parameters, buffers, batches[0]),
+        [parameters, buffers, batches[0], list(program.constants.values())],
     )
     assert predicted == (*run[:2], pytest.approx(run[2], abs=FAKES_LACK.get(name, 0)))
     eager = eager_module_step(model, job.loss, batches[0])
     if name in AS_EAGER:
         assert predicted == eager
-    # Elsewhere modules compute what no loss needs (poolers, gradients of inputs), and transformers runs other kernels while it is read.
+    # Elsewhere modules compute what no loss needs (poolers, gradients of inputs), and transformers runs other
+    # kernels while it is read.
     assert predicted == pytest.approx(eager, rel=0.2)
 
 
 def test_a_node_costs_what_can_be_counted_by_hand():
-    # 6 x 3 times 3 x 5; float32. Backward: two products, and the bias's sum; reads the gradient, x, w, and the gradient for the bias.
+    # 6 x 3 times 3 x 5; float32. Backward: two products, and the bias's sum; reads the gradient, x, w, and
+    # the gradient for the bias.
     model = nn.Linear(3, 5)
     program = program_of(nn.Sequential(nn.Linear(4, 3), model), torch.ones(6, 4))
     cost = costs(program)["linear_1"]
     assert (cost.flops, cost.backward_flops) == (2 * 6 * 3 * 5, 2 * 2 * 6 * 3 * 5)
     assert (cost.read_bytes, cost.written_bytes) == (4 * (6 * 3 + 3 * 5 + 5), 4 * 6 * 5)
     assert cost.backward_written_bytes == 4 * (6 * 3 + 3 * 5 + 5)
-    assert cost.kept == (SavedTensor(memory="linear", num_bytes=4 * 6 * 3), SavedTensor(memory="p_1_weight", num_bytes=4 * 3 * 5))
+    assert cost.kept == (
+        SavedTensor(memory="linear", num_bytes=4 * 6 * 3),
+        SavedTensor(memory="p_1_weight", num_bytes=4 * 3 * 5),
+    )
 
 
 def test_a_kept_view_is_the_memory_of_its_owner():
@@ -193,7 +219,8 @@ def test_a_kept_view_is_the_memory_of_its_owner():
     program = program_of(Views(), torch.ones(5, 4))
     found = costs(program)
     kept = {each.memory: each.num_bytes for name in found for each in found[name].kept}
-    assert kept == {"leaves_0": 80, "exp": 40, "sum": 4, "tanh": 40}  # the sum is expanded to ten elements and lies in one
+    # the sum is expanded to ten elements and lies in one
+    assert kept == {"leaves_0": 80, "exp": 40, "sum": 4, "tanh": 40}
     views = [found[name] for name in ("slice", "t", "expand")]
     assert not any(each.flops or each.read_bytes or each.written_bytes or each.kept for each in views)
 
@@ -231,10 +258,12 @@ def test_casts_of_parameters_under_autocast_are_kept_once():
 
     program = program_of(Twice(), torch.ones(5, 8))
     found = costs(program)
-    _, two, three = (cost for name, cost in found.items() if name.startswith("linear"))  # the first needs no gradient of x, so no weight
+    # the first needs no gradient of x, so no weight
+    _, two, three = (cost for name, cost in found.items() if name.startswith("linear"))
     cast = {each for each in two.kept if each.num_bytes == 2 * 8 * 8}
     assert len(cast) == 1 and cast <= set(three.kept)
-    assert kept_bytes(program, found.values()) == 2 * (8 * 8 + 3 * 5 * 8)  # the cast, x and two results in bfloat16
+    # the cast, x and two results in bfloat16
+    assert kept_bytes(program, found.values()) == 2 * (8 * 8 + 3 * 5 * 8)
 
 
 def test_sums_of_modules():
@@ -250,10 +279,21 @@ def test_sums_of_modules():
     assert sums["head"].parameters == sums["embed"].parameters == 29 * 15
     assert whole.nodes == len(program.nodes)
     assert (whole.flops, whole.backward_flops, whole.kept_bytes) == predicted_step(program)
-    assert sums["blocks"].flops == sums["blocks.0"].flops + sums["blocks.1"].flops == 2 * sums["blocks.0"].flops
-    # The second block's first norm keeps the sum that the first block gave: it belongs to the block that keeps it.
+    assert (
+        sums["blocks"].flops == sums["blocks.0"].flops + sums["blocks.1"].flops == 2 * sums["blocks.0"].flops
+    )
+    # The second block's first norm keeps the sum that the first block gave: it belongs to the block that
+    # keeps it.
     assert sums["blocks.0"].kept_bytes == sums["blocks.1"].kept_bytes
-    assert set(by_module(program, found, depth=1)) == {"", "embed", "position", "dropout", "blocks", "norm", "head"}
+    assert set(by_module(program, found, depth=1)) == {
+        "",
+        "embed",
+        "position",
+        "dropout",
+        "blocks",
+        "norm",
+        "head",
+    }
     assert by_module(program, found, depth=1)["blocks"] == sums["blocks"]
 
 

@@ -1,4 +1,5 @@
-"""What goes from one stage to the next arrives as it was, whatever the operators on either side expect of it: cut at every place."""
+"""What goes from one stage to the next arrives as it was, whatever the operators on either side expect of it:
+cut at every place."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class ListOfOne(nn.Module):
 
 
 class Permuted(nn.Module):
-    """[batch, 7] -> [batch, 5]. Between the permutations lies what only is a matrix row by row while its dims keep their order in memory."""
+    """[batch, 7] -> [batch, 5]. Between the permutations lies what only is a matrix row by row while its dims
+    keep their order in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +60,8 @@ class Permuted(nn.Module):
 
 
 class Expanded(nn.Module):
-    """[batch, 7] -> [batch, 5]. What is expanded has one row in memory, and any number of its expanded dims can be viewed as one."""
+    """[batch, 7] -> [batch, 5]. What is expanded has one row in memory, and any number of its expanded dims
+    can be viewed as one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,22 +90,33 @@ def job_of(model: Callable[[], nn.Module]) -> Job:
 
 @pytest.mark.parametrize("model", few([ListOfOne, Permuted, Expanded]))
 def test_a_model_cut_at_every_place_equals_one_device(model: Callable[[], nn.Module]):
-    """A normalising flow under pp=2 ended in "view size is not compatible": a value with gaps in memory arrived contiguous, what was computed of
-    it was, too, and a view that one device can make could not be made. A list of one tensor crossed as if it were a tensor ("'tuple' object has
-    no attribute 'requires_grad'")."""
+    """A normalising flow under pp=2 ended in "view size is not compatible": a value with gaps in memory
+    arrived contiguous, what was computed of it was, too, and a view that one device can make could not be
+    made. A list of one tensor crossed as if it were a tensor ("'tuple' object has no attribute
+    'requires_grad'")."""
     job = job_of(model)
     data = job.data()
-    subject = subject_of(job, [default_collate([data[3 * start + each] for each in range(3)]) for start in range(2)])
+    subject = subject_of(
+        job, [default_collate([data[3 * start + each] for each in range(3)]) for start in range(2)]
+    )
     schedule = make_schedule("1f1b", 2, 2)
     for cut in range(1, len(subject.programs[0].nodes)):
-        ran = run_pipeline(subject, schedule, lambda program, _: {node.name: int(at >= cut) for at, node in enumerate(program.nodes)})  # noqa: B023
+        ran = run_pipeline(
+            subject,
+            schedule,
+            lambda program, _: {node.name: int(at >= cut) for at, node in enumerate(program.nodes)},  # noqa: B023
+        )
         assert ran.error <= LIMIT, f"cut {cut}: {ran.what}: {ran.error:.1e}"
 
 
 def test_layers_that_gather_their_input_stay_in_their_stage():
-    """Divided over tp, such layers give a tuple, which crossed the cut behind what they read: uneven gated units under pp=2,tp=2."""
+    """Divided over tp, such layers give a tuple, which crossed the cut behind what they read: uneven gated
+    units under pp=2,tp=2."""
     data: Any = vectors()
-    batches = default_collate([data[at] for at in range(3)]), default_collate([data[at] for at in range(3, 6)])
+    batches = (
+        default_collate([data[at] for at in range(3)]),
+        default_collate([data[at] for at in range(3, 6)]),
+    )
     program = capture(job_of(Gated), batches, dtype=torch.float64)
     part = partition(choose(layout_of(program, BUILT_IN), 2, RATES)).programs[0]
     lists = {ref.name for node in part.nodes if node.target is operator.getitem for ref in node.operands()}
@@ -113,4 +127,6 @@ def test_layers_that_gather_their_input_stay_in_their_stage():
         assert not {each.value for stage in stages for each in stage.incoming} & lists
         linear = {node.name for node in program.nodes if node.operator == "linear"}
         for stage in stages:
-            assert all(asked[node.name] == stage.number for node in stage.program.nodes if node.name in linear)
+            assert all(
+                asked[node.name] == stage.number for node in stage.program.nodes if node.name in linear
+            )

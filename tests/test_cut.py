@@ -1,4 +1,5 @@
-"""Cuts are the best there are: against every cut there is, whose cost is told by the stages that it really makes."""
+"""Cuts are the best there are: against every cut there is, whose cost is told by the stages that it really
+makes."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Chain(nn.Module):
 
 
 class Skips(nn.Module):
-    """A weight used at both ends, a skip over everything, a mask of the batch used twice, and running statistics."""
+    """A weight used at both ends, a skip over everything, a mask of the batch used twice, and running
+    statistics."""
 
     scale: Tensor
 
@@ -80,7 +82,11 @@ class Evaluated(Skips):
 
 @cache
 def program_of(model: Callable[[], nn.Module], samples: int = 3) -> Program:
-    return capture_module(model(), lambda module, batch: module(batch).pow(2).mean(), (torch.randn(samples, 4), torch.randn(samples, 4)))
+    return capture_module(
+        model(),
+        lambda module, batch: module(batch).pow(2).mean(),
+        (torch.randn(samples, 4), torch.randn(samples, 4)),
+    )
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,11 @@ def all_cuts(program: Program, numbers: Numbers, num_stages: int) -> Iterator[Cu
 
 def _cut_at(program: Program, numbers: Numbers, at: tuple[int, ...], num_stages: int) -> Cut | None:
     bounds = [0, *at, len(program.nodes)]
-    of = {node.name: stage for stage, (start, end) in enumerate(pairwise(bounds)) for node in program.nodes[start:end]}
+    of = {
+        node.name: stage
+        for stage, (start, end) in enumerate(pairwise(bounds))
+        for node in program.nodes[start:end]
+    }
     try:
         stages = cut_into_stages(program, of, num_stages)
     except CaptureError:
@@ -149,13 +159,20 @@ def _numbers_of(program: Program, numbers: Numbers, stage: Stage) -> tuple[float
     values = {each.value: name for name, each in (*program.parameters.items(), *program.buffers.items())}
     state = frozenset(values[ref.name] for node in nodes for ref in node.operands() if ref.name in values)
     made = {node.name for node in nodes}
-    kept = {each.memory: each.num_bytes for node in nodes for each in numbers.kept[node.name] if each.memory.partition(":")[0] in made}
+    kept = {
+        each.memory: each.num_bytes
+        for node in nodes
+        for each in numbers.kept[node.name]
+        if each.memory.partition(":")[0] in made
+    }
     return takes, state, sum(kept.values()) + sum(each.num_bytes for each in stage.incoming)
 
 
 def chosen(program: Program, numbers: Numbers, num_stages: int, **settings: object) -> CutChoice:
     rates = Rates(link_bytes_per_second=SPEED)
-    return choose_cuts(program, costs(program), num_stages, rates, work=numbers.work, kept=numbers.kept, **settings)  # type: ignore[arg-type]
+    return choose_cuts(
+        program, costs(program), num_stages, rates, work=numbers.work, kept=numbers.kept, **settings
+    )  # type: ignore[arg-type]
 
 
 def place(program: Program, choice: CutChoice) -> tuple[int, ...]:
@@ -165,7 +182,10 @@ def place(program: Program, choice: CutChoice) -> tuple[int, ...]:
 
 def state_bytes(program: Program, names: frozenset[str], factor: float) -> float:
     return sum(
-        program.parameters[name].meta.num_bytes * factor if name in program.parameters else program.buffers[name].meta.num_bytes for name in names
+        program.parameters[name].meta.num_bytes * factor
+        if name in program.parameters
+        else program.buffers[name].meta.num_bytes
+        for name in names
     )
 
 
@@ -182,12 +202,14 @@ def test_the_slowest_stage_is_as_fast_as_can_be(model: type[nn.Module], num_stag
         cuts = {cut.at: cut for cut in all_cuts(program, numbers, num_stages)}
         choice = chosen(program, numbers, num_stages)
         found = cuts[place(program, choice)]
-        assert max(found.takes) == pytest.approx(min(max(cut.takes) for cut in cuts.values()), rel=1e-9)  # sums in another order
+        # sums in another order
+        assert max(found.takes) == pytest.approx(min(max(cut.takes) for cut in cuts.values()), rel=1e-9)
 
 
 @pytest.mark.parametrize("num_stages", few([5, 2], 1, pytest.mark.slow))
 def test_what_is_not_looked_at_could_not_have_been_faster(num_stages: int):
-    """Against all places where a stage may end, one after another. 16 and 128 places a stage are tried before all of them."""
+    """Against all places where a stage may end, one after another. 16 and 128 places a stage are tried before
+    all of them."""
     program = program_of(DEEP)
     for seed in range(3):
         numbers = random_numbers(program, seed)
@@ -197,10 +219,16 @@ def test_what_is_not_looked_at_could_not_have_been_faster(num_stages: int):
         takes = {end: line.until(end).takes for end in places[1:]}
         slowest = {0: 0.0}  # of the stages so far -> where they end
         for _ in range(num_stages):
-            slowest = {end: min(max(slowest[start], takes[end][start]) for start in slowest if start < end) for end in places if end > min(slowest)}
+            slowest = {
+                end: min(max(slowest[start], takes[end][start]) for start in slowest if start < end)
+                for end in places
+                if end > min(slowest)
+            }
         choice = chosen(program, numbers, num_stages)
         bounds = pairwise([0, *place(program, choice), line.num_nodes])
-        assert max(takes[end][start] for start, end in bounds) == pytest.approx(slowest[line.num_nodes], rel=1e-9)
+        assert max(takes[end][start] for start, end in bounds) == pytest.approx(
+            slowest[line.num_nodes], rel=1e-9
+        )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -222,7 +250,9 @@ def test_memory_of_stages_is_kept_to_and_no_more_is_refused_than_must_be(model: 
         for limit in (least * 0.99, least, least * 1.1, least * 1.5):
             fitting = [cut for cut in cuts if holds(cut) <= limit]
             if fitting:
-                choice = chosen(program, numbers, 3, memory_bytes=limit, in_flight=in_flight, state_factor=4.0)
+                choice = chosen(
+                    program, numbers, 3, memory_bytes=limit, in_flight=in_flight, state_factor=4.0
+                )
                 found = next(cut for cut in cuts if cut.at == place(program, choice))
                 assert max(choice.rank_bytes) == holds(found) <= limit
                 assert max(found.takes) == pytest.approx(min(max(cut.takes) for cut in fitting), rel=1e-9)
@@ -235,7 +265,8 @@ def test_memory_of_stages_is_kept_to_and_no_more_is_refused_than_must_be(model: 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_ranks_with_several_stages_share_their_memory(schedule: str):
-    """Not exact: with hardly any room cuts may be missed, and the error says so; otherwise the fastest is found within 2 %."""
+    """Not exact: with hardly any room cuts may be missed, and the error says so; otherwise the fastest is
+    found within 2 %."""
     program, made = program_of(Chain), make_schedule(schedule, 2, 4)
     in_flight = held_by_stage(made)
     for seed in range(3):
@@ -254,9 +285,25 @@ def test_ranks_with_several_stages_share_their_memory(schedule: str):
         held = {cut.at: holds(cut) for cut in cuts}
         least = min(held.values())
         with pytest.raises(PlanError, match="No cut into 4 stages was found that fits into"):
-            chosen(program, numbers, 4, memory_bytes=least * 0.99, in_flight=in_flight, state_factor=4.0, ranks=made.ranks)
+            chosen(
+                program,
+                numbers,
+                4,
+                memory_bytes=least * 0.99,
+                in_flight=in_flight,
+                state_factor=4.0,
+                ranks=made.ranks,
+            )
         for limit in (least * 1.2, least * 1.5):
-            choice = chosen(program, numbers, 4, memory_bytes=limit, in_flight=in_flight, state_factor=4.0, ranks=made.ranks)
+            choice = chosen(
+                program,
+                numbers,
+                4,
+                memory_bytes=limit,
+                in_flight=in_flight,
+                state_factor=4.0,
+                ranks=made.ranks,
+            )
             found = next(cut for cut in cuts if cut.at == place(program, choice))
             assert max(choice.rank_bytes) == pytest.approx(held[found.at]) and held[found.at] <= limit
             assert max(found.takes) <= 1.02 * min(max(cut.takes) for cut in cuts if held[cut.at] <= limit)
@@ -276,12 +323,16 @@ def test_moments_hold_what_schedules_hold(name: str):
             now[action.stage] += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
             seen.add(tuple(now.values()))
         assert {tuple(moment[stage] for stage in mine) for moment in moments} <= seen
-        assert all(any(all(a <= moment[stage] for a, stage in zip(each, mine, strict=True)) for moment in moments) for each in seen)
+        assert all(
+            any(all(a <= moment[stage] for a, stage in zip(each, mine, strict=True)) for moment in moments)
+            for each in seen
+        )
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_parameters_stay_where_the_first_program_put_them(model: type[nn.Module]):
-    """A program of another batch size, and of other costs, is cut as well as it can be with all parameters and buffers in the stages that have them."""
+    """A program of another batch size, and of other costs, is cut as well as it can be with all parameters
+    and buffers in the stages that have them."""
     first, second = program_of(model), program_of(model, 5)
     for seed in range(2):
         choice = chosen(first, random_numbers(first, seed), 3)
@@ -293,9 +344,13 @@ def test_parameters_stay_where_the_first_program_put_them(model: type[nn.Module]
                 homes.setdefault(name, []).append(stage)
         numbers = random_numbers(second, 100 + seed)
         legal = [
-            each for each in all_cuts(second, numbers, 3) if all(stage in homes[name] for stage, names in enumerate(each.state) for name in names)
+            each
+            for each in all_cuts(second, numbers, 3)
+            if all(stage in homes[name] for stage, names in enumerate(each.state) for name in names)
         ]
-        found = next(each for each in legal if each.at == place(second, chosen(second, numbers, 3, homes=homes)))
+        found = next(
+            each for each in legal if each.at == place(second, chosen(second, numbers, 3, homes=homes))
+        )
         assert max(found.takes) == pytest.approx(min(max(each.takes) for each in legal), rel=1e-9)
 
 
@@ -323,30 +378,42 @@ def test_parameters_that_cannot_stay_are_named(homes: dict[str, list[int]], num_
 
 
 def test_all_stages_of_a_rank_have_what_it_holds():
-    """The weight that is used at both ends lies on rank 0, which has the first stage and, folded, the last."""
+    """The weight that is used at both ends lies on rank 0, which has the first stage and, folded, the
+    last."""
     program = program_of(Skips)
     numbers, homes = random_numbers(program, 0), {"first.weight": [0]}
     assert len(chosen(program, numbers, 4, homes=homes, ranks=(0, 1, 1, 0)).stages) == 4
-    with pytest.raises(PlanError, match=r"linear at .* uses first.weight, which lies in stage 0 since the first"):
+    with pytest.raises(
+        PlanError, match=r"linear at .* uses first.weight, which lies in stage 0 since the first"
+    ):
         chosen(program, numbers, 4, homes=homes | {"second.weight": [1]})
 
 
 def test_given_cuts_move_no_parameters():
     program = program_of(Chain)
-    with pytest.raises(PlanError, match=r"^cuts=layers.2 puts linear at .* into stage 1, and layers.3.weight, which it uses, lies in stage 0 since "):
+    with pytest.raises(
+        PlanError,
+        match=r"^cuts=layers.2 puts linear at .* into stage 1, and layers.3.weight, which it uses, lies in stage 0 since ",
+    ):
         chosen(program, random_numbers(program, 0), 2, cuts=["layers.2"], homes={"layers.3.weight": [0]})
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [("1f1b", 3, 3), ("1f1b", 3, 8), ("zb-h1", 3, 4), ("gpipe", 2, 1)])
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "microbatches"), [("1f1b", 3, 3), ("1f1b", 3, 8), ("zb-h1", 3, 4), ("gpipe", 2, 1)]
+)
 def test_the_simulated_step_is_as_short_as_can_be(schedule: str, ranks: int, microbatches: int):
-    """Searched for near the fastest slowest stage; nothing anywhere that makes no stage much slower than that is better by 5 %."""
+    """Searched for near the fastest slowest stage; nothing anywhere that makes no stage much slower than that
+    is better by 5 %."""
     program, made = program_of(Chain), make_schedule(schedule, ranks, microbatches)
     price = step_seconds(made, lambda num_bytes: num_bytes / SPEED)
     for seed in range(3):
         numbers = random_numbers(program, seed)
         line = Intervals(program, numbers.work, numbers.kept, link_bytes_per_second=SPEED)
         first = chosen(program, numbers, ranks).stages
-        every = [[line.stage(start, end) for start, end in pairwise([0, *at, line.num_nodes])] for at in combinations(line.places, ranks - 1)]
+        every = [
+            [line.stage(start, end) for start, end in pairwise([0, *at, line.num_nodes])]
+            for at in combinations(line.places, ranks - 1)
+        ]
         longest = UNEVEN * max(each.seconds for each in first)
         best = min(price(stages) for stages in every if max(each.seconds for each in stages) <= longest)
         plain, found = price(first), price(chosen(program, numbers, ranks, step_seconds=price).stages)
@@ -355,7 +422,8 @@ def test_the_simulated_step_is_as_short_as_can_be(schedule: str, ranks: int, mic
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "conv2d"])
 def test_kept_bytes_are_what_a_stage_really_keeps(name: str):
-    """Against torch's own hooks, stage by stage on real tensors: memory saved for backward, and values received."""
+    """Against torch's own hooks, stage by stage on real tensors: memory saved for backward, and values
+    received."""
     subject = family(name, 1, even=True)
     program = subject.programs[0]
     choice = choose_cuts(program, costs(program), 3)
@@ -364,8 +432,14 @@ def test_kept_bytes_are_what_a_stage_really_keeps(name: str):
         model = build_model(subject.job, program.precision, training=True)
         there: dict[str, Tensor] = dict(leaves_of(subject.microbatches[0]).tensors)
         for stage, cost in zip(stages, choice.stages, strict=True):
-            given = {each.value: there[each.value].detach().clone().requires_grad_(each.meta.requires_grad) for each in stage.incoming}
-            inputs = [given[each.value] if each.value in given else there[each.name] for each in stage.program.inputs]
+            given = {
+                each.value: there[each.value].detach().clone().requires_grad_(each.meta.requires_grad)
+                for each in stage.incoming
+            }
+            inputs = [
+                given[each.value] if each.value in given else there[each.name]
+                for each in stage.program.inputs
+            ]
             saved: list[Tensor] = []
 
             def note(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
@@ -373,10 +447,16 @@ def test_kept_bytes_are_what_a_stage_really_keeps(name: str):
                 return tensor
 
             parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-            known = {each.untyped_storage().data_ptr() for each in (*parameters.values(), *buffers.values(), *inputs)}
+            known = {
+                each.untyped_storage().data_ptr()
+                for each in (*parameters.values(), *buffers.values(), *inputs)
+            }
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 values = run_flat(stage.program, parameters, buffers, inputs)
             there |= dict(zip(stage.sent, values, strict=False))
             kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in saved}
-            found = sum(size for memory, size in kept.items() if memory not in known) + sum(each.nbytes for each in given.values())
-            assert cost.kept_bytes == pytest.approx(found, rel=0.01), stage.number  # constants of the program are in what torch saves
+            found = sum(size for memory, size in kept.items() if memory not in known) + sum(
+                each.nbytes for each in given.values()
+            )
+            # constants of the program are in what torch saves
+            assert cost.kept_bytes == pytest.approx(found, rel=0.01), stage.number

@@ -19,7 +19,12 @@ from meshloom.data.data import evaluation_chunks, open_reader
 def open_on(datasets, **settings):
     """Readers of ranks that build different datasets."""
     plan, groups = Plan(dp=len(datasets)), simulated_groups(len(datasets))
-    return run_in_steps([open_reader(job_of(lambda rank=group.rank: datasets[rank], **settings), plan, group, 0, 5) for group in groups])
+    return run_in_steps(
+        [
+            open_reader(job_of(lambda rank=group.rank: datasets[rank], **settings), plan, group, 0, 5)
+            for group in groups
+        ]
+    )
 
 
 def test_length_that_differs_between_ranks():
@@ -29,7 +34,9 @@ def test_length_that_differs_between_ranks():
 
 
 def test_kind_that_differs_between_ranks():
-    with pytest.raises(DataError, match='the kind of dataset is "iterable" on rank 1 and "map-style" on rank 0'):
+    with pytest.raises(
+        DataError, match='the kind of dataset is "iterable" on rank 1 and "map-style" on rank 0'
+    ):
         open_on([[1] * 8, Stream(8)])
 
 
@@ -38,7 +45,10 @@ def test_kind_that_differs_between_ranks():
     [
         (3, "Job.data=.... built int, which is no dataset. It needs __len__ and __getitem__"),
         (DataLoader([1, 2]), "Job.data=.... built a DataLoader. Return its dataset"),
-        (type("Endless", (), {"__getitem__": lambda self, index: index})(), "built Endless, which has __getitem__ but no __len__"),
+        (
+            type("Endless", (), {"__getitem__": lambda self, index: index})(),
+            "built Endless, which has __getitem__ but no __len__",
+        ),
     ],
 )
 def test_what_is_no_dataset(dataset, message):
@@ -46,7 +56,9 @@ def test_what_is_no_dataset(dataset, message):
         open_on([dataset])
 
 
-@pytest.mark.parametrize("dataset", [[1.0, 2.0, 3.0], torch.arange(3.0), TensorDataset(torch.arange(3.0)), Augmented(3)])
+@pytest.mark.parametrize(
+    "dataset", [[1.0, 2.0, 3.0], torch.arange(3.0), TensorDataset(torch.arange(3.0)), Augmented(3)]
+)
 def test_map_style_is_what_has_a_length_and_items(dataset):
     (reader,) = open_on([dataset])
     assert reader.num_samples == 3
@@ -65,28 +77,50 @@ def test_random_data_is_built_alike_on_every_rank_and_the_callers_draws_are_kept
     expected = torch.rand(2)
     torch.manual_seed(5)
     job = job_of(lambda: torch.rand(8), shuffle=False)
-    assert torch.equal(torch.cat([chunk.data for chunk in read_chunks(job, Plan(dp=4), 0, 1)[0]]), read_chunks(job, Plan(), 0, 1)[0][0].data)
+    assert torch.equal(
+        torch.cat([chunk.data for chunk in read_chunks(job, Plan(dp=4), 0, 1)[0]]),
+        read_chunks(job, Plan(), 0, 1)[0][0].data,
+    )
     assert torch.equal(torch.rand(2), expected)
 
 
 @settings(deadline=None, max_examples=40)
-@given(num_samples=st.integers(1, 23), batch_size=st.integers(1, 9), dp=st.integers(1, 4), microbatches=st.integers(1, 3))
+@given(
+    num_samples=st.integers(1, 23),
+    batch_size=st.integers(1, 9),
+    dp=st.integers(1, 4),
+    microbatches=st.integers(1, 3),
+)
 def test_evaluation_reads_every_sample_once_in_order(num_samples, batch_size, dp, microbatches):
     job = job_of([0], batch_size=batch_size)
     plan = Plan(dp=dp, microbatches=microbatches)
-    chunks = [chunk for group in simulated_groups(dp) for chunk in evaluation_chunks(Augmented(num_samples), job, plan, group)]
+    chunks = [
+        chunk
+        for group in simulated_groups(dp)
+        for chunk in evaluation_chunks(Augmented(num_samples), job, plan, group)
+    ]
     chunks.sort(key=lambda chunk: (chunk.step, chunk.index))
     assert all(chunk.samples == len(chunk.data) > 0 for chunk in chunks)
     assert torch.cat([chunk.data for chunk in chunks])[:, 0].tolist() == list(range(num_samples))
-    (alone,) = ([chunk.data for chunk in evaluation_chunks(Augmented(num_samples), job, Plan(), group)] for group in simulated_groups(1))
+    (alone,) = (
+        [chunk.data for chunk in evaluation_chunks(Augmented(num_samples), job, Plan(), group)]
+        for group in simulated_groups(1)
+    )
     assert torch.equal(torch.cat([chunk.data for chunk in chunks]), torch.cat(alone))
 
 
 @pytest.mark.processes
 def test_evaluation_draws_the_same_each_time_with_and_without_workers():
     group = simulated_groups(2)[1]
-    runs = [list(evaluation_chunks(Augmented(9), job_of([0], num_workers=workers), Plan(dp=2), group)) for workers in (0, 0, 2)]
-    assert [chunk.samples for chunk in runs[0]] == [2, 2] and same([runs[0]], [runs[1]]) and same([runs[0]], [runs[2]])
+    runs = [
+        list(evaluation_chunks(Augmented(9), job_of([0], num_workers=workers), Plan(dp=2), group))
+        for workers in (0, 0, 2)
+    ]
+    assert (
+        [chunk.samples for chunk in runs[0]] == [2, 2]
+        and same([runs[0]], [runs[1]])
+        and same([runs[0]], [runs[2]])
+    )
 
 
 @pytest.mark.processes
@@ -98,7 +132,9 @@ def test_evaluation_left_in_the_middle_ends_its_workers():
 
 def test_evaluation_data_that_cannot_be_used():
     group = simulated_groups(1)[0]
-    with pytest.raises(JobError, match="Evaluate.data=.... built an iterable Stream. Evaluation needs a map-style dataset"):
+    with pytest.raises(
+        JobError, match="Evaluate.data=.... built an iterable Stream. Evaluation needs a map-style dataset"
+    ):
         evaluation_chunks(Stream(3), job_of([0]), Plan(), group)
     with pytest.raises(DataError, match="The evaluation dataset is empty"):
         evaluation_chunks([], job_of([0]), Plan(), group)

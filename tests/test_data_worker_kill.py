@@ -16,7 +16,8 @@ from tests.killing import assert_nothing_left, command, let_run, ranks, running,
 
 
 def test_what_torch_says_of_a_killed_data_worker_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is raised wherever the main thread is at that moment, also while another error is being explained; it ended in torch's traceback."""
+    """It is raised wherever the main thread is at that moment, also while another error is being explained;
+    it ended in torch's traceback."""
     error = ValueError("something else")
     error.__cause__ = RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed. ")
     assert report_failure(error) == 1
@@ -30,8 +31,11 @@ def test_what_torch_says_of_a_killed_data_worker_is_one_sentence(capsys: pytest.
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(3))
-def test_a_killed_data_worker_ends_the_run_with_one_sentence(attempt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers left `pymp-*` directories, with the sockets over which they hand out batches, when they or their rank were killed."""
+def test_a_killed_data_worker_ends_the_run_with_one_sentence(
+    attempt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers left `pymp-*` directories, with the sockets over which they hand out batches, when they or
+    their rank were killed."""
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch:  # short: names of sockets must not be long
         monkeypatch.setenv("TMPDIR", scratch)
         out = tmp_path / "run"
@@ -45,7 +49,8 @@ def test_a_killed_data_worker_ends_the_run_with_one_sentence(attempt: int, tmp_p
             errors, _ = told(process)
         assert process.returncode == 1
         assert re.search(
-            r"DataError on rank \d \(dp=\d\): The processes that read data failed: process \d+ was killed by SIGKILL \(the system", errors
+            r"DataError on rank \d \(dp=\d\): The processes that read data failed: process \d+ was killed by SIGKILL \(the system",
+            errors,
         ), errors
         assert "Traceback" not in errors, errors
         assert_nothing_left(out)

@@ -59,7 +59,8 @@ def _job(num_blocks: int) -> Job:
 
 
 def _described(num_blocks: int) -> int:
-    """How many operators its program has, after all that `describe` does for a plan with tp, and `train` for one with pp."""
+    """How many operators its program has, after all that `describe` does for a plan with tp, and `train` for
+    one with pp."""
     job = _job(num_blocks)
     (batch,) = first_batches(job, 1, 2)
     program = capture_shapes(job, batch)

@@ -1,7 +1,8 @@
-"""Dense transformers are divided as Megatron-LM divides them, by themselves: nearly all of a block, two all-reduces per direction, or gathers and scatters instead.
+"""Dense transformers are divided as Megatron-LM divides them, by themselves: nearly all of a block, two
+all-reduces per direction, or gathers and scatters instead.
 
-Shoeybi et al., 2019, and for sequence parallelism Korthikanti et al., 2022, section 4.2.2. Collectives are counted as the ranks start them;
-to which block each belongs is read off the divided program.
+Shoeybi et al., 2019, and for sequence parallelism Korthikanti et al., 2022, section 4.2.2. Collectives are
+counted as the ranks start them; to which block each belongs is read off the divided program.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ WIDTH, LENGTH, VOCABULARY, BATCH = 256, 64, 512, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
-    """A model of three blocks. blocks: prefix of an inner block's parameters -> linear pairs in it, each a column split and a row split."""
+    """A model of three blocks. blocks: prefix of an inner block's parameters -> linear pairs in it, each a
+    column split and a row split."""
 
     model: str
     settings: Mapping[str, Any]
@@ -49,7 +51,12 @@ class Dense:
     def job(self) -> Job:
         """A step of it."""
         return Job(
-            model=self.build, loss=own_loss, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3), data=self.samples, batch_size=BATCH, steps=2
+            model=self.build,
+            loss=own_loss,
+            optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+            data=self.samples,
+            batch_size=BATCH,
+            steps=2,
         )
 
     def build(self) -> nn.Module:
@@ -73,7 +80,12 @@ class Dense:
 
 
 _LLAMA: dict[str, Any] = {"intermediate_size": 688, "num_key_value_heads": 2, "use_cache": False}
-_USUAL: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+_USUAL: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+}
 DENSE = {
     "gpt2": Dense(
         model="GPT2LMHeadModel", blocks={"transformer.h.1.": 2},
@@ -100,7 +112,8 @@ BY_SEQUENCE = Rates(bytes_per_second=3e8)
 def step_of(dense: Dense) -> tuple[list[Sent], Mapping[str, str], Mapping[str, float], int]:
     """What a rank sends in a step, checked against the record, and of what.
 
-    Then node -> module; block -> share of its parameters that is divided; how many inputs in the blocks are gathered twice.
+    Then node -> module; block -> share of its parameters that is divided; how many inputs in the blocks are
+    gathered twice.
     """
     with Trainer(dense.job(), "tp=2", devices="simulated") as trainer:
         batches = trainer.batches()
@@ -119,19 +132,28 @@ def step_of(dense: Dense) -> tuple[list[Sent], Mapping[str, str], Mapping[str, f
         for kind in calls:
             assert counted[kind].bytes == sum(each.num_bytes for each in sent if each.collective == kind)
         shares = {
-            block: sum(math.prod(each.shape) for name, each in part.parameters.items() if name.startswith(block) and not each.is_whole)
+            block: sum(
+                math.prod(each.shape)
+                for name, each in part.parameters.items()
+                if name.startswith(block) and not each.is_whole
+            )
             / sum(math.prod(each.shape) for name, each in part.parameters.items() if name.startswith(block))
             for block in dense.blocks
         }
         paths = {node.name: f"{node.path}." for node in part.programs[0].nodes}
         again = sum(
-            isinstance(node.target, GatheredLinears) and node.target.change.source == "part" and paths[node.name].startswith(tuple(dense.blocks))
+            isinstance(node.target, GatheredLinears)
+            and node.target.change.source == "part"
+            and paths[node.name].startswith(tuple(dense.blocks))
             for node in part.programs[0].nodes
         )
         return sent, paths, shares, again
 
 
-@pytest.mark.parametrize("name", [name if name in ("llama", "vit") else pytest.param(name, marks=pytest.mark.slow) for name in DENSE])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("llama", "vit") else pytest.param(name, marks=pytest.mark.slow) for name in DENSE],
+)
 def test_a_block_is_divided_but_for_its_norms_and_sums_each_pair_once_per_direction(name: str):
     dense = DENSE[name]
     sent, paths, shares, _ = step_of(dense)
@@ -154,4 +176,8 @@ def test_with_parts_of_the_sequence_the_volume_is_the_same(name: str, monkeypatc
     inside = [each for each in sent if each.node and paths[each.node].startswith(block)]
     found = Counter((each.collective, each.backward, each.num_bytes) for each in inside)
     found["all_gather", True, size // 2] -= again  # brings back inputs that were not kept
-    assert found == {(collective, backward, size // (2 if collective == "all_gather" else 1)): 2 for collective in BOTH for backward in (False, True)}
+    assert found == {
+        (collective, backward, size // (2 if collective == "all_gather" else 1)): 2
+        for collective in BOTH
+        for backward in (False, True)
+    }

@@ -1,4 +1,5 @@
-"""A description adds up: its rows are the model, its numbers are the program's, and what cannot be read is refused in one sentence."""
+"""A description adds up: its rows are the model, its numbers are the program's, and what cannot be read is
+refused in one sentence."""
 
 from __future__ import annotations
 
@@ -80,7 +81,12 @@ def job_of(model: Any, **settings: Any) -> ml.Job:
         model=model,
         loss=loss,
         data=lambda: torch.randint(11, (20, 7)),
-        **{"optimizer": lambda named: torch.optim.SGD(named, lr=0.1), "batch_size": 4, "steps": 1, **settings},
+        **{
+            "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+            "batch_size": 4,
+            "steps": 1,
+            **settings,
+        },
     )
 
 
@@ -90,7 +96,14 @@ def shown(whole: Block, depth: int | None = None) -> list[str]:
 
 def test_layers_that_are_alike_are_one_row():
     whole = describe(job_of(Stack)).whole
-    assert shown(whole, 1) == ["token x1", "layers.0-1,3-5 x5", "layers.2 x1", "spare x1", "head x1", "(own forward and loss) x1"]
+    assert shown(whole, 1) == [
+        "token x1",
+        "layers.0-1,3-5 x5",
+        "layers.2 x1",
+        "spare x1",
+        "head x1",
+        "(own forward and loss) x1",
+    ]
     assert shown(whole, 2)[1:5] == ["layers.0-1,3-5 x5", "  up x5", "  down x5", "  (own forward) x5"]
     paths = [block.path for _, block in rows_of(whole, 2)]
     assert paths[2:4] == ["layers.0-1,3-5.up", "layers.0-1,3-5.down"]
@@ -100,10 +113,16 @@ def test_layers_that_are_alike_are_one_row():
 def test_rows_add_up_to_the_model(depth: int | None):
     whole = describe(job_of(Stack), machine=example_machine()).whole
     rows = list(rows_of(whole, depth))
-    leaves = [block for (level, block), (below, _) in zip(rows, [*rows[1:], (0, whole)], strict=True) if below <= level]
+    leaves = [
+        block
+        for (level, block), (below, _) in zip(rows, [*rows[1:], (0, whole)], strict=True)
+        if below <= level
+    ]
     for what in ("parameters", "parameter_bytes", "kept_bytes", "flops", "backward_flops", "operators"):
         assert sum(getattr(block, what) for block in leaves) == getattr(whole, what), what
-    assert sum(block.seconds.total for block in leaves if block.seconds) == pytest.approx(whole.seconds.total if whole.seconds else None, rel=1e-9)
+    assert sum(block.seconds.total for block in leaves if block.seconds) == pytest.approx(
+        whole.seconds.total if whole.seconds else None, rel=1e-9
+    )
 
 
 def test_numbers_are_those_of_the_eager_step():
@@ -116,7 +135,8 @@ def test_numbers_are_those_of_the_eager_step():
     assert whole.parameters == sum(parameter.numel() for parameter in model.parameters())
     layers = next(block for _, block in rows_of(whole) if block.name.startswith("layers.0"))
     assert layers.parameters == 5 * sum(parameter.numel() for parameter in model.layers[0].parameters())
-    # A layer keeps, of 4 x 7 tokens: its input [8], before and after gelu [16]; the residual's sum is the next layer's input.
+    # A layer keeps, of 4 x 7 tokens: its input [8], before and after gelu [16]; the residual's sum is the
+    # next layer's input.
     assert layers.kept_bytes == 5 * 4 * 7 * (8 + 16 + 16) * 4
 
 
@@ -130,9 +150,12 @@ def test_the_memory_of_a_step_is_there_unless_the_optimizer_needs_values():
     found = describe(job_of(Stack)).memory
     assert found is not None and found.optimizer == 0 and found.peak > found.parameters + found.kept
     adam = describe(job_of(Stack, optimizer=lambda named: torch.optim.AdamW(named))).memory
-    # Two moments of every parameter that has a gradient (not the spare layer's 12), and a count of steps for each of them.
+    # Two moments of every parameter that has a gradient (not the spare layer's 12), and a count of steps for
+    # each of them.
     assert adam is not None and 2 * 4 * (1764 - 12) <= adam.optimizer < 2 * 4 * (1764 - 12) + 8 * 40
-    closure = describe(job_of(Stack, optimizer=lambda named: torch.optim.LBFGS([parameter for _, parameter in named])))
+    closure = describe(
+        job_of(Stack, optimizer=lambda named: torch.optim.LBFGS([parameter for _, parameter in named]))
+    )
     assert closure.memory is None
     assert "the optimizer cannot be stepped without values (TypeError: " in closure.no_memory
 
@@ -148,26 +171,34 @@ def test_a_model_of_any_size_is_described_without_its_memory():
     """A layer of 2^34 parameters, 64 GiB, which this machine need not have."""
 
     def build() -> nn.Module:
-        return nn.Sequential(nn.Embedding(11, 1 << 17), nn.Linear(1 << 17, 1 << 17, bias=False), nn.Linear(1 << 17, 11))
+        return nn.Sequential(
+            nn.Embedding(11, 1 << 17), nn.Linear(1 << 17, 1 << 17, bias=False), nn.Linear(1 << 17, 11)
+        )
 
     whole = describe(job_of(build)).whole
     assert whole.inside[1].parameters == 1 << 34
 
 
 def test_experts_count_for_the_tokens_that_they_see():
-    """A mixture of experts by the formula of its paper: each token goes through two experts of three products each (Jiang et al., 2024)."""
+    """A mixture of experts by the formula of its paper: each token goes through two experts of three products
+    each (Jiang et al., 2024)."""
     import transformers
 
     config = transformers.MixtralConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=11,
         num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
-    job = replace(job_of(lambda: transformers.MixtralForCausalLM(config)), loss=lambda model, batch: model(input_ids=batch, labels=batch).loss)
+    job = replace(
+        job_of(lambda: transformers.MixtralForCausalLM(config)),
+        loss=lambda model, batch: model(input_ids=batch, labels=batch).loss,
+    )
     found = describe(job)
     assert found.unpriced == ()
     experts = [block for _, block in rows_of(found.whole, 9) if block.name.endswith("experts")]
     forward = 2 * (4 * 7) * 2 * (3 * 16 * 24)
-    assert [(each.count, each.flops, each.backward_flops) for each in experts] == [(2, 2 * forward, 4 * forward)]
+    assert [(each.count, each.flops, each.backward_flops) for each in experts] == [
+        (2, 2 * forward, 4 * forward)
+    ]
 
 
 def test_what_has_no_formula_is_named():
@@ -188,7 +219,9 @@ def test_what_has_no_formula_is_named():
 
 def test_layers_in_a_row_keep_their_order():
     def build() -> nn.Module:
-        return nn.Sequential(nn.Embedding(11, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.ReLU(), nn.Linear(8, 11))
+        return nn.Sequential(
+            nn.Embedding(11, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.ReLU(), nn.Linear(8, 11)
+        )
 
     assert shown(describe(job_of(build)).whole, 1)[:5] == ["0 x1", "1 x1", "2 x1", "3-4 x2", "5 x1"]
 
@@ -200,7 +233,9 @@ def test_the_table_shows_blocks_shares_and_what_is_missing(capsys: pytest.Captur
     assert re.search(r"^layers\.0-1,3-5  x5 +Layer +1\.4k +79% ", text, re.MULTILINE)
     assert re.search(r"^total +Stack +1\.76k +100% ", text, re.MULTILINE)
     assert re.search(
-        r"^memory of a step on one device: [\d.]+ KiB at its peak, in the backward: parameters 6\.89 KiB, gradients ", text, re.MULTILINE
+        r"^memory of a step on one device: [\d.]+ KiB at its peak, in the backward: parameters 6\.89 KiB, gradients ",
+        text,
+        re.MULTILINE,
     )
     assert "tied: token.weight = head.weight" in text
     assert "not used by the loss: spare.weight, spare.bias" in text
@@ -241,7 +276,17 @@ def test_timings_are_of_the_phases_that_a_plan_has(capsys: pytest.CaptureFixture
     assert main(["describe", FILE, "--plan", "tp=2", "--timings", "--json", "-"]) == 0
     out, err = capsys.readouterr()
     seconds = json.loads(out.splitlines()[-1])["seconds"]
-    assert list(seconds) == ["start", "reading", "memory of a step", "prices", "blocks", "axes", "choosing a division", "dividing", "ranks"]
+    assert list(seconds) == [
+        "start",
+        "reading",
+        "memory of a step",
+        "prices",
+        "blocks",
+        "axes",
+        "choosing a division",
+        "dividing",
+        "ranks",
+    ]
     assert all(each >= 0 for each in seconds.values()) and seconds["reading"] > seconds["blocks"]
     assert "CPU seconds: start" in err
 
@@ -269,7 +314,9 @@ def test_a_phase_does_not_count_what_others_take_inside_of_it(monkeypatch: pytes
         ([f"{FILE}:branching"], "describe_jobs.py"),
     ],
 )
-def test_a_wrong_request_is_one_sentence_and_2(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_request_is_one_sentence_and_2(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+):
     assert main(["describe", *words]) in (1, 2)
     error = capsys.readouterr().err
     assert sentence in error
@@ -279,9 +326,20 @@ def test_a_wrong_request_is_one_sentence_and_2(words: list[str], sentence: str, 
 def test_a_plan_with_tp_is_told_before_it_runs(capsys: pytest.CaptureFixture[str]):
     assert main(["describe", FILE, "--plan", "tp=2,tp_placements=layers.*.up:column", "--json", "-"]) == 0
     out, err = capsys.readouterr()
-    assert re.search(r"layers\.\d.*up.*weight column", err) and "tp=2 divides" in err and "Sent by a rank per step" in err
+    assert (
+        re.search(r"layers\.\d.*up.*weight column", err)
+        and "tp=2 divides" in err
+        and "Sent by a rank per step" in err
+    )
     *_, told, ranks = map(json.loads, out.splitlines())
-    assert ranks["event"] == "ranks" and ranks["ranks"][0]["num_bytes"]["tp"] == sum(told["num_bytes"].values())
-    assert told["event"] == "division" and told["num_ranks"] == 2 and 0 < told["parameters_divided"] <= 1 and told["num_bytes"]
+    assert ranks["event"] == "ranks" and ranks["ranks"][0]["num_bytes"]["tp"] == sum(
+        told["num_bytes"].values()
+    )
+    assert (
+        told["event"] == "division"
+        and told["num_ranks"] == 2
+        and 0 < told["parameters_divided"] <= 1
+        and told["num_bytes"]
+    )
     assert main(["describe", FILE, "--plan", "tp=2,tp_placements=nothing.*:column"]) == 2
     assert "nothing.*" in capsys.readouterr().err

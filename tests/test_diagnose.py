@@ -21,7 +21,9 @@ from tests.simulated_dp import simulate
 PLANS = [Plan(dp=2, microbatches=3), Plan(dp=3, microbatches=2)]
 
 
-def found(job: Job, plan: Plan, bug: str = "", dtype: torch.dtype | None = None, steps: int = 2) -> ComparisonResult:
+def found(
+    job: Job, plan: Plan, bug: str = "", dtype: torch.dtype | None = None, steps: int = 2
+) -> ComparisonResult:
     return hold_against(Reference(job, plan, dtype), simulate(job, plan, bug, dtype, steps))
 
 
@@ -40,7 +42,9 @@ def test_a_correct_run_has_no_cause(model, optimizer):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("model", "plan"), [("mlp", PLANS[0]), ("gpt", PLANS[1]), pytest.param("unused_twice", PLANS[0], marks=pytest.mark.slow)], ids=str
+    ("model", "plan"),
+    [("mlp", PLANS[0]), ("gpt", PLANS[1]), pytest.param("unused_twice", PLANS[0], marks=pytest.mark.slow)],
+    ids=str,
 )
 @pytest.mark.parametrize(
     ("bug", "kind", "words"),
@@ -60,7 +64,11 @@ def test_a_correct_run_has_no_cause(model, optimizer):
         ("other state", "optimizer", "until step 1"),
         ("shared data", "data", "replicas share data"),
         ("drift", "replicas", "drift apart"),
-        ("uneven factors", "unknown", "mix the chunks with wrong factors (chunk: factor, where 1 is right) 0: 1, 1: 1.14, 2: 1.29"),
+        (
+            "uneven factors",
+            "unknown",
+            "mix the chunks with wrong factors (chunk: factor, where 1 is right) 0: 1, 1: 1.14, 2: 1.29",
+        ),
         ("noise", "unknown", "of it is something else"),
     ],
 )
@@ -70,10 +78,25 @@ def test_a_mistake_is_named(model, plan, bug, kind, words):
     wrong = found(make_job(model, "sgd", batch_size=13), plan, bug)
     assert not all(step.passed for step in wrong.steps)
     assert kinds(wrong) == [kind]
-    assert words.format(dp=plan.dp, m=plan.microbatches) in (wrong.causes[0].sentence if bug != "not reduced" or model != "gpt" else words)
+    assert words.format(dp=plan.dp, m=plan.microbatches) in (
+        wrong.causes[0].sentence if bug != "not reduced" or model != "gpt" else words
+    )
 
 
-@pytest.mark.parametrize("bug", few(["mean of means", "stale", "not reduced", "last microbatch only", "clip before averaging", "other state"], 2))
+@pytest.mark.parametrize(
+    "bug",
+    few(
+        [
+            "mean of means",
+            "stale",
+            "not reduced",
+            "last microbatch only",
+            "clip before averaging",
+            "other state",
+        ],
+        2,
+    ),
+)
 def test_float64_names_the_same_mistakes(bug):
     job = make_job("mlp", "sgd", batch_size=13)
     assert kinds(found(job, PLANS[0], bug, torch.float64)) == kinds(found(job, PLANS[0], bug))
@@ -120,21 +143,31 @@ def test_a_wrong_weight_is_named():
         return [replace(record.chunks[0], weight=record.chunks[0].weight + 1), *record.chunks[1:]]
 
     wrong = changed(
-        make_job("mlp", "sgd"), PLANS[0], chunks=heavier, gradients=lambda record: {name: 0.9 * each for name, each in record.gradients.items()}
+        make_job("mlp", "sgd"),
+        PLANS[0],
+        chunks=heavier,
+        gradients=lambda record: {name: 0.9 * each for name, each in record.gradients.items()},
     )
     assert kinds(wrong) == ["weights"]
 
 
 def test_zeros_instead_of_no_gradient_are_named():
     def zeros(record: WholeRecord) -> Any:
-        return {name: torch.zeros_like(record.parameters[name]) if each is None else each for name, each in record.gradients.items()}
+        return {
+            name: torch.zeros_like(record.parameters[name]) if each is None else each
+            for name, each in record.gradients.items()
+        }
 
     wrong = changed(make_job("unused_twice", "adamw"), PLANS[0], gradients=zeros)
     assert kinds(wrong) == ["None or zero"] and "unused.weight" in wrong.causes[0].sentence
 
 
 def test_running_statistics_of_one_replica_are_named():
-    wrong = changed(make_job("cnn", "sgd"), PLANS[0], buffers=lambda record: {**record.buffers, "norm.running_mean": torch.zeros(4)})
+    wrong = changed(
+        make_job("cnn", "sgd"),
+        PLANS[0],
+        buffers=lambda record: {**record.buffers, "norm.running_mean": torch.zeros(4)},
+    )
     assert kinds(wrong) == ["batch statistics"] and "norm.running_mean" in wrong.causes[0].sentence
 
 
@@ -144,7 +177,10 @@ def test_a_loss_that_is_averaged_otherwise_is_named():
 
 def shaped(gradients: Any, reference: Reference) -> dict[str, Any]:
     """Flat gradients of few elements each, of which none was left out, as the parameters are."""
-    return {name: None if each is None else each.view(reference.parameters[name].shape).float() for name, each in gradients.items()}
+    return {
+        name: None if each is None else each.view(reference.parameters[name].shape).float()
+        for name, each in gradients.items()
+    }
 
 
 def test_statistics_that_are_not_synchronised_are_named():
@@ -152,7 +188,9 @@ def test_statistics_that_are_not_synchronised_are_named():
     separate = Reference(job, plan)
     separate.run()
     own = separate.gradients_of(synchronised=False)
-    wrong = hold_against(Reference(job, plan), [replace(step_of(Reference(job, plan)), gradients=shaped(own, separate))])
+    wrong = hold_against(
+        Reference(job, plan), [replace(step_of(Reference(job, plan)), gradients=shaped(own, separate))]
+    )
     assert kinds(wrong) == ["batch statistics"]
 
 
@@ -174,5 +212,7 @@ def test_a_forward_that_reads_what_the_chunk_before_wrote_is_named():
     separate = Reference(job, plan)
     separate.run()
     chained = separate.gradients_of(chained=True)
-    wrong = hold_against(Reference(job, plan), [replace(step_of(Reference(job, plan)), gradients=shaped(chained, separate))])
+    wrong = hold_against(
+        Reference(job, plan), [replace(step_of(Reference(job, plan)), gradients=shaped(chained, separate))]
+    )
     assert kinds(wrong) == ["buffers"]

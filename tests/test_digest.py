@@ -17,7 +17,9 @@ def naive(tensor: Tensor) -> int:
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     raw += bytes(-len(raw) % 8)
     words = (int.from_bytes(raw[at : at + 8], "little", signed=True) for at in range(0, len(raw), 8))
-    total = sum((word ^ (word >> 29)) * ((number * -7046029254386353131) | 1) for number, word in enumerate(words))
+    total = sum(
+        (word ^ (word >> 29)) * ((number * -7046029254386353131) | 1) for number, word in enumerate(words)
+    )
     return (total + 2**63) % 2**64 - 2**63
 
 
@@ -55,7 +57,8 @@ class Largest(TorchDispatchMode):
 
 
 def test_nothing_of_the_tensors_size_is_made_on_the_way():
-    """Comparing replicas took three times the largest parameter, in the middle of a run that fitted just so."""
+    """Comparing replicas took three times the largest parameter, in the middle of a run that fitted just
+    so."""
     tensor = torch.randn(4 * BLOCK_WORDS + 1)
     with Largest() as largest:
         digest(tensor[1:])  # starts in the middle of a word

@@ -1,8 +1,10 @@
-"""Families trained under dp=2,tp=2 equal one device: two steps in float64, dropout on, replicas with chunks of two and of one sample.
+"""Families trained under dp=2,tp=2 equal one device: two steps in float64, dropout on, replicas with chunks
+of two and of one sample.
 
-Models this small are left whole by the choice, so their weights are pinned as a division drawn at random has them; the rest is chosen. One
-family runs in the covering subset; a third of the others is `slow`, and the other thirds are trained under the plans of
-tests/test_grid_families.py. (tests/test_division.py divides every family, tests/test_stages.py makes a pipeline of every family.)
+Models this small are left whole by the choice, so their weights are pinned as a division drawn at random has
+them; the rest is chosen. One family runs in the covering subset; a third of the others is `slow`, and the
+other thirds are trained under the plans of tests/test_grid_families.py. (tests/test_division.py divides every
+family, tests/test_stages.py makes a pipeline of every family.)
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ from tests.families.measure import largest_error
 TOLERANCE = 1e-10  # float64; gradients are added up over samples and over ranks in other orders
 COVERING = {"opt"}
 PLAN_OF = dict(in_turn([name for name in FAMILIES if name not in NOT_READ], ["dp=2,tp=2", "pp=2", "grid"]))
-# torch's batch norm has wrong gradients on the CPU where the picture of a single sample and its gradient lie in memory in different orders
-# (tests/test_on_cpu.py shows it), so that one device is no reference. Its second batch would be a short one.
+# torch's batch norm has wrong gradients on the CPU where the picture of a single sample and its gradient lie
+# in memory in different orders (tests/test_on_cpu.py shows it), so that one device is no reference. Its
+# second batch would be a short one.
 NO_CHUNK_OF_ONE = {"cvt"}
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -54,7 +57,9 @@ read = pytest.mark.parametrize(
 
 def test_every_kind_of_family_is_trained_under_every_plan():
     kinds = {FAMILIES[name].kind for name in PLAN_OF} - {"segmentation"}  # which are two
-    assert {(FAMILIES[name].kind, plan) for name, plan in PLAN_OF.items()} >= set(product(kinds, PLAN_OF.values()))
+    assert {(FAMILIES[name].kind, plan) for name, plan in PLAN_OF.items()} >= set(
+        product(kinds, PLAN_OF.values())
+    )
 
 
 @read
@@ -62,7 +67,11 @@ def test_replicas_of_divided_models_equal_one_device(family: Family):
     job = replace(family.make_job(True), batch_size=4 if family.name in NO_CHUNK_OF_ONE else 3)
     pins = pins_of(drawn(job, chunk_size=2, num_ranks=2))
     report = verify(
-        lifted(job), Plan(dp=2, tp=2, tp_placements=pins), devices="simulated", steps=1 if family.name in NO_CHUNK_OF_ONE else 2, dtype=torch.float64
+        lifted(job),
+        Plan(dp=2, tp=2, tp_placements=pins),
+        devices="simulated",
+        steps=1 if family.name in NO_CHUNK_OF_ONE else 2,
+        dtype=torch.float64,
     )
     assert report is not None
     assert report.passed, report.causes
@@ -73,7 +82,9 @@ def test_replicas_of_divided_models_equal_one_device(family: Family):
 def drawn(job: Job, *, chunk_size: int, num_ranks: int) -> DivisionChoice:
     """Some division of the job's loss."""
     data: Any = job.data()
-    batches = [default_collate([data[start + index] for index in range(chunk_size)]) for start in (0, chunk_size)]
+    batches = [
+        default_collate([data[start + index] for index in range(chunk_size)]) for start in (0, chunk_size)
+    ]
     program = capture(job, (batches[0], batches[1]), dtype=torch.float64)
     return at_random(0)(layout_of(program, BUILT_IN), num_ranks)
 
@@ -81,7 +92,8 @@ def drawn(job: Job, *, chunk_size: int, num_ranks: int) -> DivisionChoice:
 def pins_of(choice: DivisionChoice) -> dict[str, str]:
     """How a division has the matrices (and larger tensors), one of each module: `dimN` or `replicated`.
 
-    All that use them can work with them so, as they are not sent around. Vectors go along with the matrix that they are used with.
+    All that use them can work with them so, as they are not sent around. Vectors go along with the matrix
+    that they are used with.
     """
     layout, numbers = choice.layout, choice.numbers
     cuts: dict[int, list[Cut]] = {}
@@ -95,10 +107,18 @@ def pins_of(choice: DivisionChoice) -> dict[str, str]:
         placement = choice.variables[each.value]
         if len(each.meta.shape) < 2:
             continue
-        if not isinstance(placement, Part) or placement.cut is None or uses.blocking(each.value, placement) is not None:
+        if (
+            not isinstance(placement, Part)
+            or placement.cut is None
+            or uses.blocking(each.value, placement) is not None
+        ):
             pins[name] = "replicated"
             continue
-        dims = [dim for dim, axis in enumerate(layout.values[each.value][0]) if numbers.leaves(axis) & placement.cut.parts.keys()]
+        dims = [
+            dim
+            for dim, axis in enumerate(layout.values[each.value][0])
+            if numbers.leaves(axis) & placement.cut.parts.keys()
+        ]
         if len(dims) == 1 and (module := name.rpartition(".")[0]) not in divided:
             divided.add(module)
             pins[name] = f"dim{dims[0]}"
@@ -106,7 +126,8 @@ def pins_of(choice: DivisionChoice) -> dict[str, str]:
 
 
 def lifted(job: Job) -> Job:
-    """The job in float64, with casts to a lower precision inside its loss left out: comparing to 1e-10 asks for it."""
+    """The job in float64, with casts to a lower precision inside its loss left out: comparing to 1e-10 asks
+    for it."""
 
     def loss(model: Any, batch: Any) -> Any:
         with _InFloat64(), default_precision(torch.float64):

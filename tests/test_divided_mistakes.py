@@ -1,4 +1,5 @@
-"""Mistakes planted in divided programs are found, and the operator is named; runs without a mistake are not flagged."""
+"""Mistakes planted in divided programs are found, and the operator is named; runs without a mistake are not
+flagged."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ COLLECTIVES: Any = meshloom.program.operators.collectives
 
 
 def report_of(model: str = "mlp", plan: str = "tp=2,tp_placements=first:column+second:row") -> Report:
-    report = verify(make_job(model, "sgd"), Plan.parse(plan), devices="simulated", steps=1, dtype=torch.float64)
+    report = verify(
+        make_job(model, "sgd"), Plan.parse(plan), devices="simulated", steps=1, dtype=torch.float64
+    )
     assert report is not None
     return report
 
@@ -41,12 +44,19 @@ def test_a_rule_that_forgets_a_sum_is_named(monkeypatch: pytest.MonkeyPatch):
 
     def wrong(call: Any, rules: Any) -> Any:
         factors = right(call, rules)
-        return dataclasses.replace(factors, sums=frozenset(), whole=frozenset()) if factors is not None and call.name == "linear" else factors
+        return (
+            dataclasses.replace(factors, sums=frozenset(), whole=frozenset())
+            if factors is not None and call.name == "linear"
+            else factors
+        )
 
     monkeypatch.setattr(meshloom.tensor_parallel.layout.layout, "factors_of", wrong)
     report = report_of("mlp", "tp=2,tp_placements=first:column")
     assert not report.passed
-    assert any(cause.kind == "division" and "linear of" in cause.sentence and "jobs.py" in cause.sentence for cause in report.causes)
+    assert any(
+        cause.kind == "division" and "linear of" in cause.sentence and "jobs.py" in cause.sentence
+        for cause in report.causes
+    )
 
 
 def test_an_exchange_that_is_wrong_is_told_from_a_wrong_program(monkeypatch: pytest.MonkeyPatch):
@@ -72,30 +82,45 @@ def test_a_gradient_that_is_not_summed_is_found_backward(monkeypatch: pytest.Mon
 
     # The same mistake where all ranks run at once, and where each runs its own layers.
     monkeypatch.setattr(meshloom.program.operators.collectives, "_gradients", wrong)
-    monkeypatch.setattr(meshloom.program.operators.gathered, "start_sum_back", lambda change, group, value, *, ours=False: lambda: value)
+    monkeypatch.setattr(
+        meshloom.program.operators.gathered,
+        "start_sum_back",
+        lambda change, group, value, *, ours=False: lambda: value,
+    )
     report = report_of("gpt", "tp=2")
     assert not report.passed
     assert any("backward, the first gradient that differs" in cause.sentence for cause in report.causes)
 
 
 def test_no_values_are_kept_to_be_compared(monkeypatch: pytest.MonkeyPatch):
-    """The story: one device's values, all ranks' and the gradients of both were kept until they had been compared, 9.9 GB for a model of 60 million parameters."""
+    """The story: one device's values, all ranks' and the gradients of both were kept until they had been
+    compared, 9.9 GB for a model of 60 million parameters."""
     right, note_whole, note_parts = COLLECTIVES._value, nodes._Seen.note_whole, nodes._Seen.note_parts
     of_one: list[tuple[int, StorageWeakRef]] = []
     left: list[float] = []
 
     def watched_whole(self: Any, node: Any, value: Any) -> None:
-        of_one.extend((each.nbytes, StorageWeakRef(each.untyped_storage())) for each in tree_leaves(value) if isinstance(each, Tensor))
+        of_one.extend(
+            (each.nbytes, StorageWeakRef(each.untyped_storage()))
+            for each in tree_leaves(value)
+            if isinstance(each, Tensor)
+        )
         note_whole(self, node, value)
 
     def watched_parts(self: Any, node: Any, results: list[Any]) -> None:
-        left.append(sum(size for size, memory in of_one if not memory.expired()) / sum(size for size, _ in of_one))
+        left.append(
+            sum(size for size, memory in of_one if not memory.expired()) / sum(size for size, _ in of_one)
+        )
         note_parts(self, node, results)
 
     monkeypatch.setattr(nodes._Seen, "note_whole", watched_whole)
     monkeypatch.setattr(nodes._Seen, "note_parts", watched_parts)
     monkeypatch.setattr(
-        COLLECTIVES, "_value", lambda change, group, value: right(change, group, value) * (1.0 if change.source == "invariant" else 1.5)
+        COLLECTIVES,
+        "_value",
+        lambda change, group, value: (
+            right(change, group, value) * (1.0 if change.source == "invariant" else 1.5)
+        ),
     )
     report = report_of("gpt", "tp=2")
     assert not report.passed and of_one

@@ -1,4 +1,5 @@
-"""The one optimizer path over parameters that are divided along tp does what the user's own loop does on one device."""
+"""The one optimizer path over parameters that are divided along tp does what the user's own loop does on one
+device."""
 
 from __future__ import annotations
 
@@ -34,12 +35,28 @@ from tests.covering import in_turn
 
 STEPS = 3
 PLANS = [(1, 2, 0), (1, 4, 0), (2, 2, 0), (2, 3, 1), (3, 2, 1)]  # dp, tp, zero
-FEWER = [PLANS[0], PLANS[3], *(pytest.param(plan, marks=pytest.mark.long) for plan in (PLANS[1], PLANS[2], PLANS[4]))]
-SOME = ["momentum", "AdamW", "initial state", "Adafactor", "muon and adamw", "trust ratio", "together", "own list", "decay groups"]
+FEWER = [
+    PLANS[0],
+    PLANS[3],
+    *(pytest.param(plan, marks=pytest.mark.long) for plan in (PLANS[1], PLANS[2], PLANS[4])),
+]
+SOME = [
+    "momentum",
+    "AdamW",
+    "initial state",
+    "Adafactor",
+    "muon and adamw",
+    "trust ratio",
+    "together",
+    "own list",
+    "decay groups",
+]
 
 
 def scheduled(name: str, **settings: Any) -> Job:
-    schedule: Any = lambda made: [lr_scheduler.CosineAnnealingLR(each, 10) for each in (made if isinstance(made, list) else [made])]  # noqa: E731
+    schedule: Any = lambda made: [  # noqa: E731
+        lr_scheduler.CosineAnnealingLR(each, 10) for each in (made if isinstance(made, list) else [made])
+    ]
     return job(BUILDS[name], scheduler=schedule, **settings)
 
 
@@ -68,7 +85,8 @@ def test_every_optimizer_on_more_divisions(name: str, plan: tuple[int, int, int]
     for step in range(STEPS):
         grid.step(step)
     for each, value in grid.parameters().items():
-        torch.testing.assert_close(value, expected[each], rtol=1e-10, atol=1e-12)  # the norm's sum has another order
+        # the norm's sum has another order
+        torch.testing.assert_close(value, expected[each], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("plan", FEWER, ids=str)
@@ -100,7 +118,9 @@ def test_bytes_are_predicted_and_state_is_divided(plan: tuple[int, int, int]):
                 for axis in ("dp", "tp"):
                     once = updater.bytes_once(axis) if step == 0 else {}
                     per_step = updater.bytes_per_step(axis)
-                    predicted = {kind: per_step.get(kind, 0) + once.get(kind, 0) for kind in (*per_step, *once)}
+                    predicted = {
+                        kind: per_step.get(kind, 0) + once.get(kind, 0) for kind in (*per_step, *once)
+                    }
                     assert {kind: count for kind, count in counted[axis].items() if count} == {
                         kind: count for kind, count in predicted.items() if count
                     }
@@ -113,9 +133,13 @@ def test_state_of_divided_parameters_is_divided(name: str, plan: tuple[int, int,
     dp, tp, zero = plan
     grid = Grid(job(BUILDS[name]), dp, tp, zero, seed=2)
     divided = {each: pieces for each, pieces in pieces_of_net(tp, 2).items() if not pieces.is_whole}
-    held = [sum(each.tensor.numel() for held in updater._held for each in held if each.name in divided) for updater in grid.updaters]
+    held = [
+        sum(each.tensor.numel() for held in updater._held for each in held if each.name in divided)
+        for updater in grid.updaters
+    ]
     total = sum(math.prod(pieces.shape) for pieces in divided.values())
-    parts = sum(pieces.num_elements(rank) for pieces in divided.values() for rank in range(tp))  # with what several ranks hold
+    # with what several ranks hold
+    parts = sum(pieces.num_elements(rank) for pieces in divided.values() for rank in range(tp))
     copies = 1 if zero else dp
     if name == "trust ratio":
         assert sum(held) == total * copies
@@ -125,7 +149,13 @@ def test_state_of_divided_parameters_is_divided(name: str, plan: tuple[int, int,
 
 
 @pytest.mark.parametrize(
-    "name", ["AdamW", pytest.param("initial state", marks=pytest.mark.long), "muon and adamw", pytest.param("trust ratio", marks=pytest.mark.long)]
+    "name",
+    [
+        "AdamW",
+        pytest.param("initial state", marks=pytest.mark.long),
+        "muon and adamw",
+        pytest.param("trust ratio", marks=pytest.mark.long),
+    ],
 )
 def test_whole_parameters_are_let_go(name: str):
     # Where no rank keeps a whole parameter the only ones left are parts; where one does, that one has it.
@@ -154,9 +184,13 @@ def test_a_checkpoint_goes_on_under_any_plan(name: str, zero: int, tmp_path: Pat
         first.step(step)
     rates = first.updaters[0].learning_rates()
     directory = first.save(tmp_path / "first", 2)
-    for counted, updater, shards, model in zip(first.counted, first.updaters, first.shards, first.models, strict=True):
+    for counted, updater, shards, model in zip(
+        first.counted, first.updaters, first.shards, first.models, strict=True
+    ):
         weights = shards.weights_bytes(model)
-        assert counted["tp"].get("all_gather", 0) == updater.bytes_per_save("tp").get("all_gather", 0) + weights
+        assert (
+            counted["tp"].get("all_gather", 0) == updater.bytes_per_save("tp").get("all_gather", 0) + weights
+        )
         assert counted["dp"].get("all_gather", 0) == updater.bytes_per_save("dp").get("all_gather", 0)
     first.step(2)
     expected = first.parameters()
@@ -167,11 +201,14 @@ def test_a_checkpoint_goes_on_under_any_plan(name: str, zero: int, tmp_path: Pat
         assert all(each.learning_rates() == rates for each in second.updaters)
         second.step(2)
         for each, value in second.parameters().items():
-            torch.testing.assert_close(value, expected[each], rtol=1e-9, atol=1e-11, msg=lambda text, each=each: f"{each}: {text}")
+            torch.testing.assert_close(
+                value, expected[each], rtol=1e-9, atol=1e-11, msg=lambda text, each=each: f"{each}: {text}"
+            )
 
 
 def test_a_save_holds_one_whole_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Weights and state were gathered whole before anything was written: saving under tp took up to twice the memory of a step."""
+    """Weights and state were gathered whole before anything was written: saving under tp took up to twice the
+    memory of a step."""
     grid = Grid(job(lambda named: torch.optim.AdamW(named, lr=1e-2)), 2, 2, 1, seed=3)
     grid.step(0)
     handed: list[weakref.ref[Tensor]] = []
@@ -195,7 +232,8 @@ class Attending(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(23, 12)
         self.norm = nn.LayerNorm(12)
-        self.qkv = nn.Linear(12, (4 + 2 + 2) * 3, bias=False)  # the gradient of a key's bias is rounding alone
+        # the gradient of a key's bias is rounding alone
+        self.qkv = nn.Linear(12, (4 + 2 + 2) * 3, bias=False)
         self.out = nn.Linear(12, 12)
         self.up, self.down = nn.Linear(12, 17), nn.Linear(17, 12)
         self.head = nn.Linear(12, 23)
@@ -203,7 +241,10 @@ class Attending(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        q, k, v = (part.unflatten(-1, (-1, 3)).transpose(1, 2) for part in self.qkv(self.norm(x)).split([12, 6, 6], -1))
+        q, k, v = (
+            part.unflatten(-1, (-1, 3)).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).split([12, 6, 6], -1)
+        )
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return self.head(x + self.down(torch.tanh(self.up(x))))
@@ -228,7 +269,10 @@ def part() -> Partition:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns about itself
         program = capture_module(built(), next_token, (sentences(0), sentences(1)))
-    return partition(choose(layout_of(program, BUILT_IN), 4, Rates(flops_per_second=1e8, latency_seconds=0.0)))  # worth dividing, small as it is
+    # worth dividing, small as it is
+    return partition(
+        choose(layout_of(program, BUILT_IN), 4, Rates(flops_per_second=1e8, latency_seconds=0.0))
+    )
 
 
 @pytest.mark.long
@@ -255,8 +299,13 @@ def test_a_divided_program_trains_as_one_device_does(name: str, part: Partition)
         mine.divide(each)
         exchanges.append(Alone(list(each.named_parameters())))
         updaters.append(Updater(the_job, named, exchanges[-1], mine, list(each.named_parameters())))
-    assert {"embed.weight", "head.weight", "qkv.weight", "up.weight"} <= shards[0].pieces.keys() and models[0].head.weight is models[0].embed.weight
-    assert shards[0].pieces["qkv.weight"].is_shared and len(shards[0].pieces["qkv.weight"].held[0][0] or ()) == 3  # two key/value heads on four ranks
+    assert {"embed.weight", "head.weight", "qkv.weight", "up.weight"} <= shards[0].pieces.keys() and models[
+        0
+    ].head.weight is models[0].embed.weight
+    # two key/value heads on four ranks
+    assert (
+        shards[0].pieces["qkv.weight"].is_shared and len(shards[0].pieces["qkv.weight"].held[0][0] or ()) == 3
+    )
 
     def rank(number: int) -> Steps[float | None]:
         averaged = yield from exchanges[number].finish(torch.tensor(1.0, dtype=torch.float64))
@@ -265,16 +314,27 @@ def test_a_divided_program_trains_as_one_device_does(name: str, part: Partition)
     for tokens, norm in zip(batches, norms, strict=True):
         for exchange in exchanges:
             exchange.begin_step()
-        losses = run_in_lockstep(part.programs, [dict(each.named_parameters()) for each in models], [{} for _ in models], tokens)
+        losses = run_in_lockstep(
+            part.programs, [dict(each.named_parameters()) for each in models], [{} for _ in models], tokens
+        )
         torch.autograd.backward(losses)
         for each in part.summed:  # every holder's part of the gradient, put where it belongs and added up
             pieces = part.parameters[each]
             held = [model.get_parameter(each) for model in models]
-            whole = sum(place(pieces, number, value.grad) for number, value in enumerate(held) if value.grad is not None)
+            whole = sum(
+                place(pieces, number, value.grad)
+                for number, value in enumerate(held)
+                if value.grad is not None
+            )
             for number, value in enumerate(held):
                 value.grad = take(pieces, number, whole).clone()
-        assert run_in_steps([rank(number) for number in range(4)]) == pytest.approx([norm] * 4, rel=1e-12)  # order of the sum
+        # order of the sum
+        assert run_in_steps([rank(number) for number in range(4)]) == pytest.approx([norm] * 4, rel=1e-12)
     found: dict[str, Tensor] = {}
-    run_in_steps([mine.weights(each).run(found.__setitem__) for mine, each in zip(shards, models, strict=True)])
+    run_in_steps(
+        [mine.weights(each).run(found.__setitem__) for mine, each in zip(shards, models, strict=True)]
+    )
     for each, value in one.state_dict().items():
-        torch.testing.assert_close(found[each], value, rtol=1e-8, atol=1e-10, msg=lambda text, each=each: f"{each}: {text}")
+        torch.testing.assert_close(
+            found[each], value, rtol=1e-8, atol=1e-10, msg=lambda text, each=each: f"{each}: {text}"
+        )

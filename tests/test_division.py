@@ -1,8 +1,10 @@
-"""A divided loss is the loss of one device: outputs, every gradient and every buffer in float64, dropout on, over parts of unequal sizes.
+"""A divided loss is the loss of one device: outputs, every gradient and every buffer in float64, dropout on,
+over parts of unequal sizes.
 
-Divisions are those that a plan would have, and ones drawn at random, which use every way of computing an operator and every change of
-placement. A fixed handful of families runs in the covering subset; the rest is `slow`: each is read once, divided at random over 2, 3 and 4
-ranks, once each, and as a plan would over one of these, in turn (choosing takes most of the time; docs/divided_families.md has it over 2 and over 3).
+Divisions are those that a plan would have, and ones drawn at random, which use every way of computing an
+operator and every change of placement. A fixed handful of families runs in the covering subset; the rest is
+`slow`: each is read once, divided at random over 2, 3 and 4 ranks, once each, and as a plan would over one of
+    these, in turn (choosing takes most of the time; docs/divided_families.md has it over 2 and over 3).
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from tests.families import FAMILIES
 from tests.families.limits import NOT_READ
 from tests.program_jobs import OWN
 
-TOLERANCE = 1e-10  # float64; sums in another order. The largest seen is 8e-12, behind 52 batch norms over few pixels
-CHOSEN = {"gpt2": 2, "resnet": 2, "lstm": 2, "u_net": 3, "diffusion": 2}  # over how many ranks, as a plan would
+# float64; sums in another order. The largest seen is 8e-12, behind 52 batch norms over few pixels
+TOLERANCE = 1e-10
+# over how many ranks, as a plan would
+CHOSEN = {"gpt2": 2, "resnet": 2, "lstm": 2, "u_net": 3, "diffusion": 2}
 DRAWN = {"llama": 4, "mixtral": 3, "t5": 3, "xlnet": 4, "bamba": 3}  # at random
 READ = [name for name in FAMILIES if name not in NOT_READ]
 
@@ -34,7 +38,9 @@ def own_subject(name: str) -> Subject:
     job = Job(
         model=build, loss=loss, optimizer=lambda named: torch.optim.SGD(named), data=list, batch_size=1, steps=1
     )  # fmt: skip
-    return subject_of(job, batches=(batch(torch.Generator().manual_seed(0)), batch(torch.Generator().manual_seed(1))))
+    return subject_of(
+        job, batches=(batch(torch.Generator().manual_seed(0)), batch(torch.Generator().manual_seed(1)))
+    )
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -67,4 +73,6 @@ def test_every_family_equals_one_device(name: str, chosen: int):
 
 def check(subject: Subject, num_ranks: int, what: str, decide: Decide) -> None:
     compared = compare(subject, num_ranks, decide)
-    assert compared.error <= TOLERANCE, f"{num_ranks} ranks, {what}: {compared.what} differs by {compared.error:.1e}"
+    assert compared.error <= TOLERANCE, (
+        f"{num_ranks} ranks, {what}: {compared.what} differs by {compared.error:.1e}"
+    )

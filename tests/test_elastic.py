@@ -1,4 +1,5 @@
-"""Asynchronous runs on a virtual clock: the bound, exactly once, no deadlock, whoever comes, goes or is killed."""
+"""Asynchronous runs on a virtual clock: the bound, exactly once, no deadlock, whoever comes, goes or is
+killed."""
 
 from __future__ import annotations
 
@@ -15,17 +16,26 @@ from meshloom.asynchronous.protocol.ledger import Ledger
 from meshloom.core.errors import PlanError, TrainingError
 from tests.counting import Account, Counts, ahead, applied, count
 
-MOMENTS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.5, 7.0, 7.01, 9.0, 12.0, 16.0])  # some fall together with a step's end
+# some fall together with a step's end
+MOMENTS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.5, 7.0, 7.01, 9.0, 12.0, 16.0])
 SECONDS = st.sampled_from([0.1, 0.3, 0.7, 1.0, 1.0, 1.3, 2.9, 10.0])
 WORKERS = st.integers(0, 5)
 
 
 def incident(what: Any) -> st.SearchStrategy[Incident]:
     number = st.integers(0, 2) if what == "server" else WORKERS
-    return st.builds(Incident, what=st.just(what), number=number, at_seconds=MOMENTS, away_seconds=st.sampled_from([0.0, 0.4, 3.0]))
+    return st.builds(
+        Incident,
+        what=st.just(what),
+        number=number,
+        at_seconds=MOMENTS,
+        away_seconds=st.sampled_from([0.0, 0.4, 3.0]),
+    )
 
 
-INCIDENTS = st.lists(st.one_of(*(incident(what) for what in ("kill", "join", "leave", "suspect", "server"))), max_size=10)
+INCIDENTS = st.lists(
+    st.one_of(*(incident(what) for what in ("kill", "join", "leave", "suspect", "server"))), max_size=10
+)
 
 
 @st.composite
@@ -42,18 +52,36 @@ def circumstances(draw: st.DrawFn) -> Circumstances:
 
 
 def check(account: Account, num_servers: int, staleness: int | None, steps: int) -> None:
-    assert account.finals == [Counter(applied(account))] * num_servers, "what servers hold is the surviving history, each of it once"
+    assert account.finals == [Counter(applied(account))] * num_servers, (
+        "what servers hold is the surviving history, each of it once"
+    )
     assert set(account.finals[0].values()) <= {1}, "a share was applied twice"
     assert len(account.history) == steps
     ledger = account.states[steps]["ledger"]
-    assert sorted(applied(account) + ledger["free"]) == list(range(ledger["next_share"])), "a share is neither applied nor free"
+    assert sorted(applied(account) + ledger["free"]) == list(range(ledger["next_share"])), (
+        "a share is neither applied nor free"
+    )
     assert staleness is None or max(account.gaps) <= staleness
     assert account.reported_ages == Counter(account.ages)
     assert account.left == 0
 
 
-def check_any(seen: Circumstances, num_servers: int, num_workers: int, staleness: int | None, steps: int, keep_every: int) -> None:
-    account = count(seen, num_servers=num_servers, num_workers=num_workers, staleness=staleness, steps=steps, keep_every=keep_every)
+def check_any(
+    seen: Circumstances,
+    num_servers: int,
+    num_workers: int,
+    staleness: int | None,
+    steps: int,
+    keep_every: int,
+) -> None:
+    account = count(
+        seen,
+        num_servers=num_servers,
+        num_workers=num_workers,
+        staleness=staleness,
+        steps=steps,
+        keep_every=keep_every,
+    )
     check(account, num_servers, staleness, steps)
 
 
@@ -124,14 +152,17 @@ def test_the_slowest_that_lives_is_never_further_behind(
 def test_a_killed_worker_is_waited_for_until_it_is_noticed_and_costs_its_gradient_only() -> None:
     kill = (Incident(what="kill", number=3, at_seconds=0.5),)
     account = count(Circumstances(notice_seconds=4.0, incidents=kill), staleness=2, steps=12)
-    assert account.times == [1, 1, 1, 2, 2, 2, 5.5, 5.5, 5.5, 6.5, 6.5, 6.5]  # two ahead of worker 3 at 2 s; it counts as gone at 4.5 s
-    assert 3 in applied(account) and all(worker != 3 for worker, _ in account.history)  # share 3 was given to another
+    # two ahead of worker 3 at 2 s; it counts as gone at 4.5 s
+    assert account.times == [1, 1, 1, 2, 2, 2, 5.5, 5.5, 5.5, 6.5, 6.5, 6.5]
+    # share 3 was given to another
+    assert 3 in applied(account) and all(worker != 3 for worker, _ in account.history)
 
 
 def test_who_joins_begins_where_the_slowest_is() -> None:
     join = (Incident(what="join", number=7, at_seconds=10.5),)
     account = count(Circumstances(incidents=join), num_workers=2, staleness=1, steps=40)
-    assert account.times[20:26] == [11, 11, 11.5, 12.5, 12.5, 12.5]  # nobody waits for ten rounds of the new one
+    # nobody waits for ten rounds of the new one
+    assert account.times[20:26] == [11, 11, 11.5, 12.5, 12.5, 12.5]
     assert ahead(account.history[20:], [0, 1, 7]) <= 1
 
 
@@ -146,7 +177,9 @@ def test_who_leaves_finishes_its_share_first() -> None:
 def test_updates_after_the_snapshot_are_lost_as_a_block_and_said(num_servers: int) -> None:
     """Updates 1 to 10 at 1, 2, ... s; the snapshot after 7 is the newest when a server is killed."""
     crash = (Incident(what="server", number=num_servers - 1, at_seconds=10.5, away_seconds=5.0),)
-    account = count(Circumstances(incidents=crash), num_workers=1, num_servers=num_servers, steps=20, keep_every=7)
+    account = count(
+        Circumstances(incidents=crash), num_workers=1, num_servers=num_servers, steps=20, keep_every=7
+    )
     assert account.lost == 3
     assert account.versions == [*range(1, 11), *range(8, 21)]
     assert account.times[10] == 16.5  # back at 15.5 s
@@ -156,12 +189,19 @@ def test_updates_after_the_snapshot_are_lost_as_a_block_and_said(num_servers: in
 def test_a_snapshot_that_nobody_heard_of_counts() -> None:
     """Both servers have kept the last one; the head is killed before it knows."""
     crash = (Incident(what="server", number=0, at_seconds=2.5),)
-    account = count(Circumstances(step_seconds=(0.1,), latency_seconds=0.3, incidents=crash), num_workers=1, num_servers=2, steps=1, keep_every=1)
+    account = count(
+        Circumstances(step_seconds=(0.1,), latency_seconds=0.3, incidents=crash),
+        num_workers=1,
+        num_servers=2,
+        steps=1,
+        keep_every=1,
+    )
     check(account, 2, None, 1)
 
 
 def test_refused_pushes_do_not_make_workers_join_for_ever() -> None:
-    """Every message of workers comes twice, and messages take longer than shares: a second lease must not make the first one void again and again."""
+    """Every message of workers comes twice, and messages take longer than shares: a second lease must not
+    make the first one void again and again."""
     incidents = parse_incidents("kill:1@0+kill:4@2+kill:0@12+server:0@7.01/0.4")
     seen = Circumstances(
         step_seconds=(1.3, 0.3, 0.1, 0.7, 0.3, 1.0), latency_seconds=2.0, notice_seconds=0.0, duplicate_every=1, incidents=incidents
@@ -175,7 +215,11 @@ def test_without_anybody_left_the_run_ends_with_a_sentence() -> None:
 
 
 def test_wrong_circumstances_are_refused() -> None:
-    for wrong in (lambda: Circumstances(jitter=1.0), lambda: Circumstances(latency_seconds=-1.0), lambda: parse_incidents("kill:-1@3")):
+    for wrong in (
+        lambda: Circumstances(jitter=1.0),
+        lambda: Circumstances(latency_seconds=-1.0),
+        lambda: parse_incidents("kill:-1@3"),
+    ):
         with pytest.raises(PlanError):
             wrong()
 
@@ -186,15 +230,25 @@ def test_wrong_circumstances_are_refused() -> None:
 @pytest.mark.parametrize(
     ("where", "name", "wrong"),
     [
-        (Ledger, "give_back", lambda self, share: self._out.remove(share)),  # a lost worker's share is forgotten
+        # a lost worker's share is forgotten
+        (Ledger, "give_back", lambda self, share: self._out.remove(share)),
         (Clocks, "may_begin", lambda self, worker: True),  # nobody waits
-        (Ledger, "of", staticmethod(lambda state: Ledger(state["next_share"] + 1))),  # a share too much counts as done after a restart
+        # a share too much counts as done after a restart
+        (Ledger, "of", staticmethod(lambda state: Ledger(state["next_share"] + 1))),
         (Counts, "snapshot", lambda self: self.counts),  # a snapshot that goes on changing
         (Clocks, "remove", lambda self, worker: None),  # who is gone is waited for
     ],
 )
-def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, wrong: Any) -> None:
+def test_a_planted_mistake_is_found(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, wrong: Any
+) -> None:
     monkeypatch.setattr(where, name, wrong)
-    runs = [Circumstances(step_seconds=(1, 1, 3), incidents=parse_incidents(each)) for each in ("kill:1@2.5", "kill:1@2.5+server:0@7.5/1")]
+    runs = [
+        Circumstances(step_seconds=(1, 1, 3), incidents=parse_incidents(each))
+        for each in ("kill:1@2.5", "kill:1@2.5+server:0@7.5/1")
+    ]
     with pytest.raises((AssertionError, TrainingError)):
-        _ = [check_any(seen, num_servers=1, num_workers=3, staleness=2, steps=20, keep_every=5) for seen in runs]
+        _ = [
+            check_any(seen, num_servers=1, num_workers=3, staleness=2, steps=20, keep_every=5)
+            for seen in runs
+        ]

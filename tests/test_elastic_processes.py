@@ -1,4 +1,5 @@
-"""Asynchronous training on real processes: whoever is killed, joins or leaves, it goes on, comes to the same, and leaves nothing."""
+"""Asynchronous training on real processes: whoever is killed, joins or leaves, it goes on, comes to the same,
+and leaves nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ NOISE = 0.02  # of the accuracy on 360 digits, from run to run
 
 
 def wait_for_writing(directory: Path) -> None:
-    """Until a server is writing a snapshot, or for a second: it does so every few moments, for a few milliseconds."""
+    """Until a server is writing a snapshot, or for a second: it does so every few moments, for a few
+    milliseconds."""
     deadline = time.monotonic() + 1
     while not list(directory.glob(".*")) and time.monotonic() < deadline:
         pass
@@ -49,9 +51,12 @@ def assert_nothing_left(directory: Path, address: str) -> None:
 
 @pytest.mark.slow
 def test_one_worker_is_one_device_although_its_server_was_killed(tmp_path: Path) -> None:
-    """What is lost is done again, from the same snapshot with the same samples; and what a resumed run does is the rest."""
+    """What is lost is done again, from the same snapshot with the same samples; and what a resumed run does
+    is the rest."""
     plan, out = "dp=1,exchange=async", tmp_path / "out"
-    with ElasticRun("steady", plan, tmp_path, "--snapshot-every", "4", "--out", str(out), "--steps", "30") as run:
+    with ElasticRun(
+        "steady", plan, tmp_path, "--snapshot-every", "4", "--out", str(out), "--steps", "30"
+    ) as run:
         address, directory = run.address()[0], run.directory()
         run.until_updates(14)
         run.of("server", 0).kill()
@@ -60,7 +65,8 @@ def test_one_worker_is_one_device_although_its_server_was_killed(tmp_path: Path)
     assert "server 0 was killed by SIGKILL; it is started again" in run.text()
     [asynchronous] = run.records("asynchronous")
     told = len(run.records("step")) - 30
-    assert 0 < told <= asynchronous["lost"] <= told + 1  # a server may be killed after an update, and before it tells
+    # a server may be killed after an update, and before it tells
+    assert 0 < told <= asynchronous["lost"] <= told + 1
     (tmp_path / "again").mkdir()
     with ElasticRun("steady", plan, tmp_path / "again", "--out", str(out), "--resume", str(out)) as run:
         assert run.ended() == 0, run.text()
@@ -73,10 +79,17 @@ def test_one_worker_is_one_device_although_its_server_was_killed(tmp_path: Path)
 
 
 def test_workers_and_servers_come_and_go(tmp_path: Path) -> None:
-    """Two servers, two workers and a third: one is killed, one leaves, one joins, each server is killed, strangers knock; the digits are learnt."""
+    """Two servers, two workers and a third: one is killed, one leaves, one joins, each server is killed,
+    strangers knock; the digits are learnt."""
     steps = 300
     with ElasticRun(
-        "hasty_digits", "dp=2,exchange=async,servers=2,rate_by_age=true", tmp_path, "--steps", str(steps), "--snapshot-every", "20"
+        "hasty_digits",
+        "dp=2,exchange=async,servers=2,rate_by_age=true",
+        tmp_path,
+        "--steps",
+        str(steps),
+        "--snapshot-every",
+        "20",
     ) as run:
         address, directory = run.address()[0], run.directory()
         run.until_updates(20)
@@ -87,7 +100,9 @@ def test_workers_and_servers_come_and_go(tmp_path: Path) -> None:
         run.until_updates(90)
         run.of("worker", 1).terminate()
         for _ in range(50):
-            with socket.create_connection((address.partition(":")[0], int(address.rpartition(":")[2])), timeout=30) as stranger:
+            with socket.create_connection(
+                (address.partition(":")[0], int(address.rpartition(":")[2])), timeout=30
+            ) as stranger:
                 stranger.sendall(random.randbytes(99))
         run.until(lambda: "has left" in run.text() and "has joined" in run.text())
         run.until_updates(130)
@@ -100,7 +115,12 @@ def test_workers_and_servers_come_and_go(tmp_path: Path) -> None:
     assert sum(asynchronous["ages"].values()) == steps
     assert asynchronous["refused_messages"] >= 50
     assert evaluation["step"] == steps and evaluation["metrics"]["accuracy"] > 0.9
-    for sentence in ("the run goes on", "server 0 was killed by SIGKILL", "server 1 was killed by SIGKILL", "are lost, and their samples"):
+    for sentence in (
+        "the run goes on",
+        "server 0 was killed by SIGKILL",
+        "server 1 was killed by SIGKILL",
+        "are lost, and their samples",
+    ):
         assert sentence in run.text()
 
 
@@ -121,7 +141,8 @@ def test_a_campaign_of_kills(tmp_path: Path) -> None:
         for incident in range(100):
             if incident in server_kills:
                 server = chooser.randrange(2)
-                run.until_updates(since + 1)  # one that dies again and again of being started would end the run
+                # one that dies again and again of being started would end the run
+                run.until_updates(since + 1)
                 if incident % 2:
                     wait_for_writing(directory / f"server-{server}")
                 else:
@@ -141,7 +162,8 @@ def test_a_campaign_of_kills(tmp_path: Path) -> None:
     print(f"undisturbed {undisturbed:.4f}, campaign {evaluation['metrics']['accuracy']:.4f}, {asynchronous}")
     assert sum(asynchronous["ages"].values()) == steps
     told = len(run.records("step")) - steps
-    assert 0 < told <= asynchronous["lost"] <= told + 10  # a server may be killed after an update, and before it tells
+    # a server may be killed after an update, and before it tells
+    assert 0 < told <= asynchronous["lost"] <= told + 10
     assert run.text().count("it is started again") == 10
     assert abs(evaluation["metrics"]["accuracy"] - undisturbed) <= NOISE
 
@@ -184,11 +206,28 @@ def test_a_launcher_killed_with_9_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_has_joined_ends_within_its_timeout_when_the_launcher_was_killed(tmp_path: Path) -> None:
+def test_a_worker_that_has_joined_ends_within_its_timeout_when_the_launcher_was_killed(
+    tmp_path: Path,
+) -> None:
     """6 of 6 were still there for ever, in the end of a context whose connections could not be closed."""
-    with ElasticRun("steady", "dp=1,exchange=async", tmp_path, "--steps", "100000") as run, ExitStack() as stack:
+    with (
+        ElasticRun("steady", "dp=1,exchange=async", tmp_path, "--steps", "100000") as run,
+        ExitStack() as stack,
+    ):
         address, key = run.address()
-        words = [sys.executable, "-m", "meshloom", "train", run.target, "--join", address, "--key", key, "--timeout", "20"]
+        words = [
+            sys.executable,
+            "-m",
+            "meshloom",
+            "train",
+            run.target,
+            "--join",
+            address,
+            "--key",
+            key,
+            "--timeout",
+            "20",
+        ]
         there = [stack.enter_context(running(words)) for _ in range(3)]
         run.until(lambda: run.text().count("has joined") == 3)
         run.process.kill()
@@ -196,7 +235,10 @@ def test_a_worker_that_has_joined_ends_within_its_timeout_when_the_launcher_was_
         for each in there:
             _, said = each.communicate(timeout=60)
             assert each.returncode == 1
-            assert said.strip() == f"PeerLostError: The server at {address} has not been there for 20 s, so this worker ends."
+            assert (
+                said.strip()
+                == f"PeerLostError: The server at {address} has not been there for 20 s, so this worker ends."
+            )
 
 
 @pytest.mark.slow
@@ -208,7 +250,9 @@ def test_a_worker_that_has_joined_ends_within_its_timeout_when_the_launcher_was_
         ("steady", ("--listen", "203.0.113.1:0"), 2, "Cannot listen at"),
     ],
 )
-def test_what_ends_a_run_is_one_message(job: str, more: tuple[str, ...], code: int, sentence: str, tmp_path: Path) -> None:
+def test_what_ends_a_run_is_one_message(
+    job: str, more: tuple[str, ...], code: int, sentence: str, tmp_path: Path
+) -> None:
     with ElasticRun(job, "dp=2,exchange=async", tmp_path, *more) as run:
         assert run.ended() == code, run.text()
     assert sentence in run.text()
@@ -218,13 +262,17 @@ def test_what_ends_a_run_is_one_message(job: str, more: tuple[str, ...], code: i
 @pytest.mark.slow
 def test_who_cannot_join_is_told_why(tmp_path: Path) -> None:
     def join(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "meshloom", "train", *words], capture_output=True, text=True, timeout=100)
+        return subprocess.run(
+            [sys.executable, "-m", "meshloom", "train", *words], capture_output=True, text=True, timeout=100
+        )
 
     with ElasticRun("steady", "dp=1,exchange=async", tmp_path, "--steps", "2000") as run:
         address, key = run.address()
         run.until_updates(1)
         other = join(run.target, "--plan", "dp=2,exchange=async", "--join", address, "--key", key)
-        assert (other.returncode, "has the plan dp=1,exchange=async" in other.stderr) == (2, True), other.stderr
+        assert (other.returncode, "has the plan dp=1,exchange=async" in other.stderr) == (2, True), (
+            other.stderr
+        )
         other = join(run.target.replace("steady", "digits"), "--join", address, "--key", key)
         assert (other.returncode, "This is not the job of the run" in other.stderr) == (2, True), other.stderr
         nobody = join(run.target, "--join", "127.0.0.1:9", "--key", key, "--timeout", "1")

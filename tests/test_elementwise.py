@@ -13,7 +13,11 @@ from meshloom.optimizer.elementwise import is_elementwise, reach
 
 REFUSED = {"LBFGS", "SparseAdam"}
 WHOLE = {"Adafactor", "Muon"}
-CLASSES = {name for name, each in vars(torch.optim).items() if isinstance(each, type) and issubclass(each, Optimizer) and each is not Optimizer}
+CLASSES = {
+    name
+    for name, each in vars(torch.optim).items()
+    if isinstance(each, type) and issubclass(each, Optimizer) and each is not Optimizer
+}
 ALL = sorted(CLASSES - REFUSED)
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"momentum": 0.9}),
@@ -97,7 +101,9 @@ class Wrapper(Optimizer):
         before = [each.clone() for group in self.param_groups for each in group["params"]]
         self.inner.step()
         if self.calls % 2 == 0:
-            for each, kept in zip((each for group in self.param_groups for each in group["params"]), before, strict=True):
+            for each, kept in zip(
+                (each for group in self.param_groups for each in group["params"]), before, strict=True
+            ):
                 each.lerp_(kept, 0.5)
 
 
@@ -132,7 +138,9 @@ def test_every_optimizer_of_torch_is_judged_right(name: str):
     assert reach(optimizer) == ("parameter" if name in WHOLE else "element")
 
 
-@pytest.mark.parametrize(("name", "settings"), VARIANTS, ids=[f"{name}-{'-'.join(settings)}" for name, settings in VARIANTS])
+@pytest.mark.parametrize(
+    ("name", "settings"), VARIANTS, ids=[f"{name}-{'-'.join(settings)}" for name, settings in VARIANTS]
+)
 def test_settings_do_not_confuse_the_trial(name: str, settings: dict[str, Any]):
     optimizer = getattr(torch.optim, name)(parameters(), **settings)
     assert is_elementwise(optimizer)
@@ -141,7 +149,9 @@ def test_settings_do_not_confuse_the_trial(name: str, settings: dict[str, Any]):
 
 def test_parameters_of_any_number_of_dims():
     shapes = [(), (3,), (2, 3), (4, 2, 3, 3), (1, 2, 3, 4, 5)]
-    assert is_elementwise(torch.optim.AdamW([{"params": [nn.Parameter(torch.randn(shape))]} for shape in shapes]))
+    assert is_elementwise(
+        torch.optim.AdamW([{"params": [nn.Parameter(torch.randn(shape))]} for shape in shapes])
+    )
     assert not is_elementwise(torch.optim.Adafactor([nn.Parameter(torch.randn(7))]))
 
 
@@ -182,7 +192,12 @@ def test_one_group_that_is_not_elementwise_decides():
                     each.sub_(each.grad * group["lr"] / (each.grad.norm() if group["normed"] else 1.0))
 
     assert is_elementwise(Mixed([{"params": mine, "normed": False}], {"lr": 0.1}))
-    assert reach(Mixed([{"params": mine[:1], "normed": False}, {"params": mine[1:], "normed": True}], {"lr": 0.1})) == "parameter"
+    assert (
+        reach(
+            Mixed([{"params": mine[:1], "normed": False}, {"params": mine[1:], "normed": True}], {"lr": 0.1})
+        )
+        == "parameter"
+    )
 
 
 def test_the_users_answer_overrides_the_trial():
@@ -198,14 +213,30 @@ def test_the_trial_leaves_no_trace(name: str):
     optimizer.register_step_post_hook(lambda *_: called.append(1))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step))
     values = [each.detach().clone() for each in mine]
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    state = {id(key): {name: value.clone() for name, value in each.items()} for key, each in optimizer.state.items()}
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    state = {
+        id(key): {name: value.clone() for name, value in each.items()}
+        for key, each in optimizer.state.items()
+    }
     draws = torch.get_rng_state()
     reach(optimizer)
     assert torch.equal(draws, torch.get_rng_state())
-    assert all(torch.equal(each, value) and each.grad is None for each, value in zip(mine, values, strict=True))
-    assert groups == [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    assert [each is other for each, other in zip(optimizer.param_groups[0]["params"], mine, strict=True)] == [True, True]
+    assert all(
+        torch.equal(each, value) and each.grad is None for each, value in zip(mine, values, strict=True)
+    )
+    assert groups == [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    assert [each is other for each, other in zip(optimizer.param_groups[0]["params"], mine, strict=True)] == [
+        True,
+        True,
+    ]
     assert state.keys() == {id(key) for key in optimizer.state}
-    assert all(torch.equal(value, optimizer.state[each][name]) for each in optimizer.state for name, value in state[id(each)].items())
+    assert all(
+        torch.equal(value, optimizer.state[each][name])
+        for each in optimizer.state
+        for name, value in state[id(each)].items()
+    )
     assert not called and scheduler.last_epoch == 0

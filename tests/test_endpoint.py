@@ -46,7 +46,9 @@ def test_messages_travel_both_ways_in_order():
         for number, tensors in enumerate(sent):
             connections.send(here, Header(kind=1, worker=7, sequence=number, step=2, version=1), tensors)
         for number, message in enumerate(receive(endpoint, 5)):
-            assert message.peer == there and message.header == Header(kind=1, worker=7, sequence=number, step=2, version=1)
+            assert message.peer == there and message.header == Header(
+                kind=1, worker=7, sequence=number, step=2, version=1
+            )
             assert all(torch.equal(*pair) for pair in zip(message.tensors, sent[number], strict=True))
             endpoint.send(there, Header(kind=2, answers=number), message.tensors[:1])
         for number, message in enumerate(receive(connections, 5)):
@@ -68,14 +70,28 @@ def test_a_tensor_of_100_megabytes():
 
 
 def test_several_workers_and_several_servers():
-    with server() as first, server() as second, worker(first.address, second.address) as one, worker(second.address, first.address) as other:
-        happened = poll_until(lambda happened: all(len(events) == 2 for events in happened.values()), first, second, one, other)
+    with (
+        server() as first,
+        server() as second,
+        worker(first.address, second.address) as one,
+        worker(second.address, first.address) as other,
+    ):
+        happened = poll_until(
+            lambda happened: all(len(events) == 2 for events in happened.values()), first, second, one, other
+        )
         assert all(kinds_of(events) == ["Joined", "Joined"] for events in happened.values())
         assert list(one.peers.values()) == [first.address, second.address]
         assert list(other.peers.values()) == [second.address, first.address]
         for sequence, connections in enumerate([one, other]):
             for peer, address in connections.peers.items():
-                connections.send(peer, Header(kind=1, worker=sequence, sequence=port_of(first) if address == first.address else port_of(second)))
+                connections.send(
+                    peer,
+                    Header(
+                        kind=1,
+                        worker=sequence,
+                        sequence=port_of(first) if address == first.address else port_of(second),
+                    ),
+                )
         for endpoint in (first, second):
             messages = receive(endpoint, 2)
             assert {message.header.worker for message in messages} == {0, 1}
@@ -92,7 +108,9 @@ def test_who_leaves_is_lost_on_the_other_side_after_its_last_words():
         connections.close()
         events = poll_until(lambda happened: is_lost(happened[endpoint]), endpoint)[endpoint]
         assert kinds_of(events) == ["ReceivedMessage"] * 5 + ["Lost"]
-        assert [event.header.sequence for event in events if isinstance(event, ReceivedMessage)] == list(range(5))
+        assert [event.header.sequence for event in events if isinstance(event, ReceivedMessage)] == list(
+            range(5)
+        )
         assert not endpoint.peers
         with pytest.raises(PeerLostError, match="Peer 1 is gone"):
             endpoint.send(1, Header(kind=1))
@@ -123,12 +141,16 @@ def test_a_server_that_comes_back_is_found_and_gets_nothing_of_old_connections()
                 connections.send(life, Header(kind=1, sequence=sequence))
             if life % 2:
                 endpoint.close()
-                assert kinds_of(poll_until(lambda happened: happened[connections], connections)[connections]) == ["Lost"]
+                assert kinds_of(
+                    poll_until(lambda happened: happened[connections], connections)[connections]
+                ) == ["Lost"]
                 endpoint = server(address)
             else:
                 endpoint.close()
                 endpoint = server(address)  # back before anybody has noticed
-                assert kinds_of(poll_until(lambda happened: happened[connections], connections)[connections]) == ["Lost"]
+                assert kinds_of(
+                    poll_until(lambda happened: happened[connections], connections)[connections]
+                ) == ["Lost"]
         meet(endpoint, connections)
         connections.send(5, Header(kind=2))
         assert receive(endpoint, 1)[0].header.kind == 2
@@ -146,8 +168,9 @@ def test_a_worker_waits_for_a_server_that_is_not_there_yet():
 
 
 def test_a_thousand_connections_one_after_another_to_a_server_that_is_away():
-    """A worker whose servers stayed away ended up in `context.term()` for ever: one connection in some thirty could not be watched, because the name of its
-    monitor, made from an address in memory, was still in use by one before it, and what had been opened by then was never closed."""
+    """A worker whose servers stayed away ended up in `context.term()` for ever: one connection in some thirty
+    could not be watched, because the name of its monitor, made from an address in memory, was still in use by
+    one before it, and what had been opened by then was never closed."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         away = f"127.0.0.1:{listener.getsockname()[1]}"
     with worker(away) as connections:
@@ -176,7 +199,9 @@ def test_a_connection_that_is_dropped_is_made_again():
     with server() as endpoint, worker(endpoint.address) as connections:
         meet(endpoint, connections)
         connections.drop(1)
-        happened = poll_until(lambda happened: all(len(events) == 2 for events in happened.values()), endpoint, connections)
+        happened = poll_until(
+            lambda happened: all(len(events) == 2 for events in happened.values()), endpoint, connections
+        )
         assert happened[endpoint] == [Lost(1, "127.0.0.1"), Joined(2, "127.0.0.1")]
         assert happened[connections] == [Lost(1, endpoint.address), Joined(2, endpoint.address)]
 
@@ -194,7 +219,8 @@ def test_a_peer_that_is_dropped_is_not_heard_again():
 
 
 def test_what_waits_for_a_stuck_peer_is_bounded_and_arrives_once():
-    """The peer's socket takes what its queue and the system's buffers take; the rest waits here, to the mark and no further."""
+    """The peer's socket takes what its queue and the system's buffers take; the rest waits here, to the mark
+    and no further."""
     patience = SocketLimits(queue_messages=3)
     tensor = torch.zeros(1 << 18)  # 1 MiB
     with server(patience=patience) as endpoint, worker(endpoint.address, patience=patience) as connections:
@@ -214,7 +240,8 @@ def test_what_waits_for_a_stuck_peer_is_bounded_and_arrives_once():
 
 @pytest.mark.slow
 def test_slices_let_heartbeats_through_a_slow_link():
-    """4 MB at 0.8 MB/s: as one tensor it takes longer than peers may be silent, and its connection ends; in slices it arrives."""
+    """4 MB at 0.8 MB/s: as one tensor it takes longer than peers may be silent, and its connection ends; in
+    slices it arrives."""
     patience = SocketLimits(lost_after_seconds=3.0)
     limits = FrameLimits(kinds=frozenset({1}), num_tensors=20, tensor_bytes=4_000_000)
     tensor = torch.randn(1_000_000)
@@ -226,7 +253,9 @@ def test_slices_let_heartbeats_through_a_slow_link():
         ):
             [there] = meet(endpoint, connections)
             connections.send(1, Header(kind=1), tensor.chunk(slices))
-            [event, *_] = poll_until(lambda happened, endpoint=endpoint: happened[endpoint], endpoint, connections)[endpoint]
+            [event, *_] = poll_until(
+                lambda happened, endpoint=endpoint: happened[endpoint], endpoint, connections
+            )[endpoint]
             if slices == 1:
                 assert event == Lost(there, "127.0.0.1")
             else:
@@ -252,7 +281,9 @@ def test_a_worker_without_the_job_s_key_is_refused():
         for number, key in enumerate([forged, server_itself], start=1):
             assert "refuses this worker's key" in refusal_of(endpoint, worker(endpoint.address, key=key))
             assert endpoint.refused.keys == number
-        assert "no server of this worker key's job" in refusal_of(endpoint, worker(endpoint.address, key=others))
+        assert "no server of this worker key's job" in refusal_of(
+            endpoint, worker(endpoint.address, key=others)
+        )
         assert endpoint.refused.keys == 2 and endpoint.refused.connections >= 5
         with Endpoint("127.0.0.1:0", others_server, LIMITS) as elsewhere:
             assert "no server of this worker key's job" in refusal_of(elsewhere, worker(elsewhere.address))
@@ -274,14 +305,20 @@ def test_a_client_without_any_key_is_refused():
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_random_bytes_at_the_port_have_no_effect(count: int):
-    """Each is a connection of its own. Half of them begin as ZeroMQ's protocol does, with this or another mechanism."""
+    """Each is a connection of its own. Half of them begin as ZeroMQ's protocol does, with this or another
+    mechanism."""
     draw = random.Random(1)
     greeting = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0"
     with server() as endpoint, worker(endpoint.address) as member:
         meet(endpoint, member)
         events: list[Event] = []
         for number in range(count):
-            begins = [b"", b"", greeting + b"CURVE".ljust(20, b"\0") + bytes(32), greeting + b"NULL".ljust(20, b"\0") + bytes(32)][number % 4]
+            begins = [
+                b"",
+                b"",
+                greeting + b"CURVE".ljust(20, b"\0") + bytes(32),
+                greeting + b"NULL".ljust(20, b"\0") + bytes(32),
+            ][number % 4]
             say(endpoint, begins + draw.randbytes(draw.randrange(200)))
             if number % 50 == 0:
                 events += endpoint.poll(0.0)
@@ -296,7 +333,8 @@ def test_random_bytes_at_the_port_have_no_effect(count: int):
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_random_frames_of_a_member_are_refused_and_counted(count: int):
-    """Random frames, true messages that were cut off or went on, and tensors that are not as long as they say."""
+    """Random frames, true messages that were cut off or went on, and tensors that are not as long as they
+    say."""
     draw = random.Random(2)
     true = write_header(Header(kind=1), [Described(dtype=torch.float32, shape=(4,))])
     with server() as endpoint, worker(endpoint.address) as member, dealer(endpoint) as client:
@@ -331,7 +369,8 @@ def test_who_claims_an_enormous_frame_is_hung_up_on(begins: bytes):
     with server() as endpoint, socket.create_connection(("127.0.0.1", port_of(endpoint))) as client:
         client.sendall(greeting + begins + (1 << 40).to_bytes(8, "big"))
         began = time.monotonic()
-        while not endpoint.refused.connections and time.monotonic() - began < WAIT_SECONDS / 2:  # before the handshake's time is over
+        # before the handshake's time is over
+        while not endpoint.refused.connections and time.monotonic() - began < WAIT_SECONDS / 2:
             assert endpoint.poll(0.01) == []
         assert endpoint.refused.connections == 1
 
@@ -352,7 +391,10 @@ def test_a_frame_larger_than_any_expected_ends_its_connection_alone():
         events = poll_until(lambda happened: is_lost(happened[endpoint]), endpoint)[endpoint]
         assert kinds_of(events) == ["Lost"] and len(endpoint.peers) == 1
         member.send(next(iter(member.peers)), Header(kind=1))
-        assert kinds_of(poll_until(lambda happened: happened[endpoint], endpoint)[endpoint])[0] in {"ReceivedMessage", "Joined"}
+        assert kinds_of(poll_until(lambda happened: happened[endpoint], endpoint)[endpoint])[0] in {
+            "ReceivedMessage",
+            "Joined",
+        }
 
 
 # --- Addresses
@@ -426,7 +468,9 @@ def test_whoever_comes_and_goes_is_told_once_and_in_order(seed: int):
             if draw.random() < 0.5:
                 look(draw.choice([0.0, 0.0, 0.02]))
         deadline = time.monotonic() + WAIT_SECONDS
-        while time.monotonic() < deadline and not (len(endpoint.peers) == len(present) == sum(len(each.peers) for each in present)):
+        while time.monotonic() < deadline and not (
+            len(endpoint.peers) == len(present) == sum(len(each.peers) for each in present)
+        ):
             look(0.02)
             for each in present:
                 each.poll(0.0)
@@ -436,13 +480,19 @@ def test_whoever_comes_and_goes_is_told_once_and_in_order(seed: int):
             kinds = kinds_of(events)
             assert kinds[0] == "Joined" and kinds.count("Joined") == 1, kinds
             assert kinds.count("Lost") == (peer not in endpoint.peers) and "Lost" not in kinds[:-1], kinds
-        heard = [event.header.sequence for events in there.values() for event in events if isinstance(event, ReceivedMessage)]
+        heard = [
+            event.header.sequence
+            for events in there.values()
+            for event in events
+            if isinstance(event, ReceivedMessage)
+        ]
         assert len(heard) == len(set(heard)) <= sent
         for each in present:
             each.close()
 
 
 def test_the_worker_s_key_is_what_is_asked_for():
-    """The server knows workers by what their file holds, so that the file may be given to further workers of the job."""
+    """The server knows workers by what their file holds, so that the file may be given to further workers of
+    the job."""
     with server() as endpoint, worker(endpoint.address) as one, worker(endpoint.address, key=WORKER) as other:
         assert meet(endpoint, one, other) == [1, 2]

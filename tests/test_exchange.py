@@ -1,4 +1,5 @@
-"""The contract that every exchange keeps, whatever a rank owns: the averaged gradient is that of one device."""
+"""The contract that every exchange keeps, whatever a rank owns: the averaged gradient is that of one
+device."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from tests.exchange_world import KINDS, assert_same, backward, data, one_device,
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("bucket_bytes", few([200, 1, 10**9]))
 def test_gradients_are_those_of_one_device(kind: str, size: int, bucket_bytes: int) -> None:
     chunks = data(*range(3, 3 + 2 * size))
@@ -45,7 +48,9 @@ def test_what_one_rank_alone_used_is_not_none_anywhere(kind: str) -> None:
     exchange.begin_last_chunk()
     model.never(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
     for found in whole_gradients(world, 4.0):
-        torch.testing.assert_close(found["never.bias"], torch.full((3,), 0.25, dtype=torch.float64), rtol=0, atol=0)
+        torch.testing.assert_close(
+            found["never.bias"], torch.full((3,), 0.25, dtype=torch.float64), rtol=0, atol=0
+        )
         assert found["first.weight"] is not None
 
 
@@ -64,7 +69,8 @@ def test_every_element_has_one_owner_or_all_ranks_own_it(kind: str) -> None:
         shares = [sum(piece.stop - piece.start for piece in exchange.owned) for _, exchange in world]
         num_owners = {"one_server": 1, "two_servers": 2}.get(kind, 3)
         assert [share > 0 for share in shares] == [rank < num_owners for rank in range(3)]
-        assert max(shares) - min(shares[:num_owners]) < 0.1 * sum(shares)  # buckets are padded, and the last owner has the padding
+        # buckets are padded, and the last owner has the padding
+        assert max(shares) - min(shares[:num_owners]) < 0.1 * sum(shares)
 
 
 def test_owners_updates_become_visible_everywhere(kind: str) -> None:
@@ -77,7 +83,9 @@ def test_owners_updates_become_visible_everywhere(kind: str) -> None:
     expected = replicas(1, "all_reduce")[0][0]
     for model, _ in world:
         for (name, have), want in zip(model.named_parameters(), expected.parameters(), strict=True):
-            assert torch.equal(have, want + torch.arange(want.numel(), dtype=torch.float64).view(want.shape)), name
+            assert torch.equal(
+                have, want + torch.arange(want.numel(), dtype=torch.float64).view(want.shape)
+            ), name
 
 
 def test_bytes_are_those_of_the_formula(kind: str) -> None:
@@ -114,7 +122,8 @@ def test_the_first_bucket_starts_before_backward_ends(kind: str) -> None:
 
     groups = [Watched(group, "dp") for group in simulated_groups(2)]
     model, exchange = replicas(2, kind, bucket_bytes=1, groups=groups)[0]
-    model.first.weight.register_hook(lambda _: events.append("first layer"))  # the last gradient that backward computes
+    # the last gradient that backward computes
+    model.first.weight.register_hook(lambda _: events.append("first layer"))
     backward(model, exchange, data(3, 3))
     assert events[0] == "first layer"  # in the first chunk's backward nothing travels
     assert events.index("start") < events.index("first layer", 1)
@@ -124,7 +133,8 @@ def test_without_overlap_nothing_starts_during_backward(kind: str) -> None:
     groups = [RecordedGroup(group, "dp") for group in simulated_groups(2)]
     for model, exchange in replicas(2, kind, overlap=False, groups=groups):
         backward(model, exchange, data(3, 3))
-    assert not {name for group in groups for name in group.counts} - {"barrier"}  # where they met before the first step
+    # where they met before the first step
+    assert not {name for group in groups for name in group.counts} - {"barrier"}
 
 
 def test_a_gradient_after_its_bucket_left_is_an_error(kind: str) -> None:
@@ -141,7 +151,9 @@ def test_sparse_gradients_are_added_up(kind: str) -> None:
     for group in simulated_groups(2):
         torch.manual_seed(0)
         table = torch.nn.Embedding(6, 3, sparse=True)
-        world.append((table, KINDS[kind](list(table.named_parameters()), group, bucket_bytes=100, overlap=True)))
+        world.append(
+            (table, KINDS[kind](list(table.named_parameters()), group, bucket_bytes=100, overlap=True))
+        )
     run_in_steps([exchange.open() for _, exchange in world])
     for table, exchange in world:
         table.weight.register_post_accumulate_grad_hook(exchange.gradient_ready)

@@ -32,7 +32,9 @@ def losses(plans: list[str], devices: str) -> list[list[float]]:
     """Of every step under each plan; bytes are as predicted, and replicas the same at the end."""
     found: list[list[float]] = []
     for plan in plans:
-        with Trainer(make_job("gpt", "adamw", steps=4), plan, devices=devices, dtype=torch.float64) as trainer:
+        with Trainer(
+            make_job("gpt", "adamw", steps=4), plan, devices=devices, dtype=torch.float64
+        ) as trainer:
             found.append([trainer.step(batch) for batch in trainer.batches()])
             summary = trainer.summary(0.0, {}, None)
             assert summary.predicted == summary.counted, plan
@@ -41,10 +43,21 @@ def losses(plans: list[str], devices: str) -> list[list[float]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "inner", ["", pytest.param(",pp=2,microbatches=2", marks=pytest.mark.slow), pytest.param(",tp=2,microbatches=2", marks=pytest.mark.slow)]
+    "inner",
+    [
+        "",
+        pytest.param(",pp=2,microbatches=2", marks=pytest.mark.slow),
+        pytest.param(",tp=2,microbatches=2", marks=pytest.mark.slow),
+    ],
 )
 def test_processes_and_simulated_ranks_give_the_same_losses(inner: str) -> None:
-    kinds = ["exchange=local_sgd,local_steps=3", "exchange=diloco,local_steps=2", "compress=bf16", "compress=powersgd:2", "compress=topk:0.1"]
+    kinds = [
+        "exchange=local_sgd,local_steps=3",
+        "exchange=diloco,local_steps=2",
+        "compress=bf16",
+        "compress=powersgd:2",
+        "compress=topk:0.1",
+    ]
     plans = [f"dp=2,{kind}{inner}" for kind in kinds]
     on_processes = on_ranks(losses, 4 if inner else 2, plans, "cpu", timeout_seconds=150.0)
     for plan, found, expected in zip(plans, on_processes[0], losses(plans, "simulated"), strict=True):
@@ -54,4 +67,7 @@ def test_processes_and_simulated_ranks_give_the_same_losses(inner: str) -> None:
 def test_the_command_line_names_what_cannot_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
     for setting in ("compress=bf16", "exchange=local_sgd,local_steps=4", "exchange=async,staleness=2"):
         assert main(["verify", JOB_FILE, "--plan", f"dp=2,{setting}", "--devices", "cpu"]) == 2
-        assert f"{setting.split(',')[-1]}: such a plan does not promise to compute what one device computes" in capsys.readouterr().err
+        assert (
+            f"{setting.split(',')[-1]}: such a plan does not promise to compute what one device computes"
+            in capsys.readouterr().err
+        )

@@ -1,4 +1,5 @@
-"""Every entry of the registry of exchanges opens; one that is added is planned and trained by its entry alone."""
+"""Every entry of the registry of exchanges opens; one that is added is planned and trained by its entry
+alone."""
 
 from __future__ import annotations
 
@@ -45,9 +46,12 @@ def test_a_compression_opens(name: str) -> None:
 
 
 def test_an_exchange_is_added_by_its_entry_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of exchanges were told apart in the plan's checks, in two places of the training step and in the planner."""
+    """Names of exchanges were told apart in the plan's checks, in two places of the training step and in the
+    planner."""
     assert isinstance(EXCHANGES, dict)
-    monkeypatch.setitem(EXCHANGES, "one_bucket", ExchangeEntry(factory=f"{__name__}:open_in_one_bucket", sums=True))
+    monkeypatch.setitem(
+        EXCHANGES, "one_bucket", ExchangeEntry(factory=f"{__name__}:open_in_one_bucket", sums=True)
+    )
     text = "dp=2,exchange=one_bucket"
     assert str(Plan.parse(text)) == text and not Plan.parse(text).exempt
     with Trainer(even_sgd(steps=2), text, devices="simulated", dtype=torch.float64) as trainer:

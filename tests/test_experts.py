@@ -1,4 +1,5 @@
-"""Mixtures of experts divided by expert, against one device: however tokens are sent to experts, and however the model writes it."""
+"""Mixtures of experts divided by expert, against one device: however tokens are sent to experts, and however
+the model writes it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 class LookedUp(nn.Module):
     """Every token's matrices are looked up. x [t, d], weights [t, k], ids [t, k] -> [t, d]."""
 
-    normed = False  # a norm has no derivative at zero: rows that are elsewhere must not be computed from zeros
+    # a norm has no derivative at zero: rows that are elsewhere must not be computed from zeros
+    normed = False
 
     def __init__(self, experts: int = EXPERTS, hidden: int = HIDDEN) -> None:
         super().__init__()
@@ -42,7 +44,9 @@ class LookedUp(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         count = ids.shape[1]
         rows, slots = x.repeat_interleave(count, 0), ids.reshape(-1)
-        gate, up = (torch.bmm(rows.unsqueeze(1), self.up[slots]).squeeze(1) + self.up_bias[slots]).chunk(2, -1)
+        gate, up = (torch.bmm(rows.unsqueeze(1), self.up[slots]).squeeze(1) + self.up_bias[slots]).chunk(
+            2, -1
+        )
         found = torch.bmm((F.silu(gate) * up).unsqueeze(1), self.down[slots]).squeeze(1)
         found = found / found.norm(dim=-1, keepdim=True) if self.normed else found
         return (found * weights.reshape(-1, 1)).view(len(x), count, -1).sum(1)
@@ -61,7 +65,9 @@ class Sorted(LookedUp):
         importlib.import_module("transformers.integrations.moe")  # which makes the operator
         count, product = ids.shape[1], torch.ops.transformers.grouped_mm_fallback
         slots, order = ids.reshape(-1).sort()
-        ends = torch.histc(slots.float(), self.up.shape[0], 0, self.up.shape[0] - 1).cumsum(0, dtype=torch.int32)
+        ends = torch.histc(slots.float(), self.up.shape[0], 0, self.up.shape[0] - 1).cumsum(
+            0, dtype=torch.int32
+        )
         gate, up = (product(x[order // count], self.up, ends) + self.up_bias[slots]).chunk(2, -1)
         found = product(F.silu(gate) * up, self.down, ends) * weights.reshape(-1)[order].unsqueeze(-1)
         return found[order.argsort()].view(len(x), count, -1).sum(1)
@@ -82,7 +88,11 @@ class Mixture(nn.Module):
     def __init__(self, experts: nn.Module, num_experts: int, chosen: int) -> None:
         super().__init__()
         self.chosen = chosen
-        self.first, self.router, self.experts = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, num_experts), experts
+        self.first, self.router, self.experts = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, num_experts),
+            experts,
+        )
         self.drop, self.last = nn.Dropout(0.2), nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -101,10 +111,20 @@ def told(model: Any, batch: Any) -> Tensor:
     return model(batch["x"].flatten(0, 1), batch["ids"].flatten().unsqueeze(1)).square().mean()
 
 
-def job_of(experts: type[LookedUp], *, chosen: int = 2, num_experts: int = EXPERTS, hidden: int = HIDDEN, only: int | None = None) -> Job:
+def job_of(
+    experts: type[LookedUp],
+    *,
+    chosen: int = 2,
+    num_experts: int = EXPERTS,
+    hidden: int = HIDDEN,
+    only: int | None = None,
+) -> Job:
     """only: the expert that reads all tokens; the router says otherwise."""
     made = torch.Generator().manual_seed(1)
-    data = [{"x": torch.randn(TOKENS, WIDTH, generator=made), "ids": torch.full((TOKENS,), only or 0)} for _ in range(12)]
+    data = [
+        {"x": torch.randn(TOKENS, WIDTH, generator=made), "ids": torch.full((TOKENS,), only or 0)}
+        for _ in range(12)
+    ]
     return Job(
         model=lambda: Mixture(experts(num_experts, hidden), num_experts, chosen), loss=routed if only is None else told,
         optimizer=lambda named: torch.optim.AdamW([each for _, each in named], lr=1e-2), data=lambda: data, batch_size=4, steps=3, clip_grad_norm=0.1,
@@ -118,10 +138,15 @@ def held(choice: DivisionChoice) -> dict[str, list[tuple[int, ...]]]:
         for name, each in choice.layout.program.parameters.items()
         if name.startswith("experts.")
     }
-    return {name.removeprefix("experts."): [each.local_shape(rank) for rank in range(choice.num_ranks)] for name, each in pieces.items()}
+    return {
+        name.removeprefix("experts."): [each.local_shape(rank) for rank in range(choice.num_ranks)]
+        for name, each in pieces.items()
+    }
 
 
-def divided(subject: Subject, num_ranks: int, up: str = "experts", down: str = "experts") -> tuple[float, Partition]:
+def divided(
+    subject: Subject, num_ranks: int, up: str = "experts", down: str = "experts"
+) -> tuple[float, Partition]:
     def decide(layout: Layout, count: int) -> DivisionChoice:
         return choose(layout, count, RATES, placements={"experts.up": up, "experts.down": down})
 
@@ -164,7 +189,13 @@ def test_a_rank_works_on_the_rows_that_are_sent_to_its_experts():
     )  # fmt: skip
     with torch.no_grad():
         model = subject.model
-        ids = model.get_submodule("router")(model.get_submodule("first")(subject.batch["x"].double().flatten(0, 1))).topk(2).indices
+        ids = (
+            model.get_submodule("router")(
+                model.get_submodule("first")(subject.batch["x"].double().flatten(0, 1))
+            )
+            .topk(2)
+            .indices
+        )
     counts = torch.bincount(ids.flatten(), minlength=EXPERTS).tolist()
     assert rows == [[sum(counts[:2]), sum(counts[2:4]), counts[4]]]
 
@@ -181,7 +212,8 @@ def test_dividing_by_expert_sends_no_more_than_dividing_each_expert():
 
 
 def test_experts_are_divided_by_expert_where_that_is_more_even():
-    """A hidden unit more than two ranks can share evenly costs one of them a half more; four experts are two each. And the other way round."""
+    """A hidden unit more than two ranks can share evenly costs one of them a half more; four experts are two
+    each. And the other way round."""
     for kind in (LookedUp, Sorted):
         odd = choose(subject_of(job_of(kind, num_experts=4, hidden=3)).layout, 2, RATES)
         assert {shape[0] for shape in held(odd)["down"]} == {2}
@@ -199,7 +231,13 @@ def test_a_rank_is_expected_to_have_its_share_of_rows():
 
 def test_replicas_of_divided_experts_equal_one_device():
     """Two replicas of two ranks, clipped, dropout on; the memory of parameters is divided."""
-    report = verify(job_of(LookedUp), Plan(dp=2, tp=2, tp_placements={"experts": "experts"}), devices="simulated", steps=2, dtype=torch.float64)
+    report = verify(
+        job_of(LookedUp),
+        Plan(dp=2, tp=2, tp_placements={"experts": "experts"}),
+        devices="simulated",
+        steps=2,
+        dtype=torch.float64,
+    )
     assert report is not None
     assert report.passed, report.causes
     assert largest_error(report) <= 1e-10

@@ -1,4 +1,5 @@
-"""Every family of the test bed trains, repeats itself, equals one device under a data-parallel plan, and is exported or says why not.
+"""Every family of the test bed trains, repeats itself, equals one device under a data-parallel plan, and is
+exported or says why not.
 
 A fixed handful, one of each way of computing, runs in the covering subset; the rest is `slow`.
 """
@@ -28,7 +29,11 @@ pytestmark = [
     ),
 ]
 every = pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=() if name in COVERING else pytest.mark.slow, id=name) for name, each in FAMILIES.items()]
+    "family",
+    [
+        pytest.param(each, marks=() if name in COVERING else pytest.mark.slow, id=name)
+        for name, each in FAMILIES.items()
+    ],
 )
 
 
@@ -57,11 +62,15 @@ def test_a_step_is_finite_and_repeats_itself(family: Family):
         used = [name for name, each in one.items() if each is not None]
         assert used == [name for name, each in other.items() if each is not None]
         assert all(torch.isfinite(one[name]).all() and torch.equal(one[name], other[name]) for name in used)
-        assert sum(bool(one[name].any()) for name in used) > 0.8 * len(used)  # gradients that are nothing would be compared with nothing
+        # gradients that are nothing would be compared with nothing
+        assert sum(bool(one[name].any()) for name in used) > 0.8 * len(used)
 
 
 @every
-@pytest.mark.parametrize(("plan", "batch_size", "dropout"), few([("dp=2,microbatches=2,zero=1", 6, True), ("dp=2", 3, False)], 1, pytest.mark.slow))
+@pytest.mark.parametrize(
+    ("plan", "batch_size", "dropout"),
+    few([("dp=2,microbatches=2,zero=1", 6, True), ("dp=2", 3, False)], 1, pytest.mark.slow),
+)
 def test_a_data_parallel_plan_equals_one_device(family: Family, plan: str, batch_size: int, dropout: bool):
     # Chunks of 2, 2, 1 and 1 samples; of 2 and 1.
     report = verified(family, Plan.parse(plan), dropout=dropout, batch_size=batch_size)

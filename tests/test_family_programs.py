@@ -1,6 +1,8 @@
-"""The program of every family equals eager, however it is read and run, or is refused with the line that stands in its way.
+"""The program of every family equals eager, however it is read and run, or is refused with the line that
+stands in its way.
 
-Nine families, each in some of the ways, run in the covering subset; all of them, each in three of the ways in turn, are `slow`.
+Nine families, each in some of the ways, run in the covering subset; all of them, each in three of the ways in
+turn, are `slow`.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def test_every_kind_of_family_meets_every_way():
     ("name", "way"),
     [
         pytest.param(name, way, marks=() if way in COVERING.get(name, ()) else pytest.mark.slow)
-        for name, way in dict.fromkeys([*((name, way) for name, ways in COVERING.items() for way in ways), *IN_TURN])
+        for name, way in dict.fromkeys(
+            [*((name, way) for name, ways in COVERING.items() for way in ways), *IN_TURN]
+        )
         if not (WAYS[way].dtype == torch.float64 and name in FLOAT32_ONLY)
     ],
 )
@@ -65,11 +69,15 @@ def test_program_equals_eager(name: str, way: str):
     family = FAMILIES[name]
     program = read(family, WAYS[way])
     assert differs_by(program, family, WAYS[way]) <= limit_of(family, WAYS[way])
-    if WAYS[way].lifted:  # casts to float32 inside of eager, which the lifted program does not make, have 24 bits
+    # casts to float32 inside of eager, which the lifted program does not make, have 24 bits
+    if WAYS[way].lifted:
         assert differs_by(program, family, WAYS[way], casts_stay=True) <= 1e-5
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK_REFUSALS else pytest.mark.slow) for name in NOT_READ])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK_REFUSALS else pytest.mark.slow) for name in NOT_READ],
+)
 def test_refused_with_the_reason_and_the_line(name: str):
     with pytest.raises(CaptureError) as refused:
         read(FAMILIES[name], WAYS["float32"])
@@ -85,7 +93,13 @@ def test_refused_with_the_reason_and_the_line(name: str):
 def _scaled(program: Program, node: Node) -> Program:
     """The program with 1.001 times the value of `node` where it is used."""
     scaled = replace(
-        node, name=f"{node.name}_scaled", target=torch.ops.aten.mul.Tensor, args=(Ref(node.name), 1.001), kwargs={}, draw=None, num_draws=0
+        node,
+        name=f"{node.name}_scaled",
+        target=torch.ops.aten.mul.Tensor,
+        args=(Ref(node.name), 1.001),
+        kwargs={},
+        draw=None,
+        num_draws=0,
     )
     place = program.nodes.index(node) + 1
     rest = [replace(each, args=_renamed(each.args, node.name, scaled.name)) for each in program.nodes[place:]]
@@ -144,7 +158,13 @@ def test_a_program_that_is_not_the_model_is_found(planted: str):
 def test_eager_is_lifted_call_by_call():
     x = torch.full((3,), 1 / 3, dtype=torch.float64)
     with lifted_eager():
-        values: list[Tensor] = [x.float(), x.to(torch.float32), x.sum(dtype=torch.float32), torch.ones(2, dtype=torch.float32), x.bfloat16()]
+        values: list[Tensor] = [
+            x.float(),
+            x.to(torch.float32),
+            x.sum(dtype=torch.float32),
+            torch.ones(2, dtype=torch.float32),
+            x.bfloat16(),
+        ]
         number = torch.tensor(0.1)
     assert {value.dtype for value in values} == {torch.float64} and torch.equal(values[0], x)
     assert number.dtype == torch.float64 and number.item() == torch.tensor(0.1, dtype=torch.float32).item()

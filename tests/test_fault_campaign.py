@@ -1,4 +1,5 @@
-"""300 faults: a random plan, victim, moment and signal. The launcher ends within its limit and names who it was, nothing is left, and what is resumed is right."""
+"""300 faults: a random plan, victim, moment and signal. The launcher ends within its limit and names who it
+was, nothing is left, and what is resumed is right."""
 
 from __future__ import annotations
 
@@ -20,11 +21,26 @@ from safetensors.torch import load_file
 
 from tests.killing import command, left, let_run, ranks, running
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("silent_export")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("silent_export"),
+]
 STEPS = 40
-LIMIT_SECONDS = 90.0  # for an end: ten times what it takes where the machine is not busy; the runs themselves would go on for longer when they hang
+# for an end: ten times what it takes where the machine is not busy; the runs themselves would go on for
+# longer when they hang
+LIMIT_SECONDS = 90.0
 TIMEOUT = ("--timeout", "30")
-SYNCHRONOUS = ("dp=2", "dp=3", "dp=2,zero=1", "dp=2,exchange=server,servers=1", "dp=2,exchange=ring", "pp=2,microbatches=2", "tp=2")
+SYNCHRONOUS = (
+    "dp=2",
+    "dp=3",
+    "dp=2,zero=1",
+    "dp=2,exchange=server,servers=1",
+    "dp=2,exchange=ring",
+    "pp=2,microbatches=2",
+    "tp=2",
+)
 ASYNCHRONOUS = ("dp=1,exchange=async", "dp=2,exchange=async", "dp=2,exchange=async,servers=2")
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 
@@ -44,7 +60,9 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def words(plan: str, out: Path, *more: str) -> list[str]:
-    return command("fault_job.py:reading" if plan == "dp=2" else "fault_job.py:job", plan, out, *TIMEOUT, *more)
+    return command(
+        "fault_job.py:reading" if plan == "dp=2" else "fault_job.py:job", plan, out, *TIMEOUT, *more
+    )
 
 
 def final(out: Path) -> dict[str, torch.Tensor]:
@@ -53,7 +71,13 @@ def final(out: Path) -> dict[str, torch.Tensor]:
 
 def run_to_the_end(plan: str, out: Path, *more: str) -> float:
     began = time.monotonic()
-    done = subprocess.run(words(plan, out, *more), capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        words(plan, out, *more),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     return time.monotonic() - began
 
@@ -75,7 +99,9 @@ def there(launcher: psutil.Process, plan: str) -> dict[str, psutil.Process]:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_a_fault(seed: int, undisturbed: dict[str, tuple[dict[str, torch.Tensor], float]], scratch: Path, tmp_path: Path) -> None:
+def test_a_fault(
+    seed: int, undisturbed: dict[str, tuple[dict[str, torch.Tensor], float]], scratch: Path, tmp_path: Path
+) -> None:
     chooser = random.Random(seed)
     plan = chooser.choice(ASYNCHRONOUS if seed % 3 == 0 else SYNCHRONOUS)
     if plan not in undisturbed:
@@ -93,7 +119,8 @@ def test_a_fault(seed: int, undisturbed: dict[str, tuple[dict[str, torch.Tensor]
             try:
                 victims[name].send_signal(number)
                 hit = True
-                if name == "launcher" and number == signal.SIGSTOP:  # nobody watches it: it goes on when somebody lets it
+                # nobody watches it: it goes on when somebody lets it
+                if name == "launcher" and number == signal.SIGSTOP:
                     time.sleep(2.0)
                     victims[name].send_signal(signal.SIGCONT)
             except psutil.NoSuchProcess:

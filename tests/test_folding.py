@@ -1,4 +1,5 @@
-"""Calls that are alike are read once, and the program is the one that reading all of them gives: the same digest, of every family and of what is easily got wrong."""
+"""Calls that are alike are read once, and the program is the one that reading all of them gives: the same
+digest, of every family and of what is easily got wrong."""
 
 from __future__ import annotations
 
@@ -50,7 +51,10 @@ def both_readings(monkeypatch: pytest.MonkeyPatch, job: Job, batch: Any) -> tupl
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if place % 20 == 0 else pytest.mark.slow) for place, name in enumerate(sorted(set(FAMILIES) - set(NOT_READ)))],
+    [
+        pytest.param(name, marks=[] if place % 20 == 0 else pytest.mark.slow)
+        for place, name in enumerate(sorted(set(FAMILIES) - set(NOT_READ)))
+    ],
 )
 def test_every_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = FAMILIES[name].make_job(True)
@@ -172,7 +176,14 @@ def job_of(make: Callable[[], nn.Module]) -> Job:
         result = result[0] if isinstance(result, tuple) else result
         return result.square().mean() + sum(getattr(each, "aside", 0.0) for each in model.modules())
 
-    return Job(model=make, loss=loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), data=lambda: [torch.ones(6)] * 8, batch_size=4, steps=1)
+    return Job(
+        model=make,
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=lambda: [torch.ones(6)] * 8,
+        batch_size=4,
+        steps=1,
+    )
 
 
 FOLDED = {
@@ -191,12 +202,17 @@ READ = {
     "hooks inside": lambda: Stack(hooked),
     "buffers written again": lambda: Again(Normed(0)),
     "one module shared": lambda: shared(Stack(Block)),
-    "other sizes": lambda: nn.Sequential(Block(0), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh())),
+    "other sizes": lambda: nn.Sequential(
+        Block(0),
+        nn.Sequential(nn.Linear(6, 6), nn.Tanh()),
+        nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh()),
+    ),
 }
 
 
 def shared(stack: Stack) -> Stack:
-    """All blocks have the first one's layer; export has stand-ins for modules then, and the model could not be read at all."""
+    """All blocks have the first one's layer; export has stand-ins for modules then, and the model could not
+    be read at all."""
     blocks: Any = stack.blocks
     for block in blocks:
         block.up = blocks[0].up
@@ -220,19 +236,26 @@ def test_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[
 
 
 @pytest.mark.parametrize("name", few(READ, 2))
-def test_is_read_as_often_as_it_is_called(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
+def test_is_read_as_often_as_it_is_called(
+    name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]
+) -> None:
     folded, unfolded = both_readings(monkeypatch, job_of(READ[name]), torch.ones(4, 6))
     assert folded.digest() == unfolded.digest()
     assert not counted
 
 
-def test_what_a_call_inside_would_have_looked_at_counts(monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
-    """Two pairs of blocks, and the last divides by another number: the second pair is not like the first, whose second block was not read."""
+def test_what_a_call_inside_would_have_looked_at_counts(
+    monkeypatch: pytest.MonkeyPatch, counted: list[str]
+) -> None:
+    """Two pairs of blocks, and the last divides by another number: the second pair is not like the first,
+    whose second block was not read."""
 
     def pair(*numbers: int) -> nn.Module:
         return nn.Sequential(*map(Scaled, numbers))
 
-    folded, unfolded = both_readings(monkeypatch, job_of(lambda: Stack(lambda number: pair(1, 1 + number), 2)), torch.ones(4, 6))
+    folded, unfolded = both_readings(
+        monkeypatch, job_of(lambda: Stack(lambda number: pair(1, 1 + number), 2)), torch.ones(4, 6)
+    )
     assert folded.digest() == unfolded.digest()
     assert counted == ["Scaled"] * 2
 
@@ -259,7 +282,12 @@ def test_what_leaks_out_of_a_block_is_read_anew(monkeypatch: pytest.MonkeyPatch,
         return model(batch).sum() + torch.stack(seen).sum()
 
     job = Job(
-        model=lambda: Stack(Telling), loss=loss, optimizer=lambda named: torch.optim.SGD(named), data=lambda: [torch.ones(6)], batch_size=1, steps=1
+        model=lambda: Stack(Telling),
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named),
+        data=lambda: [torch.ones(6)],
+        batch_size=1,
+        steps=1,
     )
     folded, unfolded = both_readings(monkeypatch, job, torch.ones(4, 6))
     assert counted == ["Telling"] * 2
@@ -269,7 +297,8 @@ def test_what_leaks_out_of_a_block_is_read_anew(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.long
 def test_what_is_not_eager_is_read_anew(counted: list[str]) -> None:
-    """Blocks that count their calls outside of the model: nobody can see it, and the comparison with eager does."""
+    """Blocks that count their calls outside of the model: nobody can see it, and the comparison with eager
+    does."""
     calls: list[int] = []
 
     class Counting(Block):
@@ -285,7 +314,18 @@ def test_what_is_not_eager_is_read_anew(counted: list[str]) -> None:
         torch.manual_seed(0)
         return Stack(Counting)
 
-    job = Job(model=make, loss=loss, optimizer=lambda named: torch.optim.SGD(named), data=lambda: [torch.ones(6)], batch_size=1, steps=1)
+    job = Job(
+        model=make,
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named),
+        data=lambda: [torch.ones(6)],
+        batch_size=1,
+        steps=1,
+    )
     program = Programs(job).read([torch.randn(4, 6), torch.randn(4, 6)])
     assert "Counting" in counted
-    assert [node.args[1] for node in program.nodes if node.operator == "mul.Tensor" and not hasattr(node.args[1], "name")] == [1, 2, 3]
+    assert [
+        node.args[1]
+        for node in program.nodes
+        if node.operator == "mul.Tensor" and not hasattr(node.args[1], "name")
+    ] == [1, 2, 3]

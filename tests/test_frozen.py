@@ -203,8 +203,13 @@ def test_raw_export_keeps_the_first_value_for_ever(kind: type[Plain]):
 
 
 def test_a_buffer_that_grows_is_refused():
-    with pytest.raises(CaptureError, match=r"replaces the buffer seen of OtherBuffer, of shape \[3\], by one of shape \[6\].*keeps its shape"):
-        capture_module(OtherBuffer(), lambda model, batch: model(batch).sum(), (torch.randn(5, 3), torch.randn(5, 3)))
+    with pytest.raises(
+        CaptureError,
+        match=r"replaces the buffer seen of OtherBuffer, of shape \[3\], by one of shape \[6\].*keeps its shape",
+    ):
+        capture_module(
+            OtherBuffer(), lambda model, batch: model(batch).sum(), (torch.randn(5, 3), torch.randn(5, 3))
+        )
 
 
 def test_what_the_first_forward_sets_up_is_no_harm():
@@ -214,7 +219,9 @@ def test_what_the_first_forward_sets_up_is_no_harm():
                 self.calls = x.shape[0]  # like a cache of positions that has grown
             return self.layer(x)
 
-    program = capture_module(Lazy(), lambda model, batch: model(batch).sum(), (torch.randn(5, 3), torch.randn(5, 3)))
+    program = capture_module(
+        Lazy(), lambda model, batch: model(batch).sum(), (torch.randn(5, 3), torch.randn(5, 3))
+    )
     assert [node.operator for node in program.nodes] == ["linear", "sum"]
 
 
@@ -237,7 +244,8 @@ def test_a_tensor_left_in_an_attribute_for_the_loss_is_read():
 
 
 class Logs(Plain):
-    """As modules for Lightning do: what was computed is kept for later, in a dictionary and in a list inside of one."""
+    """As modules for Lightning do: what was computed is kept for later, in a dictionary and in a list inside
+    of one."""
 
     def __init__(self, inputs: int = 3, outputs: int = 4) -> None:
         super().__init__()
@@ -253,11 +261,14 @@ class Logs(Plain):
 
 
 def test_a_log_of_tensors_in_containers_is_no_harm_and_holds_nothing_afterwards():
-    """It ended in "'NoneType' object does not support item assignment": an attribute that held tensors was no plain value any more, so None was put there."""
+    """It ended in "'NoneType' object does not support item assignment": an attribute that held tensors was no
+    plain value any more, so None was put there."""
     model = Logs()
     model.logged["before"] = torch.ones(1)
     logged, outputs = dict(model.logged), model.outputs["train"]
-    program = capture_module(model, lambda model, batch: model(batch).sum(), (torch.randn(5, 3), torch.randn(5, 3)))
+    program = capture_module(
+        model, lambda model, batch: model(batch).sum(), (torch.randn(5, 3), torch.randn(5, 3))
+    )
     assert [node.operator for node in program.nodes] == ["linear", "sum"]
     assert model.logged == logged and model.outputs == {"train": []} and not outputs
 
@@ -289,7 +300,9 @@ def test_branch_of_a_job_is_refused():
 
 def test_batches_of_two_shapes_are_refused():
     with pytest.raises(CaptureError, match=r"x is float32\[5, 3\] in one and float32\[4, 3\] in the other"):
-        capture_module(Plain(), lambda model, batch: batch["x"].sum(), ({"x": torch.ones(5, 3)}, {"x": torch.ones(4, 3)}))
+        capture_module(
+            Plain(), lambda model, batch: batch["x"].sum(), ({"x": torch.ones(5, 3)}, {"x": torch.ones(4, 3)})
+        )
 
 
 def test_line_that_changes_names_the_first_line():

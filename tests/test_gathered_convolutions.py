@@ -1,4 +1,5 @@
-"""Convolutions with the change of placement of their input: as one device, with the collectives of layers that share it counted."""
+"""Convolutions with the change of placement of their input: as one device, with the collectives of layers
+that share it counted."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
 class Residual(nn.Module):
-    """A first layer and a shortcut that read the same picture; two channels, fewer than some teams have ranks; odd sizes."""
+    """A first layer and a shortcut that read the same picture; two channels, fewer than some teams have
+    ranks; odd sizes."""
 
     def __init__(self, dims: int) -> None:
         super().__init__()
@@ -60,16 +62,24 @@ def test_in_lockstep_they_equal_one_device(dims: int, seed: int):
     for num_ranks in (2, 3, 4):
         compared = compare(subject, num_ranks, at_random(seed))
         assert compared.error <= 1e-12, compared.what
-        shapes = [[len(each.layers) for each in layers_in(program)] for program in compared.partition.programs]
+        shapes = [
+            [len(each.layers) for each in layers_in(program)] for program in compared.partition.programs
+        ]
         assert shapes == shapes[:1] * num_ranks, "ranks would talk in another order"
 
 
 @pytest.mark.parametrize(
     ("placements", "at_least"),
-    [("stem:column+first:row", 0), ("first:column+shortcut:column", 0), ("stem:row+first:column+shortcut:column+few:row", 1)],
+    [
+        ("stem:column+first:row", 0),
+        ("first:column+shortcut:column", 0),
+        ("stem:row+first:column+shortcut:column+few:row", 1),
+    ],
 )
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_that_talk_as_they_compute_train_like_one_device(placements: str, at_least: int, num_ranks: int):
+def test_ranks_that_talk_as_they_compute_train_like_one_device(
+    placements: str, at_least: int, num_ranks: int
+):
     states: list[dict[str, Tensor]] = []
     for plan in ("dp=1", f"tp={num_ranks},tp_placements={placements}"):
         with Trainer(job_of(2), plan, devices="simulated", dtype=torch.float64) as trainer:
@@ -78,6 +88,9 @@ def test_ranks_that_talk_as_they_compute_train_like_one_device(placements: str, 
             states.append(trainer.together(lambda replica: replica.whole_state())[0])
             division = trainer.replicas[0].engine.division
         if division:
-            assert max((len(each.layers) for each in layers_in(division.first.programs[0])), default=0) >= at_least
+            assert (
+                max((len(each.layers) for each in layers_in(division.first.programs[0])), default=0)
+                >= at_least
+            )
     for name, one in states[0].items():
         assert torch.allclose(one, states[1][name], rtol=1e-9, atol=1e-12), name

@@ -1,7 +1,8 @@
 """Families trained under pp=2 or under dp=2,pp=2,tp=2 equal one device: two steps in float64, dropout on.
 
-One family runs in the covering subset (and a mixture of experts under a plan with pp in tests/test_pipeline_plans.py). A third of the families under
-each of the two plans is `slow`, and the rest is trained under dp=2,tp=2 (tests/test_divided_families.py).
+One family runs in the covering subset (and a mixture of experts under a plan with pp in
+tests/test_pipeline_plans.py). A third of the families under each of the two plans is `slow`, and the rest is
+trained under dp=2,tp=2 (tests/test_divided_families.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from tests.families.measure import largest_error
 from tests.test_divided_families import NO_CHUNK_OF_ONE, PLAN_OF, TOLERANCE, drawn, lifted, pins_of
 
 COVERING: dict[str, set[str]] = {"pp=2": set(), "grid": {"llama"}}
-CUTS = {"conv3d": "9", "conv1d": "8", "lstm": "head", "gru": "head"}  # where the cheapest cut of a model this small leaves a rank without parameters
+# where the cheapest cut of a model this small leaves a rank without parameters
+CUTS = {"conv3d": "9", "conv1d": "8", "lstm": "head", "gru": "head"}
 PLANS = {"pp=2": Plan(pp=2, microbatches=2), "grid": Plan(dp=2, pp=2, tp=2)}
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -27,7 +29,9 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 @pytest.mark.parametrize(
     ("family", "plan"),
     [
-        pytest.param(each, plan, marks=[] if name in COVERING[kind] else [pytest.mark.slow], id=f"{name}-{kind}")
+        pytest.param(
+            each, plan, marks=[] if name in COVERING[kind] else [pytest.mark.slow], id=f"{name}-{kind}"
+        )
         for name, each in FAMILIES.items()
         for kind, plan in PLANS.items()
         if name in COVERING[kind] or PLAN_OF.get(name) == kind
@@ -35,11 +39,18 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 )
 def test_a_family_equals_one_device(family: Family, plan: Plan):
     job = replace(family.make_job(True), batch_size=4 if family.name in NO_CHUNK_OF_ONE else 3)
-    if plan.tp > 1:  # models this small are left whole by the choice, so that a division drawn at random is asked for
+    # models this small are left whole by the choice, so that a division drawn at random is asked for
+    if plan.tp > 1:
         plan = replace(plan, tp_placements=pins_of(drawn(job, chunk_size=2, num_ranks=plan.tp)))
     elif family.name in CUTS:
         plan = replace(plan, cuts=(CUTS[family.name],))
-    report = verify(lifted(job), plan, devices="simulated", steps=1 if family.name in NO_CHUNK_OF_ONE else 2, dtype=torch.float64)
+    report = verify(
+        lifted(job),
+        plan,
+        devices="simulated",
+        steps=1 if family.name in NO_CHUNK_OF_ONE else 2,
+        dtype=torch.float64,
+    )
     assert report is not None
     assert report.passed, report.causes
     assert largest_error(report) <= TOLERANCE

@@ -1,4 +1,5 @@
-"""Layers whose output comes back as their input (recurrent networks, x + W x) are divided by hidden units, and send what they are said to send."""
+"""Layers whose output comes back as their input (recurrent networks, x + W x) are divided by hidden units,
+and send what they are said to send."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ BATCH, LENGTH, WIDTH = 3, 5, 7
 
 
 class Layers(nn.Module):
-    """Sequences [b, t, 7] -> all outputs and last states of torch's recurrent layers, from states that are learned or zeros."""
+    """Sequences [b, t, 7] -> all outputs and last states of torch's recurrent layers, from states that are
+    learned or zeros."""
 
     def __init__(self, build: Callable[..., nn.RNNBase], *, learned: bool, **settings: Any) -> None:
         super().__init__()
@@ -32,7 +34,9 @@ class Layers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         states = tuple(self.start.expand(-1, -1, len(x), -1)) if self.start is not None else None
         outputs, last = self.layers(x, states[0] if states is not None and len(states) == 1 else states)
-        return outputs.square().mean() + sum(each.square().mean() for each in (last if isinstance(last, tuple) else (last,)))
+        return outputs.square().mean() + sum(
+            each.square().mean() for each in (last if isinstance(last, tuple) else (last,))
+        )
 
 
 class Residual(nn.Module):
@@ -75,16 +79,23 @@ def subjects() -> dict[str, Subject]:
     """Each model, read once."""
     generator = torch.Generator().manual_seed(0)
     one, other = ({"x": torch.randn(BATCH, LENGTH, WIDTH, generator=generator)} for _ in range(2))
-    return {name: subject_of(job_of(build, lambda model, batch: model(batch["x"])), batches=(one, other)) for name, build in MODELS.items()}
+    return {
+        name: subject_of(job_of(build, lambda model, batch: model(batch["x"])), batches=(one, other))
+        for name, build in MODELS.items()
+    }
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_hidden_units_are_divided_and_compute_what_one_device_does(name: str, num_ranks: int, subjects: dict[str, Subject]):
+def test_hidden_units_are_divided_and_compute_what_one_device_does(
+    name: str, num_ranks: int, subjects: dict[str, Subject]
+):
     compared = compare(subjects[name], num_ranks)
     assert compared.error < LIMIT, compared.what
     sizes = {name: math.prod(each.shape) for name, each in compared.partition.parameters.items()}
-    assert sum(size for name, size in sizes.items() if not compared.partition.parameters[name].is_whole) > 0.95 * sum(sizes.values())
+    assert sum(
+        size for name, size in sizes.items() if not compared.partition.parameters[name].is_whole
+    ) > 0.95 * sum(sizes.values())
     assert compare(subjects[name], num_ranks, at_random(num_ranks)).error < LIMIT
 
 

@@ -1,4 +1,5 @@
-"""Real processes that take themselves for ranks on several hosts: the same results as in one process, and errors that name who is gone."""
+"""Real processes that take themselves for ranks on several hosts: the same results as in one process, and
+errors that name who is gone."""
 
 from __future__ import annotations
 
@@ -34,12 +35,23 @@ CALLS = [
     Call(name, count, dtype, op, root)
     for dtype, op in ((torch.float32, "sum"), (torch.int64, "max"), (torch.bfloat16, "avg"))
     for count, root in ((0, 0), (1, 3), (5, 2), (4099, 1))
-    for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "barrier", "gather", "scatter", "all_to_all")
+    for name in (
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "broadcast",
+        "send",
+        "barrier",
+        "gather",
+        "scatter",
+        "all_to_all",
+    )
 ]
 
 
 def _live_on(hosts: Sequence[str]) -> None:
-    """Let this process and its ranks' neighbours believe that they run there; in a process that ends with the test."""
+    """Let this process and its ranks' neighbours believe that they run there; in a process that ends with the
+    test."""
     transport.host_identity = lambda: hosts[int(os.environ["RANK"])]  # type: ignore[assignment]
 
 
@@ -73,12 +85,17 @@ def _job_is_equal(hosts: Sequence[str], plan: str) -> tuple[bool, str] | None:
     return report and (report.passed, report.devices)
 
 
-@pytest.mark.parametrize(("hosts", "plan"), [("aabb", "dp=4"), pytest.param("aaabbb", "dp=3,pp=2,microbatches=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("hosts", "plan"),
+    [("aabb", "dp=4"), pytest.param("aaabbb", "dp=3,pp=2,microbatches=2", marks=pytest.mark.slow)],
+)
 def test_a_job_on_two_by_k_ranks_equals_one_device(hosts: str, plan: str):
     passed, devices = on_ranks(_job_is_equal, len(hosts), hosts, plan)[0]
     assert passed
     two = "through shared memory on each of 2 machines and over Gloo between them"
-    assert devices.endswith(f"talking {two}" if plan == "dp=4" else "talking along dp through shared memory, along pp over Gloo")
+    assert devices.endswith(
+        f"talking {two}" if plan == "dp=4" else "talking along dp through shared memory, along pp over Gloo"
+    )
 
 
 def _one_goes(hosts: Sequence[str], victim: int, killed: bool) -> tuple[str, str, float] | None:
@@ -91,7 +108,8 @@ def _one_goes(hosts: Sequence[str], victim: int, killed: bool) -> tuple[str, str
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     if seat.rank == victim:
         world.abort()
-        store.wait([str(rank) for rank in range(len(hosts)) if rank != victim], timedelta(seconds=30))  # this process lives on: no connection closes
+        # this process lives on: no connection closes
+        store.wait([str(rank) for rank in range(len(hosts)) if rank != victim], timedelta(seconds=30))
         return None
     began = time.monotonic()
     try:
@@ -139,7 +157,9 @@ LEAVES_EARLY = """
 
 
 @pytest.mark.timeout(100)
-def test_what_nobody_joins_does_not_keep_a_process_from_ending(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_what_nobody_joins_does_not_keep_a_process_from_ending(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     assert run(write_script(tmp_path, LEAVES_EARLY), 4) == 1
     assert "rank" in capfd.readouterr().err

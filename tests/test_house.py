@@ -1,4 +1,5 @@
-"""The house stays one that a newcomer finds his way in: rooms of few files, files of one idea, one meaning for a name."""
+"""The house stays one that a newcomer finds his way in: rooms of few files, files of one idea, one meaning
+for a name."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from tests.test_imports import ROOT, SOURCES, imports_of, name_of, parsed, room_
 
 MOST_FILES = 15  # of a room
 MOST_LINES = 400  # of a file
+MOST_OF_A_CLASS = 200  # lines
 MANY_ALIKE = {"tensor_parallel.rules"}  # a file for each family of operators
 
 
@@ -21,13 +23,28 @@ def test_a_room_has_few_files():
     rooms: defaultdict[str, list[str]] = defaultdict(list)
     for path in files():
         rooms[room_at(path)].append(path.name)
-    crowded = [f"{room}: {len(names)} files" for room, names in rooms.items() if len(names) > MOST_FILES and room not in MANY_ALIKE]
+    crowded = [
+        f"{room}: {len(names)} files"
+        for room, names in rooms.items()
+        if len(names) > MOST_FILES and room not in MANY_ALIKE
+    ]
     assert not crowded, "\n".join(crowded)
 
 
 def test_a_file_is_short():
     lines = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in files()}
     long = [f"meshloom/{name}: {count} lines" for name, count in lines.items() if count > MOST_LINES]
+    assert not long, "\n".join(long)
+
+
+def test_a_class_is_short():
+    long = [
+        f"meshloom/{name_of(path)}: {node.name} has {count} lines"
+        for path in files()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef)
+        and (count := (node.end_lineno or 0) - node.lineno + 1) > MOST_OF_A_CLASS
+    ]
     assert not long, "\n".join(long)
 
 
@@ -46,7 +63,9 @@ def test_files_of_one_name_are_strangers():
     names: defaultdict[str, list[Path]] = defaultdict(list)
     for path in files():
         names[path.name].append(path)
-        uses[room_at(path)] |= {room_of(each.module) for each in imports_of(path) if each.module.split(".")[0] == "meshloom"}
+        uses[room_at(path)] |= {
+            room_of(each.module) for each in imports_of(path) if each.module.split(".")[0] == "meshloom"
+        }
     wrong = [
         f"meshloom/{name_of(one)} and meshloom/{name_of(other)}"
         for paths in names.values()
@@ -58,6 +77,10 @@ def test_files_of_one_name_are_strangers():
 
 
 def test_a_file_begins_with_what_it_is():
-    mute = [f"meshloom/{name_of(path)}" for path in SOURCES if not (ast.get_docstring(parsed(path)) or path.stat().st_size == 0)]
+    mute = [
+        f"meshloom/{name_of(path)}"
+        for path in SOURCES
+        if not (ast.get_docstring(parsed(path)) or path.stat().st_size == 0)
+    ]
     assert not mute, "\n".join(mute)
     assert ROOT.is_dir()

@@ -1,4 +1,5 @@
-"""The fixtures of conftest.py: each kind of leak fails the test that left it, is named, and is gone for the next one."""
+"""The fixtures of conftest.py: each kind of leak fails the test that left it, is named, and is gone for the
+next one."""
 
 from __future__ import annotations
 
@@ -47,8 +48,20 @@ def test_every_kind_of_leak_fails_its_own_test_alone(tmp_path: Path):
     (tmp_path / "conftest.py").write_text(conftest.replace("GRACE_SECONDS = 5.0", "GRACE_SECONDS = 0.5"))
     tests = [f"def test_{number}():\n    {code}\n" for number, code in enumerate(LEAKS.values())]
     (tmp_path / "test_leaks.py").write_text("\n".join([HEADER, *tests, CLEAN]))
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", f"--basetemp={tmp_path / 'base'}"]
-    done = subprocess.run([sys.executable, "-m", "pytest", *options, "test_leaks.py"], cwd=tmp_path, capture_output=True, text=True)
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:unraisableexception",
+        f"--basetemp={tmp_path / 'base'}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "test_leaks.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     sections = done.stdout.split("ERROR at teardown of test_")[1:]
     assert len(sections) == len(LEAKS), done.stdout
     for number, (section, leak) in enumerate(zip(sections, LEAKS, strict=True)):

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1] / "meshloom"
 SOURCES = sorted(ROOT.rglob("*.py"))
 
-# From the top: a room may import the rooms on lines below its own. Rooms on one line are strangers to each other. `tensor_parallel` are the files that lie
-# in it, `tensor_parallel.search` those of the room within.
+# From the top: a room may import the rooms on lines below its own. Rooms on one line are strangers to each
+# other. `tensor_parallel` are the files that lie in it, `tensor_parallel.search` those of the room within.
 ORDER = [
     ["__main__"],
     ["cli"],
@@ -38,7 +38,15 @@ ORDER = [
     ["asynchronous.messaging", "launch", "optimizer", "program.recompute"],
     ["comm.torch", "exchange", "planner.measure", "program.cost", "tensor_parallel.layout"],
     ["comm.shm", "exchange.buckets", "parameters", "program.trace", "tensor_parallel.rules"],
-    ["checkpoint", "comm.collectives", "comm.messaging", "comm.network", "data", "program.operators", "telemetry"],
+    [
+        "checkpoint",
+        "comm.collectives",
+        "comm.messaging",
+        "comm.network",
+        "data",
+        "program.operators",
+        "telemetry",
+    ],
     ["asynchronous.protocol", "comm", "machine", "pipeline.schedules", "program.ir"],
     ["comm.liveness"],
     ["core"],
@@ -49,15 +57,18 @@ PLAIN_VALUES = {  # import no torch
     "machine/machine.py", "machine/links.py", "program/store/typed_json.py", "pipeline/schedules/schedule.py",
     "telemetry/progress.py", "telemetry/summary.py", "telemetry/timeline.py", "telemetry/timeline_files.py",
 }  # fmt: skip
-FACES = {"comm/torch_backend.py": "__init__"}  # names that users import, and the room whose line they stand on
+# names that users import, and the room whose line they stand on
+FACES = {"comm/torch_backend.py": "__init__"}
 MAY_NAME_DISTRIBUTED = ("comm/", "launch/")
 MAY_READ_ENVIRONMENT = ("launch/environment.py",)
-OPTIONAL = {"matplotlib", "transformers", "sklearn", "psutil", "hypothesis", "pytest"}  # not there in every installation
+# not there in every installation
+OPTIONAL = {"matplotlib", "transformers", "sklearn", "psutil", "hypothesis", "pytest"}
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name: `module` as written out in full, and whether it runs when the importing module is imported."""
+    """One imported name: `module` as written out in full, and whether it runs when the importing module is
+    imported."""
 
     module: str
     line: int
@@ -69,7 +80,8 @@ def name_of(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """`meshloom.comm.shm.segments` -> comm.shm; a package stands for its own `__init__.py`, which is in the room that it heads.
+    """`meshloom.comm.shm.segments` -> comm.shm; a package stands for its own `__init__.py`, which is in the
+    room that it heads.
 
     >>> room_of("meshloom.comm.group"), room_of("meshloom.comm.shm.segments"), room_of("meshloom.launch"), room_of("meshloom")
     ('comm', 'comm.shm', 'launch', '__init__')
@@ -84,7 +96,9 @@ def room_of(module: str) -> str:
 
 def room_at(path: Path) -> str:
     """Of a file."""
-    return FACES.get(name_of(path)) or room_of(".".join(["meshloom", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__"))
+    return FACES.get(name_of(path)) or room_of(
+        ".".join(["meshloom", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+    )
 
 
 @cache
@@ -102,7 +116,11 @@ def imports_of(path: Path) -> list[Import]:
             found.extend(Import(alias.name, node.lineno, at_import) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             package = path.relative_to(ROOT.parent).parent.parts
-            base = ".".join([*package[: len(package) + 1 - node.level], *([node.module] if node.module else [])]) if node.level else node.module or ""
+            base = (
+                ".".join([*package[: len(package) + 1 - node.level], *([node.module] if node.module else [])])
+                if node.level
+                else node.module or ""
+            )
             found.extend(Import(_submodule(base, alias.name), node.lineno, at_import) for alias in node.names)
         inner = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.iter_child_nodes(node):
@@ -117,7 +135,9 @@ def _submodule(base: str, name: str) -> str:
     """`from meshloom import comm` imports meshloom.comm, `from meshloom import Job` only meshloom."""
     if base.split(".")[0] == "meshloom":
         directory = ROOT.parent.joinpath(*base.split("."))
-        return f"{base}.{name}" if (directory / name).is_dir() or (directory / f"{name}.py").is_file() else base
+        return (
+            f"{base}.{name}" if (directory / name).is_dir() or (directory / f"{name}.py").is_file() else base
+        )
     return f"{base}.{name}"
 
 
@@ -137,8 +157,11 @@ def names_of(path: Path) -> list[tuple[str, int]]:
 
 
 def test_every_room_stands_in_the_order():
-    rooms = {room_at(path) for path in SOURCES if path.read_text(encoding="utf-8").count("\n") > 1}  # not where nothing but a sentence stands
-    assert rooms <= LEVEL.keys(), f"Add {sorted(rooms - LEVEL.keys())} to ORDER, at the level of what they may import."
+    # not where nothing but a sentence stands
+    rooms = {room_at(path) for path in SOURCES if path.read_text(encoding="utf-8").count("\n") > 1}
+    assert rooms <= LEVEL.keys(), (
+        f"Add {sorted(rooms - LEVEL.keys())} to ORDER, at the level of what they may import."
+    )
 
 
 def test_imports_go_down():
@@ -147,7 +170,9 @@ def test_imports_go_down():
         for path in SOURCES
         for here in [room_at(path)]
         for each in imports_of(path)
-        if each.module.split(".")[0] == "meshloom" and (there := room_of(each.module)) != here and LEVEL[there] >= LEVEL[here]
+        if each.module.split(".")[0] == "meshloom"
+        and (there := room_of(each.module)) != here
+        and LEVEL[there] >= LEVEL[here]
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -165,16 +190,35 @@ def imported_at_once() -> dict[str, set[str]]:
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("meshloom.cli.main", {"meshloom.train", "meshloom.planner", "meshloom.program", "meshloom.checkpoint", "meshloom.verify", "rich", "scipy"}),
+        (
+            "meshloom.cli.main",
+            {
+                "meshloom.train",
+                "meshloom.planner",
+                "meshloom.program",
+                "meshloom.checkpoint",
+                "meshloom.verify",
+                "rich",
+                "scipy",
+            },
+        ),
         (
             "meshloom.cli.verb_describe",
-            {"meshloom.train.trainer", "meshloom.asynchronous", "meshloom.replica.replica", "meshloom.verify", "zmq", "scipy"},
+            {
+                "meshloom.train.trainer",
+                "meshloom.asynchronous",
+                "meshloom.replica.replica",
+                "meshloom.verify",
+                "zmq",
+                "scipy",
+            },
         ),
         ("meshloom.cli.verb_train", {"meshloom.planner.pricing", "meshloom.verify", "zmq", "scipy"}),
     ],
 )
 def test_a_command_imports_what_it_needs(module: str, unwanted: set[str]):
-    """A launcher took 2.1 s to start its ranks, of which PyTorch took 1.2; a description loaded trainers, verification and sockets."""
+    """A launcher took 2.1 s to start its ranks, of which PyTorch took 1.2; a description loaded trainers,
+    verification and sockets."""
     graph = imported_at_once()
     found: dict[str, str] = {}  # module -> who imports it
     new = [module]
@@ -184,7 +228,11 @@ def test_a_command_imports_what_it_needs(module: str, unwanted: set[str]):
             if each not in found:
                 found[each] = here
                 new.append(each)
-    wrong = [f"{by} imports {name}" for name, by in found.items() if any(name == each or name.startswith(f"{each}.") for each in unwanted)]
+    wrong = [
+        f"{by} imports {name}"
+        for name, by in found.items()
+        if any(name == each or name.startswith(f"{each}.") for each in unwanted)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -196,7 +244,14 @@ def test_no_two_files_import_each_other():
             return (*trail[trail.index(module) :], module)
         if module in done:
             return None
-        found = next((cycle for other in sorted(graph.get(module, ())) if (cycle := cycle_from(other, (*trail, module)))), None)
+        found = next(
+            (
+                cycle
+                for other in sorted(graph.get(module, ()))
+                if (cycle := cycle_from(other, (*trail, module)))
+            ),
+            None,
+        )
         done.add(module)
         return found
 

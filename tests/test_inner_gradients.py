@@ -1,7 +1,8 @@
-"""Losses that take gradients inside run under dp, and are refused with the user's line where a program would be needed.
+"""Losses that take gradients inside run under dp, and are refused with the user's line where a program would
+be needed.
 
-Found from outside: under tp and pp they ended in "We found a fake tensor in the exported program constant's list" without a line, some with a
-traceback, and verifying `vmap(jacrev)` under dp in an error of vmap's.
+Found from outside: under tp and pp they ended in "We found a fake tensor in the exported program constant's
+list" without a line, some with a traceback, and verifying `vmap(jacrev)` under dp in an error of vmap's.
 """
 
 from __future__ import annotations
@@ -75,7 +76,15 @@ def directional(model: nn.Module, batch: Batch) -> Tensor:
     return slope.pow(2).mean()
 
 
-LOSSES: list[Callable[[nn.Module, Batch], Tensor]] = [physics_informed, gradient_penalty, langevin, backward, maml, jacobian, directional]
+LOSSES: list[Callable[[nn.Module, Batch], Tensor]] = [
+    physics_informed,
+    gradient_penalty,
+    langevin,
+    backward,
+    maml,
+    jacobian,
+    directional,
+]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -88,10 +97,16 @@ def test_with_dp_they_are_one_device(loss: Callable[[nn.Module, Batch], Tensor])
 def test_where_a_program_is_needed_the_line_is_said(loss: Callable[[nn.Module, Batch], Tensor]):
     lines, first = inspect.getsourcelines(loss)
     line = first + next(number for number, text in enumerate(lines) if "# here" in text)
-    what = "uses a transform of torch.func" if loss in (maml, jacobian, directional) else "takes a gradient itself"
+    what = (
+        "uses a transform of torch.func"
+        if loss in (maml, jacobian, directional)
+        else "takes a gradient itself"
+    )
     with pytest.raises(CaptureError) as refused, Trainer(job_of(loss), "tp=2", devices="simulated"):
         pass
-    assert f"The loss {what}" in str(refused.value) and f"test_inner_gradients.py:{line}" in str(refused.value)
+    assert f"The loss {what}" in str(refused.value) and f"test_inner_gradients.py:{line}" in str(
+        refused.value
+    )
     assert "Plans with dp alone run the module as it is" in str(refused.value)
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0  # type: ignore[attr-defined]
 

@@ -29,18 +29,30 @@ def test_a_job_is_frozen():
 
 @pytest.mark.parametrize("name", ["model", "loss", "optimizer", "data", "collate", "scheduler"])
 def test_what_is_called_must_be_a_function(name: str):
-    with pytest.raises(JobError, match=rf"^Job\({name}=\.\.\.\) must be a function, like {name}=.*, not int\.$"):
+    with pytest.raises(
+        JobError, match=rf"^Job\({name}=\.\.\.\) must be a function, like {name}=.*, not int\.$"
+    ):
         Job(**{**GOOD, name: 3})
 
 
 def test_a_module_is_not_a_function_that_builds_one():
-    with pytest.raises(JobError, match=r"must be a function that builds the module, like model=lambda: GPT\(\), not a module"):
+    with pytest.raises(
+        JobError, match=r"must be a function that builds the module, like model=lambda: GPT\(\), not a module"
+    ):
         Job(**{**GOOD, "model": nn.Linear(1, 1)})
 
 
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("batch_size", 1), ("steps", 1), ("seed", 0), ("num_workers", 0), ("keep_checkpoints", 1), ("tokens_per_sample", 1), ("checkpoint_every", 1)],
+    [
+        ("batch_size", 1),
+        ("steps", 1),
+        ("seed", 0),
+        ("num_workers", 0),
+        ("keep_checkpoints", 1),
+        ("tokens_per_sample", 1),
+        ("checkpoint_every", 1),
+    ],
 )
 @pytest.mark.parametrize("wrong", ["too small", 2.0, True, "4"])
 def test_counts_are_whole_numbers(name: str, least: int, wrong: object):
@@ -56,14 +68,18 @@ def test_nothing_needed_may_be_none(name: str):
         Job(**{**GOOD, name: None})
 
 
-@pytest.mark.parametrize("name", ["tokens_per_sample", "checkpoint_every", "collate", "scheduler", "clip_grad_norm", "evaluate"])
+@pytest.mark.parametrize(
+    "name", ["tokens_per_sample", "checkpoint_every", "collate", "scheduler", "clip_grad_norm", "evaluate"]
+)
 def test_the_rest_may_be_none(name: str):
     assert getattr(Job(**{**GOOD, name: None}), name) is None
 
 
 @pytest.mark.parametrize("clip", [0, -1.0, True, "1", float("nan")])
 def test_the_largest_norm_is_above_zero(clip: object):
-    with pytest.raises(JobError, match=r"^Job\(clip_grad_norm=.*\) must be a number above 0, or None for no clipping\.$"):
+    with pytest.raises(
+        JobError, match=r"^Job\(clip_grad_norm=.*\) must be a number above 0, or None for no clipping\.$"
+    ):
         Job(**{**GOOD, "clip_grad_norm": clip})
 
 
@@ -77,5 +93,7 @@ def test_evaluate_says_what_it_takes():
             Evaluate(GOOD["data"], wrong, 5)  # type: ignore[arg-type]
     with pytest.raises(JobError, match=r"^Evaluate\(every=0\) must be a whole number of steps, 1 or more\.$"):
         Evaluate(GOOD["data"], metrics, 0)
-    with pytest.raises(JobError, match=r"^Job\(evaluate=\.\.\.\) must be an Evaluate\(data, metrics, every\)\.$"):
+    with pytest.raises(
+        JobError, match=r"^Job\(evaluate=\.\.\.\) must be an Evaluate\(data, metrics, every\)\.$"
+    ):
         Job(**GOOD, evaluate=metrics)

@@ -97,13 +97,16 @@ def test_a_file_of_another_kind_is_said(tmp_path: Path) -> None:
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """A working directory that holds pkg/jobs/train.py, whose `from ..sizes import BATCH` is what `python -m pkg.jobs.train` allows."""
+    """A working directory that holds pkg/jobs/train.py, whose `from ..sizes import BATCH` is what `python -m
+    pkg.jobs.train` allows."""
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(Path.cwd()))])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pkg" / "jobs").mkdir(parents=True)
     (tmp_path / "pkg" / "sizes.py").write_text("BATCH = 5\n")
-    (tmp_path / "pkg" / "jobs" / "train.py").write_text(JOB.replace("{name}", "job").replace("helper_beside", "..sizes"))
+    (tmp_path / "pkg" / "jobs" / "train.py").write_text(
+        JOB.replace("{name}", "job").replace("helper_beside", "..sizes")
+    )
     return tmp_path
 
 
@@ -115,7 +118,9 @@ def batch_size_of(target: str) -> int:
 
 @pytest.mark.parametrize("initialised", [("pkg", "pkg/jobs"), ("pkg/jobs",), ("pkg",), ()])
 @pytest.mark.parametrize("target", ["pkg/jobs/train.py", "pkg.jobs.train", "pkg.jobs.train:make"])
-def test_relative_imports_work_as_under_python_m(packages: Path, initialised: tuple[str, ...], target: str) -> None:
+def test_relative_imports_work_as_under_python_m(
+    packages: Path, initialised: tuple[str, ...], target: str
+) -> None:
     """They ended in `attempted relative import with no known parent package`, with __init__.py or without."""
     for directory in initialised:
         (packages / directory / "__init__.py").write_text("")
@@ -134,17 +139,22 @@ def test_a_package_elsewhere_is_imported_too(packages: Path, monkeypatch: pytest
 
 
 def test_the_working_directory_is_importable(packages: Path) -> None:
-    """The console script has its own directory first on the path, so `import config` beside where one stands failed from there."""
+    """The console script has its own directory first on the path, so `import config` beside where one stands
+    failed from there."""
     (packages / "config.py").write_text("BATCH = 7\n")
     (packages / "jobs").mkdir()
-    (packages / "jobs" / "train.py").write_text(JOB.replace("{name}", "job").replace("helper_beside", "config"))
+    (packages / "jobs" / "train.py").write_text(
+        JOB.replace("{name}", "job").replace("helper_beside", "config")
+    )
     assert batch_size_of("jobs/train.py") == 7
 
 
 def test_a_directory_with_the_name_of_another_package_is_no_package(packages: Path) -> None:
     """A file in `torch/` is not torch's."""
     (packages / "torch").mkdir()
-    (packages / "torch" / "job.py").write_text(JOB.replace("{name}", "job").replace("from helper_beside import BATCH", "BATCH = 3"))
+    (packages / "torch" / "job.py").write_text(
+        JOB.replace("{name}", "job").replace("from helper_beside import BATCH", "BATCH = 3")
+    )
     assert batch_size_of("torch/job.py") == 3
 
 
@@ -152,7 +162,10 @@ def test_words_are_the_files_own(packages: Path) -> None:
     """A file with argparse at import saw meshloom's words, and ended with a usage that was not asked for."""
     before = sys.argv
     text = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr', type=float)\nlr = parser.parse_args().lr\n"
-    (packages / "job.py").write_text(text + JOB.replace("{name}", "job").replace("from helper_beside import BATCH", "BATCH = round(10 * lr)"))
+    (packages / "job.py").write_text(
+        text
+        + JOB.replace("{name}", "job").replace("from helper_beside import BATCH", "BATCH = round(10 * lr)")
+    )
     with as_program("job.py:job", ["--lr", "0.5"]):
         found = load_job("job.py:job")
         assert sys.argv == ["job.py", "--lr", "0.5"]

@@ -40,7 +40,12 @@ def test_round_trip(value: Any):
 def test_numbers_that_are_none_and_tensors():
     assert math.isnan(from_json(to_json(math.nan)))
     assert from_json(to_json(numpy.float64(0.1))) == 0.1
-    for value in (torch.tensor(0.1), torch.tensor([1, 2]), torch.tensor([math.inf], dtype=torch.float64), torch.tensor(True)):
+    for value in (
+        torch.tensor(0.1),
+        torch.tensor([1, 2]),
+        torch.tensor([math.inf], dtype=torch.float64),
+        torch.tensor(True),
+    ):
         back = from_json(json.loads(json.dumps(to_json(value))))
         assert torch.equal(back, value) and back.dtype == value.dtype
 

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.comm.messaging.keys import ServerKey, WorkerKey, make_keys, read_server_key, read_worker_key, write_key
+from meshloom.comm.messaging.keys import (
+    ServerKey,
+    WorkerKey,
+    make_keys,
+    read_server_key,
+    read_worker_key,
+    write_key,
+)
 from meshloom.core.errors import EndpointError
 
 
@@ -100,4 +107,6 @@ def test_damaged_files_are_refused(tmp_path: Path):
 def test_secrets_are_not_printed():
     server, worker = make_keys()
     for key in (server, worker):
-        assert isinstance(key, ServerKey | WorkerKey) and key.secret not in repr(key) and key.public in repr(key)
+        assert (
+            isinstance(key, ServerKey | WorkerKey) and key.secret not in repr(key) and key.public in repr(key)
+        )

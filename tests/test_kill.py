@@ -1,4 +1,5 @@
-"""kill -9 at any moment: an error that names the rank within ten seconds, nothing left, and a whole checkpoint to go on from."""
+"""kill -9 at any moment: an error that names the rank within ten seconds, nothing left, and a whole
+checkpoint to go on from."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ def test_a_killed_launcher_leaves_nothing(seconds: float, tmp_path: Path) -> Non
 
 @pytest.mark.slow  # tests/test_stopping.py stops simulated ranks, tests/test_launch_signals.py processes
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_ending_a_run_leaves_a_whole_checkpoint_and_nothing_else(sign: signal.Signals, tmp_path: Path) -> None:
+def test_ending_a_run_leaves_a_whole_checkpoint_and_nothing_else(
+    sign: signal.Signals, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     with running(command(out)) as process:
         wait_for_checkpoint(process, out)
@@ -89,7 +92,10 @@ def test_ending_a_run_leaves_a_whole_checkpoint_and_nothing_else(sign: signal.Si
     assert process.returncode == 128 + sign
     assert "Traceback" not in errors
     *_, last = errors.splitlines()
-    assert last == f"Stopped by {sign.name} after step {newest(out)} of 1000000, which is saved. Go on with --resume {out}."
+    assert (
+        last
+        == f"Stopped by {sign.name} after step {newest(out)} of 1000000, which is saved. Go on with --resume {out}."
+    )
     assert_nothing_left(out)
     began, ended = steps_after_resume(command(out), out)
     assert ended == began + 5

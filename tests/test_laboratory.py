@@ -1,4 +1,5 @@
-"""The laboratory of benchmarks/links: its hosts and what is left of them, sums over its links, its tables and formulas."""
+"""The laboratory of benchmarks/links: its hosts and what is left of them, sums over its links, its tables and
+formulas."""
 
 from __future__ import annotations
 
@@ -40,14 +41,26 @@ def network(links: Any) -> ModuleType:
 
 
 def _ring(hosts: int, median: float, name: str = "ring") -> dict[str, Any]:
-    return {"part": "exchange", "algorithm": name, "hosts": hosts, "servers": 0, "seconds": [median], "median": median, "formula": 1.0}
+    return {
+        "part": "exchange",
+        "algorithm": name,
+        "hosts": hosts,
+        "servers": 0,
+        "seconds": [median],
+        "median": median,
+        "formula": 1.0,
+    }
 
 
 def test_goals_are_missed_by_one_ratio_that_is_too_large(links: Any):
     goals = links("tables").goals
     gloo = [_ring(2, 1.0, "gloo"), _ring(3, 1.0, "gloo")]
     assert "MISSED" not in goals([_ring(2, 1.03), _ring(3, 1.0), *gloo])
-    assert goals([_ring(2, 1.04), _ring(3, 1.0), *gloo]).splitlines()[1].endswith("1.040 (N=2), 1.000 (N=3): MISSED")
+    assert (
+        goals([_ring(2, 1.04), _ring(3, 1.0), *gloo])
+        .splitlines()[1]
+        .endswith("1.040 (N=2), 1.000 (N=3): MISSED")
+    )
     assert goals([_ring(2, 0.84), _ring(3, 1.0)]).endswith("0.840 (N=2), 1.000 (N=3): MISSED")
 
 
@@ -60,18 +73,42 @@ def test_what_the_formulas_say_of_themselves_is_so(links: Any):
 def test_the_bound_is_what_a_step_takes_whose_parts_are_added_up(links: Any, n: int):
     serial, parallel, communication, bubble = 0.5, 4.0, 0.25, 1.5
     step = serial + sum(parallel / n * bubble for _ in range(n)) / n + communication
-    assert links("speedup").speedup(serial + parallel, parallel, n, bubble, communication) == pytest.approx((serial + parallel) / step)
+    assert links("speedup").speedup(serial + parallel, parallel, n, bubble, communication) == pytest.approx(
+        (serial + parallel) / step
+    )
 
 
 @pytest.mark.processes
 def test_sums_over_links_are_right(network: ModuleType, tmp_path: Path):
     """The ranks themselves compare their sums with those of numbers known to all."""
-    words = [sys.executable, str(FOLDER / "main.py"), "exchange", "--hosts", "2", "--rounds", "1", "--servers", "1", "--bytes", "400000"]
+    words = [
+        sys.executable,
+        str(FOLDER / "main.py"),
+        "exchange",
+        "--hosts",
+        "2",
+        "--rounds",
+        "1",
+        "--servers",
+        "1",
+        "--bytes",
+        "400000",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([*words, "--json", "-"], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    ended = subprocess.run(
+        [*words, "--json", "-"], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
     assert ended.returncode == 0, ended.stderr
     records = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert [record["algorithm"] for record in records] == ["gloo", "ring", "tree", "halving", "hierarchical", "hosts", "server"]
+    assert [record["algorithm"] for record in records] == [
+        "gloo",
+        "ring",
+        "tree",
+        "halving",
+        "hierarchical",
+        "hosts",
+        "server",
+    ]
     assert all(record["links"] == "200 Mbit/s" and record["formula"] > 0 for record in records)
     assert "ring / formula" in ended.stderr
 
@@ -79,7 +116,9 @@ def test_sums_over_links_are_right(network: ModuleType, tmp_path: Path):
 @pytest.mark.processes
 def test_hosts_end_with_who_made_them_even_if_it_is_killed(network: ModuleType, tmp_path: Path):
     script = "from network import *\nwith network(2, Shape()) as hosts:\n    print([host.holder for host in hosts], flush=True)\n    input()"
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=FOLDER) as maker:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=FOLDER
+    ) as maker:
         assert maker.stdout
         holders = json.loads(maker.stdout.readline())
         own = os.readlink("/proc/self/ns/net")
@@ -92,7 +131,8 @@ def test_hosts_end_with_who_made_them_even_if_it_is_killed(network: ModuleType, 
 @pytest.mark.processes
 @pytest.mark.parametrize("megabits", [20, 200])
 def test_links_are_as_fast_as_they_were_asked_to_be(links: Any, network: ModuleType, megabits: int):
-    """One message of half a second. It begins with a burst at both ends; headers are a hundredth of it, and a busy machine makes it slower."""
+    """One message of half a second. It begins with a burst at both ends; headers are a hundredth of it, and a
+    busy machine makes it slower."""
     num_bytes = megabits * 125_000 // 2
     shape = network.Shape(bits_per_second=megabits * 1e6)
     with network.network(2, shape) as hosts:
@@ -105,7 +145,10 @@ def test_links_are_as_fast_as_they_were_asked_to_be(links: Any, network: ModuleT
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_rank_that_fails_ends_all_with_its_traceback(links: Any, network: ModuleType):
-    with network.network(2, network.Shape()) as hosts, pytest.raises(SystemExit, match=r"Rank 1 failed.\n(.*\n)*ZeroDivisionError"):
+    with (
+        network.network(2, network.Shape()) as hosts,
+        pytest.raises(SystemExit, match=r"Rank 1 failed.\n(.*\n)*ZeroDivisionError"),
+    ):
         links("ranks").on_hosts(hosts, [0, 1], _fail)
 
 

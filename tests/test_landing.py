@@ -1,4 +1,5 @@
-"""Gradients that are computed where they are added up equal autograd's, whatever else uses the weight, and nothing is copied."""
+"""Gradients that are computed where they are added up equal autograd's, whatever else uses the weight, and
+nothing is copied."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ Linear = Callable[..., Tensor]
 
 
 class Net(nn.Module):
-    """The embedding is also the head, `twice` is used twice, `some` in some chunks, `never` in none; `frozen` has a bias without a gradient."""
+    """The embedding is also the head, `twice` is used twice, `some` in some chunks, `never` in none; `frozen`
+    has a bias without a gradient."""
 
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
@@ -74,7 +76,8 @@ def landing(exchange: Exchange) -> Linear:
 
 
 def train(model: Net, exchange: Exchange, chunks: Sequence[Tensor], *, at_the_end: bool) -> None:
-    """Backward of all chunks; the exchange hears of gradients as they come or, as from a pipeline's stage, at the end of all."""
+    """Backward of all chunks; the exchange hears of gradients as they come or, as from a pipeline's stage, at
+    the end of all."""
     exchange.begin_step()
     for chunk in chunks:
         if chunk is chunks[-1]:
@@ -100,7 +103,11 @@ def by_autograd(chunks: Sequence[Tensor], weight: float) -> dict[str, Tensor | N
 
 
 def open_exchange(kind: str, model: nn.Module, group: Group, *, overlap: bool) -> Exchange:
-    return Alone(trainable(model)) if kind == "alone" else KINDS[kind](trainable(model), group, bucket_bytes=200, overlap=overlap)
+    return (
+        Alone(trainable(model))
+        if kind == "alone"
+        else KINDS[kind](trainable(model), group, bucket_bytes=200, overlap=overlap)
+    )
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -159,7 +166,9 @@ def test_nothing_is_copied_on_the_way_into_a_bucket(kind: str):
     counts: list[dict[str, int]] = []
     for lands in (False, True):
         weight = nn.Linear(11, 13, bias=False)
-        exchange = KINDS[kind](list(weight.named_parameters()), simulated_groups(1)[0], bucket_bytes=10, overlap=False)
+        exchange = KINDS[kind](
+            list(weight.named_parameters()), simulated_groups(1)[0], bucket_bytes=10, overlap=False
+        )
         weight.weight.register_post_accumulate_grad_hook(exchange.gradient_ready)
         linear = landing(exchange) if lands else F.linear
         exchange.begin_step()
@@ -191,8 +200,12 @@ def test_what_was_saved_may_come_back_as_another_tensor():
     """As it does where activations are recomputed or kept elsewhere."""
     model = Net().double()
     rooms = {id(each): torch.full_like(each, float("nan")) for _, each in trainable(model)}
-    model.linear = partial(LandedLinear(InPlace(lambda parameter: Room(tensor=rooms[id(parameter)], filled=False))).run, None)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+    model.linear = partial(
+        LandedLinear(InPlace(lambda parameter: Room(tensor=rooms[id(parameter)], filled=False))).run, None
+    )
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor.detach().clone(), lambda tensor: tensor
+    ):
         for chunk in chunks_of(0):
             model(chunk).backward()
     assert_same({name: each.grad for name, each in trainable(model)}, by_autograd(chunks_of(0), 1.0))
@@ -228,7 +241,11 @@ def test_only_layers_whose_weights_are_parameters_land():
     assert sum(node.operator == "linear" for node in program.nodes) == 4
 
     def landed(**settings: Any) -> list[str]:
-        return [node.path for node in with_landing(program, InPlace(), **settings).nodes if isinstance(node.target, LandedLinear)]
+        return [
+            node.path
+            for node in with_landing(program, InPlace(), **settings).nodes
+            if isinstance(node.target, LandedLinear)
+        ]
 
     assert landed(min_elements=0) == ["plain"]
     assert landed(min_elements=17) == landed() == []
@@ -236,13 +253,16 @@ def test_only_layers_whose_weights_are_parameters_land():
 
 @pytest.mark.parametrize("landing", [None, "in place"])
 def test_a_rank_may_have_no_outputs_of_a_layer(landing: str | None):
-    """Two classes on three ranks: what has no columns was asked for as many rows as fit ("cannot reshape tensor of 0 elements")."""
+    """Two classes on three ranks: what has no columns was asked for as many rows as fit ("cannot reshape
+    tensor of 0 elements")."""
     group = simulated_groups(1)[0]
     everything = whole((3, WIDTH), 1)
     change = Transition(source="invariant", target="part", before=everything, after=everything)
     layers = GatheredLinears(change=change, biased=(True, False), landing=InPlace() if landing else None)
     x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
-    weights = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((0, WIDTH), (0,), (5, WIDTH))]
+    weights = [
+        torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((0, WIDTH), (0,), (5, WIDTH))
+    ]
     nothing, some = layers.run(group, x, *weights)
     (nothing.sum() + some.square().sum()).backward()
     (expected,) = torch.autograd.grad(F.linear(x, weights[2]).square().sum(), x)
@@ -252,16 +272,21 @@ def test_a_rank_may_have_no_outputs_of_a_layer(landing: str | None):
 
 @pytest.mark.parametrize("source", ["invariant", "part"])
 def test_layers_with_their_change_of_placement_land_now_or_later(source: Any):
-    """Weights wait in a pipeline's backward for inputs, but not for an input that was gathered again: it would have to be held."""
+    """Weights wait in a pipeline's backward for inputs, but not for an input that was gathered again: it
+    would have to be held."""
     group = simulated_groups(1)[0]
     shape = (3, WIDTH)
     before = Pieces(shape, ((None, ((0, WIDTH),)),)) if source == "part" else whole(shape, 1)
     later = Later(InPlace())
     layers = GatheredLinears(
-        change=Transition(source=source, target="part", before=before, after=whole(shape, 1)), biased=(True, False), landing=later
+        change=Transition(source=source, target="part", before=before, after=whole(shape, 1)),
+        biased=(True, False),
+        landing=later,
     )
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    weights = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((5, WIDTH), (5,), (7, WIDTH))]
+    weights = [
+        torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((5, WIDTH), (5,), (7, WIDTH))
+    ]
 
     def loss(one: Tensor, other: Tensor) -> Tensor:
         return one.square().sum() + other.sin().sum()

@@ -53,7 +53,8 @@ def test_a_divided_plan_equals_one_device(model: str, plan: str):
 
 
 def test_gradients_that_are_added_up_over_tp_equal_one_device():
-    # 6 heads in 2 groups on 4 ranks: keys and values of a group lie on two ranks, whose gradients are parts of one sum.
+    # 6 heads in 2 groups on 4 ranks: keys and values of a group lie on two ranks, whose gradients are parts
+    # of one sum.
     # q, k and v are run together with the sum of their input's gradient.
     plan = Plan(dp=2, tp=4, microbatches=2, tp_placements={"model.layers.*.self_attn.*": "heads"})
     report = verify(FAMILIES["llama"].make_job(True), plan, devices="simulated", steps=2, dtype=torch.float64)
@@ -61,28 +62,42 @@ def test_gradients_that_are_added_up_over_tp_equal_one_device():
     assert report.passed, report.causes
 
 
-def test_in_a_plan_with_several_chunks_the_weights_of_linear_layers_are_made_in_the_bucket(monkeypatch: pytest.MonkeyPatch):
+def test_in_a_plan_with_several_chunks_the_weights_of_linear_layers_are_made_in_the_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+):
     landed: dict[int, bool] = {}
     add = InPlace.add
 
     def seen(self: InPlace, weight: Tensor | None, bias: Tensor | None, rows: Tensor, inputs: Tensor) -> None:
         add(self, weight, bias, rows, inputs)
         assert weight is not None and weight.grad is not None
-        landed[id(weight)] = weight.grad.untyped_storage().nbytes() > weight.nbytes  # a piece of something larger
+        # a piece of something larger
+        landed[id(weight)] = weight.grad.untyped_storage().nbytes() > weight.nbytes
 
     monkeypatch.setattr(InPlace, "add", seen)
-    for plan, lands in (("dp=2,tp=2", True), ("dp=2,tp=2,zero=1", True), ("tp=2,microbatches=2", False), ("tp=2", None)):
+    for plan, lands in (
+        ("dp=2,tp=2", True),
+        ("dp=2,tp=2,zero=1", True),
+        ("tp=2,microbatches=2", False),
+        ("tp=2", None),
+    ):
         landed.clear()
-        with Trainer(make_job("gpt", "sgd"), f"{plan},tp_placements=blocks.*.qkv:heads", devices="simulated") as trainer:
+        with Trainer(
+            make_job("gpt", "sgd"), f"{plan},tp_placements=blocks.*.qkv:heads", devices="simulated"
+        ) as trainer:
             trainer.step(next(iter(trainer.batches())))
             division = trainer.replicas[0].engine.division
             assert division is not None
             model: Any = trainer.replicas[0].model
-            layers = [each for each in model.blocks.modules() if isinstance(each, nn.Linear)]  # the head's weight is changed before it is used
+            # the head's weight is changed before it is used
+            layers = [each for each in model.blocks.modules() if isinstance(each, nn.Linear)]
             plain = division.first.programs[0]
-            assert not any(isinstance(node.target, LandedLinear) for node in plain.nodes)  # what ranks compare and verification runs
+            # what ranks compare and verification runs
+            assert not any(isinstance(node.target, LandedLinear) for node in plain.nodes)
         expected = {} if lands is None else {id(each.weight): lands for each in layers}
-        assert {key: value for key, value in landed.items() if key in {id(each.weight) for each in layers}} == expected
+        assert {
+            key: value for key, value in landed.items() if key in {id(each.weight) for each in layers}
+        } == expected
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
@@ -90,13 +105,19 @@ def test_a_pipelines_gradients_land(schedule: str, monkeypatch: pytest.MonkeyPat
     """Also those that come after their microbatch's backward, and of weights that two stages share."""
     job = make_job("gpt", "sgd")
     data = job.data()
-    subject = subject_of(job, [default_collate([data[3 * start + each] for each in range(2 + start % 2)]) for start in range(4)])
+    subject = subject_of(
+        job,
+        [default_collate([data[3 * start + each] for each in range(2 + start % 2)]) for start in range(4)],
+    )
     rooms: dict[int, Tensor] = {}
     parameters: list[Tensor] = []
 
     def room(parameter: Tensor) -> Room:
         parameters.append(parameter)
-        return Room(tensor=rooms.setdefault(id(parameter), torch.full_like(parameter, float("nan")).detach()), filled=False)
+        return Room(
+            tensor=rooms.setdefault(id(parameter), torch.full_like(parameter, float("nan")).detach()),
+            filled=False,
+        )
 
     stage: Any = partial(tests.pipelines.StageRun, landing=InPlace(room))
     monkeypatch.setattr(tests.pipelines, "StageRun", stage)

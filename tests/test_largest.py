@@ -1,4 +1,5 @@
-"""A GPT of 175 billion parameters is read, priced and described on a small machine, in half a minute of one core and four gigabytes."""
+"""A GPT of 175 billion parameters is read, priced and described on a small machine, in half a minute of one
+core and four gigabytes."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        q, k, v = (each(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (
+            each(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -66,7 +69,8 @@ def next_token(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def measure() -> None:
-    """Prints what describing it takes: seconds of this process, in all and by part, most bytes of memory, and what came of it."""
+    """Prints what describing it takes: seconds of this process, in all and by part, most bytes of memory, and
+    what came of it."""
     import_seconds = time.process_time()
     parts: dict[str, float] = {}
 
@@ -81,7 +85,12 @@ def measure() -> None:
 
         setattr(module, name, run)
 
-    for module, name in ((readings, "capture_shapes"), (readings, "costs"), (planner, "predict_memory"), (planner, "blocks_of")):
+    for module, name in (
+        (readings, "capture_shapes"),
+        (readings, "costs"),
+        (planner, "predict_memory"),
+        (planner, "blocks_of"),
+    ):
         timed(module, name)
     job = Job(
         model=GPT,
@@ -118,17 +127,25 @@ def measure() -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_175_billion_parameters_are_described_in_half_a_minute_and_four_gigabytes():
-    command = [sys.executable, "-c", "import sys; sys.path[:0] = ['tests', '.']; import test_largest; test_largest.measure()"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.path[:0] = ['tests', '.']; import test_largest; test_largest.measure()",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     print(done.stdout)
     block = 12 * WIDTH**2 + 13 * WIDTH  # four times W x W, two of W x 4W; their biases, and two norms
     parameters = BLOCKS * block + (2 * VOCABULARY + LENGTH + 2) * WIDTH
     assert 174e9 < parameters < 177e9 and found["parameters"] == parameters
-    assert found["flops"] == BLOCKS * (24 * LENGTH * WIDTH**2 + 4 * LENGTH**2 * WIDTH) + 2 * LENGTH * WIDTH * VOCABULARY
+    assert (
+        found["flops"]
+        == BLOCKS * (24 * LENGTH * WIDTH**2 + 4 * LENGTH**2 * WIDTH) + 2 * LENGTH * WIDTH * VOCABULARY
+    )
     memory = found["memory"]
     assert memory["parameters"] == memory["gradients"] == 4 * parameters
-    assert 0 <= memory["optimizer"] - 8 * parameters <= 4 * 2000  # two averages of each element, and a count for each of less than 2000 tensors
+    # two averages of each element, and a count for each of less than 2000 tensors
+    assert 0 <= memory["optimizer"] - 8 * parameters <= 4 * 2000
     assert memory["peak"] > 16 * parameters
     assert found["rows"] < 100  # blocks that are alike are one
     # Of one core: the clock runs on while others use it, which says nothing of the program.

@@ -9,26 +9,61 @@ import pytest
 from meshloom.core.errors import DeviceError
 from meshloom.launch.environment import cache_directory, is_rank, launched_plan, read_seat
 
-SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "42"}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "42",
+}
 
 
 def test_seat_under_torchrun_and_under_srun():
-    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+    torchrun = {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "head",
+        "MASTER_PORT": "29500",
+    }
     seat = read_seat({**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert seat
-    assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.address, seat.port, seat.hosts_store) == (5, 8, 1, 4, "head", 29500, False)
+    assert (
+        seat.rank,
+        seat.size,
+        seat.local_rank,
+        seat.local_size,
+        seat.address,
+        seat.port,
+        seat.hosts_store,
+    ) == (5, 8, 1, 4, "head", 29500, False)
     bare = read_seat({**torchrun, "RANK": "0"})
     assert bare and bare.hosts_store
 
-    srun = {**SRUN, "MESHLOOM_SECRET": "5d1e" * 8, "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+    srun = {
+        **SRUN,
+        "MESHLOOM_SECRET": "5d1e" * 8,
+        "SLURM_STEP_NODELIST": "gpu[07-08]",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    }
     seat = read_seat(srun)
     assert seat
-    assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.address, seat.hosts_store) == (5, 8, 1, 4, "gpu07", False)
+    assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.address, seat.hosts_store) == (
+        5,
+        8,
+        1,
+        4,
+        "gpu07",
+        False,
+    )
     other = read_seat({**srun, "SLURM_PROCID": "0"})
     assert other and other.hosts_store and (other.address, other.port) == (seat.address, seat.port)
 
 
-@pytest.mark.parametrize("environment", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, {**SRUN, "SLURM_STEP_NUM_TASKS": "1"}])
+@pytest.mark.parametrize(
+    "environment", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, {**SRUN, "SLURM_STEP_NUM_TASKS": "1"}]
+)
 def test_a_shell_and_a_batch_script_are_no_rank(environment: dict[str, str]):
     assert read_seat(environment) is None
 
@@ -52,7 +87,8 @@ def test_the_port_under_srun_follows_from_a_secret_alone():
 
 
 def test_a_rank_that_was_told_only_half_is_a_rank(monkeypatch: pytest.MonkeyPatch):
-    """The command line asks this first, outside of what reports errors; the error is for whoever needs the rest."""
+    """The command line asks this first, outside of what reports errors; the error is for whoever needs the
+    rest."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert is_rank()
@@ -75,7 +111,9 @@ def test_nothing_of_a_launch_is_in_an_ordinary_environment():
         ("off", {"MESHLOOM_CACHE": "/there"}, None),
     ],
 )
-def test_readings_are_kept_where_the_user_says(said: str, environment: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch):
+def test_readings_are_kept_where_the_user_says(
+    said: str, environment: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
+):
     for name in ("MESHLOOM_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"HOME": "/home/somebody", **environment}.items():

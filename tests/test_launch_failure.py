@@ -66,11 +66,18 @@ def test_an_error_without_a_users_line_has_none():
 
 
 def _as_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
 
 
-def test_a_failure_under_torchrun_is_printed_with_rank_and_place(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_failure_under_torchrun_is_printed_with_rank_and_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     _as_rank(monkeypatch)
     assert report_failure(_caught(lambda: _fail_deep("boom")), Mesh(dp=4)) == 1
     message, *_, line = capsys.readouterr().err.strip().splitlines()
@@ -78,8 +85,11 @@ def test_a_failure_under_torchrun_is_printed_with_rank_and_place(monkeypatch: py
     assert line.startswith("  ") and "test_launch_failure.py:" in line and line.endswith("# the user's line")
 
 
-def test_an_error_in_the_users_code_has_his_lines_alone_and_its_message_once(capsys: pytest.CaptureFixture[str]):
-    """There were 60 lines of meshloom's and torch's frames around two of the user's, and the message stood there twice."""
+def test_an_error_in_the_users_code_has_his_lines_alone_and_its_message_once(
+    capsys: pytest.CaptureFixture[str],
+):
+    """There were 60 lines of meshloom's and torch's frames around two of the user's, and the message stood
+    there twice."""
 
     def through_torch() -> None:
         torch.utils._pytree.tree_map(_fail_deep, ["boom"])  # on the way
@@ -94,7 +104,9 @@ def test_an_error_in_the_users_code_has_his_lines_alone_and_its_message_once(cap
     assert all(line.startswith("  ") and "test_launch_failure.py:" in line for line in lines)
 
 
-def test_all_frames_are_shown_when_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_all_frames_are_shown_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setenv("MESHLOOM_TRACEBACK", "full")
     report_failure(_caught(lambda: torch.utils._pytree.tree_map(_fail_deep, ["boom"])))
     text = capsys.readouterr().err
@@ -182,16 +194,28 @@ def _frames_of(error: BaseException) -> list[TracebackType]:
     return found
 
 
-def test_a_known_error_has_no_traceback_and_a_lost_peer_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_known_error_has_no_traceback_and_a_lost_peer_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     _as_rank(monkeypatch)
     assert report_failure(PlanError("dp=0 must be 1 or more.")) == 2
     assert report_failure(PeerLostError("rank 2 lost rank 1.\nmore")) == 1
-    assert capsys.readouterr().err == "PlanError on rank 2: dp=0 must be 1 or more.\nPeerLostError on rank 2: rank 2 lost rank 1.\n"
+    assert (
+        capsys.readouterr().err
+        == "PlanError on rank 2: dp=0 must be 1 or more.\nPeerLostError on rank 2: rank 2 lost rank 1.\n"
+    )
 
 
-def test_an_interrupt_is_no_message_and_an_exit_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_an_interrupt_is_no_message_and_an_exit_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     _as_rank(monkeypatch)
-    assert (report_failure(KeyboardInterrupt()), report_failure(SystemExit(3)), report_failure(SystemExit()), report_failure(SystemExit("no"))) == (
+    assert (
+        report_failure(KeyboardInterrupt()),
+        report_failure(SystemExit(3)),
+        report_failure(SystemExit()),
+        report_failure(SystemExit("no")),
+    ) == (
         130,
         3,
         0,
@@ -200,7 +224,9 @@ def test_an_interrupt_is_no_message_and_an_exit_its_own(monkeypatch: pytest.Monk
     assert capsys.readouterr().err == "no\n"
 
 
-def test_half_an_environment_does_not_hide_what_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_half_an_environment_does_not_hide_what_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """Finding this rank's name failed in turn, and the message was a traceback of the reporting."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.processes
 
 
 def test_a_newline_in_a_name_does_not_name_another_directory(tmp_path: Path) -> None:
-    """The guard was told one directory a line, so that an --out with a newline in it had what followed the newline removed."""
+    """The guard was told one directory a line, so that an --out with a newline in it had what followed the
+    newline removed."""
     kept = tmp_path / "kept"
     kept.mkdir()
     named = Path(f"{tmp_path}/run\n{kept}")  # on the second line stood the other one's name

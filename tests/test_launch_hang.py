@@ -1,4 +1,5 @@
-"""Which rank is said to hang: one that computes far too long or was stopped while the others wait, and no healthy one."""
+"""Which rank is said to hang: one that computes far too long or was stopped while the others wait, and no
+healthy one."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from meshloom.core.mesh import Mesh
 from meshloom.launch.processes.hang import LOOK_SECONDS, HangWatch, ProcessState
 
 MESH = Mesh(dp=2, pp=2)  # ranks 0 and 2 are a replica, and so are 1 and 3
-STUCK = ActivitySnapshot(phase="computing", step=12, stage=1, kind="F", microbatch=3, since=100.0, moved=100.0, waits=False, longest_seconds=0.02)
+STUCK = ActivitySnapshot(
+    phase="computing",
+    step=12,
+    stage=1,
+    kind="F",
+    microbatch=3,
+    since=100.0,
+    moved=100.0,
+    waits=False,
+    longest_seconds=0.02,
+)
 WAITING = replace(STUCK, phase="before", stage=0, kind="B", waits=True)
 RUNNING, ASLEEP, STOPPED = (ProcessState(state=state) for state in "RST")
 
@@ -35,9 +46,13 @@ class Looks:
         while self.now < end:
             self.now += step
             states = processes or [ASLEEP, ASLEEP, RUNNING, ASLEEP]
-            said = self.watch.look(self.now, doing, [replace(each, starved_seconds=starved * self.now) for each in states])
+            said = self.watch.look(
+                self.now, doing, [replace(each, starved_seconds=starved * self.now) for each in states]
+            )
             if said:
-                assert said.is_stopped == (states[said.rank].state == "T") and f"ank {said.rank} " in said.text
+                assert (
+                    said.is_stopped == (states[said.rank].state == "T") and f"ank {said.rank} " in said.text
+                )
                 return said.text
         return None
 
@@ -64,9 +79,15 @@ def test_ten_times_what_it_usually_takes_is_given():
 
 
 def test_healthy_runs_are_not_said_to_hang():
-    for other in (replace(STUCK, longest_seconds=0.0), replace(STUCK, phase="saving"), replace(STUCK, phase="reading"), replace(STUCK, waits=True)):
+    for other in (
+        replace(STUCK, longest_seconds=0.0),
+        replace(STUCK, phase="saving"),
+        replace(STUCK, phase="reading"),
+        replace(STUCK, waits=True),
+    ):
         assert Looks().during(60, [WAITING, WAITING, other, WAITING]) is None
-    assert Looks().during(60, [replace(WAITING, waits=False), WAITING, STUCK, WAITING]) is None  # the other one computes, too
+    # the other one computes, too
+    assert Looks().during(60, [replace(WAITING, waits=False), WAITING, STUCK, WAITING]) is None
     assert Looks().during(60, [None, WAITING, STUCK, WAITING]) is None
     assert Looks().during(6.5, [WAITING, WAITING, STUCK, WAITING]) is None
 
@@ -84,7 +105,12 @@ def test_a_rank_that_gets_no_core_is_not_said_to_hang():
 
 def test_a_rank_that_waits_for_the_disk_or_is_debugged_is_not_said_to_hang():
     for state in "Dt":
-        assert Looks().during(60, [WAITING, WAITING, STUCK, WAITING], [ASLEEP, ASLEEP, ProcessState(state=state), ASLEEP]) is None
+        assert (
+            Looks().during(
+                60, [WAITING, WAITING, STUCK, WAITING], [ASLEEP, ASLEEP, ProcessState(state=state), ASLEEP]
+            )
+            is None
+        )
 
 
 def test_time_in_which_the_launcher_had_no_turn_does_not_count():
@@ -95,5 +121,7 @@ def test_a_stopped_rank_is_named_whatever_it_was_doing():
     saving = replace(STUCK, phase="saving", waits=True)
     said = Looks().during(9, [WAITING, saving, WAITING, WAITING], [ASLEEP, STOPPED, ASLEEP, ASLEEP])
     assert said is not None
-    assert said.startswith("Rank 1 (dp=1) has been stopped (SIGSTOP) for 7 s while saving after 12 steps, waiting for another rank")
+    assert said.startswith(
+        "Rank 1 (dp=1) has been stopped (SIGSTOP) for 7 s while saving after 12 steps, waiting for another rank"
+    )
     assert Looks().during(60, [WAITING] * 4, [STOPPED] * 4) is None  # whoever stops all of them means it

@@ -24,8 +24,13 @@ def _two_worlds() -> object:
     for sizes in ({"dp": 4}, {"dp": 2, "tp": 2}):
         with open_world(Mesh(**sizes), "cpu", timeout_seconds=30) as world:
             (seat,) = world.local
-            mine = [run_in_steps([collect(group, seat.rank)])[0] for group in (*seat.groups.values(), seat.statistics, seat.world)]
-            results.append((seat.rank, str(seat.place), list(seat.groups), mine, world.kind, world.main, world.why))
+            mine = [
+                run_in_steps([collect(group, seat.rank)])[0]
+                for group in (*seat.groups.values(), seat.statistics, seat.world)
+            ]
+            results.append(
+                (seat.rank, str(seat.place), list(seat.groups), mine, world.kind, world.main, world.why)
+            )
         results.append(dist.is_initialized())
     return results
 
@@ -40,7 +45,15 @@ def test_processes_form_the_groups_of_the_mesh_and_can_do_so_again():
         assert results == [
             (rank, f"dp={rank}", ["dp"], [everyone] * 3, "cpu", rank == 0, why),
             False,
-            (rank, str(Mesh(dp=2, tp=2).place(rank)), ["dp", "tp"], [along["dp"], along["tp"], along["dp"], everyone], "cpu", rank == 0, why),
+            (
+                rank,
+                str(Mesh(dp=2, tp=2).place(rank)),
+                ["dp", "tp"],
+                [along["dp"], along["tp"], along["dp"], everyone],
+                "cpu",
+                rank == 0,
+                why,
+            ),
             False,
         ]
 

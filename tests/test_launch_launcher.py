@@ -26,7 +26,15 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_find_their_seat_and_only_rank_0_has_stdout(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MESHLOOM_PLAN", "MESHLOOM_DEVICES"]
+    names = [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MESHLOOM_PLAN",
+        "MESHLOOM_DEVICES",
+    ]
     script = f"""
         import json, os, sys
         print(json.dumps([os.environ[name] for name in {names}]))
@@ -37,10 +45,14 @@ def test_ranks_find_their_seat_and_only_rank_0_has_stdout(tmp_path: Path, capfd:
     out, err = capfd.readouterr()
     seats = [json.dumps([str(rank), str(rank), "3", "3", "127.0.0.1", "dp=3", "cpu"]) for rank in range(3)]
     assert out == seats[0] + "\n"
-    assert sorted(err.splitlines()) == [f"[rank {rank}] {line}" for rank in (1, 2) for line in (seats[rank], "no end of line")]
+    assert sorted(err.splitlines()) == [
+        f"[rank {rank}] {line}" for rank in (1, 2) for line in (seats[rank], "no end of line")
+    ]
 
 
-def test_threads_of_the_ranks_add_up_to_the_cores(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_threads_of_the_ranks_add_up_to_the_cores(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     machine(monkeypatch, 0, 7)
     command = write_script(tmp_path, "import os; print(os.environ['OMP_NUM_THREADS'])")
     assert run(command, 2) == 0
@@ -52,10 +64,15 @@ def test_threads_of_the_ranks_add_up_to_the_cores(tmp_path: Path, capfd: pytest.
 
 def test_a_command_that_does_not_exist_is_one_sentence(capfd: pytest.CaptureFixture[str]):
     assert run(["/no/such/program"], 2) == 1
-    assert capfd.readouterr().err == "Rank 0 could not be started: [Errno 2] No such file or directory: '/no/such/program'.\n"
+    assert (
+        capfd.readouterr().err
+        == "Rank 0 could not be started: [Errno 2] No such file or directory: '/no/such/program'.\n"
+    )
 
 
-def test_the_first_error_is_shown_with_rank_place_and_source_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_the_first_error_is_shown_with_rank_place_and_source_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     body = """
         def body(group, rank):
             if rank == 1:
@@ -70,13 +87,17 @@ def test_the_first_error_is_shown_with_rank_place_and_source_line(tmp_path: Path
     assert err.startswith("ValueError on rank 1 (dp=1): broken batch\n")  # once, and not meshloom's frames
     assert "PeerLostError" not in err
     lines = err.strip().splitlines()
-    number = 1 + (tmp_path / "job.py").read_text().splitlines().index('        raise ValueError("broken batch")')
+    number = 1 + (tmp_path / "job.py").read_text().splitlines().index(
+        '        raise ValueError("broken batch")'
+    )
     assert all(line.startswith(f"  {tmp_path}/job.py:") for line in lines[1:])
     assert lines[-1] == f'  {tmp_path}/job.py:{number}: raise ValueError("broken batch")'
     assert not left(command[-1])
 
 
-def test_an_error_that_meshloom_explains_has_no_traceback_and_its_exit_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_an_error_that_meshloom_explains_has_no_traceback_and_its_exit_code(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     script = """
         from meshloom.core.errors import JobError
         from meshloom.launch.failure import report_failure
@@ -87,7 +108,9 @@ def test_an_error_that_meshloom_explains_has_no_traceback_and_its_exit_code(tmp_
     assert capfd.readouterr().err == "JobError: There is no job in this file.\n"
 
 
-def test_an_uncaught_error_in_a_loop_of_ones_own_ends_all_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_an_uncaught_error_in_a_loop_of_ones_own_ends_all_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     body = """
         def body(group, rank):
             pass
@@ -107,7 +130,9 @@ def test_an_uncaught_error_in_a_loop_of_ones_own_ends_all_ranks(tmp_path: Path, 
     assert not left(command[-1])
 
 
-def test_a_rank_killed_with_9_is_named_although_others_notice_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_rank_killed_with_9_is_named_although_others_notice_first(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     body = """
         def body(group, rank):
             if rank == 1:
@@ -123,7 +148,8 @@ def test_a_rank_killed_with_9_is_named_although_others_notice_first(tmp_path: Pa
     began = time.monotonic()
     assert run(command, 2) == 1
     assert (
-        capfd.readouterr().err == "Rank 1 (dp=1) was killed by SIGKILL (the system does that when memory runs out) while running code of its own.\n"
+        capfd.readouterr().err
+        == "Rank 1 (dp=1) was killed by SIGKILL (the system does that when memory runs out) while running code of its own.\n"
     )
     assert not left(command[-1])
     assert time.monotonic() - began < 30
@@ -155,14 +181,19 @@ def test_a_rank_that_ends_before_it_joins_is_named(tmp_path: Path, capfd: pytest
 def test_a_rank_that_exits_with_a_code_alone_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     command = write_script(tmp_path, TELL, 'sys.exit(3) if rank == "1" else wait()')
     assert run(command, 2) == 1
-    assert capfd.readouterr().err == "Rank 1 (dp=1) ended with exit code 3 while starting, and did not say why.\n"
+    assert (
+        capfd.readouterr().err
+        == "Rank 1 (dp=1) ended with exit code 3 while starting, and did not say why.\n"
+    )
     assert not left(command[-1])
 
 
 FAILED = "dict(event='failed', who='rank ' + rank, message='m' + rank, line='', traceback='', exit_code=1)"
 
 
-def test_the_cause_is_waited_for_when_a_consequence_comes_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_the_cause_is_waited_for_when_a_consequence_comes_first(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     script = f"""
@@ -201,10 +232,16 @@ def test_a_run_closes_what_it_opened(tmp_path: Path):
 
 
 def _open_files() -> set[str]:
-    return {f"{name}: {path.readlink()}" for name in os.listdir("/proc/self/fd") if (path := Path("/proc/self/fd", name)).is_symlink()}
+    return {
+        f"{name}: {path.readlink()}"
+        for name in os.listdir("/proc/self/fd")
+        if (path := Path("/proc/self/fd", name)).is_symlink()
+    }
 
 
-def test_a_rank_that_never_stops_printing_does_not_keep_the_launcher(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_rank_that_never_stops_printing_does_not_keep_the_launcher(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     """The launcher read until there was nothing more to read, which with a fast rank was never."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -218,7 +255,9 @@ def test_a_rank_that_never_stops_printing_does_not_keep_the_launcher(tmp_path: P
                 open({str(fifo)!r}, "w").close()
     """
     assert run(write_script(tmp_path, TELL, endless), 2) == 1
-    assert capfd.readouterr().err.endswith("Rank 0 (dp=0) ended with exit code 3 while starting, and did not say why.\n")
+    assert capfd.readouterr().err.endswith(
+        "Rank 0 (dp=0) ended with exit code 3 while starting, and did not say why.\n"
+    )
 
 
 class _LostTerminal(io.StringIO):
@@ -243,12 +282,18 @@ def test_a_rank_killed_while_it_tells_something_is_named(tmp_path: Path, capfd: 
         wait()
     """
     assert run(write_script(tmp_path, TELL, half), 2) == 1
-    assert capfd.readouterr().err == "Rank 1 (dp=1) was killed by SIGKILL (the system does that when memory runs out) while starting.\n"
+    assert (
+        capfd.readouterr().err
+        == "Rank 1 (dp=1) was killed by SIGKILL (the system does that when memory runs out) while starting.\n"
+    )
 
 
 def test_a_signal_without_a_name_has_its_number(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert run(write_script(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGRTMIN + 3)"), 1) == 1
-    assert capfd.readouterr().err == f"Rank 0 (dp=0) was killed by signal {signal.SIGRTMIN + 3} while starting.\n"
+    assert (
+        capfd.readouterr().err
+        == f"Rank 0 (dp=0) was killed by signal {signal.SIGRTMIN + 3} while starting.\n"
+    )
 
 
 def test_a_rank_that_ended_long_ago_is_sent_no_more_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

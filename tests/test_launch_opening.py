@@ -20,7 +20,9 @@ CPU = torch.device("cpu")
 def test_half_an_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(DeviceError, match="RANK and WORLD_SIZE are set, but MASTER_ADDR is not. Start with torchrun"):
+    with pytest.raises(
+        DeviceError, match="RANK and WORLD_SIZE are set, but MASTER_ADDR is not. Start with torchrun"
+    ):
         open_world(Mesh(dp=2))
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(DeviceError, match="not a number"):
@@ -28,19 +30,33 @@ def test_half_an_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("started", "planned"), [(2, 4), (4, 2), (1, 2)])
-def test_a_mesh_of_another_size_than_the_processes_is_an_error_with_both_numbers(monkeypatch: pytest.MonkeyPatch, started: int, planned: int):
-    for name, value in {"RANK": "0", "WORLD_SIZE": str(started), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+def test_a_mesh_of_another_size_than_the_processes_is_an_error_with_both_numbers(
+    monkeypatch: pytest.MonkeyPatch, started: int, planned: int
+):
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": str(started),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     assert is_rank()
     with pytest.raises(PlanError) as error:
         open_world(Mesh(dp=planned))
     assert f"The plan needs {planned} ranks (dp={planned}), but {started} process" in str(error.value)
-    assert f"Start {planned} (torchrun --nproc-per-node {planned} on one machine), or use a plan of {started}, like dp={started}." in str(error.value)
+    assert (
+        f"Start {planned} (torchrun --nproc-per-node {planned} on one machine), or use a plan of {started}, like dp={started}."
+        in str(error.value)
+    )
 
 
 def test_a_world_of_one_needs_no_process_group():
     with open_world(Mesh()) as world:
-        assert (world.kind, world.main, len(world.local)) == ("cuda" if torch.cuda.is_available() else "cpu", True, 1)
+        assert (world.kind, world.main, len(world.local)) == (
+            "cuda" if torch.cuda.is_available() else "cpu",
+            True,
+            1,
+        )
         tensor = torch.ones(3)
         world.local[0].groups["dp"].all_reduce(tensor).wait()
         assert torch.equal(tensor, torch.ones(3))
@@ -52,11 +68,19 @@ def test_simulated_ranks_share_a_process(monkeypatch: pytest.MonkeyPatch):
     machine(monkeypatch, 0, 2)
     with open_world(Mesh(dp=3), "simulated") as world:
         assert (world.kind, world.main) == ("simulated", True)
-        assert world.why == f"simulated: 3 ranks in this process on {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} (asked for)"
-        assert [(seat.rank, seat.place, seat.device) for seat in world.local] == [(rank, MeshCoordinates(dp=rank), CPU) for rank in range(3)]
+        assert (
+            world.why
+            == f"simulated: 3 ranks in this process on {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} (asked for)"
+        )
+        assert [(seat.rank, seat.place, seat.device) for seat in world.local] == [
+            (rank, MeshCoordinates(dp=rank), CPU) for rank in range(3)
+        ]
         assert run_in_steps([collect(seat.world, seat.rank) for seat in world.local]) == [[0, 1, 2]] * 3
         assert run_in_steps([collect(seat.statistics, seat.rank) for seat in world.local]) == [[0, 1, 2]] * 3
-        assert world.local[0].statistics.counts["all_gather"].calls == 2 and not world.local[0].groups["dp"].counts
+        assert (
+            world.local[0].statistics.counts["all_gather"].calls == 2
+            and not world.local[0].groups["dp"].counts
+        )
     with open_world(Mesh(dp=2)) as world:
         assert "this process was not started as one of 2" in world.why
 

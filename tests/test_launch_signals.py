@@ -1,4 +1,5 @@
-"""A signal to the launcher ends all ranks; so does the guard when the launcher is killed. It runs in a process of its own."""
+"""A signal to the launcher ends all ranks; so does the guard when the launcher is killed. It runs in a
+process of its own."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class _Launcher:
         self.said = os.open(fifo, os.O_RDWR)  # open for writing too: no end of file between two ranks
         self.command = write_script(tmp_path, f"fifo = {str(fifo)!r}", TELL, script)
         self.output = tmp_path / "output"
-        self.process = CONTEXT.Process(target=_launcher_process, args=(self.command, ranks, str(self.output), dict(os.environ)))
+        self.process = CONTEXT.Process(
+            target=_launcher_process, args=(self.command, ranks, str(self.output), dict(os.environ))
+        )
 
     def __enter__(self) -> _Launcher:
         self.process.start()
@@ -80,7 +83,9 @@ SAY_AND_WAIT = """
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_to_the_launcher_ends_everything(tmp_path: Path, number: signal.Signals, code: int):
     with _Launcher(tmp_path, 2, SAY_AND_WAIT) as launcher:
         launcher.hear(4)
@@ -110,7 +115,11 @@ def test_a_second_signal_does_not_wait_for_ranks_that_take_their_time(tmp_path: 
 def test_a_launcher_killed_with_9_leaves_no_process(tmp_path: Path):
     with _Launcher(tmp_path, 3, SAY_AND_WAIT) as launcher:
         launcher.hear(6)
-        guards = [child for child in psutil.Process(launcher.process.pid).children() if "os.killpg" in " ".join(child.cmdline())]
+        guards = [
+            child
+            for child in psutil.Process(launcher.process.pid).children()
+            if "os.killpg" in " ".join(child.cmdline())
+        ]
         assert len(guards) == 1
         launcher.signal(signal.SIGKILL)
         assert launcher.exit_code() == -signal.SIGKILL

@@ -25,19 +25,46 @@ MACHINES = "through shared memory on each of 2 machines and over Gloo between th
     ("hosts", "mesh", "text", "layers"),
     [
         ("aaaa", Mesh(dp=4), "talking through shared memory", {"dp": [((0, 1, 2, 3),)]}),
-        ("aaaa", Mesh(dp=2, tp=2), "talking through shared memory", {"dp": [((0, 1),)] * 2, "tp": [((0, 1),)] * 2}),
+        (
+            "aaaa",
+            Mesh(dp=2, tp=2),
+            "talking through shared memory",
+            {"dp": [((0, 1),)] * 2, "tp": [((0, 1),)] * 2},
+        ),
         ("aabb", Mesh(dp=4), f"talking {MACHINES}", {"dp": [((0, 1), (2, 3))]}),
         ("abab", Mesh(dp=4), f"talking {MACHINES}", {"dp": [((0, 2), (1, 3))]}),
-        ("aabb", Mesh(dp=2, tp=2), "talking along dp over Gloo, along tp through shared memory", {"dp": [None] * 2, "tp": [((0, 1),)] * 2}),
-        ("aaaabbbb", Mesh(dp=2, tp=2, pp=2), "talking along dp through shared memory, along pp over Gloo, along tp through shared memory", {}),
+        (
+            "aabb",
+            Mesh(dp=2, tp=2),
+            "talking along dp over Gloo, along tp through shared memory",
+            {"dp": [None] * 2, "tp": [((0, 1),)] * 2},
+        ),
+        (
+            "aaaabbbb",
+            Mesh(dp=2, tp=2, pp=2),
+            "talking along dp through shared memory, along pp over Gloo, along tp through shared memory",
+            {},
+        ),
         ("abcd", Mesh(dp=4), "talking over Gloo", {"dp": [None]}),
-        ("aaab", Mesh(dp=4), "talking over Gloo (1 rank on 1 machine and 3 ranks on 1 machine)", {"dp": [None]}),
-        ("aaabbbc", Mesh(dp=7), "talking over Gloo (1 rank on 1 machine and 3 ranks on 2 machines)", {"dp": [None]}),
+        (
+            "aaab",
+            Mesh(dp=4),
+            "talking over Gloo (1 rank on 1 machine and 3 ranks on 1 machine)",
+            {"dp": [None]},
+        ),
+        (
+            "aaabbbc",
+            Mesh(dp=7),
+            "talking over Gloo (1 rank on 1 machine and 3 ranks on 2 machines)",
+            {"dp": [None]},
+        ),
         ("abba", Mesh(dp=4), "talking over Gloo (ranks of 2 machines are interleaved)", {"dp": [None]}),
         ("aaabbb", Mesh(dp=3, tp=2), None, {"tp": [((0, 1),), None, ((0, 1),)]}),
     ],
 )
-def test_groups_talk_through_shared_memory_as_far_as_it_reaches(hosts: str, mesh: Mesh, text: str | None, layers: dict[str, list[object]]):
+def test_groups_talk_through_shared_memory_as_far_as_it_reaches(
+    hosts: str, mesh: Mesh, text: str | None, layers: dict[str, list[object]]
+):
     transports = Transports(hosts=tuple(hosts))
     assert text is None or transports.text(mesh) == text
     for axis, expected in layers.items():
@@ -55,7 +82,9 @@ def _agreed(wanted: list[str], missing: list[str]) -> Transports:
     size = len(wanted)
     first, *others = on_threads(
         [
-            lambda rank=rank: agreed_transports(SignedStore(store, rank, [""] * size), Mesh(dp=size), wanted[rank], missing[rank])
+            lambda rank=rank: agreed_transports(
+                SignedStore(store, rank, [""] * size), Mesh(dp=size), wanted[rank], missing[rank]
+            )
             for rank in range(size)
         ]
     )
@@ -68,16 +97,23 @@ def test_all_ranks_come_to_the_same_choice():
     one_asks = _agreed(["auto", "gloo", "auto"], ["", "", "no engine."])
     assert one_asks.gloo_because == "asked for" and one_asks.layers([0, 1]) is None
     assert _agreed(["auto"] * 3, ["No engine."] * 3).text(Mesh(dp=3)) == "talking over Gloo: No engine."
-    assert _agreed(["auto"] * 3, ["", "", "No engine."]).text(Mesh(dp=3)) == "talking over Gloo: rank 2 (dp=2): No engine."
+    assert (
+        _agreed(["auto"] * 3, ["", "", "No engine."]).text(Mesh(dp=3))
+        == "talking over Gloo: rank 2 (dp=2): No engine."
+    )
 
 
-def test_an_unknown_transport_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_an_unknown_transport_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     text = "transport=mpi is not known. Use auto or gloo."
     with pytest.raises(DeviceError, match=text):
         open_world(Mesh(), transport="mpi")
     monkeypatch.setenv("MESHLOOM_TRANSPORT", "mpi")
     with pytest.raises(DeviceError, match=text):
-        agreed_transports(SignedStore(dist.HashStore(), 0, [""] * 2), Mesh(dp=2), launched_transport("auto"), "")
+        agreed_transports(
+            SignedStore(dist.HashStore(), 0, [""] * 2), Mesh(dp=2), launched_transport("auto"), ""
+        )
     with pytest.raises(SystemExit) as left:
         main(["train", "job.py", "--transport", "mpi"])
     assert left.value.code == 2 and "invalid choice: 'mpi'" in capsys.readouterr().err
@@ -96,7 +132,9 @@ SAYS = """
 
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_the_users_choice_reaches_every_rank(tmp_path: Path, transport: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_users_choice_reaches_every_rank(
+    tmp_path: Path, transport: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """A script of the user's own, which passes nothing on: as under torchrun, the environment says it."""
     from meshloom.comm.shm.shared_memory import why_not
 
@@ -104,7 +142,8 @@ def test_the_users_choice_reaches_every_rank(tmp_path: Path, transport: str, cap
     monkeypatch.setenv("MESHLOOM_TRANSPORT", transport)
     assert run(write_script(tmp_path, SAYS), 2) == 0
     why, group, secret_bytes = json.loads(capfd.readouterr().out)
-    assert secret_bytes == (32 if group == "C10dGroup" else 0)  # over a network pickled batches are signed, with what the launcher has handed down
+    # over a network pickled batches are signed, with what the launcher has handed down
+    assert secret_bytes == (32 if group == "C10dGroup" else 0)
     if transport == "gloo":
         assert why.endswith(", talking over Gloo: asked for") and group == "C10dGroup"
     elif why_not():

@@ -24,7 +24,9 @@ def test_every_dtype_is_read_back_by_the_library(dtype, tmp_path):
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape
-        assert torch.equal(read[name].contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8))
+        assert torch.equal(
+            read[name].contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+        )
     text = (tmp_path / "x.safetensors").read_bytes()
     assert facts == {"bytes": len(text), "crc32": zlib.crc32(text)}
 
@@ -54,12 +56,16 @@ def test_no_tensors_at_all(tmp_path):
 
 
 def test_dtype_that_the_format_lacks(tmp_path):
-    with pytest.raises(CheckpointError, match="buffer is torch.complex128, and a checkpoint holds only F64, F32"):
+    with pytest.raises(
+        CheckpointError, match="buffer is torch.complex128, and a checkpoint holds only F64, F32"
+    ):
         write_tensors(tmp_path / "x.safetensors", {"buffer": torch.ones(1, dtype=torch.complex128)})
 
 
 def test_what_is_no_tensor(tmp_path):
-    with pytest.raises(CheckpointError, match="norm._extra_state is of type dict, and a checkpoint holds tensors only"):
+    with pytest.raises(
+        CheckpointError, match="norm._extra_state is of type dict, and a checkpoint holds tensors only"
+    ):
         write_tensors(tmp_path / "x.safetensors", {"norm._extra_state": {}})
 
 

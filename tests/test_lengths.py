@@ -1,4 +1,5 @@
-"""A job that pads each batch to its longest sample, so that almost every step has another length, costs three readings and is trained as on one device.
+"""A job that pads each batch to its longest sample, so that almost every step has another length, costs three
+readings and is trained as on one device.
 
 Every length used to be read for itself: 200 steps of lengths 32 to 512 were 200 readings.
 """
@@ -23,14 +24,20 @@ from tests.processes import on_ranks
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 # plan, share of values that are dropped, the same on one device: in as many chunks if something is drawn
-PLANS = [("dp=2", 0.0, "dp=1"), ("pp=2,microbatches=2", 0.0, "dp=1"), ("tp=2,keyed_draws=true", 0.1, "dp=1,keyed_draws=true")]
+PLANS = [
+    ("dp=2", 0.0, "dp=1"),
+    ("pp=2,microbatches=2", 0.0, "dp=1"),
+    ("tp=2,keyed_draws=true", 0.1, "dp=1,keyed_draws=true"),
+]
 
 
 def trained(job: Job, plan: str, **settings: Any) -> tuple[dict[str, Tensor], list[str]]:
     """Parameters at the end, and what the user was told besides."""
     notes: list[str] = []
     listener = Listener(started=lambda text: None, note=notes.append)
-    with Trainer(job, plan, devices="simulated", dtype=torch.float64, listener=listener, **settings) as trainer:
+    with Trainer(
+        job, plan, devices="simulated", dtype=torch.float64, listener=listener, **settings
+    ) as trainer:
         trainer.fit()
         return trainer.together(lambda replica: replica.whole_state())[0], notes
 
@@ -38,13 +45,21 @@ def trained(job: Job, plan: str, **settings: Any) -> tuple[dict[str, Tensor], li
 def check_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, each in wanted.items():
-        torch.testing.assert_close(found[name], each, rtol=1e-7, atol=1e-9)  # sums in another order, through Adam's quotients
+        # sums in another order, through Adam's quotients
+        torch.testing.assert_close(found[name], each, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize(("lengths", "steps"), [((3, 24), 14), pytest.param((32, 512), 200, marks=pytest.mark.slow)], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [((3, 24), 14), pytest.param((32, 512), 200, marks=pytest.mark.slow)],
+    ids=["short", "long"],
+)
 @pytest.mark.parametrize(("plan", "dropout", "alone"), PLANS)
-def test_three_readings_serve_a_job_that_pads_to_its_longest(lengths: tuple[int, int], steps: int, plan: str, dropout: float, alone: str):
-    """Whatever the lengths are; also the smaller batch at the end of an epoch, and microbatches of 5 and 4 samples."""
+def test_three_readings_serve_a_job_that_pads_to_its_longest(
+    lengths: tuple[int, int], steps: int, plan: str, dropout: float, alone: str
+):
+    """Whatever the lengths are; also the smaller batch at the end of an epoch, and microbatches of 5 and 4
+    samples."""
     job = lengths_job(shortest=lengths[0], longest=lengths[1], steps=steps, dropout=dropout)
     found, notes = trained(job, plan)
     check_same(found, trained(job, alone)[0])
@@ -54,17 +69,30 @@ def test_three_readings_serve_a_job_that_pads_to_its_longest(lengths: tuple[int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "plan", ["dp=2,tp=2", "dp=2,pp=2,tp=2,microbatches=2", "tp=4", "tp=2,recompute=selective", "pp=2,microbatches=3,schedule=interleaved"]
+    "plan",
+    [
+        "dp=2,tp=2",
+        "dp=2,pp=2,tp=2,microbatches=2",
+        "tp=4",
+        "tp=2,recompute=selective",
+        "pp=2,microbatches=3,schedule=interleaved",
+    ],
 )
 def test_it_is_verified(plan: str):
-    report = verify(lengths_job(dropout=0.1), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=8)
+    report = verify(
+        lengths_job(dropout=0.1), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=8
+    )
     assert report and report.passed
 
 
 @pytest.mark.slow
 def test_it_is_evaluated_and_resumed(tmp_path: Path):
     """In a job that evaluates and saves in the middle of an epoch, computing some of it again in backward."""
-    job = lengths_job(steps=8, checkpoint_every=4, evaluate=Evaluate(data=lambda: Lengths(20, 3, 24), metrics={"loss": next_word}, every=4))
+    job = lengths_job(
+        steps=8,
+        checkpoint_every=4,
+        evaluate=Evaluate(data=lambda: Lengths(20, 3, 24), metrics={"loss": next_word}, every=4),
+    )
     alone, _ = trained(job, "dp=1")
     plan = "pp=2,microbatches=2,recompute=full"
     trained(job, plan, steps=4, out=tmp_path)
@@ -78,7 +106,9 @@ def _verified(plan: str) -> bool | None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("num_ranks", "plan"), [(2, "tp=2"), pytest.param(4, "pp=2,tp=2,microbatches=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_ranks", "plan"), [(2, "tp=2"), pytest.param(4, "pp=2,tp=2,microbatches=2", marks=pytest.mark.slow)]
+)
 def test_processes_agree_on_what_is_made(num_ranks: int, plan: str):
     """One rank proves; each makes its own stages."""
     assert on_ranks(_verified, num_ranks, plan, timeout_seconds=300.0)[0]

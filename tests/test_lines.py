@@ -15,14 +15,20 @@ def test_an_error_in_a_package_names_the_users_line_and_the_packages():
     place = place_of_error(raised.tb)
     assert place.line is not None and place.line.text == "numpy.linalg.inv(numpy.zeros((2, 3)))  # here"
     assert place.inside is not None and "numpy/linalg" in place.inside.file
-    assert str(place).startswith(f"{__file__}:{place.line.number} (numpy.linalg.inv") and ", inside " in str(place)
+    assert str(place).startswith(f"{__file__}:{place.line.number} (numpy.linalg.inv") and ", inside " in str(
+        place
+    )
 
 
 def test_an_error_in_torch_names_the_users_line_alone():
     with pytest.raises(RuntimeError) as raised:
         torch.ones(2).view(3)
     place = place_of_error(raised.tb)
-    assert place.inside is None and place.line is not None and place.line.function == "test_an_error_in_torch_names_the_users_line_alone"
+    assert (
+        place.inside is None
+        and place.line is not None
+        and place.line.function == "test_an_error_in_torch_names_the_users_line_alone"
+    )
 
 
 def test_a_function_of_the_users_that_a_package_calls_is_the_users():

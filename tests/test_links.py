@@ -1,4 +1,5 @@
-"""Seconds of a collective come from the most similar measurement, and those of a crowd from the nearest number of busy ranks."""
+"""Seconds of a collective come from the most similar measurement, and those of a crowd from the nearest
+number of busy ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ MACHINE = example_machine()
 
 
 def link(**values: Any) -> Link:
-    return Link(**{"collective": "all_reduce", "ranks": 2, "latency_seconds": 1.0, "bytes_per_second": 1e9, "residual": 0.0, **values})
+    return Link(
+        **{
+            "collective": "all_reduce",
+            "ranks": 2,
+            "latency_seconds": 1.0,
+            "bytes_per_second": 1e9,
+            "residual": 0.0,
+            **values,
+        }
+    )
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -28,14 +38,24 @@ def test_a_collective_takes_what_was_measured_and_more_with_more_ranks(collectiv
 
 def test_other_numbers_of_ranks_follow_the_ring():
     """Simulated step by step: each of 2(N-1) steps takes the latency of one step and a slice's bytes."""
-    step_latency, bytes_per_second = 1e-3 / 2, 1e9  # the example's: two ranks, two steps, half of the bytes in each
+    # the example's: two ranks, two steps, half of the bytes in each
+    step_latency, bytes_per_second = 1e-3 / 2, 1e9
     for ranks in (2, 3, 5):
         naive = sum(step_latency + (3e6 / ranks) / bytes_per_second for _ in range(2 * (ranks - 1)))
         assert collective_seconds(MACHINE, "all_reduce", 3e6, ranks) == pytest.approx(naive)
 
 
 def test_the_nearest_measured_number_of_ranks_is_used():
-    links = tuple(Link(collective="all_reduce", ranks=ranks, latency_seconds=ranks * 1.0, bytes_per_second=1e9, residual=0.0) for ranks in (2, 8))
+    links = tuple(
+        Link(
+            collective="all_reduce",
+            ranks=ranks,
+            latency_seconds=ranks * 1.0,
+            bytes_per_second=1e9,
+            residual=0.0,
+        )
+        for ranks in (2, 8)
+    )
     machine = replace(MACHINE, links=links)
     assert collective_seconds(machine, "all_reduce", 0, 8) == pytest.approx(8.0)
     assert collective_seconds(machine, "all_reduce", 0, 7) == pytest.approx(8.0 * 6 / 7)
@@ -52,7 +72,10 @@ def test_a_fit_finds_the_line_it_was_given_and_says_how_far_it_is_off():
     assert bent.residual > 0.1
 
 
-@pytest.mark.parametrize("measured", [[(1e3, 1e-3), (1e6, 0.9e-3)], [(1e3, 1e-6), (1e6, 2e-3), (1e7, 1e-2)], [(1e3, 1e-3), (1e6, 1e-3)]])
+@pytest.mark.parametrize(
+    "measured",
+    [[(1e3, 1e-3), (1e6, 0.9e-3)], [(1e3, 1e-6), (1e6, 2e-3), (1e7, 1e-2)], [(1e3, 1e-3), (1e6, 1e-3)]],
+)
 def test_a_fit_of_noise_has_a_latency_and_a_rate(measured: list[tuple[float, float]]):
     link = fit_link("broadcast", 2, measured)
     assert link.latency_seconds >= 0
@@ -79,7 +102,10 @@ def test_the_place_counts_before_the_number_of_ranks_and_that_before_how_many_th
 
 
 def test_a_crowd_is_interpolated_and_beyond_it_cores_are_shared():
-    crowds = [Crowd(ranks=n, threads=1, compute=c, memory=m) for n, c, m in ((1, 1.0, 1.0), (2, 1.2, 2.0), (4, 2.4, 4.0))]
+    crowds = [
+        Crowd(ranks=n, threads=1, compute=c, memory=m)
+        for n, c, m in ((1, 1.0, 1.0), (2, 1.2, 2.0), (4, 2.4, 4.0))
+    ]
     assert slowdown(crowds, 1, 1, 0.0, 2) == 1.0
     assert slowdown(crowds, 2, 1, 0.0, 2) == pytest.approx(1.2)
     assert slowdown(crowds, 3, 1, 1.0, 2) == pytest.approx(3.0)

@@ -1,4 +1,5 @@
-"""Replicas that step by themselves: rounds against plain loops, and what is seen of the model in the middle of one."""
+"""Replicas that step by themselves: rounds against plain loops, and what is seen of the model in the middle
+of one."""
 
 from __future__ import annotations
 
@@ -36,14 +37,19 @@ def trained(job: Job, plan: str, **settings: Any) -> Parameters:
 
 def whole(trainer: Trainer) -> Parameters:
     """Copies of the whole parameters and buffers."""
-    return {name: each.clone() for name, each in trainer.together(lambda replica: replica.whole_state())[0].items()}
+    return {
+        name: each.clone()
+        for name, each in trainer.together(lambda replica: replica.whole_state())[0].items()
+    }
 
 
 def assert_near(found: Parameters, expected: Parameters, rtol: float = 1e-11) -> None:
     """Equal up to the order of sums in float64."""
     assert found.keys() == expected.keys()
     for name, want in expected.items():
-        torch.testing.assert_close(found[name], want, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], want, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 # --- Against plain loops.
@@ -55,15 +61,22 @@ def shares(job: Job, dp: int) -> list[list[list[Chunk]]]:
         return [batch.shares for batch in trainer.batches() if [trainer.step(batch)]]
 
 
-def plain(job: Job, dp: int, local_steps: int, *, outer: tuple[float, float] | None = None) -> tuple[Parameters, list[float]]:
-    """Parameters and losses of as many models as there are replicas, by torch alone. outer: learning rate and momentum of torch's Nesterov SGD."""
+def plain(
+    job: Job, dp: int, local_steps: int, *, outer: tuple[float, float] | None = None
+) -> tuple[Parameters, list[float]]:
+    """Parameters and losses of as many models as there are replicas, by torch alone. outer: learning rate and
+    momentum of torch's Nesterov SGD."""
     with Trainer(job, "dp=1", devices="simulated", dtype=torch.float64) as trainer:
         start = copy.deepcopy(trainer.replicas[0].model)
     models = [copy.deepcopy(start) for _ in range(dp)]
     optimizers: list[Any] = [job.optimizer(list(model.named_parameters())) for model in models]
     schedulers: list[Any] = [job.scheduler(each) for each in optimizers] if job.scheduler else []
     steps = shares(job, dp)
-    outer_optimizer = torch.optim.SGD(start.parameters(), lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0) if outer else None
+    outer_optimizer = (
+        torch.optim.SGD(start.parameters(), lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0)
+        if outer
+        else None
+    )
     losses: list[float] = []
     for step, by_replica in enumerate(steps):
         total = weight = 0.0
@@ -87,7 +100,9 @@ def plain(job: Job, dp: int, local_steps: int, *, outer: tuple[float, float] | N
             scheduler.step()
         if (step + 1) % local_steps and step + 1 < len(steps):
             continue
-        for parameter, *theirs in zip(start.parameters(), *(model.parameters() for model in models), strict=True):
+        for parameter, *theirs in zip(
+            start.parameters(), *(model.parameters() for model in models), strict=True
+        ):
             mean = torch.stack([each.detach() for each in theirs]).mean(0)
             if outer_optimizer:
                 parameter.grad = parameter.detach() - mean
@@ -102,23 +117,35 @@ def plain(job: Job, dp: int, local_steps: int, *, outer: tuple[float, float] | N
 
 def steady(optimizer: str, **settings: Any) -> Job:
     """A GPT without dropout, whose loss counts tokens; three uneven shares."""
-    return replace(make_job("gpt", optimizer, **{"batch_size": 7, "steps": 5, **settings}), model=lambda: GPT(dropout=0.0))
+    return replace(
+        make_job("gpt", optimizer, **{"batch_size": 7, "steps": 5, **settings}),
+        model=lambda: GPT(dropout=0.0),
+    )
 
 
-@pytest.mark.parametrize("job", [make_job("mlp", "sgd", batch_size=13, steps=5), steady("adamw")], ids=["mlp-sgd-clipped", "gpt-adamw"])
+@pytest.mark.parametrize(
+    "job",
+    [make_job("mlp", "sgd", batch_size=13, steps=5), steady("adamw")],
+    ids=["mlp-sgd-clipped", "gpt-adamw"],
+)
 def test_local_sgd_is_the_plain_loop(job: Job) -> None:
     expected, losses = plain(job, 3, 2)
-    with Trainer(job, "dp=3,exchange=local_sgd,local_steps=2", devices="simulated", dtype=torch.float64) as trainer:
+    with Trainer(
+        job, "dp=3,exchange=local_sgd,local_steps=2", devices="simulated", dtype=torch.float64
+    ) as trainer:
         found = [trainer.step(batch) for batch in trainer.batches()]
         assert_near(whole(trainer), expected)
-    assert found == pytest.approx(losses, rel=1e-11)  # the mean over all samples, each under its replica's parameters
+    # the mean over all samples, each under its replica's parameters
+    assert found == pytest.approx(losses, rel=1e-11)
 
 
 @pytest.mark.parametrize("outer", [(0.7, 0.9), (1.0, 0.0), (0.5, 0.0)])
 def test_diloco_is_the_plain_loop(outer: tuple[float, float]) -> None:
     job = make_job("mlp", "adamw", batch_size=13, steps=7)
     expected, _ = plain(job, 3, 3, outer=outer)
-    found = trained(job, f"dp=3,exchange=diloco,local_steps=3,outer_learning_rate={outer[0]},outer_momentum={outer[1]}")
+    found = trained(
+        job, f"dp=3,exchange=diloco,local_steps=3,outer_learning_rate={outer[0]},outer_momentum={outer[1]}"
+    )
     assert_near(found, expected)
 
 
@@ -131,20 +158,30 @@ def test_without_an_outer_optimizer_diloco_is_local_sgd() -> None:
 def even_sgd(**settings: Any) -> Job:
     """Momentum, a schedule and weight decay; equal shares and no clipping."""
     job = make_job("mlp", "sgd", clip_grad_norm=None, drop_last=True, **settings)
-    return replace(job, optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, weight_decay=0.01))
+    return replace(
+        job, optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9, weight_decay=0.01)
+    )
 
 
 @pytest.mark.parametrize("dp", [2, 3, 4])
 def test_one_local_step_is_all_reduce(dp: int) -> None:
     """For SGD with momentum the mean of the updates is the update of the mean."""
-    report = verify(even_sgd(), Plan(dp=dp, exchange="local_sgd"), devices="simulated", steps=3, dtype=torch.float64)
+    report = verify(
+        even_sgd(), Plan(dp=dp, exchange="local_sgd"), devices="simulated", steps=3, dtype=torch.float64
+    )
     assert report and report.passed, report and report.causes
     job = even_sgd(steps=6)
     assert_near(trained(job, f"dp={dp},exchange=local_sgd"), trained(job, f"dp={dp}"))
 
 
 def test_one_local_step_with_uneven_shares_is_a_mean_of_means_and_verification_says_so() -> None:
-    report = verify(replace(even_sgd(), batch_size=13), Plan(dp=3, exchange="local_sgd"), devices="simulated", steps=1, dtype=torch.float64)
+    report = verify(
+        replace(even_sgd(), batch_size=13),
+        Plan(dp=3, exchange="local_sgd"),
+        devices="simulated",
+        steps=1,
+        dtype=torch.float64,
+    )
     assert report and not report.passed
     assert report.causes[0].kind == "mean of means"
 
@@ -160,12 +197,15 @@ def test_a_replica_without_samples_keeps_its_parameters_until_the_mean() -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("exchange", ["local_sgd", pytest.param("diloco", marks=SLOW)])
-@pytest.mark.parametrize("inner", [pytest.param("pp=2", marks=SLOW), "tp=2", pytest.param("pp=2,tp=2", marks=SLOW)])
+@pytest.mark.parametrize(
+    "inner", [pytest.param("pp=2", marks=SLOW), "tp=2", pytest.param("pp=2,tp=2", marks=SLOW)]
+)
 @pytest.mark.parametrize("optimizer", ["sgd", pytest.param("muon", marks=SLOW)])
 def test_a_divided_replica_steps_like_a_whole_one(exchange: str, inner: str, optimizer: str) -> None:
     job = steady(optimizer, batch_size=12)
     plan = f"dp=2,microbatches=2,exchange={exchange},local_steps=2"
-    assert_near(trained(job, f"{plan},{inner}"), trained(job, plan), rtol=1e-8)  # float64; momentum and Newton-Schulz enlarge rounding
+    # float64; momentum and Newton-Schulz enlarge rounding
+    assert_near(trained(job, f"{plan},{inner}"), trained(job, plan), rtol=1e-8)
 
 
 # --- Between means.
@@ -180,9 +220,13 @@ class Halfway:
         self.plan = f"dp=3,exchange={exchange},local_steps=3"
         self.out = out
 
-    def run(self, *, evaluate: bool = False, save_after: int = 0, resume: Path | None = None) -> Iterator[tuple[float, Trainer]]:
+    def run(
+        self, *, evaluate: bool = False, save_after: int = 0, resume: Path | None = None
+    ) -> Iterator[tuple[float, Trainer]]:
         """The loss of every step."""
-        with Trainer(self.job, self.plan, devices="simulated", dtype=torch.float64, out=self.out, resume=resume) as trainer:
+        with Trainer(
+            self.job, self.plan, devices="simulated", dtype=torch.float64, out=self.out, resume=resume
+        ) as trainer:
             for batch in trainer.batches():
                 loss = trainer.step(batch)
                 if evaluate:
@@ -208,20 +252,26 @@ def test_evaluation_looks_at_the_mean_and_changes_nothing(exchange: str) -> None
     for loss, trainer in Halfway(exchange).run(evaluate=True):
         found.append(loss)
         means = {
-            name: torch.stack([replica.model.get_parameter(name).detach() for replica in trainer.replicas]).mean(0)
+            name: torch.stack(
+                [replica.model.get_parameter(name).detach() for replica in trainer.replicas]
+            ).mean(0)
             for name, _ in trainer.replicas[0].model.named_parameters()
         }
         data = vectors(20)
         mean_model = copy.deepcopy(trainer.replicas[0].model)
         mean_model.load_state_dict(means)
-        wanted = float(class_loss(mean_model, {"x": data.fields["x"].double(), "y": data.fields["y"]}).detach())
+        wanted = float(
+            class_loss(mean_model, {"x": data.fields["x"].double(), "y": data.fields["y"]}).detach()
+        )
         assert trainer.evaluate()["loss"] == pytest.approx(wanted, rel=1e-12)
     assert found == expected
 
 
 @pytest.mark.parametrize("exchange", ["local_sgd", "diloco"])
 @pytest.mark.parametrize("save_after", few([3, 4, 5]))
-def test_a_save_ends_the_round_and_a_resumed_run_goes_on_as_the_saving_one(exchange: str, save_after: int, tmp_path: Path) -> None:
+def test_a_save_ends_the_round_and_a_resumed_run_goes_on_as_the_saving_one(
+    exchange: str, save_after: int, tmp_path: Path
+) -> None:
     run = Halfway(exchange, tmp_path)
     losses, ends = [], {}
     for loss, trainer in run.run(save_after=save_after):
@@ -237,16 +287,31 @@ def test_a_save_ends_the_round_and_a_resumed_run_goes_on_as_the_saving_one(excha
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "optimizer", [pytest.param("sgd", marks=SLOW), "adamw", pytest.param("adafactor", marks=SLOW), pytest.param("muon", marks=SLOW)]
+    "optimizer",
+    [
+        pytest.param("sgd", marks=SLOW),
+        "adamw",
+        pytest.param("adafactor", marks=SLOW),
+        pytest.param("muon", marks=SLOW),
+    ],
 )
 @pytest.mark.parametrize("exchange", [pytest.param("local_sgd", marks=SLOW), "diloco"])
 def test_checkpoints_go_to_and_come_from_any_plan(exchange: str, optimizer: str, tmp_path: Path) -> None:
     job = steady(optimizer, batch_size=12, steps=8)
     local = f"dp=3,exchange={exchange},local_steps=2"
-    chain = ["dp=2,microbatches=2", local, "dp=2,zero=1", local.replace("dp=3", "dp=2,tp=2"), local, "dp=2,exchange=server,servers=2"]
+    chain = [
+        "dp=2,microbatches=2",
+        local,
+        "dp=2,zero=1",
+        local.replace("dp=3", "dp=2,tp=2"),
+        local,
+        "dp=2,exchange=server,servers=2",
+    ]
     for number, plan in enumerate(chain):
         resume = tmp_path if number else None
-        with Trainer(job, plan, devices="simulated", steps=number + 1, out=tmp_path, resume=resume, dtype=torch.float64) as trainer:
+        with Trainer(
+            job, plan, devices="simulated", steps=number + 1, out=tmp_path, resume=resume, dtype=torch.float64
+        ) as trainer:
             summary = trainer.fit()
             assert summary.predicted == summary.counted, plan
             saved = whole(trainer)
@@ -259,23 +324,36 @@ def test_the_outer_momentum_is_saved_whole_where_parameters_are_divided(tmp_path
     job = steady("sgd", batch_size=12, steps=6)
     plan = "dp=2,microbatches=2,exchange=diloco,local_steps=2"
     straight = trained(job, plan, steps=6)
-    with Trainer(job, f"{plan},tp=2", devices="simulated", steps=2, out=tmp_path, dtype=torch.float64) as trainer:
+    with Trainer(
+        job, f"{plan},tp=2", devices="simulated", steps=2, out=tmp_path, dtype=torch.float64
+    ) as trainer:
         trainer.fit()
-    assert_near(trained(job, plan, resume=tmp_path), straight, rtol=1e-4)  # the optimizer's state was averaged by the save
+    # the optimizer's state was averaged by the save
+    assert_near(trained(job, plan, resume=tmp_path), straight, rtol=1e-4)
     with Trainer(job, plan, devices="simulated", resume=tmp_path, dtype=torch.float64) as trainer:
         momentum = trainer.replicas[1].exchange.state
-        assert momentum is not None and momentum.keys() == dict(trainer.replicas[1].model.named_parameters()).keys()
+        assert (
+            momentum is not None
+            and momentum.keys() == dict(trainer.replicas[1].model.named_parameters()).keys()
+        )
         assert momentum["blocks.0.qkv.weight"].abs().max() > 0
 
 
 # --- Bytes, refusals, mistakes.
 
 
-@pytest.mark.parametrize(("model", "inner"), [("cnn", ""), pytest.param("gpt", ",pp=2", marks=SLOW), pytest.param("gpt", ",tp=2", marks=SLOW)])
-def test_parameters_travel_once_a_round_and_bytes_are_predicted(model: str, inner: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "inner"),
+    [("cnn", ""), pytest.param("gpt", ",pp=2", marks=SLOW), pytest.param("gpt", ",tp=2", marks=SLOW)],
+)
+def test_parameters_travel_once_a_round_and_bytes_are_predicted(
+    model: str, inner: str, tmp_path: Path
+) -> None:
     job = make_job(model, "adamw", steps=7, drop_last=True, clip_grad_norm=1.0, checkpoint_every=4)
     job = replace(job, evaluate=Evaluate(job.data, {"loss": job.loss}, every=5))
-    with Trainer(job, f"dp=2,exchange=local_sgd,local_steps=4{inner}", devices="simulated", out=tmp_path) as trainer:
+    with Trainer(
+        job, f"dp=2,exchange=local_sgd,local_steps=4{inner}", devices="simulated", out=tmp_path
+    ) as trainer:
         summary = trainer.fit()
         assert summary.predicted == summary.counted
         assert trainer.replicas[0].exchange.bytes_so_far()["all_reduce"] == 3 * 4 * sum(
@@ -284,7 +362,11 @@ def test_parameters_travel_once_a_round_and_bytes_are_predicted(model: str, inne
 
 
 def test_verification_names_local_steps() -> None:
-    for text, named in (("local_sgd,local_steps=4", "local_steps=4"), ("diloco", "exchange=diloco"), ("async", "staleness=inf")):
+    for text, named in (
+        ("local_sgd,local_steps=4", "local_steps=4"),
+        ("diloco", "exchange=diloco"),
+        ("async", "staleness=inf"),
+    ):
         with pytest.raises(PlanError, match=rf"^{named}: such a plan does not promise"):
             verify(even_sgd(), Plan.parse(f"dp=2,exchange={text}"), devices="simulated")
 

@@ -1,4 +1,5 @@
-"""What a loss is read with: batches of the job, however they are made, and never integers that mean nothing."""
+"""What a loss is read with: batches of the job, however they are made, and never integers that mean
+nothing."""
 
 from __future__ import annotations
 
@@ -37,25 +38,37 @@ class Bags(nn.Module):
 
 def job_of(collate: Any, loss: Any, model: Any = Bags) -> Job:
     generator = torch.Generator().manual_seed(1)
-    data = Samples(words=torch.randint(23, (10, 4), generator=generator), label=torch.randint(5, (10,), generator=generator))
+    data = Samples(
+        words=torch.randint(23, (10, 4), generator=generator),
+        label=torch.randint(5, (10,), generator=generator),
+    )
     sgd: Any = lambda named: torch.optim.SGD([each for _, each in named], lr=0.1)  # noqa: E731
-    return Job(model=model, loss=loss, data=lambda: data, collate=collate, optimizer=sgd, batch_size=4, steps=3)
+    return Job(
+        model=model, loss=loss, data=lambda: data, collate=collate, optimizer=sgd, batch_size=4, steps=3
+    )
 
 
 def in_bags(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     words = torch.cat([each["words"] for each in samples])
-    return {"words": words, "offsets": torch.arange(len(samples)) * 4, "label": torch.stack([each["label"] for each in samples])}
+    return {
+        "words": words,
+        "offsets": torch.arange(len(samples)) * 4,
+        "label": torch.stack([each["label"] for each in samples]),
+    }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2,tp=2"])
 def test_bags_with_offsets_equal_one_device(plan: str):
-    """Read with samples moved one place on, they ended in "offsets[0] has to be 0, got 38". The third batch is a short one, of a shape of its own."""
+    """Read with samples moved one place on, they ended in "offsets[0] has to be 0, got 38". The third batch
+    is a short one, of a shape of its own."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch["words"], batch["offsets"]), batch["label"])
 
-    report = verify(job_of(in_bags, loss), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
+    report = verify(
+        job_of(in_bags, loss), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64
+    )
     assert report is not None and report.passed
 
 
@@ -72,7 +85,11 @@ def test_a_dataclass_that_is_defined_in_a_function_is_a_batch():
         bags = in_bags(samples)
         return Batch(bags["words"].view(-1, 4).float(), bags["label"])
 
-    job = job_of(collate, lambda model, batch: F.cross_entropy(model(batch.words), batch.label), lambda: nn.Linear(4, 5))
+    job = job_of(
+        collate,
+        lambda model, batch: F.cross_entropy(model(batch.words), batch.label),
+        lambda: nn.Linear(4, 5),
+    )
     report = verify(job, Plan.parse("dp=1,tp=2"), devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None and report.passed
 
@@ -89,8 +106,13 @@ def test_fields_are_what_is_sent_of_a_class_that_no_name_leads_to():
     Pair = namedtuple("Pair", ["one", "other"])
     sent = [Batch(torch.arange(3), ["a"]), Pair(1, "b")]
     groups = simulated_groups(2)
-    _, (batch, pair) = run_in_steps([scatter_objects(group, [None, sent] if group.rank == 0 else None) for group in groups])
+    _, (batch, pair) = run_in_steps(
+        [scatter_objects(group, [None, sent] if group.rank == 0 else None) for group in groups]
+    )
     assert dataclasses.is_dataclass(batch) and torch.equal(batch.x, torch.arange(3)) and batch.words == ["a"]
     assert (pair.one, pair.other) == (1, "b") == pair
-    with pytest.raises(DataError, match="only the fields x, words are sent to other ranks, and length is none. Define it at the top of a module"):
+    with pytest.raises(
+        DataError,
+        match="only the fields x, words are sent to other ranks, and length is none. Define it at the top of a module",
+    ):
         batch.length()

@@ -1,4 +1,5 @@
-"""Losses of which every rank has a part of the classes: of one head, and of two that one matrix makes, so that a rank may have all of one of them."""
+"""Losses of which every rank has a part of the classes: of one head, and of two that one matrix makes, so
+that a rank may have all of one of them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
 def subject() -> Subject:
     """The heads, read once."""
     generator = torch.Generator().manual_seed(0)
-    one, other = ({"x": torch.randn(6, 5, generator=generator), "y": torch.randint(CLASSES, (6,), generator=generator)} for _ in range(2))
+    one, other = (
+        {"x": torch.randn(6, 5, generator=generator), "y": torch.randint(CLASSES, (6,), generator=generator)}
+        for _ in range(2)
+    )
     return subject_of(job_of(Heads, loss), batches=(one, other))
 
 
@@ -49,7 +53,9 @@ def test_a_rank_with_all_classes_of_a_head_waits_for_those_with_none(subject: Su
     for seed in range(12):
         compared = compare(subject, 2 + seed % 2, at_random(seed))
         assert compared.error < LIMIT, compared.what
-        talking += any("OfPart" in type(node.target).__name__ for node in compared.partition.programs[0].nodes)
+        talking += any(
+            "OfPart" in type(node.target).__name__ for node in compared.partition.programs[0].nodes
+        )
     assert talking > 3
 
 

@@ -37,14 +37,22 @@ def test_an_epoch_visits_every_sample_once_in_the_shuffled_order():
     drop_last=st.booleans(),
     seed=st.integers(0, 3),
 )
-def test_replicas_together_read_what_one_device_reads(num_samples, batch_size, dp, microbatches, drop_last, seed):
-    job = job_of(lambda: Augmented(num_samples), batch_size=batch_size, drop_last=drop_last and num_samples >= batch_size, seed=seed)
+def test_replicas_together_read_what_one_device_reads(
+    num_samples, batch_size, dp, microbatches, drop_last, seed
+):
+    job = job_of(
+        lambda: Augmented(num_samples),
+        batch_size=batch_size,
+        drop_last=drop_last and num_samples >= batch_size,
+        seed=seed,
+    )
     alone = read_chunks(job, Plan(), 0, 7)
     parallel = read_chunks(job, Plan(dp=dp, microbatches=microbatches), 0, 7)
     for (whole,), chunks in zip(alone, parallel, strict=True):
         assert [chunk.index for chunk in chunks] == list(range(dp * microbatches))
         filled = [chunk for chunk in chunks if chunk.data is not None]
-        assert torch.equal(torch.cat([chunk.data for chunk in filled]), whole.data)  # the same samples with the same draws, in order
+        # the same samples with the same draws, in order
+        assert torch.equal(torch.cat([chunk.data for chunk in filled]), whole.data)
         assert [len(chunk.data) for chunk in filled] == [chunk.samples for chunk in chunks if chunk.samples]
 
 
@@ -59,7 +67,9 @@ def test_resuming_at_any_step_reads_what_an_uninterrupted_run_reads(start, dp, d
 @pytest.mark.parametrize("dp", [1, 2])
 def test_workers_read_what_the_rank_itself_reads(dp):
     def read(num_workers):
-        return read_chunks(job_of(lambda: Augmented(11), num_workers=num_workers), Plan(dp=dp, microbatches=2), 1, 7)
+        return read_chunks(
+            job_of(lambda: Augmented(11), num_workers=num_workers), Plan(dp=dp, microbatches=2), 1, 7
+        )
 
     assert same(read(2), read(0))
 
@@ -80,7 +90,9 @@ def test_draws_in_collate_belong_to_the_chunk():
 def test_another_step_than_the_next_is_found():
     job, plan = job_of(lambda: Augmented(11), num_workers=1), Plan(dp=2)
     straight = read_chunks(job, plan, 0, 6)
-    assert same(read_chunks(job, plan, 0, 6, steps=[3, 4, 0, 0, 5]), [straight[step] for step in (3, 4, 0, 0, 5)])
+    assert same(
+        read_chunks(job, plan, 0, 6, steps=[3, 4, 0, 0, 5]), [straight[step] for step in (3, 4, 0, 0, 5)]
+    )
 
 
 def test_nobody_reads_another_replicas_samples():
@@ -101,7 +113,11 @@ def test_the_callers_generators_are_left_alone():
     for num_workers in (0, 1):
         torch.manual_seed(1), random.seed(2), numpy.random.seed(3)
         read_chunks(job_of(lambda: Augmented(8), num_workers=num_workers), Plan(dp=2), 0, 3)
-        assert torch.equal(torch.rand(3), expected[0]) and random.random() == expected[1] and numpy.random.rand() == expected[2]
+        assert (
+            torch.equal(torch.rand(3), expected[0])
+            and random.random() == expected[1]
+            and numpy.random.rand() == expected[2]
+        )
 
 
 def test_short_last_batch_gives_some_replicas_nothing():
@@ -111,7 +127,9 @@ def test_short_last_batch_gives_some_replicas_nothing():
 
 
 def test_collate_sees_one_chunk_at_a_time():
-    (chunks,) = read_chunks(job_of(list(range(7)), batch_size=7, collate=list, shuffle=False), Plan(dp=2, microbatches=2), 0, 1)
+    (chunks,) = read_chunks(
+        job_of(list(range(7)), batch_size=7, collate=list, shuffle=False), Plan(dp=2, microbatches=2), 0, 1
+    )
     assert [chunk.data for chunk in chunks] == [[0, 1], [2, 3], [4, 5], [6]]
 
 
@@ -131,7 +149,10 @@ def test_empty_dataset():
 
 
 def test_dropping_the_only_batch():
-    with pytest.raises(DataError, match=r"3 samples, and drop_last=True drops the short batch of them \(batch_size=4\). Use batch_size=3 or less"):
+    with pytest.raises(
+        DataError,
+        match=r"3 samples, and drop_last=True drops the short batch of them \(batch_size=4\). Use batch_size=3 or less",
+    ):
         read_chunks(job_of([1, 2, 3], drop_last=True), Plan(), 0, 1)
 
 

@@ -13,21 +13,41 @@ from tests.matrix import SETTINGS, case_name, covering_cases, run_cases, thoroug
 
 
 def test_the_covering_cases_cover_all_pairs() -> None:
-    pairs = {(a, str(x), b, str(y)) for a in SETTINGS for x in SETTINGS[a] for b in SETTINGS if a < b for y in SETTINGS[b]}
-    met = {(a, str(case[a]), b, str(case[b])) for case in covering_cases() for a in SETTINGS for b in SETTINGS if a < b}
+    pairs = {
+        (a, str(x), b, str(y))
+        for a in SETTINGS
+        for x in SETTINGS[a]
+        for b in SETTINGS
+        if a < b
+        for y in SETTINGS[b]
+    }
+    met = {
+        (a, str(case[a]), b, str(case[b]))
+        for case in covering_cases()
+        for a in SETTINGS
+        for b in SETTINGS
+        if a < b
+    }
     assert met == pairs
     assert len(covering_cases()) < 60
 
 
 def test_the_thorough_cases_cover_all_triples() -> None:
     names = [(a, b, c) for a in SETTINGS for b in SETTINGS for c in SETTINGS if a < b < c]
-    triples = {(three, values) for three in names for values in product(*(map(str, SETTINGS[name]) for name in three))}
-    assert {(three, tuple(str(case[name]) for name in three)) for case in thorough_cases() for three in names} == triples
+    triples = {
+        (three, values)
+        for three in names
+        for values in product(*(map(str, SETTINGS[name]) for name in three))
+    }
+    assert {
+        (three, tuple(str(case[name]) for name in three)) for case in thorough_cases() for three in names
+    } == triples
     assert len(thorough_cases()) < 220  # of 1,800
 
 
 def covering_params() -> Iterator[Any]:
-    """The covering cases; those in which every value occurs that the ones before have met already are `long`."""
+    """The covering cases; those in which every value occurs that the ones before have met already are
+    `long`."""
     met: set[tuple[str, str]] = set()
     for case in covering_cases():
         values = {(name, str(value)) for name, value in case.items()}

@@ -22,7 +22,8 @@ def test_a_limit_of_address_space_is_named(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     assert done.returncode != 0
     assert (
-        "each rank maps 16 GiB of address space for every one of 2 ranks, of which little is used, and ulimit -v allows 30 GiB in all" in done.stderr
+        "each rank maps 16 GiB of address space for every one of 2 ranks, of which little is used, and ulimit -v allows 30 GiB in all"
+        in done.stderr
     ), done.stderr
     assert "--transport gloo" in done.stderr
     assert_nothing_left(tmp_path / "run")

@@ -44,7 +44,15 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_farthest_apart():
 
 
 def test_a_place_prints_its_replica_and_what_is_not_zero():
-    assert [str(place) for place in (MeshCoordinates(), MeshCoordinates(dp=3), MeshCoordinates(pp=2), MeshCoordinates(dp=1, pp=2, tp=3))] == [
+    assert [
+        str(place)
+        for place in (
+            MeshCoordinates(),
+            MeshCoordinates(dp=3),
+            MeshCoordinates(pp=2),
+            MeshCoordinates(dp=1, pp=2, tp=3),
+        )
+    ] == [
         "dp=0",
         "dp=3",
         "dp=0,pp=2",

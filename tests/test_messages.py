@@ -1,4 +1,5 @@
-"""Messages of a pipeline match in any schedule, also where each is only handed over when both sides are there."""
+"""Messages of a pipeline match in any schedule, also where each is only handed over when both sides are
+there."""
 
 from __future__ import annotations
 
@@ -15,19 +16,31 @@ from meshloom.pipeline.schedules.schedule import Schedule
 Posted = list[tuple[StageMessage, bool]]
 
 
-@given(name=st.sampled_from(list(SCHEDULES)), p=st.integers(1, 4), m=st.integers(1, 9), ahead=st.integers(0, 3), data=st.data())
+@given(
+    name=st.sampled_from(list(SCHEDULES)),
+    p=st.integers(1, 4),
+    m=st.integers(1, 9),
+    ahead=st.integers(0, 3),
+    data=st.data(),
+)
 @settings(max_examples=80, deadline=None)
-def test_all_ranks_reach_the_end_when_messages_are_handed_over_hand_to_hand(name: str, p: int, m: int, ahead: int, data: st.DataObject):
+def test_all_ranks_reach_the_end_when_messages_are_handed_over_hand_to_hand(
+    name: str, p: int, m: int, ahead: int, data: st.DataObject
+):
     schedule = make_schedule(name, p, m)
     chain = [Edge(*pair, back=True) for pair in pairwise(range(schedule.num_stages))]
     skips = [
-        Edge(source, end, back=data.draw(st.booleans())) for source in range(schedule.num_stages) for end in range(source + 2, schedule.num_stages)
+        Edge(source, end, back=data.draw(st.booleans()))
+        for source in range(schedule.num_stages)
+        for end in range(source + 2, schedule.num_stages)
     ]
     steps = steps_of(schedule, [*chain, *(each for each in skips if data.draw(st.booleans()))], ahead=ahead)
     assert hand_over(schedule, steps) == [len(each) for each in steps]
 
 
-@given(name=st.sampled_from(list(SCHEDULES)), p=st.integers(2, 4), m=st.integers(1, 9), ahead=st.integers(0, 3))
+@given(
+    name=st.sampled_from(list(SCHEDULES)), p=st.integers(2, 4), m=st.integers(1, 9), ahead=st.integers(0, 3)
+)
 @settings(max_examples=50, deadline=None)
 def test_open_receives_change_no_order_and_are_no_more_than_said(name: str, p: int, m: int, ahead: int):
     schedule = make_schedule(name, p, m)
@@ -52,7 +65,11 @@ def most_open(schedule: Schedule, rank: int, steps: tuple[Step, ...]) -> int:
     now = dict.fromkeys(range(schedule.num_ranks), 0)
     most = 0
     for step in steps:
-        for message, is_send in [*((each, False) for each in step.receives), *((each, None) for each in step.awaits), *step.posts]:
+        for message, is_send in [
+            *((each, False) for each in step.receives),
+            *((each, None) for each in step.awaits),
+            *step.posts,
+        ]:
             if is_send is not True:
                 now[schedule.ranks[message.source]] += 1 if is_send is False else -1
         most = max(most, *now.values())
@@ -60,7 +77,8 @@ def most_open(schedule: Schedule, rank: int, steps: tuple[Step, ...]) -> int:
 
 
 def hand_over(schedule: Schedule, steps: tuple[tuple[Step, ...], ...]) -> list[int]:
-    """How many steps every rank gets through. A pair's oldest operations of both sides are done together; an action waits for what it needs."""
+    """How many steps every rank gets through. A pair's oldest operations of both sides are done together; an
+    action waits for what it needs."""
     open_: dict[tuple[int, int], Posted] = {}  # (rank, peer) -> started and not done
     done: set[StageMessage] = set()
     at = [0] * schedule.num_ranks

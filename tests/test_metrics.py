@@ -55,7 +55,8 @@ def test_plain_numbers_are_as_good_as_tensors():
 
 
 def test_a_plain_number_is_added_up_where_the_others_are():
-    """It became a tensor on the CPU, and was added to sums on a GPU. Fake tensors have devices that the machine need not have."""
+    """It became a tensor on the CPU, and was added to sums on a GPU. Fake tensors have devices that the
+    machine need not have."""
     with FakeTensorMode():
         sums = MetricSums(METRICS, torch.device("cuda"))
         sums.add("loss", chunk(0, 4), 0.5)
@@ -65,13 +66,17 @@ def test_a_plain_number_is_added_up_where_the_others_are():
 
 def test_what_a_metric_must_not_return_is_said_of_the_metric():
     sums = MetricSums(METRICS, CPU)
-    with pytest.raises(JobError, match=r"The metric returned a str\. Return one scalar tensor \(the mean over the samples\), or \(sum, weight\)\.$"):
+    with pytest.raises(
+        JobError,
+        match=r"The metric returned a str\. Return one scalar tensor \(the mean over the samples\), or \(sum, weight\)\.$",
+    ):
         sums.add("loss", chunk(0, 2), "good")
 
 
 @pytest.mark.parametrize("plan", ["dp=2", pytest.param("pp=2", marks=pytest.mark.long)])
 def test_a_metric_that_returns_no_number_is_named(plan: str):
-    """It was called the loss, and under pp "a line that could not be found: new(): invalid data type 'str'"."""
+    """It was called the loss, and under pp "a line that could not be found: new(): invalid data type
+    'str'"."""
     job = make_job("mlp", "sgd", steps=2)
     job = replace(job, evaluate=Evaluate(job.data, {"accuracy": lambda model, batch: "good"}, 1))
     with (

@@ -1,7 +1,9 @@
-"""Every module trains in the mode in which the job built it, in every step, under every plan and on one device alike.
+"""Every module trains in the mode in which the job built it, in every step, under every plan and on one
+device alike.
 
-Found from outside: tp and pp trained a model that was handed over in evaluation mode, as `from_pretrained` returns it, without its dropout (losses
-under dp=1 2.2317, 1.2442, 3.9931, under tp=2 and pp=2 2.1116, 1.5055, 1.5208); and the first evaluation made batch norm that a job had frozen train.
+Found from outside: tp and pp trained a model that was handed over in evaluation mode, as `from_pretrained`
+returns it, without its dropout (losses under dp=1 2.2317, 1.2442, 3.9931, under tp=2 and pp=2 2.1116, 1.5055,
+1.5208); and the first evaluation made batch norm that a job had frozen train.
 """
 
 from __future__ import annotations
@@ -35,14 +37,17 @@ def handed_over_in_evaluation_mode() -> nn.Module:
 
 
 def with_a_new_head() -> nn.Module:
-    """As fine-tuning begins: what `from_pretrained` returned is in evaluation mode, and the new part of it is not."""
+    """As fine-tuning begins: what `from_pretrained` returned is in evaluation mode, and the new part of it is
+    not."""
     model = nn.Sequential(nn.Linear(7, 24), nn.Dropout(0.9), nn.Identity()).eval()
     model[2] = nn.Linear(24, 5)
     return model
 
 
 def with_frozen_statistics() -> nn.Module:
-    model = nn.Sequential(nn.Linear(7, 24), nn.BatchNorm1d(24), nn.Dropout(0.5), nn.Dropout(0.5), nn.Linear(24, 5))
+    model = nn.Sequential(
+        nn.Linear(7, 24), nn.BatchNorm1d(24), nn.Dropout(0.5), nn.Dropout(0.5), nn.Linear(24, 5)
+    )
     nn.init.normal_(model[1].running_mean)
     model[1].eval()
     model[2].eval()
@@ -74,11 +79,17 @@ MODELS: dict[Callable[[], nn.Module], set[str]] = {  # what stays in evaluation 
 
 def job_of(model: Callable[[], nn.Module], **settings: Any) -> Job:
     optimizer = lambda named: torch.optim.SGD([p for _, p in named], lr=0.3)  # noqa: E731
-    return Job(model=model, optimizer=optimizer, data=vectors, **{"loss": class_loss, "batch_size": 6, "steps": 4, **settings})
+    return Job(
+        model=model,
+        optimizer=optimizer,
+        data=vectors,
+        **{"loss": class_loss, "batch_size": 6, "steps": 4, **settings},
+    )
 
 
 def one_device(job: Job, steps: int) -> list[float]:
-    """Losses of whole batches, as a script has them that calls `.eval()` again on what it freezes after every `model.train()`."""
+    """Losses of whole batches, as a script has them that calls `.eval()` again on what it freezes after every
+    `model.train()`."""
     seed_everything(model_seed(job.seed))
     model, data, found = job.model().train(), job.data(), []
     kept = MODELS[job.model]
@@ -114,10 +125,13 @@ def test_a_plan_that_reads_trains_in_the_mode_of_one_device(model: Callable[[], 
     job = job_of(model, shuffle=False)
     expected = one_device(job, 4)
     assert run(job, "keyed_draws=true") == pytest.approx(expected, rel=1e-6)
-    assert run(job, "tp=2,keyed_draws=true") == pytest.approx(expected, rel=2e-5)  # sums over tp, and their rounding through four steps
+    # sums over tp, and their rounding through four steps
+    assert run(job, "tp=2,keyed_draws=true") == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.parametrize("plan", few(["dp=2", "tp=2", "pp=2,microbatches=2,recompute=full", "dp=1", "pp=2"], 3, pytest.mark.slow))
+@pytest.mark.parametrize(
+    "plan", few(["dp=2", "tp=2", "pp=2,microbatches=2,recompute=full", "dp=1", "pp=2"], 3, pytest.mark.slow)
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_verify_agrees(model: Callable[[], nn.Module], plan: str):
     report = verify(job_of(model), Plan.parse(plan), devices="simulated", dtype=torch.float64)
@@ -133,10 +147,15 @@ def test_what_is_frozen_stays_frozen_after_an_evaluation(plan: str):
 
 def test_an_asynchronous_worker_keeps_what_is_frozen():
     """One worker and one server, which nothing overtakes, are one device."""
-    job = job_of(with_frozen_statistics, evaluate=Evaluate(vectors, {"loss": class_loss}, every=1), shuffle=False)
+    job = job_of(
+        with_frozen_statistics, evaluate=Evaluate(vectors, {"loss": class_loss}, every=1), shuffle=False
+    )
     found: list[float] = []
     with Trainer(
-        job, "dp=1,exchange=async,keyed_draws=true", devices="simulated", listener=Listener(step=lambda each: found.append(each.loss))
+        job,
+        "dp=1,exchange=async,keyed_draws=true",
+        devices="simulated",
+        listener=Listener(step=lambda each: found.append(each.loss)),
     ) as trainer:
         trainer.fit()
     assert found == pytest.approx(one_device(job, 4), rel=1e-6)
@@ -158,7 +177,8 @@ def test_a_part_put_into_evaluation_mode_between_steps_is_refused(plan: str):
 
 
 def test_a_loss_may_set_modes_itself():
-    """Of the batch norm, in every call: that is no change between steps. (Programs have one mode and refuse it with its line.)"""
+    """Of the batch norm, in every call: that is no change between steps. (Programs have one mode and refuse
+    it with its line.)"""
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
         model.get_submodule("1").eval()
@@ -173,7 +193,8 @@ def test_a_loss_may_set_modes_itself():
 
 
 def test_programs_of_both_modes_are_the_module_in_them():
-    """A program for evaluation of a model whose new head was in training mode was read with that head in it."""
+    """A program for evaluation of a model whose new head was in training mode was read with that head in
+    it."""
 
     def model() -> nn.Module:
         built = handed_over_in_evaluation_mode()

@@ -78,8 +78,11 @@ def check(view: Callable[[Tensor], Tensor], write: Callable[[Tensor], object]) -
     model, loss = Writes(view, write), lambda model, batch: model(batch)
     batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(number)) for number in range(3)]
     program = capture_module(model, loss, (batches[0], batches[1]))
-    assert not any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in program.nodes)
-    check_against_module(program, model, loss, batches[2:], tolerance=1e-6)  # gradients of pieces are summed in another order
+    assert not any(
+        getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in program.nodes
+    )
+    # gradients of pieces are summed in another order
+    check_against_module(program, model, loss, batches[2:], tolerance=1e-6)
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -102,7 +105,12 @@ def test_precision_of_the_target_is_kept():
 
     model, loss = Promotes(), lambda model, batch: model(batch)
     program = capture_module(model, loss, (torch.randn(2, 3), torch.randn(2, 3)))
-    assert {str(output.dtype) for node in program.nodes for output in node.outputs if node.operator == "out_of_place"} == {"torch.bfloat16"}
+    assert {
+        str(output.dtype)
+        for node in program.nodes
+        for output in node.outputs
+        if node.operator == "out_of_place"
+    } == {"torch.bfloat16"}
     check_against_module(program, model, loss, [torch.randn(2, 3)], tolerance=0.0)
 
 
@@ -134,10 +142,16 @@ class Halves(nn.Module):
 
 def test_a_value_put_in_between_changes_raw_export_but_no_program():
     """As a collective would be: what reads a value reads a copy of it instead."""
-    model, loss, (one, two, batch) = Halves(), lambda model, batch: model(batch), (torch.randn(2, 3) for _ in range(3))
+    model, loss, (one, two, batch) = (
+        Halves(),
+        lambda model, batch: model(batch),
+        (torch.randn(2, 3) for _ in range(3)),
+    )
     expected = loss(model, batch)
     raw = torch.export.export(model, (one,), strict=False).module()
-    assert {"aten.mul_.Tensor", "aten.index_put_.default", "aten.relu_.default"} <= {str(node.target) for node in raw.graph.nodes}
+    assert {"aten.mul_.Tensor", "aten.index_put_.default", "aten.relu_.default"} <= {
+        str(node.target) for node in raw.graph.nodes
+    }
     behind = next(node for node in raw.graph.nodes if str(node.target) == "aten.linear.default")
     for user in list(behind.users):
         with raw.graph.inserting_before(user):
@@ -152,7 +166,9 @@ def test_a_value_put_in_between_changes_raw_export_but_no_program():
         for number, each in enumerate(node.args):
             if isinstance(each, Ref):
                 copy = f"{node.name}_{number}"
-                nodes.append(replace(node, name=copy, target=torch.ops.aten.clone.default, args=(each,), kwargs={}))
+                nodes.append(
+                    replace(node, name=copy, target=torch.ops.aten.clone.default, args=(each,), kwargs={})
+                )
                 each = Ref(copy)
             args.append(each)
         nodes.append(replace(node, args=tuple(args)))
@@ -199,5 +215,8 @@ def test_two_tensors_written_at_once_are_refused():
             torch.max(x, 0, out=(values, places))
             return values.sum()
 
-    with torch.no_grad(), pytest.raises(CaptureError, match=r"max at .*test_mutation.py:\d+ .* writes to more than one tensor"):
+    with (
+        torch.no_grad(),
+        pytest.raises(CaptureError, match=r"max at .*test_mutation.py:\d+ .* writes to more than one tensor"),
+    ):
         capture_module(Both(), lambda model, batch: model(batch), (torch.randn(2, 3), torch.randn(2, 3)))

@@ -1,4 +1,5 @@
-"""Fake tensors on a CPU are what its operators give: strides of batch norm, workspaces of recurrent layers; against the operators themselves."""
+"""Fake tensors on a CPU are what its operators give: strides of batch norm, workspaces of recurrent layers;
+against the operators themselves."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def test_strides_of_batch_norm(layout: str, training: bool):
         return F.batch_norm(x, mean, variance, weight.requires_grad_(), bias, training=training)
 
     def steps(x: Tensor) -> list[tuple[int, int]]:
-        return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]  # that of a single element says nothing
+        # that of a single element says nothing
+        return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
 
     x = LAYOUTS[layout]
     with FakeTensorMode(), AsOnCPU():
@@ -54,26 +56,39 @@ def test_strides_of_batch_norm(layout: str, training: bool):
 def test_strides_in_a_program_are_those_of_its_run():
     # Where masks are drawn in the order of memory, a part of a mask is cut by them.
     model, batch = nn.BatchNorm1d(4), torch.randn(6, 5, 4)
-    program = capture_module(model, lambda model, batch: F.dropout(model(batch.transpose(1, 2)), 0.5).sum(), (batch, batch + 1))
+    program = capture_module(
+        model, lambda model, batch: F.dropout(model(batch.transpose(1, 2)), 0.5).sum(), (batch, batch + 1)
+    )
     found = {node.operator: node.outputs[0].stride for node in program.nodes}
     assert found["batch_norm"] == found["dropout"] == model(batch.transpose(1, 2)).stride() == (20, 5, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(5, 3, 7, 5), (33, 17, 100, 90), (50, 8, 60, 60), (7, 8, 256, 64), (9, 2, 64, 256), (1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [(5, 3, 7, 5), (33, 17, 100, 90), (50, 8, 60, 60), (7, 8, 256, 64), (9, 2, 64, 256), (1, 1, 1, 1)],
+)
 def test_workspace_of_a_recurrent_layer(shape: tuple[int, int, int, int], dtype: torch.dtype):
     length, batch, features, hidden = shape
-    weights = [torch.zeros(4 * hidden, each, dtype=dtype) for each in (features, hidden)] + [torch.zeros(4 * hidden, dtype=dtype)] * 2
+    weights = [torch.zeros(4 * hidden, each, dtype=dtype) for each in (features, hidden)] + [
+        torch.zeros(4 * hidden, dtype=dtype)
+    ] * 2
     state = torch.zeros(1, batch, hidden, dtype=dtype)
     x = torch.zeros(length, batch, features, dtype=dtype)
-    workspace = aten.mkldnn_rnn_layer(x, *weights, state, state.clone(), False, [], 2, hidden, 1, True, False, False, True)[3]
-    assert workspace_bytes(length, batch, features, hidden=hidden, itemsize=dtype.itemsize) == workspace.untyped_storage().nbytes()
+    workspace = aten.mkldnn_rnn_layer(
+        x, *weights, state, state.clone(), False, [], 2, hidden, 1, True, False, False, True
+    )[3]
+    assert (
+        workspace_bytes(length, batch, features, hidden=hidden, itemsize=dtype.itemsize)
+        == workspace.untyped_storage().nbytes()
+    )
 
 
 @pytest.mark.usefixtures("silent_export")
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_a_convolution_of_a_viewed_sequence_lies_as_it_does_when_it_runs(num_samples: int):
-    """Views give dims of one element strides by which kernels choose: of a single sample the fake had channels last, and masks were drawn in that order."""
+    """Views give dims of one element strides by which kernels choose: of a single sample the fake had
+    channels last, and masks were drawn in that order."""
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         picture = batch.permute(0, 2, 1).view(num_samples, 6, 4, 4)
@@ -82,7 +97,13 @@ def test_a_convolution_of_a_viewed_sequence_lies_as_it_does_when_it_runs(num_sam
     model, batch = nn.Conv2d(6, 5, 3, padding=1), torch.randn(num_samples, 16, 6)
     program = capture_module(model, loss, (batch, batch + 1))
     found: dict[str, tuple[int, ...]] = {}
-    run_program(program, dict(model.named_parameters()), {}, batch, visit=lambda node, value: found.setdefault(node.name, value.stride()))
+    run_program(
+        program,
+        dict(model.named_parameters()),
+        {},
+        batch,
+        visit=lambda node, value: found.setdefault(node.name, value.stride()),
+    )
     assert {"view", "conv2d", "dropout"} <= {node.operator for node in program.nodes}
     for node in program.nodes:
         assert node.outputs[0].stride == found[node.name], node.operator

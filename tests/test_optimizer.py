@@ -42,7 +42,9 @@ def matrices_and_rest(named: NamedParameters) -> list[Optimizer]:
 def decay_groups(named: NamedParameters) -> Optimizer:
     decayed = [(name, each) for name, each in named if each.ndim > 1]
     rest = [(name, each) for name, each in named if each.ndim < 2]
-    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": rest, "lr": 0.05}], lr=0.01)
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "lr": 0.05}], lr=0.01
+    )
 
 
 BUILDS: dict[str, Build] = {
@@ -52,7 +54,9 @@ BUILDS: dict[str, Build] = {
     "decay groups": decay_groups,
     "muon and adamw": matrices_and_rest,
     "trust ratio": lambda named: Lamb([each for _, each in named]),
-    "together": lambda named: Together([each for _, each in named if not (each.shape == (3, 3) or each.shape == (3,))]),
+    "together": lambda named: Together(
+        [each for _, each in named if not (each.shape == (3, 3) or each.shape == (3,))]
+    ),
     "own list": lambda named: OwnList([each for _, each in named]),
     "some frozen": lambda named: torch.optim.Adam([pair for pair in named if "twice" not in pair[0]]),
 }
@@ -90,14 +94,22 @@ class World:
         return run_in_steps([rank(exchange, updater) for _, exchange, updater in self.members])
 
     def parameters(self) -> dict[str, Tensor]:
-        first, *others = [{name: each.detach().clone() for name, each in model.named_parameters()} for model, _, _ in self.members]
+        first, *others = [
+            {name: each.detach().clone() for name, each in model.named_parameters()}
+            for model, _, _ in self.members
+        ]
         assert all(torch.equal(first[name], other[name]) for other in others for name in first)
         return first
 
     def checkpoint(self) -> Saved:
         worlds = simulated_groups(len(self.members))
         return Saved(
-            [(pieces, values) for pieces, _, values in run_in_steps([each[2].state(world) for each, world in zip(self.members, worlds, strict=True)])]
+            [
+                (pieces, values)
+                for pieces, _, values in run_in_steps(
+                    [each[2].state(world) for each, world in zip(self.members, worlds, strict=True)]
+                )
+            ]
         )
 
     def load(self, saved: Saved, parameters: dict[str, Tensor]) -> None:
@@ -122,7 +134,9 @@ class Saved:
             whole = self.tensors.setdefault(piece.key, torch.zeros(count, dtype=piece.tensor.dtype))
             assert piece.tensor.ndim == 1 and len(piece.tensor) == piece.stop - piece.start
             whole[piece.start : piece.stop] = piece.tensor
-            filled.setdefault(piece.key, torch.zeros(count, dtype=torch.bool))[piece.start : piece.stop] = True
+            filled.setdefault(piece.key, torch.zeros(count, dtype=torch.bool))[piece.start : piece.stop] = (
+                True
+            )
             assert self.shapes.setdefault(piece.key, tuple(piece.shape)) == tuple(piece.shape)
         assert all(bool(each.all()) for each in filled.values())
 
@@ -130,7 +144,9 @@ class Saved:
         return self.tensors[key][start:stop]
 
 
-def one_device(the_job: Job, steps: int = STEPS, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], list[float]]:
+def one_device(
+    the_job: Job, steps: int = STEPS, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, Tensor], list[float]]:
     """The loop that a user writes; the chunks' gradients are summed in the replicas' order."""
     torch.manual_seed(0)
     model = Net().to(dtype)
@@ -163,25 +179,36 @@ def loss_of(step: int) -> float:
     return [3.0, 2.0, 2.5, 2.6, 2.7, 2.8][step]
 
 
-def trained(the_job: Job, kind: str, steps: int = STEPS, dtype: torch.dtype = torch.float64) -> tuple[World, list[float | None]]:
+def trained(
+    the_job: Job, kind: str, steps: int = STEPS, dtype: torch.dtype = torch.float64
+) -> tuple[World, list[float | None]]:
     world = World(the_job, kind, dtype=dtype)
     return world, [world.step(batch(step, dtype), loss_of(step))[0] for step in range(steps)]
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], kind: str = "all_reduce") -> None:
-    """The same bits. Slices: up to rounding, as the last elements of a tensor go through other instructions than the rest."""
+    """The same bits. Slices: up to rounding, as the last elements of a tensor go through other instructions
+    than the rest."""
     for name, each in expected.items():
         if kind == "all_reduce":
             assert torch.equal(found[name], each), f"{name} differs by {(found[name] - each).abs().max()}"
         else:
-            tolerance = 100 * torch.finfo(each.dtype).eps  # a few steps, one unit in the last place each, of values around 1
-            torch.testing.assert_close(found[name], each, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+            # a few steps, one unit in the last place each, of values around 1
+            tolerance = 100 * torch.finfo(each.dtype).eps
+            torch.testing.assert_close(
+                found[name],
+                each,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 LOOK_AT_ALL = ("together", "own list")  # which one copy is not for: see replica/sharing.py
 
 
-UNDER_ALL = ("AdamW", "decay groups", "muon and adamw")  # one that can work on slices, groups of its own, and one that needs whole parameters
+# one that can work on slices, groups of its own, and one that needs whole parameters
+UNDER_ALL = ("AdamW", "decay groups", "muon and adamw")
 
 
 @cache
@@ -218,7 +245,10 @@ def test_slices_in_float32_too(name: str):
 def test_state_is_divided_among_the_ranks():
     for name in ("AdamW", "Adafactor", "trust ratio", "muon and adamw"):
         world, _ = trained(job(BUILDS[name]), "zero")
-        held = [sum(each.tensor.numel() for held in updater._held for each in held) for _, _, updater in world.members]
+        held = [
+            sum(each.tensor.numel() for held in updater._held for each in held)
+            for _, _, updater in world.members
+        ]
         total = sum(each.numel() for each in world.members[0][0].parameters())
         assert sum(held) == total and max(held) < total / 2, (name, held)
 
@@ -232,7 +262,9 @@ def test_unused_parameters_are_left_alone():
             before = world.parameters()
             world.step(batch(0))
             after = world.parameters()
-            assert torch.equal(before["never.weight"], after["never.weight"]) and torch.equal(before["never.bias"], after["never.bias"])
+            assert torch.equal(before["never.weight"], after["never.weight"]) and torch.equal(
+                before["never.bias"], after["never.bias"]
+            )
             assert not torch.equal(before["first.weight"], after["first.weight"])
 
 
@@ -241,7 +273,9 @@ def test_gradients_belong_to_the_exchange_afterwards():
         world, _ = trained(job(BUILDS["muon and adamw"]), kind, steps=1)
         for model, _, updater in world.members:
             kept = {id(each): each.grad for each in model.parameters()}
-            assert all(target is None or id(target) in kept or target.grad is None for target in updater._targets)
+            assert all(
+                target is None or id(target) in kept or target.grad is None for target in updater._targets
+            )
 
 
 @pytest.mark.parametrize("kind", few(KINDS, 2))
@@ -276,15 +310,35 @@ def test_several_optimizers_and_schedulers():
         assert updater.learning_rates() == [0.02 / 4, 0.01 / 4]
 
 
-RESUMED = ["AdamW", "initial state", "ASGD", "Rprop", "Adafactor", "muon and adamw", "trust ratio", "together", "decay groups", "NAdam"]
-SIZES = [("all_reduce", 4, "zero", 4), ("zero", 4, "all_reduce", 4), ("zero", 4, "zero", 4), ("zero", 4, "zero", 3)]
+RESUMED = [
+    "AdamW",
+    "initial state",
+    "ASGD",
+    "Rprop",
+    "Adafactor",
+    "muon and adamw",
+    "trust ratio",
+    "together",
+    "decay groups",
+    "NAdam",
+]
+SIZES = [
+    ("all_reduce", 4, "zero", 4),
+    ("zero", 4, "all_reduce", 4),
+    ("zero", 4, "zero", 4),
+    ("zero", 4, "zero", 3),
+]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "size", "kind2", "size2"), SIZES)
 @pytest.mark.parametrize("name", RESUMED)
-def test_resuming_is_bit_exact_under_another_division(name: str, kind: str, size: int, kind2: str, size2: int):
-    schedule: Any = lambda made: [lr_scheduler.CosineAnnealingLR(each, 10) for each in (made if isinstance(made, list) else [made])]  # noqa: E731
+def test_resuming_is_bit_exact_under_another_division(
+    name: str, kind: str, size: int, kind2: str, size2: int
+):
+    schedule: Any = lambda made: [  # noqa: E731
+        lr_scheduler.CosineAnnealingLR(each, 10) for each in (made if isinstance(made, list) else [made])
+    ]
     the_job = job(BUILDS[name], scheduler=schedule)
     first = World(the_job, kind, size)
     for step in range(2):
@@ -295,7 +349,10 @@ def test_resuming_is_bit_exact_under_another_division(name: str, kind: str, size
     gathered = second.checkpoint()
     reference = first.checkpoint()
     assert gathered.values == reference.values and gathered.shapes == reference.shapes
-    assert all(torch.equal(each, gathered.tensors[key]) and each.dtype == gathered.tensors[key].dtype for key, each in reference.tensors.items())
+    assert all(
+        torch.equal(each, gathered.tensors[key]) and each.dtype == gathered.tensors[key].dtype
+        for key, each in reference.tensors.items()
+    )
     if size == size2:  # otherwise gradients are summed in another order
         for step in range(2, 4):
             first.step(merged(batch(step), size))
@@ -311,13 +368,25 @@ def test_state_goes_through_a_checkpoint_on_disk(tmp_path: Path):
         pieces, _, values = yield from updater.state(group)
         weights = model.state_dict()
         return (
-            yield from save(tmp_path, 2, weights=weights, pieces=pieces, values=values, fingerprint={}, plan_text="dp=4,zero=1", group=group, keep=1)
+            yield from save(
+                tmp_path,
+                2,
+                weights=weights,
+                pieces=pieces,
+                values=values,
+                fingerprint={},
+                plan_text="dp=4,zero=1",
+                group=group,
+                keep=1,
+            )
         )
 
     ranks = zip(first.members, simulated_groups(4), strict=True)
-    opened = Checkpoint.open(run_in_steps([saved(model, updater, group) for (model, _, updater), group in ranks])[0])
+    opened = Checkpoint.open(
+        run_in_steps([saved(model, updater, group) for (model, _, updater), group in ranks])[0]
+    )
     second = World(the_job, "all_reduce", 2)
-    shapes = {key: opened.shape(key) for key in opened.keys()}  # noqa: SIM118  (a method of its own)
+    shapes = {key: opened.shape(key) for key in opened.keys()}  # noqa: SIM118
     for model, _, updater in second.members:
         model.load_state_dict(opened.weights())
         updater.load(opened.read, shapes, opened.values)
@@ -357,7 +426,11 @@ def test_plain_state_is_saved_from_whoever_has_it():
         second = World(the_job, kind)
         second.load(saved, first.parameters())
         optimizer = second.members[0][2]._optimizers[0]
-        assert optimizer.param_groups[0]["calls"] == 2 and optimizer.param_groups[0]["warm"] == (1, 2.5) and optimizer.state["all"] == {"calls": 2}
+        assert (
+            optimizer.param_groups[0]["calls"] == 2
+            and optimizer.param_groups[0]["warm"] == (1, 2.5)
+            and optimizer.state["all"] == {"calls": 2}
+        )
         states = [each for key, each in optimizer.state.items() if isinstance(key, Tensor)]
         assert states and all(each == {"step": 2, "mode": "late"} for each in states)
     first.step(batch(2))
@@ -366,7 +439,10 @@ def test_plain_state_is_saved_from_whoever_has_it():
 
 
 def test_tensor_learning_rate_is_restored_in_place():
-    the_job = job(lambda named: torch.optim.AdamW(named, lr=torch.tensor(0.01)), scheduler=lambda optimizer: lr_scheduler.StepLR(optimizer, 1, 0.5))
+    the_job = job(
+        lambda named: torch.optim.AdamW(named, lr=torch.tensor(0.01)),
+        scheduler=lambda optimizer: lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )
     first, _ = trained(the_job, "zero", steps=2)
     second = World(the_job, "all_reduce")
     second.load(first.checkpoint(), first.parameters())
@@ -382,13 +458,22 @@ def test_tensor_learning_rate_is_restored_in_place():
         [
             lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.1),
             lambda optimizer: lr_scheduler.SequentialLR(
-                optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 9)], [2]
+                optimizer,
+                [
+                    lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+                    lr_scheduler.CosineAnnealingLR(optimizer, 9),
+                ],
+                [2],
             ),
-            lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
+            lambda optimizer: lr_scheduler.CyclicLR(
+                optimizer, 0.01, 0.1, step_size_up=2, cycle_momentum=False
+            ),
             lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
             lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10),
             lambda optimizer: lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step]),
-            lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.ConstantLR(optimizer, 0.5, 3)]),
+            lambda optimizer: lr_scheduler.ChainedScheduler(
+                [lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.ConstantLR(optimizer, 0.5, 3)]
+            ),
             lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
             lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 5),
         ],
@@ -409,7 +494,12 @@ def test_schedulers_resume_where_they_were(schedule: Callable[[Any], Any]):
 
 def test_the_users_answer_decides():
     def lengths(world: World) -> set[bool]:
-        return {each.tensor.numel() == torch.Size(each.shape).numel() for _, _, updater in world.members for held in updater._held for each in held}
+        return {
+            each.tensor.numel() == torch.Size(each.shape).numel()
+            for _, _, updater in world.members
+            for held in updater._held
+            for each in held
+        }
 
     assert lengths(World(job(BUILDS["AdamW"]), "zero")) == {True, False}
     assert lengths(World(job(BUILDS["AdamW"], elementwise=False), "zero")) == {True}
@@ -422,7 +512,9 @@ def test_whole_parameters_travel_to_their_keeper_and_back():
     world, _ = trained(job(matrices_and_rest, clip_grad_norm=1.0), "zero", steps=1)
     whole = sum(each.numel() for each in world.members[0][0].parameters() if each.ndim == 2)
     back = sum(updater._whole.bytes_per_step() for _, _, updater in world.members if updater._whole)
-    slices = sum(1 for _, exchange, _ in world.members for slice_ in exchange.owned if slice_.parameter.ndim == 2)
+    slices = sum(
+        1 for _, exchange, _ in world.members for slice_ in exchange.owned if slice_.parameter.ndim == 2
+    )
     own = sum(
         slice_.stop - slice_.start
         for _, exchange, updater in world.members
@@ -443,7 +535,10 @@ def test_whole_parameters_travel_to_their_keeper_and_back():
         (lambda named: torch.optim.SGD([]), "no parameters"),
         (lambda named: torch.optim.SGD([{"params": []}]), "no parameters"),
         (lambda named: torch.optim.SGD([nn.Parameter(torch.zeros(3, 7))]), r"\[3, 7\]"),
-        (lambda named: [torch.optim.SGD(named[:2]), torch.optim.Adam(named[1:])], "first.weight is in two optimizers, SGD and Adam"),
+        (
+            lambda named: [torch.optim.SGD(named[:2]), torch.optim.Adam(named[1:])],
+            "first.weight is in two optimizers, SGD and Adam",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_sentence(build: Build, words: str):
@@ -457,7 +552,10 @@ def test_unusable_schedulers_are_refused():
             super().__init__(optimizer, 1)
             self.model = nn.Linear(1, 1)
 
-    for schedule, words in [(lambda _: None, "returned a NoneType"), (Odd, "Odd cannot be saved: model is a Linear")]:
+    for schedule, words in [
+        (lambda _: None, "returned a NoneType"),
+        (Odd, "Odd cannot be saved: model is a Linear"),
+    ]:
         with pytest.raises(JobError, match=words):
             World(job(BUILDS["SGD"], scheduler=schedule), "all_reduce", 1)
 

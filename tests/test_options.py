@@ -19,7 +19,10 @@ ASYNC = ("--plan", "dp=2,exchange=async")
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--plan", "dp=2", "--snapshot-every", "5"), "--snapshot-every is for exchange=async, and the plan is dp=2"),
+        (
+            ("--plan", "dp=2", "--snapshot-every", "5"),
+            "--snapshot-every is for exchange=async, and the plan is dp=2",
+        ),
         (("--plan", "dp=2", "--listen", "127.0.0.1:0"), "--listen is for exchange=async"),
         (("--plan", "dp=2", "--incidents", "kill:1@3"), "--incidents is for exchange=async"),
         ((*ASYNC, "--devices", "cuda"), "not on devices=cuda"),
@@ -33,7 +36,9 @@ ASYNC = ("--plan", "dp=2,exchange=async")
         (("--join", "127.0.0.1:9", "--key", "/nowhere/worker.key"), "/nowhere/worker.key cannot be read"),
     ],
 )
-def test_what_means_nothing_is_refused(words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_means_nothing_is_refused(
+    words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", FILE, *words]) == 2
     assert sentence in capsys.readouterr().err
 

@@ -1,6 +1,8 @@
-"""Where PyTorch's pipelining claims the same schedule, its action lists are ours; where its order differs, ours idles and holds no more.
+"""Where PyTorch's pipelining claims the same schedule, its action lists are ours; where its order differs,
+ours idles and holds no more.
 
-Its lists are built by its own constructors, or are what its schedules do with a stage that takes notes. Nothing is sent.
+Its lists are built by its own constructors, or are what its schedules do with a stage that takes notes.
+Nothing is sent.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from tests.covering import few
 
 pytestmark = pytest.mark.long
 KINDS: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
-# Qi et al. (2024): ranks, microbatches, milliseconds of F, I, W and of a transfer as profiled, and the bubble rates they give for 1F1B and ZB-H1.
+# Qi et al. (2024): ranks, microbatches, milliseconds of F, I, W and of a transfer as profiled, and the bubble
+# rates they give for 1F1B and ZB-H1.
 PROFILED = {
     "1.5B": (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585),
     "6.2B": (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.1323),
@@ -75,7 +78,9 @@ def built_by(kind: type[Any], name: str, ranks: tuple[int, ...], m: int) -> Sche
     return Schedule(name=name, ranks=ranks, num_microbatches=m, actions=tuple(rows))
 
 
-def on_paper(schedule: Schedule, forward: float = 1.0, inputs: float = 1.0, weights: float = 1.0, transfer: float = 0.0) -> Timed:
+def on_paper(
+    schedule: Schedule, forward: float = 1.0, inputs: float = 1.0, weights: float = 1.0, transfer: float = 0.0
+) -> Timed:
     """Of stages that are all alike and take these times together on a rank."""
     share = schedule.num_ranks / schedule.num_stages
     takes = {"F": forward * share, "I": inputs * share, "W": weights * share, "B": (inputs + weights) * share}
@@ -112,7 +117,10 @@ def test_interleaved_holds_less_where_a_group_is_incomplete(p: int, m: int, v: i
     assert on_paper(made).length < on_paper(make_schedule("1f1b", p, m)).length
 
 
-@pytest.mark.parametrize(("p", "m"), [(p, m) for p in (2, 3, 4, 8) for m in (8, 15, 16, 32) if m % max(1, m // p) == 0])  # it refuses others
+# it refuses others
+@pytest.mark.parametrize(
+    ("p", "m"), [(p, m) for p in (2, 3, 4, 8) for m in (8, 15, 16, 32) if m % max(1, m // p) == 0]
+)
 def test_zb_h1_is_the_same_list(p: int, m: int):
     """What PyTorch calls ZB1P."""
     found = built_by(theirs.ScheduleInterleavedZeroBubble, "zb-h1", looped(p, 1), m)
@@ -127,7 +135,9 @@ def test_zb_v_is_never_longer_and_holds_no_more(p: int, m: int, times: tuple[flo
     found = built_by(theirs.ScheduleZBVZeroBubble, "zb-v", folded(p), m)
     check_schedule(found, in_flight=2 * p)
     forward, inputs, weights = ([each / 2] * (2 * p) for each in times)
-    made = make_schedule("zb-v", p, m, durations=Durations(forward=forward, input_gradient=inputs, weight_gradient=weights))
+    made = make_schedule(
+        "zb-v", p, m, durations=Durations(forward=forward, input_gradient=inputs, weight_gradient=weights)
+    )
     assert on_paper(made, *times).length <= on_paper(found, *times).length + 1e-9  # sums in another order
     assert max(most_in_flight(made)) <= 2 * p
 

@@ -1,6 +1,8 @@
-"""Losses that read something besides the model and the batch's tensors are equal to one device's, or refused by name: never silently something else.
+"""Losses that read something besides the model and the batch's tensors are equal to one device's, or refused
+by name: never silently something else.
 
-Found from outside: a number that changed between two steps, an attribute of the data set as a curriculum has it, stayed what it was at first.
+Found from outside: a number that changed between two steps, an attribute of the data set as a curriculum has
+it, stayed what it was at first.
 """
 
 from __future__ import annotations
@@ -89,7 +91,14 @@ def the_clock() -> Job:
     return job_of(lambda m, batch: ce(m, batch, time.perf_counter() % 1))
 
 
-SELF_CHANGED = [counter_in_a_closure, counter_in_a_global, counter_in_a_dict, an_iterator, a_tensor_outside, the_clock]
+SELF_CHANGED = [
+    counter_in_a_closure,
+    counter_in_a_global,
+    counter_in_a_dict,
+    an_iterator,
+    a_tensor_outside,
+    the_clock,
+]
 
 
 @pytest.mark.parametrize("make", SELF_CHANGED)
@@ -99,15 +108,22 @@ def test_a_loss_that_changes_what_it_reads_is_refused_before_the_first_step(make
 
 
 def test_the_refusal_names_what_it_is():
-    for make, name in ((counter_in_a_closure, "reads count and changes it"), (an_iterator, "takes what comes next from scales, a chain")):
+    for make, name in (
+        (counter_in_a_closure, "reads count and changes it"),
+        (an_iterator, "takes what comes next from scales, a chain"),
+    ):
         with pytest.raises(CaptureError, match=name), Trainer(make(), "tp=2", devices="simulated"):
             pass
 
 
-USUAL = ("float", "int that says how often", "text", "words")  # the others are in test_batch_values.py under tp=2, or refused there under pp=2
+# the others are in test_batch_values.py under tp=2, or refused there under pp=2
+USUAL = ("float", "int that says how often", "text", "words")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in (*EQUAL, *REFUSED)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in (*EQUAL, *REFUSED)],
+)
 def test_a_batch_of_more_than_tensors_is_equal_or_refused(name: str):
     extra, loss = (EQUAL.get(name) or REFUSED[name])[:2]
     try:
@@ -138,7 +154,10 @@ class Curriculum(Samples):
 def test_an_attribute_of_the_data_set_that_changes_is_noticed():
     data = Curriculum()
     job = job_of(lambda m, batch: ce(m, batch, data.difficulty), data=lambda: data)
-    with pytest.raises(TrainingError, match=r"The loss reads data.difficulty, which was \d.0 when the loss was read and is \d.0 now"):
+    with pytest.raises(
+        TrainingError,
+        match=r"The loss reads data.difficulty, which was \d.0 when the loss was read and is \d.0 now",
+    ):
         train(job, "pp=2", lambda: None)
     train(job_of(lambda m, batch: ce(m, batch), data=lambda: data), "pp=2", lambda: None)  # nobody reads it
 
@@ -184,8 +203,16 @@ def changes() -> Iterator[tuple[str, Job, Callable[[], Any]]]:
     yield "number", job_of(of_number), change_number
     yield "holder.scale", job_of(lambda m, b: ce(m, b, helper())), lambda: setattr(holder, "scale", 2.0)
     yield "centre", job_of(lambda m, b: ce(m, {**b, "x": b["x"] - centre})), lambda: centre.add_(1)
-    yield r"TABLE \(a global of .*\)\['scale'\]", job_of(lambda m, b: ce(m, b, TABLE["scale"])), lambda: TABLE.update(scale=2.0)
-    yield r"SCALE \(a global of .*\)", job_of(lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), model=Net), lambda: globals().update(SCALE=2.0)
+    yield (
+        r"TABLE \(a global of .*\)\['scale'\]",
+        job_of(lambda m, b: ce(m, b, TABLE["scale"])),
+        lambda: TABLE.update(scale=2.0),
+    )
+    yield (
+        r"SCALE \(a global of .*\)",
+        job_of(lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), model=Net),
+        lambda: globals().update(SCALE=2.0),
+    )
     yield r"scales\[0\]", job_of(lambda m, b: ce(m, b, scales[0])), lambda: scales.__setitem__(0, 3.0)
 
 
@@ -206,12 +233,16 @@ def test_an_attribute_of_the_model_changed_between_steps_is_noticed():
         trainer.step(next(batches))
         for replica in trainer.replicas:
             replica.model.temperature = 0.5
-        with pytest.raises(TrainingError, match="The loss reads temperature, which was 1.0 when the loss was read and is 0.5 now"):
+        with pytest.raises(
+            TrainingError,
+            match="The loss reads temperature, which was 1.0 when the loss was read and is 0.5 now",
+        ):
             trainer.step(next(batches))
 
 
 def test_what_is_only_written_or_beside_what_is_read_may_change():
-    """Logging: a dict that the loss writes, entries and attributes that it does not name, a counter of the loop's own."""
+    """Logging: a dict that the loss writes, entries and attributes that it does not name, a counter of the
+    loop's own."""
     history: dict[str, Any] = {"steps": 0}
     holder = SimpleNamespace(scale=1.5, step=0)
     started = time.perf_counter()
@@ -227,7 +258,9 @@ def test_what_is_only_written_or_beside_what_is_read_may_change():
         history["steps"] += 1
         TABLE["other"] += 1
 
-    assert train(job_of(loss), "pp=2", between) == pytest.approx(train(job_of(loss), "dp=1", between), rel=1e-6)
+    assert train(job_of(loss), "pp=2", between) == pytest.approx(
+        train(job_of(loss), "dp=1", between), rel=1e-6
+    )
 
 
 def test_under_dp_everything_is_as_it_is_in_eager():

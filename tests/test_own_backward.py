@@ -109,13 +109,19 @@ def batches(count: int) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "apply",
-    [Rounds.apply, lambda x: ClippedRoot.apply(x, 3.0), lambda x: Gated.apply(x, x.cos()), lambda x: Gated.apply(x, x.detach())],
+    [
+        Rounds.apply,
+        lambda x: ClippedRoot.apply(x, 3.0),
+        lambda x: Gated.apply(x, x.cos()),
+        lambda x: Gated.apply(x, x.detach()),
+    ],
     ids=["rounds", "clipped root", "gated", "gated by what has no gradient"],
 )
 def test_its_value_and_its_gradient_are_kept(apply: Any):
     model, loss, (one, two, *fresh) = nn.Linear(3, 3), loss_of(apply), batches(4)
     program = capture_module(model, loss, (one, two))
-    check_against_module(program, model, loss, fresh, tolerance=1e-6)  # the backward's product may have another order
+    # the backward's product may have another order
+    check_against_module(program, model, loss, fresh, tolerance=1e-6)
 
 
 def test_raw_export_has_the_gradient_of_the_operators_instead():
@@ -135,12 +141,18 @@ def test_raw_export_has_the_gradient_of_the_operators_instead():
 
 @pytest.mark.parametrize("function", [Turned, Squares, Sums])
 def test_another_backward_is_refused(function: Any):
-    with pytest.raises(CaptureError, match=rf"{function.__name__}.apply at .*test_own_backward.py:\d+ .* unless it multiplies what arrives"):
-        capture_module(nn.Linear(3, 3), lambda model, batch: function.apply(model(batch)).sum(), (*batches(2),))
+    with pytest.raises(
+        CaptureError,
+        match=rf"{function.__name__}.apply at .*test_own_backward.py:\d+ .* unless it multiplies what arrives",
+    ):
+        capture_module(
+            nn.Linear(3, 3), lambda model, batch: function.apply(model(batch)).sum(), (*batches(2),)
+        )
 
 
 def test_its_backward_is_tried_once_and_on_small_tensors():
-    """BLOOM-560M did not end in 150 s: its activation was tried in each of 24 blocks, thrice, on tensors of 8 million elements."""
+    """BLOOM-560M did not end in 150 s: its activation was tried in each of 24 blocks, thrice, on tensors of 8
+    million elements."""
     tried: list[int] = []
 
     class Watched(Rounds):
@@ -168,5 +180,9 @@ def test_a_function_for_one_shape_alone_is_tried_on_it():
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return x.reshape(300, 300).round().reshape(x.shape)
 
-    program = capture_module(nn.Linear(3, 300), lambda model, batch: Wide.apply(model(batch)).sum(), (torch.ones(300, 3), torch.zeros(300, 3)))
+    program = capture_module(
+        nn.Linear(3, 300),
+        lambda model, batch: Wide.apply(model(batch)).sum(),
+        (torch.ones(300, 3), torch.zeros(300, 3)),
+    )
     assert program.nodes

@@ -41,7 +41,10 @@ def check(text: str, name: str = "meshloom_tests::gate") -> Checked:
     return checked
 
 
-@pytest.mark.parametrize(("text", "linear"), [("b* f, b* f -> b* f", False), ("m n, m n -> m n", False), ("b* f, b* f -> b* f; linear 0 1", True)])
+@pytest.mark.parametrize(
+    ("text", "linear"),
+    [("b* f, b* f -> b* f", False), ("m n, m n -> m n", False), ("b* f, b* f -> b* f; linear 0 1", True)],
+)
 def test_an_operator_with_a_rule_is_divided(text: str, linear: bool):
     checked = check(text)
     assert checked.with_cuts and bool(checked.partial) == linear
@@ -61,7 +64,11 @@ def test_an_operator_without_a_rule_is_computed_by_every_rank():
     [
         ("gate", "b, b -> b", "its name is not that of an operator, like mylib::swiglu"),
         ("meshloom_tests::gate", "b f, b f", "it has no one -> between operands and results"),
-        ("meshloom_tests::gate", "b f, b f -> b k", "'k' of the result is in no operand (a dim that is nobody else's is _)"),
+        (
+            "meshloom_tests::gate",
+            "b f, b f -> b k",
+            "'k' of the result is in no operand (a dim that is nobody else's is _)",
+        ),
         ("meshloom_tests::gate", "b (f, b f -> b f", "'(' is no label"),
         ("meshloom_tests::gate", "b f, b f -> b f; total f", "'total f' is not one of sum, add, linear"),
         ("meshloom_tests::gate", "b f, b f -> b f; sum k", "'k' is summed and in no operand"),
@@ -69,7 +76,10 @@ def test_an_operator_without_a_rule_is_computed_by_every_rank():
     ],
 )
 def test_a_text_that_is_no_rule_is_refused_in_one_sentence(name: str, text: str, why: str):
-    with pytest.raises(CaptureError, match=re.escape(f'The rule {name!r}: {text!r} is none: {why}. Write it like "mylib::swiglu"')):
+    with pytest.raises(
+        CaptureError,
+        match=re.escape(f'The rule {name!r}: {text!r} is none: {why}. Write it like "mylib::swiglu"'),
+    ):
         rules_with({name: text})
 
 

@@ -58,7 +58,8 @@ def stay(pipe: Connection, address: str, patience: SocketLimits | None = None) -
 
 
 def listen(pipe: Connection, address: str, silent_after: int) -> None:
-    """A server that tells what it gets: (worker, sequence). It stops reading after some messages, as a server does that is about to die."""
+    """A server that tells what it gets: (worker, sequence). It stops reading after some messages, as a server
+    does that is about to die."""
     with server(address) as endpoint:
         pipe.send(endpoint.address)
         count = 0
@@ -72,7 +73,8 @@ def listen(pipe: Connection, address: str, silent_after: int) -> None:
 
 
 def push(pipe: Connection, address: str, number: int) -> None:
-    """A worker that sends numbered messages as fast as they are taken, until it is told to stop; then tells how many."""
+    """A worker that sends numbered messages as fast as they are taken, until it is told to stop; then tells
+    how many."""
     sequence = 0
     tensor = torch.zeros(5000)
     with worker(address) as connections:
@@ -119,7 +121,9 @@ def grown_from_here() -> Callable[[], int]:
 
 
 def status_bytes(name: str) -> int:
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    [line] = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")
+    ]
     return int(line.split()[1]) * 1024
 
 
@@ -130,17 +134,23 @@ def test_a_killed_worker_is_noticed_and_its_place_can_be_taken():
     with server() as endpoint:
         for peer in (1, 2):
             with running(stay, endpoint.address) as (process, _):
-                assert kinds_of(poll_until(lambda happened: happened[endpoint], endpoint)[endpoint]) == ["Joined"]
+                assert kinds_of(poll_until(lambda happened: happened[endpoint], endpoint)[endpoint]) == [
+                    "Joined"
+                ]
                 assert endpoint.peers == {peer}
                 os.kill(process.pid, signal.SIGKILL)
-                assert kinds_of(poll_until(lambda happened: happened[endpoint], endpoint)[endpoint]) == ["Lost"]
+                assert kinds_of(poll_until(lambda happened: happened[endpoint], endpoint)[endpoint]) == [
+                    "Lost"
+                ]
 
 
 @pytest.mark.slow
 def test_peers_are_lost_within_the_stated_time():
-    """A killed one at once; one that is stopped, as one whose machine is unplugged, by heartbeats. Either side notices, and they meet again."""
+    """A killed one at once; one that is stopped, as one whose machine is unplugged, by heartbeats. Either
+    side notices, and they meet again."""
     patience = SocketLimits(lost_after_seconds=3.0)
-    for number, deadline_seconds in [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 3.0 + 1.0)]:  # a second for a busy machine
+    # a second for a busy machine
+    for number, deadline_seconds in [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 3.0 + 1.0)]:
         with server(patience=patience) as endpoint, worker(endpoint.address, patience=patience) as other:
             meet(endpoint, other)
             with running(stay, endpoint.address, patience) as (process, _):
@@ -151,20 +161,27 @@ def test_peers_are_lost_within_the_stated_time():
                 assert time.monotonic() - began < deadline_seconds
                 if number == signal.SIGSTOP:
                     os.kill(process.pid, signal.SIGCONT)
-                    [event] = poll_until(lambda happened, endpoint=endpoint: happened[endpoint], endpoint)[endpoint]
+                    [event] = poll_until(lambda happened, endpoint=endpoint: happened[endpoint], endpoint)[
+                        endpoint
+                    ]
                     assert event == Joined(3, "127.0.0.1")
             assert not is_lost(other.poll(0.0))
 
 
 @pytest.mark.parametrize("lives", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_servers_are_killed_and_no_message_is_heard_twice(lives: int):
-    """Three workers send numbered messages to whatever server is there. What all of them together have heard: each number at most once, in order."""
+    """Three workers send numbered messages to whatever server is there. What all of them together have heard:
+    each number at most once, in order."""
     draw = random.Random(3)
     with running(listen, "127.0.0.1:0", 20) as (process, pipe):
         address = heard(pipe)
         process.kill()
     told: list[tuple[int, int]] = []
-    with running(push, address, 0) as (_, one), running(push, address, 1) as (_, two), running(push, address, 2) as (_, three):
+    with (
+        running(push, address, 0) as (_, one),
+        running(push, address, 1) as (_, two),
+        running(push, address, 2) as (_, three),
+    ):
         for _ in range(lives):
             with running(listen, address, draw.randrange(1, 60)) as (process, pipe):
                 assert heard(pipe) == address
@@ -189,7 +206,9 @@ def test_servers_are_killed_and_no_message_is_heard_twice(lives: int):
 @pytest.mark.long
 @pytest.mark.parametrize(("slices", "copies"), [(1, 2.0), (25, 0.2)])
 def test_a_large_tensor_is_not_copied_more_often_than_encryption_needs(slices: int, copies: float):
-    """ZeroMQ takes twice a frame's bytes to encrypt it, when the frame's turn comes. The receiver has nothing but what it receives."""
+    """ZeroMQ takes twice a frame's bytes to encrypt it, when the frame's turn comes. The receiver has nothing
+    but what it receives."""
     with running(take_large) as (_, taker), running(send_large, heard(taker), slices) as (_, sender):
-        assert heard(sender) < (copies + 0.25) * MEGABYTES * 10**6  # 25 MB: what else is loaded and allocated meanwhile
+        # 25 MB: what else is loaded and allocated meanwhile
+        assert heard(sender) < (copies + 0.25) * MEGABYTES * 10**6
         assert heard(taker) < (1.0 + 0.25) * MEGABYTES * 10**6

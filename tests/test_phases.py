@@ -45,7 +45,9 @@ def test_first_phases_go_on_while_an_earlier_second_phase_is_under_way():
         for number in range(3)
     ]
     assert last_begun.wait(WAIT_SECONDS)
-    assert seen == ["0 first", "0 second", "1 first", "1 second", "2 first", "2 second"] and not any(each.done() for each in operations)
+    assert seen == ["0 first", "0 second", "1 first", "1 second", "2 first", "2 second"] and not any(
+        each.done() for each in operations
+    )
     for network in reversed(networks):  # whatever comes first, the third phases keep the order
         network.event.set()
     for operation in operations:

@@ -1,4 +1,5 @@
-"""kill -9, SIGSTOP, or a loop without an end in the middle of a pipeline: named with rank, place and action, nothing left, and the run goes on from its checkpoint."""
+"""kill -9, SIGSTOP, or a loop without an end in the middle of a pipeline: named with rank, place and action,
+nothing left, and the run goes on from its checkpoint."""
 
 from __future__ import annotations
 
@@ -105,7 +106,10 @@ def test_a_rank_that_loops_for_ever_in_the_loss_is_named_with_its_action(tmp_pat
         begin_trouble(file, "0 loop")
         errors, _ = told(process)
     assert process.returncode == 1
-    assert re.search(rf"{name_of(0, QUICK)} has been computing 0F\d of step \d+ .* the other ranks of its replica wait for it", errors), errors
+    assert re.search(
+        rf"{name_of(0, QUICK)} has been computing 0F\d of step \d+ .* the other ranks of its replica wait for it",
+        errors,
+    ), errors
     assert re.search(r'pipeline_kill_job.py", line \d+ in trouble', errors), errors  # its stack
     assert_nothing_left(out)
 
@@ -160,7 +164,8 @@ def test_ten_kills_at_random_moments(plan: str, tmp_path: Path):
         phases.append(found[1])
         assert_nothing_left(out)
     print(*phases, sep="\n")
-    assert len({phase.partition(" ")[0] for phase in phases}) >= 3, phases  # starting, setting up, computing, waiting, saving, ...
+    # starting, setting up, computing, waiting, saving, ...
+    assert len({phase.partition(" ")[0] for phase in phases}) >= 3, phases
     began, last = steps_after_resume(words(plan, out), out)
     assert began > 0 and last == began + 5
 
@@ -172,7 +177,8 @@ def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(rank: int, tmp_
     out, plan = tmp_path / "run", GRIDS[0]
     with running(words(plan, out)) as process:
         wait_for_checkpoint(process, out)
-        while not [path for path in out.iterdir() if not path.name.startswith("step-")]:  # one that is being written
+        # one that is being written
+        while not [path for path in out.iterdir() if not path.name.startswith("step-")]:
             assert process.poll() is None, process.communicate()
         ranks(psutil.Process(process.pid))[rank].kill()
         at = time.monotonic()
@@ -213,7 +219,11 @@ def test_five_hangs_within_ten_seconds(plan: str, tmp_path: Path):
             at = time.monotonic()
             errors, ended = told(process)
         assert process.returncode == 1, errors
-        what = "has been stopped \\(SIGSTOP\\) for \\d+ s while" if attempt % 2 else "has been computing \\dF\\d of step"
+        what = (
+            "has been stopped \\(SIGSTOP\\) for \\d+ s while"
+            if attempt % 2
+            else "has been computing \\dF\\d of step"
+        )
         assert re.search(rf"{name_of(rank, plan)} {what}", errors), errors
         assert ended - at < SECONDS_TO_TELL, (rank, ended - at)
         assert_nothing_left(out)
@@ -225,7 +235,8 @@ def test_five_hangs_within_ten_seconds(plan: str, tmp_path: Path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_timeout_names_the_rank_that_all_wait_for(rank: int, tmp_path: Path):
-    """The first message was taken, which may be of a rank that another one had told, or that waited for one which itself waited."""
+    """The first message was taken, which may be of a rank that another one had told, or that waited for one
+    which itself waited."""
     out, file, plan = tmp_path / "run", tmp_path / "trouble", GRIDS[0]
     with troubled(words(plan, out, "--hang-seconds", "0", "--timeout", "8"), file) as process:
         wait_for_checkpoint(process, out)

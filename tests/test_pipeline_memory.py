@@ -29,7 +29,9 @@ class Kept:
 
     def began(self, action: Any) -> None:
         if action.kind == "F":
-            self.hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: Saved(self, tensor), lambda saved: saved.tensor)
+            self.hooks = torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: Saved(self, tensor), lambda saved: saved.tensor
+            )
             self.hooks.__enter__()
 
     def ended(self, action: Any) -> None:
@@ -58,9 +60,17 @@ def kept(schedule: str, num_microbatches: int) -> list[int]:
     """[rank] most bytes at a time. Parameters are in it: saved by every microbatch, counted once."""
     job = make_job("gpt", "sgd")
     data = job.data()
-    subject = subject_of(job, [default_collate([data[(number + each) % len(data)] for each in range(2)]) for number in range(num_microbatches)])
+    subject = subject_of(
+        job,
+        [
+            default_collate([data[(number + each) % len(data)] for each in range(2)])
+            for number in range(num_microbatches)
+        ],
+    )
     watches = [Kept() for _ in range(RANKS)]
-    ran = run_pipeline(subject, make_schedule(schedule, RANKS, num_microbatches), listener=lambda rank: watches[rank])
+    ran = run_pipeline(
+        subject, make_schedule(schedule, RANKS, num_microbatches), listener=lambda rank: watches[rank]
+    )
     assert ran.error <= 1e-10, ran.what
     assert [watch.now for watch in watches] == [0] * RANKS
     return [watch.most for watch in watches]
@@ -83,5 +93,7 @@ def test_gpipe_keeps_every_microbatch():
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v"])
 def test_others_keep_as_much_for_any_number_of_microbatches(schedule: str):
     """From as many on as their bound needs."""
-    assert most_in_flight(make_schedule(schedule, RANKS, 8)) == most_in_flight(make_schedule(schedule, RANKS, 24))
+    assert most_in_flight(make_schedule(schedule, RANKS, 8)) == most_in_flight(
+        make_schedule(schedule, RANKS, 24)
+    )
     assert kept(schedule, 8) == kept(schedule, 24)

@@ -1,4 +1,5 @@
-"""Plans with pp, alone and with dp and tp, train what one device trains: on simulated ranks and on processes, from checkpoint to checkpoint."""
+"""Plans with pp, alone and with dp and tp, train what one device trains: on simulated ranks and on processes,
+from checkpoint to checkpoint."""
 
 from __future__ import annotations
 
@@ -36,9 +37,11 @@ PLANS = [
 ]
 MODELS = ("mlp", "cnn", "gpt", "unused_twice")
 OPTIMIZERS = ("sgd", "adamw", "adafactor", "muon")
-# Each plan once, with models and optimizers that change from one to the next; the other cases are slow. All three matter together: what a rank without
-# parameters does depends on the model's cut and on the optimizer.
-COVERING = {(MODELS[number % 4], OPTIMIZERS[(number + number // 4) % 4], plan) for number, plan in enumerate(PLANS)}
+# Each plan once, with models and optimizers that change from one to the next; the other cases are slow. All
+# three matter together: what a rank without parameters does depends on the model's cut and on the optimizer.
+COVERING = {
+    (MODELS[number % 4], OPTIMIZERS[(number + number // 4) % 4], plan) for number, plan in enumerate(PLANS)
+}
 CASES = [
     pytest.param(*case, marks=() if case in COVERING else pytest.mark.slow)
     for case in ((model, optimizer, plan) for model in MODELS for optimizer in OPTIMIZERS for plan in PLANS)
@@ -51,7 +54,10 @@ def keyed(job: Job, plan: str, **settings: Any) -> Trainer:
 
 @pytest.mark.parametrize(("model", "optimizer", "plan"), CASES)
 def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
-    report = verify(make_job(model, optimizer), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)  # the third batch is a short one
+    # the third batch is a short one
+    report = verify(
+        make_job(model, optimizer), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64
+    )
     assert report is not None
     assert report.passed, report.causes
     # Something was divided; of the smallest models a stage without parameters is the cheapest.
@@ -61,7 +67,8 @@ def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
 
 
 def test_a_stage_without_parameters_divides_none_over_tp():
-    """Its ranks took part in bringing gradients together for Adafactor, with the whole parameters of the other stage."""
+    """Its ranks took part in bringing gradients together for Adafactor, with the whole parameters of the
+    other stage."""
     plan = Plan.parse("dp=2,pp=2,tp=2,microbatches=3,zero=1,schedule=zb-h1")
     report = verify(make_job("cnn", "adafactor"), plan, devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None
@@ -69,9 +76,18 @@ def test_a_stage_without_parameters_divides_none_over_tp():
     assert min(report.owned) == 0 and max(report.owned) < 0.75
 
 
-@pytest.mark.parametrize("plan", ["dp=4,pp=2,microbatches=4,zero=1", "dp=3,pp=2,microbatches=5,schedule=zb-v", "dp=7,tp=2,microbatches=2,zero=1"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=4,pp=2,microbatches=4,zero=1",
+        "dp=3,pp=2,microbatches=5,schedule=zb-v",
+        "dp=7,tp=2,microbatches=2,zero=1",
+    ],
+)
 def test_replicas_with_fewer_chunks_or_none_keep_pace(plan: str):
-    report = verify(make_job("unused_twice", "adamw"), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+    report = verify(
+        make_job("unused_twice", "adamw"), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64
+    )
     assert report is not None
     assert report.passed, report.causes
 
@@ -108,7 +124,9 @@ def test_bytes_along_every_axis_are_as_predicted(plan: str, tmp_path: Path):
             for axis in ("pp", "tp"):
                 counts = replica.seat.groups[axis].counts if axis in replica.seat.groups else {}
                 counted = {name: count.bytes for name, count in counts.items() if count.bytes}
-                assert {name: size for name, size in replica.bytes_within(axis).items() if size} == counted or axis not in replica.seat.groups
+                assert {
+                    name: size for name, size in replica.bytes_within(axis).items() if size
+                } == counted or axis not in replica.seat.groups
     assert summary.counted.bytes["pp"] and summary.predicted == summary.counted
 
 
@@ -132,16 +150,39 @@ GRID = "dp=2,pp=2,tp=2,microbatches=2"
 @pytest.mark.parametrize(
     ("model", "optimizer", "saved", "resumed"),
     [
-        pytest.param("gpt", "adamw", f"{GRID},zero=1", ("tp=4,microbatches=4", "dp=1,microbatches=4"), marks=pytest.mark.slow),
+        pytest.param(
+            "gpt",
+            "adamw",
+            f"{GRID},zero=1",
+            ("tp=4,microbatches=4", "dp=1,microbatches=4"),
+            marks=pytest.mark.slow,
+        ),
         ("cnn", "sgd", "pp=2,microbatches=4,schedule=zb-v", (GRID, "dp=4,zero=1")),
-        pytest.param("gpt", "muon", "dp=1,microbatches=4", (GRID, "pp=3,microbatches=4"), marks=pytest.mark.slow),
-        pytest.param("gpt", "muon", f"{GRID},zero=1", ("tp=3,microbatches=4", "pp=2,microbatches=4,schedule=zb-h1"), marks=pytest.mark.slow),
-        pytest.param("unused_twice", "adamw", f"{GRID},schedule=interleaved", ("tp=2,microbatches=4", "dp=4"), marks=pytest.mark.slow),
+        pytest.param(
+            "gpt", "muon", "dp=1,microbatches=4", (GRID, "pp=3,microbatches=4"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "gpt",
+            "muon",
+            f"{GRID},zero=1",
+            ("tp=3,microbatches=4", "pp=2,microbatches=4,schedule=zb-h1"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "unused_twice",
+            "adamw",
+            f"{GRID},schedule=interleaved",
+            ("tp=2,microbatches=4", "dp=4"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_a_checkpoint_goes_on_under_any_plan(model: str, optimizer: str, saved: str, resumed: tuple[str, ...], tmp_path: Path):
+def test_a_checkpoint_goes_on_under_any_plan(
+    model: str, optimizer: str, saved: str, resumed: tuple[str, ...], tmp_path: Path
+):
     job = make_job(model, optimizer)
-    with keyed(job, "dp=1,microbatches=4", steps=4) as trainer:  # batch norm sees chunks, so all plans have four
+    # batch norm sees chunks, so all plans have four
+    with keyed(job, "dp=1,microbatches=4", steps=4) as trainer:
         expected = trainer.fit().last_loss
     with keyed(job, saved, steps=2, out=tmp_path) as trainer:
         trainer.fit()
@@ -157,7 +198,10 @@ def test_ranks_that_drift_apart_are_found():
             borrowed.view(-1)[0] += 1e-9
         trainer.replicas[1].engine.homes.lend = lambda parameters: iter(())  # type: ignore[union-attr, assignment, method-assign]
         trainer.replicas[0].engine.homes.lend = lambda parameters: iter(())  # type: ignore[union-attr, assignment, method-assign]
-        with pytest.raises(TrainingError, match=r"embed.weight differs between ranks pp=0 and pp=1, which both hold all of it"):
+        with pytest.raises(
+            TrainingError,
+            match=r"embed.weight differs between ranks pp=0 and pp=1, which both hold all of it",
+        ):
             trainer.fit()
 
 
@@ -166,13 +210,17 @@ def test_mistakes_are_one_sentence():
         keyed(make_job("branch", "sgd"), "pp=2")
     with pytest.raises(PlanError, match=r"cuts=nowhere: no module of that name runs in the forward"):
         keyed(make_job("gpt", "sgd"), "pp=2,cuts=nowhere")
-    with pytest.raises(PlanError, match=r"cuts=block.1: no module of that name runs in the forward. Did you mean blocks.1\?"):
+    with pytest.raises(
+        PlanError, match=r"cuts=block.1: no module of that name runs in the forward. Did you mean blocks.1\?"
+    ):
         keyed(make_job("gpt", "sgd"), "pp=2,cuts=block.1")
     with pytest.raises(PlanError, match=r"the model cannot be cut before embed, which runs first"):
         keyed(make_job("gpt", "sgd"), "pp=2,cuts=embed")
     with pytest.raises(PlanError, match=r"The model can be cut at \d+ places, and 20 stages need 19"):
         keyed(make_job("mlp", "sgd"), "pp=20")
-    with pytest.raises(JobError, match=r"looks at all parameters at once, and with pp=2 no rank has them all"):
+    with pytest.raises(
+        JobError, match=r"looks at all parameters at once, and with pp=2 no rank has them all"
+    ):
         keyed(replace(make_job("mlp", "sgd"), optimizer=_All, scheduler=None), "pp=2")
 
 
@@ -182,10 +230,15 @@ def _log_loss(model: torch.nn.Module, batch: Any) -> Tensor:
 
 def test_a_loss_that_is_not_finite_names_rank_and_operator():
     for plan, rank in (("pp=2,microbatches=2", 1), ("dp=2,pp=2,tp=2", 4), ("tp=2", 0)):
-        with keyed(replace(make_job("mlp", "sgd"), loss=_log_loss), plan, steps=1) as trainer, pytest.raises(TrainingError) as raised:
+        with (
+            keyed(replace(make_job("mlp", "sgd"), loss=_log_loss), plan, steps=1) as trainer,
+            pytest.raises(TrainingError) as raised,
+        ):
             trainer.fit()
         text = str(raised.value)
-        assert text.startswith(f"The loss of step 0 is nan: rank {rank}, microbatch 0; the first operator that gives NaN is log in ")
+        assert text.startswith(
+            f"The loss of step 0 is nan: rank {rank}, microbatch 0; the first operator that gives NaN is log in "
+        )
         assert "test_pipeline_plans.py" in text
 
 
@@ -207,21 +260,26 @@ def test_cuts_by_name_are_where_they_are_asked_for():
     with keyed(make_job("gpt", "sgd"), "pp=2,cuts=blocks.1") as trainer:
         first = {name for name, _ in trainer.replicas[0].named}
         assert first == {
-            name for name, _ in make_job("gpt", "sgd").model().named_parameters() if name.split(".")[0] == "embed" or "blocks.0" in name
+            name
+            for name, _ in make_job("gpt", "sgd").model().named_parameters()
+            if name.split(".")[0] == "embed" or "blocks.0" in name
         } | {name for name in first if "position" in name}
 
 
 @pytest.mark.parametrize(
     ("family", "plan"),
     [
-        pytest.param("t5", "pp=2,microbatches=2", marks=pytest.mark.slow),  # tests/test_grid_families.py has all but mixtral
+        # tests/test_grid_families.py has all but mixtral
+        pytest.param("t5", "pp=2,microbatches=2", marks=pytest.mark.slow),
         pytest.param("resnet", "dp=2,pp=2,tp=2", marks=pytest.mark.slow),
         ("mixtral", "pp=2,microbatches=2,schedule=zb-h1"),
         pytest.param("llama", "dp=2,pp=2,tp=2,microbatches=2", marks=pytest.mark.slow),
     ],
 )
 def test_a_family_equals_one_device(family: str, plan: str):
-    report = verify(FAMILIES[family].make_job(True), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+    report = verify(
+        FAMILIES[family].make_job(True), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64
+    )
     assert report is not None
     assert report.passed, report.causes
 

@@ -18,7 +18,9 @@ from meshloom.core.units import num_bytes_of
 
 counts = st.integers(1, 10**6)
 patterns = st.from_regex(r"[a-z*][a-z0-9_.*]{0,8}", fullmatch=True)
-ways = st.sampled_from(["column", "row", "vocabulary", "heads", "channels", "experts", "replicated", "dim0", "dim12"])
+ways = st.sampled_from(
+    ["column", "row", "vocabulary", "heads", "channels", "experts", "replicated", "dim0", "dim12"]
+)
 plans = st.builds(
     Plan,
     dp=counts,
@@ -43,9 +45,27 @@ shares = st.floats(0.0, 1.0, exclude_min=True)
 several = st.integers(2, 10**6)
 exchanges = st.one_of(
     st.builds(Plan, dp=several, exchange=st.just("server"), servers=st.integers(1, 2), overlap=st.booleans()),
-    st.builds(Plan, dp=several, exchange=st.sampled_from(["ring", "halving"]), zero=st.integers(0, 1), sync_batch_norm=st.booleans()),
-    st.builds(Plan, dp=several, exchange=st.sampled_from(["tree", "hierarchical"]), compress=st.sampled_from(["none", "bf16", "topk:0.1"])),
-    st.builds(Plan, dp=counts, exchange=st.just("async"), servers=counts, staleness=st.none() | counts, rate_by_age=st.booleans()),
+    st.builds(
+        Plan,
+        dp=several,
+        exchange=st.sampled_from(["ring", "halving"]),
+        zero=st.integers(0, 1),
+        sync_batch_norm=st.booleans(),
+    ),
+    st.builds(
+        Plan,
+        dp=several,
+        exchange=st.sampled_from(["tree", "hierarchical"]),
+        compress=st.sampled_from(["none", "bf16", "topk:0.1"]),
+    ),
+    st.builds(
+        Plan,
+        dp=counts,
+        exchange=st.just("async"),
+        servers=counts,
+        staleness=st.none() | counts,
+        rate_by_age=st.booleans(),
+    ),
     st.builds(Plan, dp=several, exchange=st.just("local_sgd"), local_steps=counts),
     st.builds(
         Plan,
@@ -55,10 +75,22 @@ exchanges = st.one_of(
         outer_learning_rate=st.floats(0, 10, exclude_min=True),
         outer_momentum=st.floats(0, 1, exclude_max=True),
     ),
-    st.builds(Plan, dp=several, compress=st.sampled_from(["bf16", "powersgd"]) | counts.map("powersgd:{}".format) | shares.map("topk:{}".format)),
+    st.builds(
+        Plan,
+        dp=several,
+        compress=st.sampled_from(["bf16", "powersgd"])
+        | counts.map("powersgd:{}".format)
+        | shares.map("topk:{}".format),
+    ),
 )
-divided = st.lists(st.integers(0, 10**6), min_size=2, max_size=6).filter(any).map(lambda each: Plan(dp=len(each), shares="+".join(map(str, each))))
-interleaved = st.builds(Plan, pp=st.integers(2, 9), schedule=st.just("interleaved"), virtual_stages=st.integers(2, 9))
+divided = (
+    st.lists(st.integers(0, 10**6), min_size=2, max_size=6)
+    .filter(any)
+    .map(lambda each: Plan(dp=len(each), shares="+".join(map(str, each))))
+)
+interleaved = st.builds(
+    Plan, pp=st.integers(2, 9), schedule=st.just("interleaved"), virtual_stages=st.integers(2, 9)
+)
 
 COMPRESS_SENTENCE = (
     "is not none, bf16, powersgd:R (matrices of rank R, 1 or more) or topk:X (the share X of elements, above 0 and up to 1). "
@@ -67,7 +99,10 @@ COMPRESS_SENTENCE = (
 
 
 def test_the_strategy_covers_every_field():
-    assert all(dataclasses.replace(Plan(), **{field.name: field.default}) == Plan() for field in dataclasses.fields(Plan))
+    assert all(
+        dataclasses.replace(Plan(), **{field.name: field.default}) == Plan()
+        for field in dataclasses.fields(Plan)
+    )
     assert {field.name for field in dataclasses.fields(Plan)} == {
         "dp",
         "pp",
@@ -142,18 +177,33 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ("dp=0", "dp=0 must be 1 or more."),
         ("microbatches=-2", "microbatches=-2 must be 1 or more."),
         ("bucket_bytes=0", "bucket_bytes=0 must be 1 or more."),
-        ("zero=3", "zero=3 is not available. Use zero=0 (replicated) or zero=1 (optimizer state divided over dp)."),
-        ("tp=2,tp_placements=up", "'up' in tp_placements=up is not pattern:value. Pairs look like tp_placements=blocks.*.up:column+head:vocabulary."),
+        (
+            "zero=3",
+            "zero=3 is not available. Use zero=0 (replicated) or zero=1 (optimizer state divided over dp).",
+        ),
+        (
+            "tp=2,tp_placements=up",
+            "'up' in tp_placements=up is not pattern:value. Pairs look like tp_placements=blocks.*.up:column+head:vocabulary.",
+        ),
         ("tp=2,tp_placements=up:row+up:row", "up stands twice in tp_placements=up:row+up:row."),
-        ("tp=2,tp_placements=up:colum", "tp_placements=up:colum is no way to divide a module. Did you mean column?"),
+        (
+            "tp=2,tp_placements=up:colum",
+            "tp_placements=up:colum is no way to divide a module. Did you mean column?",
+        ),
         (
             "tp=2,tp_placements=up:dimension",
             "tp_placements=up:dimension is no way to divide a module. Known: column, row, vocabulary, heads, channels, experts, replicated, dim0, dim1, ...",
         ),
-        ("tp_placements=up:row", "tp_placements=up:row divides over tp, and tp=1. Use tp=2 or more, or leave tp_placements out."),
+        (
+            "tp_placements=up:row",
+            "tp_placements=up:row divides over tp, and tp=1. Use tp=2 or more, or leave tp_placements out.",
+        ),
         ("pp=2,schedule=1f1", "schedule=1f1 is not known. Did you mean 1f1b?"),
         ("pp=2,schedule=round", "schedule=round is not known. Known: gpipe, 1f1b, interleaved, zb-h1, zb-v."),
-        ("schedule=gpipe", "schedule=gpipe is for a pipeline, and pp=1. Use pp=2 or more, or leave schedule out."),
+        (
+            "schedule=gpipe",
+            "schedule=gpipe is for a pipeline, and pp=1. Use pp=2 or more, or leave schedule out.",
+        ),
         ("cuts=blocks.1", "cuts=blocks.1 is for a pipeline, and pp=1. Use pp=2 or more, or leave cuts out."),
         (
             "pp=2,virtual_stages=2",
@@ -163,7 +213,10 @@ def test_a_plan_knows_its_ranks_and_chunks():
             "pp=2,schedule=interleaved,virtual_stages=1",
             "virtual_stages=1 does not go with schedule=interleaved, which has 2 or more on each rank. Leave virtual_stages out.",
         ),
-        ("pp=3,cuts=blocks.1", "cuts=blocks.1 makes 2 stages, and pp=3 with schedule=1f1b has 3. Name 2 modules."),
+        (
+            "pp=3,cuts=blocks.1",
+            "cuts=blocks.1 makes 2 stages, and pp=3 with schedule=1f1b has 3. Name 2 modules.",
+        ),
         ("recompute=some", "recompute=some is not known. Known: none, full, selective."),
         (
             "pp=2,sync_batch_norm=true",
@@ -177,14 +230,26 @@ def test_a_plan_knows_its_ranks_and_chunks():
             "compress, shares.",
         ),
         ("dp=2,exchange=servers", "exchange=servers is not known. Did you mean server?"),
-        ("dp=2,exchange=mail", "exchange=mail is not known. Known: all_reduce, ring, tree, halving, hierarchical, server, async, local_sgd, diloco."),
-        ("exchange=server", "exchange=server is between replicas, and dp=1. Use dp=2 or more, or leave exchange out."),
-        ("exchange=async,staleness=0", "exchange=server is between replicas, and dp=1. Use dp=2 or more, or leave exchange out."),
+        (
+            "dp=2,exchange=mail",
+            "exchange=mail is not known. Known: all_reduce, ring, tree, halving, hierarchical, server, async, local_sgd, diloco.",
+        ),
+        (
+            "exchange=server",
+            "exchange=server is between replicas, and dp=1. Use dp=2 or more, or leave exchange out.",
+        ),
+        (
+            "exchange=async,staleness=0",
+            "exchange=server is between replicas, and dp=1. Use dp=2 or more, or leave exchange out.",
+        ),
         (
             "dp=2,servers=2",
             "servers=2 is for exchange=server or exchange=async, and this plan has exchange=all_reduce. Use that, or leave servers out.",
         ),
-        ("exchange=ring", "exchange=ring is between replicas, and dp=1. Use dp=2 or more, or leave exchange out."),
+        (
+            "exchange=ring",
+            "exchange=ring is between replicas, and dp=1. Use dp=2 or more, or leave exchange out.",
+        ),
         (
             "dp=2,exchange=tree,zero=1",
             "zero=1 gives each replica its part of the sums, and with exchange=tree they are made whole. "
@@ -198,7 +263,10 @@ def test_a_plan_knows_its_ranks_and_chunks():
             "dp=2,exchange=ring,servers=2",
             "servers=2 is for exchange=server or exchange=async, and this plan has exchange=ring. Use that, or leave servers out.",
         ),
-        ("dp=2,exchange=server,servers=3", "servers=3 share the ranks of dp=2 replicas. Use servers=2 or less."),
+        (
+            "dp=2,exchange=server,servers=3",
+            "servers=3 share the ranks of dp=2 replicas. Use servers=2 or less.",
+        ),
         ("dp=2,exchange=server,servers=0", "servers=0 must be 1 or more."),
         (
             "dp=2,exchange=server,zero=1",
@@ -217,9 +285,15 @@ def test_a_plan_knows_its_ranks_and_chunks():
             "sync_batch_norm=true joins the chunks of replicas that hold the same parameters, and with exchange=diloco they do not. "
             "Use exchange=all_reduce or server, or sync_batch_norm=false.",
         ),
-        ("dp=2,staleness=2", "staleness=2 is for exchange=async, and this plan has exchange=all_reduce. Use that, or leave staleness out."),
+        (
+            "dp=2,staleness=2",
+            "staleness=2 is for exchange=async, and this plan has exchange=all_reduce. Use that, or leave staleness out.",
+        ),
         ("dp=2,exchange=async,staleness=-1", "staleness=-1 must be 0 or more, or inf."),
-        ("dp=2,exchange=async,staleness=some", "staleness=some must be a whole number, or inf, like staleness=inf."),
+        (
+            "dp=2,exchange=async,staleness=some",
+            "staleness=some must be a whole number, or inf, like staleness=inf.",
+        ),
         (
             "dp=2,local_steps=4",
             "local_steps=4 is for exchange=local_sgd or exchange=diloco, and this plan has exchange=all_reduce. Use that, or leave local_steps out.",
@@ -228,10 +302,22 @@ def test_a_plan_knows_its_ranks_and_chunks():
             "dp=2,exchange=local_sgd,outer_momentum=0.5",
             "outer_momentum=0.5 is for exchange=diloco, and this plan has exchange=local_sgd. Use that, or leave outer_momentum out.",
         ),
-        ("dp=2,exchange=diloco,outer_momentum=1", "outer_momentum=1.0 must be at least 0 and less than 1, like outer_momentum=0.9."),
-        ("dp=2,exchange=diloco,outer_learning_rate=nan", "outer_learning_rate=nan must be more than 0, like outer_learning_rate=0.7."),
-        ("dp=2,exchange=diloco,outer_learning_rate=high", "outer_learning_rate=high must be a number, like outer_learning_rate=0.7."),
-        ("compress=bf16", "compress=bf16 makes smaller what replicas send each other, and dp=1. Use dp=2 or more, or leave compress out."),
+        (
+            "dp=2,exchange=diloco,outer_momentum=1",
+            "outer_momentum=1.0 must be at least 0 and less than 1, like outer_momentum=0.9.",
+        ),
+        (
+            "dp=2,exchange=diloco,outer_learning_rate=nan",
+            "outer_learning_rate=nan must be more than 0, like outer_learning_rate=0.7.",
+        ),
+        (
+            "dp=2,exchange=diloco,outer_learning_rate=high",
+            "outer_learning_rate=high must be a number, like outer_learning_rate=0.7.",
+        ),
+        (
+            "compress=bf16",
+            "compress=bf16 makes smaller what replicas send each other, and dp=1. Use dp=2 or more, or leave compress out.",
+        ),
         (
             "dp=2,compress=bf16,exchange=server",
             "compress=bf16 works on gradients that are all-reduced, and exchange=server sends something else. Leave one of them out.",
@@ -282,14 +368,17 @@ def test_sync_batch_norm_needs_a_sample_in_every_chunk():
     plan = Plan(dp=4, microbatches=2, sync_batch_norm=True)
     plan.check_batch(8)
     with pytest.raises(
-        PlanError, match=r"^A batch of 7 samples cannot fill 8 chunks \(dp=4 x microbatches=2\), and sync_batch_norm needs a sample in each\. "
+        PlanError,
+        match=r"^A batch of 7 samples cannot fill 8 chunks \(dp=4 x microbatches=2\), and sync_batch_norm needs a sample in each\. ",
     ):
         plan.check_batch(7)
     Plan(dp=4, microbatches=2).check_batch(1)  # elsewhere empty chunks are allowed
 
 
 @given(st.integers(0, 500), st.integers(1, 64))
-def test_chunks_are_a_partition_larger_ones_first_and_differ_by_one_at_most(num_samples: int, num_chunks: int):
+def test_chunks_are_a_partition_larger_ones_first_and_differ_by_one_at_most(
+    num_samples: int, num_chunks: int
+):
     sizes = chunk_sizes(num_samples, num_chunks)
     assert len(sizes) == num_chunks
     assert sum(sizes) == num_samples
@@ -303,9 +392,15 @@ def test_66_samples_on_4_chunks():
 
 def test_memory_is_written_with_a_unit():
     assert Plan.parse("tp=2,memory_bytes=8GiB") == Plan(tp=2, memory_bytes=8 * 2**30)
-    assert num_bytes_of("0.5 KiB") == 512 and num_bytes_of("3MB") == 3_000_000 and num_bytes_of("7B") == num_bytes_of("7") == 7
+    assert (
+        num_bytes_of("0.5 KiB") == 512
+        and num_bytes_of("3MB") == 3_000_000
+        and num_bytes_of("7B") == num_bytes_of("7") == 7
+    )
     for text in ("8Gib", "GiB", "eight", "8KKB", "nan", "inf"):
-        with pytest.raises(PlanError, match=rf"^{text} is no number of bytes\. Write it like 8GiB, 500MB or 4096\.$"):
+        with pytest.raises(
+            PlanError, match=rf"^{text} is no number of bytes\. Write it like 8GiB, 500MB or 4096\.$"
+        ):
             num_bytes_of(text)
     with pytest.raises(
         PlanError,
@@ -325,7 +420,9 @@ def test_without_staleness_nothing_is_asynchronous():
 def test_what_is_compressed_is_said_with_its_number():
     assert str(Plan(dp=2, compress="powersgd")) == "dp=2,compress=powersgd:4"
     assert Plan(dp=2, compress="topk:0.10") == Plan(dp=2, compress="topk:0.1")
-    assert Plan.from_json('{"dp": 2, "exchange": "diloco", "outer_learning_rate": 1}').outer_learning_rate == 1.0
+    assert (
+        Plan.from_json('{"dp": 2, "exchange": "diloco", "outer_learning_rate": 1}').outer_learning_rate == 1.0
+    )
 
 
 def test_a_plan_that_need_not_equal_one_device_names_the_setting():
@@ -336,6 +433,17 @@ def test_a_plan_that_need_not_equal_one_device_names_the_setting():
         "dp=2,exchange=diloco",
         "dp=2,compress=bf16",
     )
-    assert [Plan.parse(text).exempt for text in texts] == ["staleness=inf", "staleness=3", "local_steps=4", "exchange=diloco", "compress=bf16"]
-    for text in ("dp=2", "dp=2,exchange=server", "dp=2,exchange=local_sgd", "dp=2,exchange=async,staleness=0"):
+    assert [Plan.parse(text).exempt for text in texts] == [
+        "staleness=inf",
+        "staleness=3",
+        "local_steps=4",
+        "exchange=diloco",
+        "compress=bf16",
+    ]
+    for text in (
+        "dp=2",
+        "dp=2,exchange=server",
+        "dp=2,exchange=local_sgd",
+        "dp=2,exchange=async,staleness=0",
+    ):
         assert not Plan.parse(text).exempt

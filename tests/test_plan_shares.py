@@ -1,4 +1,5 @@
-"""The setting `shares`: quotas against a search over all divisions, its one text, and what it does not go with."""
+"""The setting `shares`: quotas against a search over all divisions, its one text, and what it does not go
+with."""
 
 from __future__ import annotations
 
@@ -44,10 +45,18 @@ def test_shares_that_are_the_samples_of_a_full_batch_are_kept(shares: list[int])
 @given(num_samples=st.integers(0, 200), dp=st.integers(2, 8))
 def test_equal_shares_of_one_chunk_each_are_the_even_cut(num_samples: int, dp: int) -> None:
     equal = "+".join(["7"] * dp)
-    assert Plan(dp=dp, shares=equal).sizes(num_samples) == Plan(dp=dp).sizes(num_samples) == chunk_sizes(num_samples, dp)
+    assert (
+        Plan(dp=dp, shares=equal).sizes(num_samples)
+        == Plan(dp=dp).sizes(num_samples)
+        == chunk_sizes(num_samples, dp)
+    )
 
 
-@given(num_samples=st.integers(0, 200), shares=st.lists(st.integers(0, 9), min_size=2, max_size=5).filter(any), m=st.integers(1, 4))
+@given(
+    num_samples=st.integers(0, 200),
+    shares=st.lists(st.integers(0, 9), min_size=2, max_size=5).filter(any),
+    m=st.integers(1, 4),
+)
 def test_chunks_of_a_share_are_as_even_as_can_be(num_samples: int, shares: list[int], m: int) -> None:
     sizes = Plan(dp=len(shares), microbatches=m, shares="+".join(map(str, shares))).sizes(num_samples)
     of_replica = [sizes[start : start + m] for start in range(0, len(sizes), m)]
@@ -61,7 +70,10 @@ def test_the_largest_share_is_that_of_the_first_replica_that_has_most() -> None:
     assert Plan(dp=2, microbatches=3, shares="0+1").largest_share(2) == [1, 1]
 
 
-@pytest.mark.parametrize(("text", "written"), [("6+6+2", "3+3+1"), ("2+2+2", "1+1+1"), ("0+4+8", "0+1+2"), ("measured", "measured")])
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [("6+6+2", "3+3+1"), ("2+2+2", "1+1+1"), ("0+4+8", "0+1+2"), ("measured", "measured")],
+)
 def test_a_plan_writes_shares_in_one_way(text: str, written: str) -> None:
     plan = Plan.parse(f"dp=3,shares={text}")
     assert str(plan) == f"dp=3,shares={written}" and Plan.from_json(plan.to_json()) == plan
@@ -70,7 +82,10 @@ def test_a_plan_writes_shares_in_one_way(text: str, written: str) -> None:
 
 NO_NUMBERS = ["3+x", "fast", "3+-1", "0+0", "3++1", "1.5+1", "²+1"]
 REFUSALS = [
-    *((f"dp=2,shares={text}", "is not even, measured, or a whole number for each replica") for text in NO_NUMBERS),
+    *(
+        (f"dp=2,shares={text}", "is not even, measured, or a whole number for each replica")
+        for text in NO_NUMBERS
+    ),
     ("shares=measured", "divides batches over replicas, and dp=1"),
     ("dp=3,shares=3+1", "is for 2 replicas, and dp=3"),
     ("dp=2,shares=3+1,exchange=async", "for steps taken together"),

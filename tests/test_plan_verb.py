@@ -76,7 +76,10 @@ def test_what_does_not_fit_is_said_and_1(measured: Path, capsys: pytest.CaptureF
         (["--devices", "cuda"], "--devices cuda cannot be priced"),
         (["--devices", "2", "--ranks", "3"], "both say how many ranks"),
         (["--try", "0"], "--try 0 must be 1 or more"),
-        (["--try", "2", "--machine", "other.json"], "--try trains on this machine, and --machine other.json prices plans for another"),
+        (
+            ["--try", "2", "--machine", "other.json"],
+            "--try trains on this machine, and --machine other.json prices plans for another",
+        ),
         (["--memory", "much"], "much is no number of bytes"),
         (["--plan", "dp=two"], "dp=two must be a whole number"),
         (["--plan", "dp=2,exchange=async"], "has no steps that all workers take together"),
@@ -84,7 +87,9 @@ def test_what_does_not_fit_is_said_and_1(measured: Path, capsys: pytest.CaptureF
         (["--transport", "gloo", "--plan", "dp=2"], "Run meshloom calibrate --transport gloo"),
     ],
 )
-def test_a_wrong_request_is_one_sentence_and_2(measured: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_request_is_one_sentence_and_2(
+    measured: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+):
     if HERE == "gloo" and "--transport" in words:
         pytest.skip("here ranks talk over Gloo anyway")
     assert main(["plan", FILE, *words]) == 2
@@ -150,7 +155,9 @@ def test_a_plan_that_is_tried_has_what_was_measured(measured: Path, capfd: pytes
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_machine_that_was_not_measured_is_measured_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+def test_a_machine_that_was_not_measured_is_measured_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert main(["plan", FILE, "--plan", "dp=2", "--ranks", "2"]) == 0
     captured = capfd.readouterr()

@@ -1,4 +1,5 @@
-"""Twelve silent bugs, planted one at a time into the product: verification catches every one and says what it is."""
+"""Twelve silent bugs, planted one at a time into the product: verification catches every one and says what it
+is."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def divide_by(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor
     """Let `finish` divide by something else than the total weight."""
     for exchange in EXCHANGES:
         finish = exchange.finish
-        monkeypatch.setattr(exchange, "finish", lambda self, weight, finish=finish: (yield from finish(self, change(weight))))
+        monkeypatch.setattr(
+            exchange, "finish", lambda self, weight, finish=finish: (yield from finish(self, change(weight)))
+        )
 
 
 def missing_dp(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
@@ -49,11 +52,14 @@ def mean_of_means(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
 
     def as_mean(loss: Any, samples: int, **settings: Any) -> Any:
         total, weight = as_sum(loss, samples, **settings)
-        return total / weight + (total - total / weight).detach(), weight  # the value is right, the gradient is a mean's
+        # the value is right, the gradient is a mean's
+        return total / weight + (total - total / weight).detach(), weight
 
     monkeypatch.setattr(meshloom.replica.loss_sums, "as_sum", as_mean)
     batch = 13
-    divide_by(monkeypatch, lambda weight: torch.full_like(weight, plan.num_chunks / (batch if weight == 1 else 1)))
+    divide_by(
+        monkeypatch, lambda weight: torch.full_like(weight, plan.num_chunks / (batch if weight == 1 else 1))
+    )
 
 
 def last_microbatch_only(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
@@ -128,7 +134,11 @@ def tied_twice_in_the_norm(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
 
 def same_masks(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     chunk_seed = meshloom.replica.chunk_scope.chunk_seed
-    monkeypatch.setattr(meshloom.replica.chunk_scope, "chunk_seed", lambda seed, step, chunk: chunk_seed(seed, step, chunk % plan.microbatches))
+    monkeypatch.setattr(
+        meshloom.replica.chunk_scope,
+        "chunk_seed",
+        lambda seed, step, chunk: chunk_seed(seed, step, chunk % plan.microbatches),
+    )
 
 
 def stale_gradient(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
@@ -137,7 +147,9 @@ def stale_gradient(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     def keep(self: GradientBuckets) -> None:
         arrived = [entry.arrived for bucket in self.buckets for entry in bucket.entries]
         begin(self)
-        for entry, was in zip((entry for bucket in self.buckets for entry in bucket.entries), arrived, strict=True):
+        for entry, was in zip(
+            (entry for bucket in self.buckets for entry in bucket.entries), arrived, strict=True
+        ):
             entry.arrived = was
 
     monkeypatch.setattr(GradientBuckets, "begin_step", keep)
@@ -160,7 +172,12 @@ def other_state(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     after_first: dict[int, list[dict[str, Any]]] = {}
 
     def entries(of: Updater) -> list[dict[str, Any]]:
-        everything = [optimizer.state.get(each) for optimizer in of._optimizers for group in optimizer.param_groups for each in group["params"]]
+        everything = [
+            optimizer.state.get(each)
+            for optimizer in of._optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        ]
         return [state for state in everything if state]  # an unused parameter has none
 
     def swapped(self: Updater, gradients: Any, loss: float) -> Any:
@@ -172,7 +189,13 @@ def other_state(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
             for mine, theirs in zip(entries(self), neighbour, strict=False):
                 for key, value in mine.items():
                     if isinstance(value, Tensor) and value.ndim:
-                        mine[key] = theirs[key].reshape(-1).repeat(value.numel())[: value.numel()].reshape(value.shape).clone()
+                        mine[key] = (
+                            theirs[key]
+                            .reshape(-1)
+                            .repeat(value.numel())[: value.numel()]
+                            .reshape(value.shape)
+                            .clone()
+                        )
         result = yield from update(self, gradients, loss)
         if first:
             after_first[ranks.index(self)] = copy.deepcopy(entries(self))
@@ -202,7 +225,11 @@ BUGS: list[tuple[Plant, str, list[tuple[tuple[str, str], Plan]]]] = [
     (
         clip_before_averaging,
         "clipping",
-        [(MLP, replace(TWO, overlap=False)), (("cnn", "sgd"), replace(THREE, overlap=False)), (GPT, replace(ZERO, overlap=False))],
+        [
+            (MLP, replace(TWO, overlap=False)),
+            (("cnn", "sgd"), replace(THREE, overlap=False)),
+            (GPT, replace(ZERO, overlap=False)),
+        ],
     ),
     (tied_twice, "tied", [(GPT, TWO), (("gpt", "adamw"), ZERO), (("gpt", "muon"), THREE)]),
     (tied_twice_in_the_norm, "tied", [(GPT, TWO), (GPT, THREE)]),
@@ -234,7 +261,11 @@ def test_a_planted_bug_is_caught_and_named(plant, kind, model, optimizer, plan, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("model", "optimizer", "plan"), sorted({(*job, plan) for _, _, cases in BUGS for job, plan in cases[:2]}, key=str), ids=str)
+@pytest.mark.parametrize(
+    ("model", "optimizer", "plan"),
+    sorted({(*job, plan) for _, _, cases in BUGS for job, plan in cases[:2]}, key=str),
+    ids=str,
+)
 def test_without_a_bug_the_same_runs_pass(model, optimizer, plan):
     report = run(model, optimizer, plan)
     assert report.passed and not report.causes, report.causes

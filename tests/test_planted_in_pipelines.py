@@ -1,4 +1,5 @@
-"""Silent bugs of pipelines, planted one at a time into the product: verification flags every one, and flags no run without one."""
+"""Silent bugs of pipelines, planted one at a time into the product: verification flags every one, and flags
+no run without one."""
 
 from __future__ import annotations
 
@@ -144,7 +145,13 @@ BUGS: list[tuple[Plant, list[tuple[tuple[str, str], str]]]] = [
     (microbatches_mixed_up, [(MLP, TWO), (GPT, TWO), (CNN, SPLIT)]),
 ]
 CASES = [
-    pytest.param(plant, *job, plan, id=f"{plant.__name__}-{'-'.join(job)}-{plan}", marks=[pytest.mark.slow] if number else [])
+    pytest.param(
+        plant,
+        *job,
+        plan,
+        id=f"{plant.__name__}-{'-'.join(job)}-{plan}",
+        marks=[pytest.mark.slow] if number else [],
+    )
     for plant, cases in BUGS
     for number, (job, plan) in enumerate(cases)
 ]

@@ -26,10 +26,24 @@ class Batch:
 
 
 def test_containers_keep_their_kind():
-    tree = {"pair": Pair(torch.ones(1), 2), "batch": Batch(torch.ones(1), "a"), "user": UserDict(x=torch.ones(1)), "list": [torch.arange(2), None]}
+    tree = {
+        "pair": Pair(torch.ones(1), 2),
+        "batch": Batch(torch.ones(1), "a"),
+        "user": UserDict(x=torch.ones(1)),
+        "list": [torch.arange(2), None],
+    }
     converted = convert(tree, CPU, torch.float64)
-    assert converted["pair"].a.dtype == converted["batch"].x.dtype == converted["user"]["x"].dtype == torch.float64
-    assert (type(converted["pair"]), type(converted["batch"]), type(converted["user"])) == (Pair, Batch, UserDict)
+    assert (
+        converted["pair"].a.dtype
+        == converted["batch"].x.dtype
+        == converted["user"]["x"].dtype
+        == torch.float64
+    )
+    assert (type(converted["pair"]), type(converted["batch"]), type(converted["user"])) == (
+        Pair,
+        Batch,
+        UserDict,
+    )
     assert converted["list"][0].dtype == torch.int64 and converted["batch"].name == "a"
     assert tree["batch"].x.dtype == torch.float32
 
@@ -40,7 +54,10 @@ def test_a_model_keeps_its_integers_its_ties_and_its_imaginary_parts():
     model.register_buffer("turn", torch.ones(2, dtype=torch.complex64))
     converted = convert_model(model, CPU, torch.float64)
     assert converted[2].weight is converted[1].weight and converted[1].weight.dtype == torch.float64
-    assert converted[0].running_mean.dtype == torch.float64 and converted[0].num_batches_tracked.dtype == torch.int64
+    assert (
+        converted[0].running_mean.dtype == torch.float64
+        and converted[0].num_batches_tracked.dtype == torch.int64
+    )
     assert converted.turn.is_complex()
 
 

@@ -16,16 +16,28 @@ from tests.matrix import SETTINGS, covering_cases, thorough_cases
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize("dp", [pytest.param(dp, marks=() if dp == 3 else pytest.mark.slow) for dp in SETTINGS["dp"] if dp > 1])
-def test_a_plan_on_processes_equals_one_device(dp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _on_processes([case for case in covering_cases() if case["dp"] == dp], dp, tmp_path, monkeypatch) == []
+@pytest.mark.parametrize(
+    "dp", [pytest.param(dp, marks=() if dp == 3 else pytest.mark.slow) for dp in SETTINGS["dp"] if dp > 1]
+)
+def test_a_plan_on_processes_equals_one_device(
+    dp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        _on_processes([case for case in covering_cases() if case["dp"] == dp], dp, tmp_path, monkeypatch)
+        == []
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dp", [dp for dp in SETTINGS["dp"] if dp > 1])
-def test_every_three_settings_on_processes_equal_one_device(dp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _on_processes([case for case in thorough_cases() if case["dp"] == dp], dp, tmp_path, monkeypatch) == []
+def test_every_three_settings_on_processes_equal_one_device(
+    dp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        _on_processes([case for case in thorough_cases() if case["dp"] == dp], dp, tmp_path, monkeypatch)
+        == []
+    )
 
 
 def _on_processes(cases: list[Case], dp: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -22,7 +22,10 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 def batches(model: str, count: int, size: int = 6) -> list[Any]:
     data = make_job(model, "sgd").data()
-    return [default_collate([data[(number * size + each) % 30] for each in range(size)]) for number in range(count)]
+    return [
+        default_collate([data[(number * size + each) % 30] for each in range(size)])
+        for number in range(count)
+    ]
 
 
 def test_text_of_a_small_program():
@@ -39,7 +42,11 @@ def test_text_of_a_small_program():
                 scale = x.abs().max()
             return torch.dropout(self.again(x), 0.5, True) / scale
 
-    program = capture_module(Small(), lambda model, batch: (model(batch["x"]).sum(), 4), ({"x": torch.ones(4, 3)}, {"x": torch.zeros(4, 3)}))
+    program = capture_module(
+        Small(),
+        lambda model, batch: (model(batch["x"]).sum(), 4),
+        ({"x": torch.ones(4, 3)}, {"x": torch.zeros(4, 3)}),
+    )
     assert program.describe().splitlines() == [
         "parameter first.weight: float32[2, 3], also again.weight",
         "parameter first.bias: float32[2], also again.bias",
@@ -102,7 +109,9 @@ def test_grad_mode_and_contexts_are_put_back_after_an_error():
 
 def test_a_draw_can_be_repeated_by_its_number():
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
-    program = capture_module(model, lambda model, batch: model(batch).sum(), (torch.ones(20), torch.zeros(20) + 2))
+    program = capture_module(
+        model, lambda model, batch: model(batch).sum(), (torch.ones(20), torch.zeros(20) + 2)
+    )
     values: list[Tensor] = []
     seed_everything(3)
     run_program(program, {}, {}, torch.ones(20), visit=lambda node, value: values.append(value))

@@ -27,13 +27,19 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 def batches(count: int = 4, size: int = 6) -> list[Any]:
     data = make_job("mlp", "sgd").data()
-    return [default_collate([data[(number * size + each) % 30] for each in range(size)]) for number in range(count)]
+    return [
+        default_collate([data[(number * size + each) % 30] for each in range(size)])
+        for number in range(count)
+    ]
 
 
 def read(programs: list[Programs], given: list[Any] | None, **settings: Any) -> list[Any]:
     """What `read_together` returns on every simulated rank; batches on rank 0 alone."""
     groups = simulated_groups(len(programs))
-    steps = [each.read_together(group, [] if group.rank else [given or []], **settings) for each, group in zip(programs, groups, strict=True)]
+    steps = [
+        each.read_together(group, [] if group.rank else [given or []], **settings)
+        for each, group in zip(programs, groups, strict=True)
+    ]
     return run_in_steps(steps)
 
 
@@ -52,7 +58,10 @@ def errors(programs: list[Programs], given: list[Any] | None) -> list[MeshloomEr
 
     groups = simulated_groups(len(programs))
     return run_in_steps(
-        [caught(each.read_together(group, [] if group.rank else [given or []])) for each, group in zip(programs, groups, strict=True)]
+        [
+            caught(each.read_together(group, [] if group.rank else [given or []]))
+            for each, group in zip(programs, groups, strict=True)
+        ]
     )
 
 
@@ -64,20 +73,28 @@ def test_all_ranks_have_the_program_that_rank_0_read(size: int):
     assert len({id(each) for each in found}) == size and len({each.digest() for each in found}) == 1
     assert found[-1].describe() == Programs(job).read(batches()).describe()
     model, batch = job.model(), batches()[0]
-    values = [run_program(each, dict(model.named_parameters()), dict(model.named_buffers()), batch) for each in found]
+    values = [
+        run_program(each, dict(model.named_parameters()), dict(model.named_buffers()), batch)
+        for each in found
+    ]
     assert all(torch.equal(each, values[0]) for each in values)
 
 
 def test_it_is_read_once_for_each_kind_of_batch_and_mode(monkeypatch: pytest.MonkeyPatch):
     captured: list[bool] = []
     capture = module.capture
-    monkeypatch.setattr(module, "capture", lambda *args, **settings: captured.append(settings["training"]) or capture(*args, **settings))
+    monkeypatch.setattr(
+        module,
+        "capture",
+        lambda *args, **settings: captured.append(settings["training"]) or capture(*args, **settings),
+    )
     programs = [Programs(make_job("mlp", "sgd"), dtype=torch.float64) for _ in range(2)]
     first = read(programs, batches())
     assert all(one is other for one, other in zip(read(programs, batches()[2:]), first, strict=True))
     assert captured == [True]
     assert first[0].precision == torch.float64 and programs[1].get(batches()[3]) is first[1]
-    assert read(programs, batches(size=4))[1] is not first[1] and captured == [True]  # without values, as it is the first but for sizes
+    # without values, as it is the first but for sizes
+    assert read(programs, batches(size=4))[1] is not first[1] and captured == [True]
     assert not read(programs, batches(), training=False)[1].training and captured == [True, False]
 
 
@@ -113,9 +130,21 @@ def fails(y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "given", "message"),
     [
-        (lambda y: y if y.sum() > 0 else -y, batches(), "What runs depends on the values in the batch at .*test_programs.py"),
-        (lambda y: y * (1 + torch.compiler.is_exporting()), batches(), "The program read from the model is not the model"),
-        (fails, batches(), r"Reading the loss failed at .*test_programs.py:\d+ \(raise RuntimeError.*: RuntimeError: the user's own$"),
+        (
+            lambda y: y if y.sum() > 0 else -y,
+            batches(),
+            "What runs depends on the values in the batch at .*test_programs.py",
+        ),
+        (
+            lambda y: y * (1 + torch.compiler.is_exporting()),
+            batches(),
+            "The program read from the model is not the model",
+        ),
+        (
+            fails,
+            batches(),
+            r"Reading the loss failed at .*test_programs.py:\d+ \(raise RuntimeError.*: RuntimeError: the user's own$",
+        ),
         (lambda y: y, batches()[:1], "takes two batches of the same shapes, and there are 1"),
         (lambda y: y, None, "takes two batches of the same shapes, and there are 0"),
     ],
@@ -145,7 +174,10 @@ def test_a_program_that_arrives_as_another_is_refused(monkeypatch: pytest.Monkey
     unpack = module.unpack
     monkeypatch.setattr(module, "unpack", lambda data: replace(unpack(data), training=False))
     found = errors([Programs(make_job("mlp", "sgd")) for _ in range(2)], batches())
-    assert all("what rank 1 received has" in str(each) and "Use one version of meshloom and torch" in str(each) for each in found)
+    assert all(
+        "what rank 1 received has" in str(each) and "Use one version of meshloom and torch" in str(each)
+        for each in found
+    )
 
 
 def read_on_a_rank() -> tuple[str, str, str]:
@@ -163,7 +195,9 @@ def read_on_a_rank() -> tuple[str, str, str]:
     given = batches() if group.rank == 0 else None
     (program,) = run_in_steps([Programs(make_job("mlp", "sgd")).read_together(group, [given or []])])
     with pytest.raises(CaptureError) as caught:
-        run_in_steps([Programs(job_of(lambda y: y if y.sum() > 0 else -y)).read_together(group, [given or []])])
+        run_in_steps(
+            [Programs(job_of(lambda y: y if y.sum() > 0 else -y)).read_together(group, [given or []])]
+        )
     return program.describe(), program.digest(), str(caught.value)
 
 
@@ -189,7 +223,9 @@ class Dropped(nn.Module):
 
 
 def test_a_program_read_later_is_of_the_model_as_it_was_built():
-    job = replace(make_job("mlp", "sgd"), model=Dropped, loss=lambda model, batch: model(batch["x"]).square().mean())
+    job = replace(
+        make_job("mlp", "sgd"), model=Dropped, loss=lambda model, batch: model(batch["x"]).square().mean()
+    )
     programs = Programs(job, dtype=torch.float64)
     torch.set_default_dtype(torch.float64)  # as verification has it when a chunk of new shapes comes
     try:

@@ -28,7 +28,9 @@ def test_no_other_division_lets_the_slowest_be_done_sooner(num_samples: int, per
 
 
 @given(per_sample=st.lists(st.floats(0.01, 10), min_size=2, max_size=64), num_samples=st.integers(64, 10**7))
-def test_large_batches_come_within_a_sample_of_what_fractions_could_do(per_sample: list[float], num_samples: int) -> None:
+def test_large_batches_come_within_a_sample_of_what_fractions_could_do(
+    per_sample: list[float], num_samples: int
+) -> None:
     fractions = num_samples / sum(1 / each for each in per_sample)
     found = fastest_sizes(num_samples, per_sample)
     assert sum(found) == num_samples
@@ -36,7 +38,9 @@ def test_large_batches_come_within_a_sample_of_what_fractions_could_do(per_sampl
 
 
 @given(st.data(), speeds.filter(lambda each: len(each) > 1))
-def test_a_proposal_gains_what_it_must_and_is_made_when_it_does(data: st.DataObject, per_sample: list[float]) -> None:
+def test_a_proposal_gains_what_it_must_and_is_made_when_it_does(
+    data: st.DataObject, per_sample: list[float]
+) -> None:
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=len(per_sample), max_size=len(per_sample)))
     proposal = propose(sizes, per_sample)
     best = min(seconds(each, per_sample) for each in compositions(sum(sizes), len(sizes), least=1))
@@ -48,8 +52,13 @@ def test_a_proposal_gains_what_it_must_and_is_made_when_it_does(data: st.DataObj
 
 
 @settings(deadline=None)
-@given(fixed=st.lists(st.floats(0, 3), min_size=3, max_size=3), per_sample=st.lists(st.floats(0.05, 3), min_size=3, max_size=3))
-def test_where_steps_have_a_fixed_part_repeated_measuring_settles(fixed: list[float], per_sample: list[float]) -> None:
+@given(
+    fixed=st.lists(st.floats(0, 3), min_size=3, max_size=3),
+    per_sample=st.lists(st.floats(0.05, 3), min_size=3, max_size=3),
+)
+def test_where_steps_have_a_fixed_part_repeated_measuring_settles(
+    fixed: list[float], per_sample: list[float]
+) -> None:
     """Seconds per sample are then a little different for every size; nothing goes back and forth for ever."""
     sizes = (40, 40, 40)
     for _ in range(12):

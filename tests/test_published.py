@@ -1,4 +1,5 @@
-"""Published models at the sizes that people train are described under every plan, and what docs/published.md says of them is so."""
+"""Published models at the sizes that people train are described under every plan, and what docs/published.md
+says of them is so."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in FAST else pytest.mark.slow) for name in WRITTEN])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name in FAST else pytest.mark.slow) for name in WRITTEN],
+)
 def test_a_model_is_described_as_the_table_says(name: str):
     model = PUBLISHED[name]
     rows = Rows(model)
@@ -34,7 +38,11 @@ def test_a_model_is_described_as_the_table_says(name: str):
 
 def test_dense_transformers_are_divided_but_for_one_percent():
     """Of parameters and of FLOPs, under every plan with tp."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TEXT.splitlines() if line.startswith("| ") and "tp=" in line]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in TEXT.splitlines()
+        if line.startswith("| ") and "tp=" in line
+    ]
     dense = [row for row in rows if row[0] in PUBLISHED and PUBLISHED[row[0]].dense and len(row) > 6]
     assert dense
     for name, _, _, plan, parameters, flops, *_ in dense:
@@ -44,6 +52,7 @@ def test_dense_transformers_are_divided_but_for_one_percent():
 def test_a_hundred_and_thirty_thousand_tokens_are_the_same_program():
     """LLaMA 1B: as many operators as for 4,096 tokens, so that reading and dividing it takes as long."""
     short, long = (
-        [line.split(" | ")[2] for line in TEXT.splitlines() if line.startswith(f"| {name} | 1 x")] for name in ("llama-1b", "llama-1b, long")
+        [line.split(" | ")[2] for line in TEXT.splitlines() if line.startswith(f"| {name} | 1 x")]
+        for name in ("llama-1b", "llama-1b, long")
     )
     assert short == long != []

@@ -1,4 +1,5 @@
-"""Random draws: decided by seed, step, chunk and number, whatever was drawn before and whoever computes them."""
+"""Random draws: decided by seed, step, chunk and number, whatever was drawn before and whoever computes
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from meshloom.core.random import KeyedDraws, Rows, chunk_seed, derive, model_seed, preserved_draws, sample_order, sample_seed, seed_everything
+from meshloom.core.random import (
+    KeyedDraws,
+    Rows,
+    chunk_seed,
+    derive,
+    model_seed,
+    preserved_draws,
+    sample_order,
+    sample_seed,
+    seed_everything,
+)
 
 # What draws a tensor [samples, 6] for a batch x [samples, 6], in as many ways as torch has.
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,7 +60,9 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def draw(function: Callable[[Tensor], Tensor], x: Tensor, rows: Rows | None = None, before: int = 0) -> Tensor:
+def draw(
+    function: Callable[[Tensor], Tensor], x: Tensor, rows: Rows | None = None, before: int = 0
+) -> Tensor:
     """`function(x)` as the third keyed draw of a chunk; the first takes `before` numbers more than usual."""
     seed_everything(7)
     with KeyedDraws(rows):

@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 @pytest.mark.parametrize(
     "text",
     [
-        "pp=2,tp=2,microbatches=4,tp_placements=*:column",  # a tied head: its gradient goes to the first stage, its value comes back
+        # a tied head: its gradient goes to the first stage, its value comes back
+        "pp=2,tp=2,microbatches=4,tp_placements=*:column",
         "dp=2,tp=2,zero=1,tp_placements=*:row",
         "pp=2,microbatches=2,schedule=interleaved,virtual_stages=2",
     ],
@@ -41,8 +42,13 @@ def test_what_a_rank_holds_and_sends_is_what_it_held_and_sent(text: str):
         if place.dp or place.tp:
             continue
         mine, sent = found[place.pp], rehearsed.steps[-1][rank].num_bytes
-        assert (mine.held.parameters, mine.held.gradients, mine.held.buffers) == (held.parameters, held.gradients, held.buffers)
-        assert mine.held.optimizer == pytest.approx(held.optimizer, abs=64)  # buckets are padded to a multiple of dp
+        assert (mine.held.parameters, mine.held.gradients, mine.held.buffers) == (
+            held.parameters,
+            held.gradients,
+            held.buffers,
+        )
+        # buckets are padded to a multiple of dp
+        assert mine.held.optimizer == pytest.approx(held.optimizer, abs=64)
         # A rehearsal counts what is saved of the batch, and not what was received and is not saved.
         received = sum(each.num_bytes.get("pp", 0) for each in found)
         assert held.kept - batch_bytes <= mine.held.kept <= held.kept + received

@@ -55,7 +55,9 @@ def test_distributions_do_not_check_their_arguments():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("lengths", [lambda each: [each] * 3, lambda each: torch.full((3,), each)], ids=["lists", "tensors"])
+@pytest.mark.parametrize(
+    "lengths", [lambda each: [each] * 3, lambda each: torch.full((3,), each)], ids=["lists", "tensors"]
+)
 def test_alignments_are_read(lengths: Any, reduction: str):
     def align(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         scores = model(batch["x"]).log_softmax(2).transpose(0, 1)
@@ -70,7 +72,12 @@ def test_torch_is_as_it_was_afterwards():
     implementations: Any = torch._subclasses.fake_impls.op_implementations_dict
 
     def seen() -> list[Any]:
-        return [torch.ctc_loss, torch.autograd.Function.__mro__[1].__dict__.get("apply"), Distribution._validate_args, dict(implementations)]
+        return [
+            torch.ctc_loss,
+            torch.autograd.Function.__mro__[1].__dict__.get("apply"),
+            Distribution._validate_args,
+            dict(implementations),
+        ]
 
     def breaks() -> None:
         with readable(), aligned_without_values(), aligned_without_values():

@@ -51,10 +51,20 @@ def test_error_in_collate_names_chunk_samples_and_line(num_workers):
         return samples[9]
 
     line = line_of(collate, "return samples[9]")
-    message = rf"Collating chunk 1 of step 0 \(samples 2, 3\) failed at {__file__}:{line} in collate: IndexError"
+    message = (
+        rf"Collating chunk 1 of step 0 \(samples 2, 3\) failed at {__file__}:{line} in collate: IndexError"
+    )
     with pytest.raises(DataError, match=message):
         read_chunks(
-            job_of(list(range(8)), collate=lambda s: collate(s) if 3 in s else s, num_workers=num_workers, shuffle=False), Plan(microbatches=2), 0, 2
+            job_of(
+                list(range(8)),
+                collate=lambda s: collate(s) if 3 in s else s,
+                num_workers=num_workers,
+                shuffle=False,
+            ),
+            Plan(microbatches=2),
+            0,
+            2,
         )
 
 
@@ -66,12 +76,18 @@ def test_error_inside_a_library_names_the_users_line():
         def __getitem__(self, index):
             return torch.utils.data.default_collate([torch.ones(1), torch.ones(2)])
 
-    with pytest.raises(DataError, match=rf"failed at {__file__}:{line_of(Calls, 'default_collate')} in __getitem__: RuntimeError"):
+    with pytest.raises(
+        DataError,
+        match=rf"failed at {__file__}:{line_of(Calls, 'default_collate')} in __getitem__: RuntimeError",
+    ):
         read_chunks(job_of(Calls()), Plan(), 0, 1)
 
 
 def test_samples_that_do_not_stack_are_named():
-    with pytest.raises(DataError, match=r"Collating chunk 0 of step 0 \(samples 0, 1\) failed at .*: RuntimeError: stack expects"):
+    with pytest.raises(
+        DataError,
+        match=r"Collating chunk 0 of step 0 \(samples 0, 1\) failed at .*: RuntimeError: stack expects",
+    ):
         read_chunks(job_of([torch.ones(1), torch.ones(2)], shuffle=False), Plan(), 0, 1)
 
 
@@ -87,7 +103,13 @@ def test_workers_end_with_their_rank():
     rank = os.fork()
     if rank == 0:
         os.close(readable)  # the write end is inherited by the workers, as a connection to a peer would be
-        (reader,) = run_in_steps([open_reader(job_of([1, 2, 3, 4], batch_size=1, num_workers=2), Plan(), simulated_groups(1)[0], 0, 100)])
+        (reader,) = run_in_steps(
+            [
+                open_reader(
+                    job_of([1, 2, 3, 4], batch_size=1, num_workers=2), Plan(), simulated_groups(1)[0], 0, 100
+                )
+            ]
+        )
         run_in_steps([reader.read(0)])
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(writable)

@@ -1,4 +1,5 @@
-"""kill -9 while a job is read or its reading is kept: the run ends, nothing is left, and the next start neither waits for nor believes what was begun."""
+"""kill -9 while a job is read or its reading is kept: the run ends, nothing is left, and the next start
+neither waits for nor believes what was begun."""
 
 from __future__ import annotations
 
@@ -11,13 +12,28 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.killing import SECONDS_TO_TELL, assert_nothing_left, command, kill_the_launcher, left, ranks, running, told
+from tests.killing import (
+    SECONDS_TO_TELL,
+    assert_nothing_left,
+    command,
+    kill_the_launcher,
+    left,
+    ranks,
+    running,
+    told,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def started(words: list[str]) -> str:
-    done = subprocess.run([*words, "--overwrite"], capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [*words, "--overwrite"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

@@ -1,4 +1,5 @@
-"""Published models at the sizes that people train equal one device, and mistakes as small as one token are found at these sizes.
+"""Published models at the sizes that people train equal one device, and mistakes as small as one token are
+found at these sizes.
 
 What is trained is in `tests/real_sizes.py`. In float32, with real data, dropout on, on processes.
 """
@@ -32,7 +33,15 @@ MODELS = ("gpt2", "bert", "vit", "resnet", "t5", "whisper", "wav2vec2", "segform
 
 def _verified(name: str, plan: str, steps: int, batch_size: int) -> str | None:
     job = replace(getattr(tests.real_sizes, name)(), batch_size=batch_size)
-    report = verify(job, Plan.parse(plan), devices="cpu", steps=steps, dtype=torch.float32, timeout_seconds=3000.0, oversubscribe=True)
+    report = verify(
+        job,
+        Plan.parse(plan),
+        devices="cpu",
+        steps=steps,
+        dtype=torch.float32,
+        timeout_seconds=3000.0,
+        oversubscribe=True,
+    )
     if report is None:
         return None
     stream = io.StringIO()
@@ -52,17 +61,25 @@ def test_a_published_model_equals_one_device(name: str, plan: str):
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "plan", "ranks"), [("gpt2_short", "pp=2,tp=2", 4), ("bert_short", "dp=2,tp=2", 4)])
+@pytest.mark.parametrize(
+    ("name", "plan", "ranks"), [("gpt2_short", "pp=2,tp=2", 4), ("bert_short", "dp=2,tp=2", 4)]
+)
 def test_two_layers_at_full_length_equal_one_device(name: str, plan: str, ranks: int):
     """One step of as few samples as the plan has chunks; the two plans have all three axes between them."""
-    assert on_ranks(_verified, ranks, name, plan, 1, Plan.parse(plan).num_chunks, timeout_seconds=500.0)[0] == "EQUAL"
+    assert (
+        on_ranks(_verified, ranks, name, plan, 1, Plan.parse(plan).num_chunks, timeout_seconds=500.0)[0]
+        == "EQUAL"
+    )
 
 
 def _gradients(attention: str, loss: Callable[[Any, Any], Tensor] | None = None) -> Reference:
-    """Of one sample of 1,024 tokens, on two layers of GPT-2's width, without dropout; attention is computed as `attention` says."""
+    """Of one sample of 1,024 tokens, on two layers of GPT-2's width, without dropout; attention is computed
+    as `attention` says."""
     off = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
     words: dict[str, Any] = {"vocab_size": 4096, "bos_token_id": 0, "eos_token_id": 0}
-    model = partial(built, "GPT2LMHeadModel", n_layer=2, use_cache=False, attn_implementation=attention, **off, **words)
+    model = partial(
+        built, "GPT2LMHeadModel", n_layer=2, use_cache=False, attn_implementation=attention, **off, **words
+    )
     job: Job = replace(job_of(model, partial(next_words, 1024, 4096), loss), batch_size=1)
     reference = Reference(job, Plan())
     reference.run()
@@ -84,13 +101,22 @@ def _wrong_at_a_seam(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.long
 def test_at_1024_tokens_rounding_is_far_below_the_tolerance_and_the_smallest_mistakes_are_above_it():
-    """Rounding is another kernel for attention, which adds up otherwise: at most 0.4% of the tolerance. Each mistake is 15 times it, in all 28 tensors."""
+    """Rounding is another kernel for attention, which adds up otherwise: at most 0.4% of the tolerance. Each
+    mistake is 15 times it, in all 28 tensors."""
     errors = GradientErrors(_gradients("sdpa").gradients, 0, 1e-4)
     other = _gradients("eager").gradients
-    assert max(each.error / each.tolerance for each in (errors.take(name, gradient) for name, gradient in other.items())) < 0.02
+    assert (
+        max(
+            each.error / each.tolerance
+            for each in (errors.take(name, gradient) for name, gradient in other.items())
+        )
+        < 0.02
+    )
     for name, gradient in other.items():
         assert gradient is not None
         assert not errors.take(name, 1.001 * gradient).passed, f"{name}, a thousandth too large"
     for wrong in (_without_one_token, _wrong_at_a_seam):
         of_wrong = _gradients("eager", wrong).gradients
-        assert not any(errors.take(name, gradient).passed for name, gradient in of_wrong.items()), wrong.__name__
+        assert not any(errors.take(name, gradient).passed for name, gradient in of_wrong.items()), (
+            wrong.__name__
+        )

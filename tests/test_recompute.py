@@ -41,7 +41,8 @@ from tests.pipelines import run_pipeline, subject_of
 from tests.program_jobs import OWN
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
-COVERING = ("gpt2", "conv2d", "mixtral", "recommendation")  # tied weights, batch norm, experts, sparse features
+# tied weights, batch norm, experts, sparse features
+COVERING = ("gpt2", "conv2d", "mixtral", "recommendation")
 SLOW_COMPUTING = Rates(flops_per_second=1e8)  # for which products of tiny models are dear
 HOW = ("full", "selective")
 
@@ -49,7 +50,8 @@ HOW = ("full", "selective")
 def in_flight(
     program: Program, build: Callable[[], nn.Module], batches: Sequence[Any]
 ) -> tuple[list[Tensor], Mapping[str, Any], Mapping[str, Tensor]]:
-    """Outputs, gradients and buffers of F0 F1 B0 F2 B1 B2, twice: what is learnt in the first is used in the second."""
+    """Outputs, gradients and buffers of F0 F1 B0 F2 B1 B2, twice: what is learnt in the first is used in the
+    second."""
     model = build()
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     outputs: list[Tensor] = []
@@ -57,7 +59,11 @@ def in_flight(
     def forward(number: int) -> Tensor:
         seed_everything(100 + number)
         returned = [
-            each for each in run_flat(program, parameters, buffers, list(leaves_of(batches[number % 2]).tensors.values())) if isinstance(each, Tensor)
+            each
+            for each in run_flat(
+                program, parameters, buffers, list(leaves_of(batches[number % 2]).tensors.values())
+            )
+            if isinstance(each, Tensor)
         ]
         outputs.extend(each.detach() for each in returned)
         return returned[0].sum()
@@ -74,12 +80,20 @@ def in_flight(
     return outputs, {name: each.grad for name, each in parameters.items()}, buffers
 
 
-def differences(program: Program, again: Program, build: Callable[[], nn.Module], batches: Sequence[Any]) -> list[str]:
+def differences(
+    program: Program, again: Program, build: Callable[[], nn.Module], batches: Sequence[Any]
+) -> list[str]:
     """What is not equal bit for bit."""
     expected, found = (in_flight(each, build, batches) for each in (program, again))
     named: list[dict[Any, Tensor | None]] = []
     for outputs, gradients, buffers in (expected, found):
-        named.append({**dict(enumerate(outputs)), **gradients, **{f"buffer {name}": value for name, value in buffers.items()}})
+        named.append(
+            {
+                **dict(enumerate(outputs)),
+                **gradients,
+                **{f"buffer {name}": value for name, value in buffers.items()},
+            }
+        )
     assert named[0].keys() == named[1].keys()
     return [str(name) for name, value in named[0].items() if not _equal(value, named[1][name])]
 
@@ -92,7 +106,10 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
 def family(name: str) -> tuple[Program, Callable[[], nn.Module], list[Any]]:
     job = FAMILIES[name].make_job(True)
     data = job.data()
-    batches = [in_precision(default_collate([data[index] for index in indices]), torch.float64) for indices in ((0, 1, 2), (3, 4, 5))]
+    batches = [
+        in_precision(default_collate([data[index] for index in indices]), torch.float64)
+        for indices in ((0, 1, 2), (3, 4, 5))
+    ]
     program = capture(job, (batches[0], batches[1]), dtype=torch.float64)
     return program, lambda: build_model(job, torch.float64, training=True), batches
 
@@ -103,19 +120,24 @@ def family(name: str) -> tuple[Program, Callable[[], nn.Module], list[Any]]:
         *in_turn(COVERING, HOW),
         *(
             pytest.param(name, how, marks=pytest.mark.slow)
-            for name, how in in_turn([each for each in FAMILIES if each not in {*NOT_READ, *FLOAT32_ONLY, *COVERING}], HOW)
+            for name, how in in_turn(
+                [each for each in FAMILIES if each not in {*NOT_READ, *FLOAT32_ONLY, *COVERING}], HOW
+            )
         ),
     ],
 )
 def test_a_family_is_the_same_bit_for_bit(name: str, how: str):
     program, build, batches = family(name)
     with default_precision(torch.float64):
-        assert not differences(program, with_recomputation(program, how, rates=SLOW_COMPUTING), build, batches)
+        assert not differences(
+            program, with_recomputation(program, how, rates=SLOW_COMPUTING), build, batches
+        )
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_own_models_are_the_same_bit_for_bit(name: str):
-    """Autocast with cached casts, buffers that are read before and after they change, every kind of draw, fused recurrent layers."""
+    """Autocast with cached casts, buffers that are read before and after they change, every kind of draw,
+    fused recurrent layers."""
     make, loss, make_batch = OWN[name]
     generator = torch.Generator().manual_seed(0)
     batches = [make_batch(generator), make_batch(generator)]
@@ -130,7 +152,13 @@ def test_own_models_are_the_same_bit_for_bit(name: str):
 
 
 @pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16 autocast", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(each, marks=() if each in ("gpt2", "u_net", "llama") else pytest.mark.slow) for each in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=() if each in ("gpt2", "u_net", "llama") else pytest.mark.slow)
+        for each in CASES
+    ],
+)
 def test_kept_bytes_are_as_predicted_and_less(name: str, precision: str):
     """Followed while the program runs on real tensors; the loss itself, four bytes, is no activation."""
     case = case_of(name, precision)
@@ -144,7 +172,10 @@ def test_kept_bytes_are_as_predicted_and_less(name: str, precision: str):
     for how in ("none", *HOW):
         again = with_recomputation(program, how, costs_of=of_nodes)
         run = replace(
-            job, loss=lambda model, chunk, again=again: run_program(again, dict(model.named_parameters()), dict(model.named_buffers()), chunk)
+            job,
+            loss=lambda model, chunk, again=again: run_program(
+                again, dict(model.named_parameters()), dict(model.named_buffers()), chunk
+            ),
         )
         measured = measure_memory(run, [batch])
         kept[how], peaks[how] = recomputed(program, of_nodes, how).kept_bytes, measured.peaks["backward"]
@@ -183,7 +214,9 @@ def test_segments_are_all_of_the_program_and_about_as_many_as_the_root_of_a_chai
                 x = x.exp()
             return x
 
-    program = capture_module(Chain(), lambda model, batch: model(batch).sum(), (torch.ones(50, 8), torch.zeros(50, 8)))
+    program = capture_module(
+        Chain(), lambda model, batch: model(batch).sum(), (torch.ones(50, 8), torch.zeros(50, 8))
+    )
     segments = segments_of(program)
     assert tuple(node for segment in segments for node in segment.nodes) == program.nodes
     assert len(segments) == pytest.approx((73 / 2) ** 0.5, abs=2)  # borders count twice
@@ -199,7 +232,9 @@ def test_nothing_is_left_when_backward_is_done():
 
         def step(again: Program = again, parameters: Any = parameters, buffers: Any = buffers) -> int:
             with preserved_draws(), default_precision(torch.float64):
-                run_flat(again, parameters, buffers, list(leaves_of(batches[0]).tensors.values()))[0].sum().backward()
+                run_flat(again, parameters, buffers, list(leaves_of(batches[0]).tensors.values()))[
+                    0
+                ].sum().backward()
             return sum(isinstance(each, Tensor) for each in gc.get_objects())
 
         step()
@@ -219,7 +254,14 @@ def test_without_gradients_it_is_the_plain_program():
     for each in (program, with_recomputation(program, "full")):
         with torch.no_grad(), preserved_draws(), default_precision(torch.float64):
             seed_everything(1)
-            values.append(run_flat(each, dict(model.named_parameters()), {name: value.clone() for name, value in model.named_buffers()}, leaves))
+            values.append(
+                run_flat(
+                    each,
+                    dict(model.named_parameters()),
+                    {name: value.clone() for name, value in model.named_buffers()},
+                    leaves,
+                )
+            )
     assert all(torch.equal(one, other) for one, other in zip(*values, strict=True))
 
 
@@ -228,18 +270,31 @@ def test_backward_may_run_twice():
     model = build()
     parameters = dict(model.named_parameters())
     with preserved_draws(), default_precision(torch.float64):
-        loss = run_flat(with_recomputation(program, "full"), parameters, dict(model.named_buffers()), list(leaves_of(batches[0]).tensors.values()))[0]
+        loss = run_flat(
+            with_recomputation(program, "full"),
+            parameters,
+            dict(model.named_buffers()),
+            list(leaves_of(batches[0]).tensors.values()),
+        )[0]
         once = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
         twice = torch.autograd.grad(loss, list(parameters.values()))
     assert all(torch.equal(one, other) for one, other in zip(once, twice, strict=True))
 
 
-@pytest.mark.parametrize(("name", "schedule", "how"), [("gpt2", "1f1b", "full"), ("conv2d", "zb-h1", "selective"), ("mixtral", "zb-v", "full")])
+@pytest.mark.parametrize(
+    ("name", "schedule", "how"),
+    [("gpt2", "1f1b", "full"), ("conv2d", "zb-h1", "selective"), ("mixtral", "zb-v", "full")],
+)
 def test_pipelines_equal_one_device(name: str, schedule: str, how: str):
     job = FAMILIES[name].make_job(True)
     data = job.data()
-    subject = subject_of(job, [default_collate([data[(2 * start + each) % len(data)] for each in range(2)]) for start in range(4)])
-    again = replace(subject, programs=[with_recomputation(each, how, rates=SLOW_COMPUTING) for each in subject.programs])
+    subject = subject_of(
+        job,
+        [default_collate([data[(2 * start + each) % len(data)] for each in range(2)]) for start in range(4)],
+    )
+    again = replace(
+        subject, programs=[with_recomputation(each, how, rates=SLOW_COMPUTING) for each in subject.programs]
+    )
     ran = run_pipeline(again, make_schedule(schedule, 2, 4))
     assert ran.error <= 1e-10, f"{ran.what}: {ran.error:.1e}"
 
@@ -260,9 +315,14 @@ def test_divided_programs_send_no_more_and_are_the_same_bit_for_bit(how: str):
         def rank(number: int) -> None:
             torch.default_generator.manual_seed(7)
             mine = {
-                name: nn.Parameter(_part(each.detach(), part.parameters[name], number).clone(), each.requires_grad) for name, each in named.items()
+                name: nn.Parameter(
+                    _part(each.detach(), part.parameters[name], number).clone(), each.requires_grad
+                )
+                for name, each in named.items()
             }
-            loss = run_flat(programs[number], mine, dict(subject.model.named_buffers()), leaves, group=groups[number])[0]
+            loss = run_flat(
+                programs[number], mine, dict(subject.model.named_buffers()), leaves, group=groups[number]
+            )[0]
             loss.backward()
             found[number] = [loss.detach(), *(each.grad for each in mine.values())]
 
@@ -271,9 +331,15 @@ def test_divided_programs_send_no_more_and_are_the_same_bit_for_bit(how: str):
         return found, [dict(group.counts) for group in groups]
 
     plain, sent = run(part.programs)
-    again, sent_again = run([with_recomputation(each, how, costs_of=whole_costs, rates=SLOW_COMPUTING) for each in part.programs])
+    again, sent_again = run(
+        [with_recomputation(each, how, costs_of=whole_costs, rates=SLOW_COMPUTING) for each in part.programs]
+    )
     assert [each.keys() for each in sent] == [each.keys() for each in sent_again]
-    assert all(one[key].bytes == other[key].bytes and one[key].bytes for one, other in zip(sent, sent_again, strict=True) for key in one)
+    assert all(
+        one[key].bytes == other[key].bytes and one[key].bytes
+        for one, other in zip(sent, sent_again, strict=True)
+        for key in one
+    )
     assert all(_equal(one, other) for one, other in zip(tree_leaves(plain), tree_leaves(again), strict=True))
 
 

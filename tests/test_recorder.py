@@ -38,7 +38,12 @@ def test_a_pipeline_on_simulated_ranks_is_noted_as_its_schedule(name: str):
     schedule = make_schedule(name, 3, 4)
     turns = Turns()
     groups = simulated_groups(3, turns)
-    found = turns.run([lambda group=group: _to_its_end(record_step(schedule, group, stub_run(schedule, group, {}))) for group in groups])
+    found = turns.run(
+        [
+            lambda group=group: _to_its_end(record_step(schedule, group, stub_run(schedule, group, {})))
+            for group in groups
+        ]
+    )
     timeline = found[0]
     assert all(each == timeline for each in found)
     assert timeline.clock_error_seconds < 0.1
@@ -108,7 +113,10 @@ def test_a_note_costs_less_than_a_microsecond():
     [
         ({"kind": "X", "start": 0.0, "stop": 1.0}, "kind 'X' is not known"),
         ({"kind": "update", "start": 2.0, "stop": 1.0}, "cannot stop at 1.0 s when it starts at 2.0 s"),
-        ({"kind": "F", "start": 0.0, "stop": 1.0}, "belongs to a stage and a microbatch, and has None and None"),
+        (
+            {"kind": "F", "start": 0.0, "stop": 1.0},
+            "belongs to a stage and a microbatch, and has None and None",
+        ),
     ],
 )
 def test_spans_that_cannot_be(values, sentence: str):  # type: ignore[no-untyped-def]
@@ -118,7 +126,8 @@ def test_spans_that_cannot_be(values, sentence: str):  # type: ignore[no-untyped
 
 @pytest.mark.processes
 def test_processes_idle_as_the_formula_says():
-    """Stages that sleep, so that the processes need no core each; what is sent arrives after it was made, on one clock."""
+    """Stages that sleep, so that the processes need no core each; what is sent arrives after it was made, on
+    one clock."""
     text = on_ranks(_sleepy, 3)[0]
     timeline = Timeline.from_dict(text)
     for row, idle in zip(timeline.rows, idle_of(timeline), strict=True):
@@ -128,8 +137,14 @@ def test_processes_idle_as_the_formula_says():
     ends = {span.action: span for row in timeline.rows for span in row.actions}
     for number in range(6):
         for stage in (1, 2):
-            assert ends[Action(stage, "F", number)].start >= ends[Action(stage - 1, "F", number)].stop - timeline.clock_error_seconds
-            assert ends[Action(stage - 1, "B", number)].start >= ends[Action(stage, "B", number)].stop - timeline.clock_error_seconds
+            assert (
+                ends[Action(stage, "F", number)].start
+                >= ends[Action(stage - 1, "F", number)].stop - timeline.clock_error_seconds
+            )
+            assert (
+                ends[Action(stage - 1, "B", number)].start
+                >= ends[Action(stage, "B", number)].stop - timeline.clock_error_seconds
+            )
 
 
 def _sleepy() -> object:

@@ -50,7 +50,8 @@ def test_one_chunk_is_an_ordinary_training_loop(optimizer):
     records = [step_of(reference) for _ in range(3)]
     assert [record.loss for record in records] == pytest.approx(losses, rel=1e-6)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(records[-1].parameters[name], parameter.detach(), rtol=1e-5, atol=1e-6)  # clipped in float64 here
+        # clipped in float64 here
+        torch.testing.assert_close(records[-1].parameters[name], parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("batch_size", [12, 13, 3])
@@ -96,7 +97,9 @@ def test_iterable_data_is_read_in_batches_and_begins_anew_with_its_own_draws():
 
 
 def test_iterable_data_without_a_batch_is_an_error():
-    reference = Reference(make_job("mlp", "sgd", data=lambda: Stream([]), batch_size=31, drop_last=True), Plan())
+    reference = Reference(
+        make_job("mlp", "sgd", data=lambda: Stream([]), batch_size=31, drop_last=True), Plan()
+    )
     with pytest.raises(DataError, match="less than one batch of 31"):
         step_of(reference)
 
@@ -117,18 +120,32 @@ def test_what_a_sample_draws_belongs_to_seed_epoch_and_index():
 
 def test_chunks_draw_their_own_masks_and_the_same_ones_whichever_replica_runs_them():
     job = make_job("gpt", "sgd")
-    by_replicas, by_microbatches = (step_of(Reference(job, plan)) for plan in (Plan(dp=4), Plan(microbatches=4)))
+    by_replicas, by_microbatches = (
+        step_of(Reference(job, plan)) for plan in (Plan(dp=4), Plan(microbatches=4))
+    )
     draws = [chunk.draws for chunk in by_replicas.chunks]
     assert draws == [chunk.draws for chunk in by_microbatches.chunks]
-    masks = [drawn for of_chunk in draws for drawn in of_chunk if " " not in drawn]  # attention without dropout says its shapes only
+    # attention without dropout says its shapes only
+    masks = [drawn for of_chunk in draws for drawn in of_chunk if " " not in drawn]
     assert len(set(masks)) == len(masks) == 4 * 5
 
 
 def test_synchronised_statistics_make_microbatch_j_of_all_replicas_one_chunk():
-    job = make_job("cnn", "sgd", data=lambda: Samples(x=torch.randn(12, 1, 6, 6, generator=torch.Generator().manual_seed(0)), y=torch.arange(12) % 5))
+    job = make_job(
+        "cnn",
+        "sgd",
+        data=lambda: Samples(
+            x=torch.randn(12, 1, 6, 6, generator=torch.Generator().manual_seed(0)), y=torch.arange(12) % 5
+        ),
+    )
     reference = Reference(job, Plan(dp=2, microbatches=2, sync_batch_norm=True))
     record = step_of(reference)
-    assert [(chunk.index, chunk.samples, chunk.weight) for chunk in record.chunks] == [(0, 3, 6), (2, 3, 0), (1, 3, 6), (3, 3, 0)]
+    assert [(chunk.index, chunk.samples, chunk.weight) for chunk in record.chunks] == [
+        (0, 3, 6),
+        (2, 3, 0),
+        (1, 3, 6),
+        (3, 3, 0),
+    ]
     one_replica = step_of(Reference(job, Plan(microbatches=1)))
     assert record.loss != one_replica.loss
     order = sample_order(0, 0, 12, True)
@@ -152,7 +169,10 @@ def test_unused_parameters_have_no_gradient_and_frozen_ones_are_not_listed():
     record = step_of(Reference(make_job("unused_twice", "adamw"), Plan(dp=2)))
     assert record.gradients["unused.weight"] is None
     assert "frozen.weight" not in record.gradients
-    assert torch.equal(record.parameters["unused.weight"], Reference(make_job("unused_twice", "adamw"), Plan()).parameters["unused.weight"])
+    assert torch.equal(
+        record.parameters["unused.weight"],
+        Reference(make_job("unused_twice", "adamw"), Plan()).parameters["unused.weight"],
+    )
 
 
 def test_tied_parameters_are_listed_once():
@@ -190,7 +210,9 @@ def test_a_cast_inside_the_model_is_seen_with_its_module():
             return torch.tanh(x.float()).to(x.dtype)
 
     job = replace(make_job("mlp", "sgd"), model=lambda: nn.Sequential(nn.Linear(7, 5), Low()))
-    assert [(cast.place, cast.dtype) for cast in step_of(Reference(job, Plan(), torch.float64)).casts][:1] == [("1", "float32")]
+    assert [(cast.place, cast.dtype) for cast in step_of(Reference(job, Plan(), torch.float64)).casts][
+        :1
+    ] == [("1", "float32")]
     assert not step_of(Reference(job, Plan())).casts  # float32 is the parameters' own
 
 

@@ -1,4 +1,5 @@
-"""What a rehearsal hands over is what a run counts, what a rank holds is what it owns, and its own clock is its own."""
+"""What a rehearsal hands over is what a run counts, what a rank holds is what it owns, and its own clock is
+its own."""
 
 from __future__ import annotations
 
@@ -61,16 +62,24 @@ def test_bytes_are_those_that_a_run_counts(model: str, text: str):
             trainer.step(batch)
             if batch.step == 3:  # a round of local steps, at most
                 break
-        per_step = {axis: (count - before[axis]) / 2 for axis, count in counted(trainer).items() if count > before[axis]}
+        per_step = {
+            axis: (count - before[axis]) / 2
+            for axis, count in counted(trainer).items()
+            if count > before[axis]
+        }
     assert per_step == found.num_bytes
 
 
 @pytest.mark.processes
-def test_ranks_that_share_memory_hand_over_what_was_rehearsed(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_ranks_that_share_memory_hand_over_what_was_rehearsed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """Over shared memory gradients are added up where they lie, by other calls than over a network."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     path = tmp_path / "run.jsonl"
-    assert main(["train", FILE, "--plan", "dp=2", "--devices", "cpu", "--steps", "2", "--json", str(path)]) == 0
+    assert (
+        main(["train", FILE, "--plan", "dp=2", "--devices", "cpu", "--steps", "2", "--json", str(path)]) == 0
+    )
     end = records(path.read_text())[-1]
     assert end["bytes"]["predicted"] == end["bytes"]["counted"]
     job = load_job(FILE)
@@ -78,7 +87,8 @@ def test_ranks_that_share_memory_hand_over_what_was_rehearsed(tmp_path: Path, ca
     found = rehearse(job, Plan.parse("dp=2"), threads=1, common_memory=True)
     assert found.one_copy
     rehearsed = [call.num_bytes for call in found.steps[0][0].calls if call.kind == "reduce_scatter"]
-    assert 2 * sum(rehearsed) == end["bytes"]["counted"]["dp"]["reduce_scatter"] > 0  # nothing of it is done but in steps
+    # nothing of it is done but in steps
+    assert 2 * sum(rehearsed) == end["bytes"]["counted"]["dp"]["reduce_scatter"] > 0
     assert all(call.in_place for call in found.steps[0][0].calls if call.kind == "reduce_scatter")
     capfd.readouterr()
 
@@ -97,7 +107,8 @@ def test_a_step_has_its_exchange_its_update_and_the_actions_of_its_rank():
             assert all(earlier.stop <= later.start for earlier, later in pairwise(spans))
             assert own.seconds >= spans[-1].stop
     whole = rehearse(job, Plan(), threads=1, common_memory=False)
-    assert sum(each.optimizer for each in found.held) == whole.held[0].optimizer  # tied parameters have one owner
+    # tied parameters have one owner
+    assert sum(each.optimizer for each in found.held) == whole.held[0].optimizer
 
 
 @pytest.mark.long
@@ -121,9 +132,12 @@ def test_what_cannot_be_rehearsed_is_said(text: str, sentence: str):
 
 
 def test_ranks_that_have_no_room_in_this_process_are_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(planner_rehearse, "free_bytes", lambda: 6000)  # 984 bytes of parameters, four times that with gradients and state
+    # 984 bytes of parameters, four times that with gradients and state
+    monkeypatch.setattr(planner_rehearse, "free_bytes", lambda: 6000)
     rehearse(make_job("mlp", "sgd"), Plan(), threads=1, common_memory=False)
-    with pytest.raises(PlanError, match="2 ranks hold up to 3.8 KiB each in this process, and 5.9 KiB of memory are free"):
+    with pytest.raises(
+        PlanError, match="2 ranks hold up to 3.8 KiB each in this process, and 5.9 KiB of memory are free"
+    ):
         rehearse(make_job("mlp", "sgd"), Plan.parse("dp=2"), threads=1, common_memory=False)
 
 

@@ -1,6 +1,8 @@
-"""A batch of another size in mid-run: its program is the one that was compared but for sizes, read without a model of values; else a model is built.
+"""A batch of another size in mid-run: its program is the one that was compared but for sizes, read without a
+model of values; else a model is built.
 
-Found from outside: every new length of a batch built the whole model again on one rank, beside what training holds.
+Found from outside: every new length of a batch built the whole model again on one rank, beside what training
+holds.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class Reader(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        words = 500 if kind == "drawn" else WORDS  # where a large tensor has no values, what is drawn after it is another draw
+        # where a large tensor has no values, what is drawn after it is another draw
+        words = 500 if kind == "drawn" else WORDS
         self.embedding, self.output = nn.Embedding(words, 12), nn.Linear(12, WORDS)
         self.layer = nn.TransformerEncoderLayer(12, 2, 18, dropout=0.1, batch_first=True)
         self.noise = torch.randn(12)  # neither parameter nor buffer: a constant of programs
@@ -67,7 +70,9 @@ class Reader(nn.Module):
 
 def loss(model: nn.Module, batch: Any) -> Any:
     words, wanted = batch[:, :-1], batch[:, 1:]
-    return F.cross_entropy(model(words).flatten(0, 1), wanted.flatten(), ignore_index=0, reduction="sum"), (wanted != 0).sum()
+    return F.cross_entropy(model(words).flatten(0, 1), wanted.flatten(), ignore_index=0, reduction="sum"), (
+        wanted != 0
+    ).sum()
 
 
 def job_of(kind: str) -> Job:
@@ -98,7 +103,11 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [("attention", "tp=2"), ("attention", "pp=2,microbatches=2"), *few([(kind, "tp=2") for kind in NEW_MODELS], 2, pytest.mark.slow)],
+    [
+        ("attention", "tp=2"),
+        ("attention", "pp=2,microbatches=2"),
+        *few([(kind, "tp=2") for kind in NEW_MODELS], 2, pytest.mark.slow),
+    ],
 )
 def test_every_length_is_trained_as_on_one_device(kind: str, plan: str, compared: list[None]):
     report = verify(job_of(kind), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=4)
@@ -106,16 +115,23 @@ def test_every_length_is_trained_as_on_one_device(kind: str, plan: str, compared
     assert bool(compared) == (kind in NEW_MODELS)
 
 
-@pytest.mark.parametrize("name", [name if name in COVERING else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [name if name in COVERING else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_it_is_the_program_that_is_read_with_values(name: str):
-    """With the last samples left out; a family that is refused, or takes other operators then, is none of this test's."""
+    """With the last samples left out; a family that is refused, or takes other operators then, is none of
+    this test's."""
     job = FAMILIES[name].make_job(True)
     data = job.data()
-    whole, less = ([default_collate([data[at + each] for each in range(size)]) for at in (0, 3)] for size in (3, 2))
+    whole, less = (
+        [default_collate([data[at + each] for each in range(size)]) for at in (0, 3)] for size in (3, 2)
+    )
     try:
         known, wanted = (capture(job, (each[0], each[1])) for each in (whole, less))
     except CaptureError:
         return
-    found = resized(known, job, (less[0], less[1]), lambda model, batches: capture_module(model, job.loss, batches))
+    found = resized(
+        known, job, (less[0], less[1]), lambda model, batches: capture_module(model, job.loss, batches)
+    )
     assert found is None or found.digest() == wanted.digest()
     assert found is not None or name not in COVERING

@@ -1,7 +1,8 @@
-"""A resumed run reads each byte of its checkpoint once, on rank 0, which hands one tensor at a time to the others.
+"""A resumed run reads each byte of its checkpoint once, on rank 0, which hands one tensor at a time to the
+others.
 
-Every rank once read all files for itself, each of them twice on the way: eight ranks of a host read a checkpoint of 10 GB as 160 GB, and held all
-weights in full while they took their parts of them.
+Every rank once read all files for itself, each of them twice on the way: eight ranks of a host read a
+checkpoint of 10 GB as 160 GB, and held all weights in full while they took their parts of them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from tests.saving_jobs import SHAPES, save_step, state_of, weights_of
 
 
 class Reads:
-    """Bytes that were read of each safetensors file in this process, and how many tensors that were handed over were alive together."""
+    """Bytes that were read of each safetensors file in this process, and how many tensors that were handed
+    over were alive together."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.bytes: Counter[str] = Counter()
@@ -106,8 +108,11 @@ def sizes(directory: Path) -> dict[str, int]:
         pytest.param("dp=2,exchange=diloco,local_steps=2", 2, marks=pytest.mark.long),
     ],
 )
-def test_a_resumed_run_reads_each_byte_once_and_goes_on_bit_for_bit(plan: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make_job("mlp", "adamw", steps=4, checkpoint_every=2)  # replicas that step by themselves become one where they save
+def test_a_resumed_run_reads_each_byte_once_and_goes_on_bit_for_bit(
+    plan: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # replicas that step by themselves become one where they save
+    job = make_job("mlp", "adamw", steps=4, checkpoint_every=2)
     with Trainer(job, plan, devices="simulated", out=tmp_path, listener=QUIET) as trainer:
         last_loss = trainer.fit().last_loss
         expected = [dict(replica.model.state_dict()) for replica in trainer.replicas]
@@ -125,13 +130,21 @@ def test_a_resumed_run_reads_each_byte_once_and_goes_on_bit_for_bit(plan: str, r
 
 
 def on_a_rank(plan: str, transport: str, out: str) -> tuple[dict[str, int], list[float], int]:
-    """Resumes and trains; a rank other than the first has no such directory. Bytes read, losses, and most tensors that were alive."""
+    """Resumes and trains; a rank other than the first has no such directory. Bytes read, losses, and most
+    tensors that were alive."""
     import os
 
     with pytest.MonkeyPatch.context() as patch:
         reads = Reads(patch)
         resume = out if os.environ["RANK"] == "0" else f"{out}-on-another-host"
-        with Trainer(make_job("mlp", "adamw", steps=4), plan, devices="cpu", transport=transport, resume=resume, listener=QUIET) as trainer:
+        with Trainer(
+            make_job("mlp", "adamw", steps=4),
+            plan,
+            devices="cpu",
+            transport=transport,
+            resume=resume,
+            listener=QUIET,
+        ) as trainer:
             return dict(reads.bytes), [trainer.step(batch) for batch in trainer.batches()], reads.most
 
 
@@ -143,13 +156,19 @@ def test_only_rank_0_needs_to_see_the_checkpoint(plan: str, transport: str, tmp_
         losses = [trainer.step(batch) for batch in trainer.batches()]
     with Trainer(job, plan, devices="simulated", steps=2, out=tmp_path, listener=QUIET) as trainer:
         trainer.fit()
-    (read, found, most), (read_by_other, found_by_other, most_by_other) = on_ranks(on_a_rank, 2, plan, transport, str(tmp_path))
+    (read, found, most), (read_by_other, found_by_other, most_by_other) = on_ranks(
+        on_a_rank, 2, plan, transport, str(tmp_path)
+    )
     assert read == sizes(tmp_path) and read_by_other == {}
-    assert found == found_by_other == pytest.approx(losses[2:], rel=1e-6)  # float32; a transport may add in another order than simulated ranks do
+    # float32; a transport may add in another order than simulated ranks do
+    assert found == found_by_other == pytest.approx(losses[2:], rel=1e-6)
     assert most == most_by_other == 1
 
 
-@pytest.mark.parametrize("plan", ["dp=2", pytest.param("tp=2", marks=pytest.mark.long), pytest.param("pp=2", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "plan",
+    ["dp=2", pytest.param("tp=2", marks=pytest.mark.long), pytest.param("pp=2", marks=pytest.mark.long)],
+)
 def test_what_cannot_be_resumed_is_said_under_every_plan(plan: str, tmp_path: Path) -> None:
     job = make_job("mlp", "adamw", steps=2)
     with Trainer(job, plan, devices="simulated", steps=1, out=tmp_path, listener=QUIET) as trainer:
@@ -157,12 +176,21 @@ def test_what_cannot_be_resumed_is_said_under_every_plan(plan: str, tmp_path: Pa
     with pytest.raises(CheckpointError, match="is of another model"):
         Trainer(make_job("cnn", "adamw", steps=2), plan, devices="simulated", resume=tmp_path, listener=QUIET)
     with pytest.raises(CheckpointError, match=r"optimizer is AdamW with .* the job's is SGD"):
-        Trainer(replace(make_job("mlp", "sgd", steps=2), scheduler=job.scheduler), plan, devices="simulated", resume=tmp_path, listener=QUIET)
+        Trainer(
+            replace(make_job("mlp", "sgd", steps=2), scheduler=job.scheduler),
+            plan,
+            devices="simulated",
+            resume=tmp_path,
+            listener=QUIET,
+        )
     file = next(tmp_path.glob("*/state-00000*"))
     text = bytearray(file.read_bytes())
     text[-1] ^= 1
     file.write_bytes(text)
-    with pytest.raises(CheckpointError, match=rf"{file} is damaged: it has as many bytes as were written, but not the same ones. There is no other"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{file} is damaged: it has as many bytes as were written, but not the same ones. There is no other",
+    ):
         Trainer(job, plan, devices="simulated", resume=tmp_path, listener=QUIET)
 
 
@@ -191,7 +219,9 @@ def test_every_rank_is_given_whole_tensors(saved_on: int, tmp_path: Path) -> Non
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_what_nobody_wants_is_read_for_its_checksum_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_wants_is_read_for_its_checksum_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save_step(tmp_path, 1, num_ranks=2)
     reads = Reads(monkeypatch)
     assert handed_over(tmp_path, 2, [])[1].keys() == SHAPES.keys()
@@ -213,7 +243,10 @@ def test_a_changed_byte_anywhere_is_damage(file: str, where: int, tmp_path: Path
     text = bytearray(path.read_bytes())
     text[where] ^= 0x13
     path.write_bytes(text)
-    with pytest.raises(CheckpointError, match=rf"{path} is damaged: it has as many bytes as were written, but not the same ones"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{path} is damaged: it has as many bytes as were written, but not the same ones",
+    ):
         handed_over(tmp_path, 2, list(state_of(1)))
 
 
@@ -237,9 +270,15 @@ def test_what_one_rank_refuses_every_rank_raises(refusing: int) -> None:
 
 def test_pieces_that_overlap_and_elements_that_are_missing(tmp_path: Path) -> None:
     whole = torch.arange(10.0)
-    pieces = [[Piece("optimizer/x/a", whole[:6], 0, 6, (10,))], [Piece("optimizer/x/a", whole[4:], 4, 10, (10,))]]
+    pieces = [
+        [Piece("optimizer/x/a", whole[:6], 0, 6, (10,))],
+        [Piece("optimizer/x/a", whole[4:], 4, 10, (10,))],
+    ]
     save_step(tmp_path / "a", 1, num_ranks=2, pieces=lambda rank: pieces[rank])
-    assert all(torch.equal(found["optimizer/x/a"], whole) for found in handed_over(tmp_path / "a", 2, ["optimizer/x/a"]))
+    assert all(
+        torch.equal(found["optimizer/x/a"], whole)
+        for found in handed_over(tmp_path / "a", 2, ["optimizer/x/a"])
+    )
     save_step(tmp_path / "b", 1, num_ranks=2, pieces=lambda rank: pieces[0] if rank == 0 else [])
     with pytest.raises(CheckpointError, match="has no elements 6 to 10 of optimizer/x/a"):
         handed_over(tmp_path / "b", 2, ["optimizer/x/a"])
@@ -254,7 +293,9 @@ def test_a_file_that_another_program_wrote(tmp_path: Path) -> None:
     text = (path / MODEL).read_bytes()
     meta["files"][MODEL] = {"bytes": len(text), "crc32": zlib.crc32(text)}
     (path / META).write_text(meta_text(json.loads(json.dumps(meta))))
-    assert all(torch.equal(each, weights_of(1)[name]) for name, each in handed_over(tmp_path, 2, [])[0].items())
+    assert all(
+        torch.equal(each, weights_of(1)[name]) for name, each in handed_over(tmp_path, 2, [])[0].items()
+    )
 
 
 # --- Checksums of parts.

@@ -1,7 +1,9 @@
-"""What counts as rounding where it grows: relus that flip, statistics of a few samples. Held against float64 as a third opinion, and against small mistakes.
+"""What counts as rounding where it grows: relus that flip, statistics of a few samples. Held against float64
+as a third opinion, and against small mistakes.
 
-The story: ResNet-50 at 224 x 224 on two samples differed from one device in 123 tensors, by up to 3% of a gradient, and T5 in one, by 1.2e-4, under plans that
-are right: the plan was as near to what one device computes in float64 as one device's own float32 is.
+The story: ResNet-50 at 224 x 224 on two samples differed from one device in 123 tensors, by up to 3% of a
+gradient, and T5 in one, by 1.2e-4, under plans that are right: the plan was as near to what one device
+computes in float64 as one device's own float32 is.
 """
 
 from __future__ import annotations
@@ -31,20 +33,33 @@ ONE = Plan(keyed_draws=True)
 
 
 def deep() -> Job:
-    """Sixteen layers, each with statistics of five samples and a relu: what rounds in the first of them is a thousand times as large in the last."""
+    """Sixteen layers, each with statistics of five samples and a relu: what rounds in the first of them is a
+    thousand times as large in the last."""
 
     def model() -> nn.Module:
-        layers = [nn.Sequential(nn.Linear(a, b, bias=False), nn.BatchNorm1d(b), nn.ReLU()) for a, b in pairwise([16] + [256] * 16)]
+        layers = [
+            nn.Sequential(nn.Linear(a, b, bias=False), nn.BatchNorm1d(b), nn.ReLU())
+            for a, b in pairwise([16] + [256] * 16)
+        ]
         return nn.Sequential(*layers, nn.Linear(256, 4))
 
     def data() -> Samples:
         generator = torch.Generator().manual_seed(5)
-        return Samples(x=torch.randn(5, 16, generator=generator), y=torch.randint(0, 4, (5,), generator=generator))
+        return Samples(
+            x=torch.randn(5, 16, generator=generator), y=torch.randint(0, 4, (5,), generator=generator)
+        )
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
-    return Job(model=model, loss=loss, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3), data=data, batch_size=5, steps=1)
+    return Job(
+        model=model,
+        loss=loss,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+        data=data,
+        batch_size=5,
+        steps=1,
+    )
 
 
 class _Streamed(ComparisonRun):
@@ -60,7 +75,9 @@ class _Streamed(ComparisonRun):
 
     def begin(self) -> None:
         super().begin()
-        self.one = {name: each.clone() for name, each in self._reference.gradients.items() if each is not None}
+        self.one = {
+            name: each.clone() for name, each in self._reference.gradients.items() if each is not None
+        }
 
     def gradient(self, name: str, ours: Tensor | None) -> None:
         if ours is not None:
@@ -81,7 +98,8 @@ def in_float64(job: Job, plan: Plan) -> Mapping[str, Tensor]:
 @pytest.mark.long
 def test_where_rounding_grows_a_right_plan_agrees_and_is_as_near_to_float64_as_one_device(monkeypatch):
     monkeypatch.setattr("meshloom.verify.run.ComparisonRun", _Streamed)
-    plan = Plan.parse("tp=2,tp_placements=*.0:row")  # sums of two halves round otherwise than whole ones, however many threads there are
+    # sums of two halves round otherwise than whole ones, however many threads there are
+    plan = Plan.parse("tp=2,tp_placements=*.0:row")
     report = verify(deep(), plan, devices="simulated", steps=1, dtype=torch.float32)
     assert report is not None and report.passed, report.worst()
     moved = [error for error in report.steps[0].errors if error.moved]
@@ -105,7 +123,8 @@ def test_where_it_grows_mistakes_that_it_does_not_explain_are_caught():
 
 @pytest.mark.parametrize("model", ["mlp", "gpt", "cnn"])
 def test_a_mean_of_means_over_almost_equal_chunks_is_caught_in_float32(model):
-    """Of 17, 17, 17 and 16 samples: the smallest mistake worth the name. Rounding, measured because it fails, explains none of it."""
+    """Of 17, 17, 17 and 16 samples: the smallest mistake worth the name. Rounding, measured because it fails,
+    explains none of it."""
     job, plan = make_job(model, "sgd", batch_size=67), Plan(dp=4, keyed_draws=True)
 
     def mean_of_means(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -128,7 +147,10 @@ def test_parameters_are_moved_once_a_step_and_only_where_something_is_far_off(mo
     hold_against(ours, [step_of(other)])
     assert calls == []
     right = step_of(Reference(deep(), ONE))
-    wrong = replace(right, gradients={name: None if each is None else each * 1.5 for name, each in right.gradients.items()})
+    wrong = replace(
+        right,
+        gradients={name: None if each is None else each * 1.5 for name, each in right.gradients.items()},
+    )
     hold_against(Reference(deep(), ONE), [wrong])
     assert calls == [0]
 
@@ -145,5 +167,7 @@ def test_moving_parameters_leaves_everything_as_it_was():
             assert each is None or 0 < how_far[name] < 0.1 * norm(each) + 1e-6, name
         looked.update()
         plain.update()
-    for (name, a), b in zip(looked.model.state_dict().items(), plain.model.state_dict().values(), strict=True):
+    for (name, a), b in zip(
+        looked.model.state_dict().items(), plain.model.state_dict().values(), strict=True
+    ):
         assert torch.equal(a, b), name

@@ -1,4 +1,5 @@
-"""Every rule is right: all ranks' parts of a call, in every way that the rule allows, are what one device computes, forward and backward."""
+"""Every rule is right: all ranks' parts of a call, in every way that the rule allows, are what one device
+computes, forward and backward."""
 
 from __future__ import annotations
 
@@ -54,8 +55,15 @@ def test_parts_are_what_one_device_computes_whatever_the_shapes(name: str):
 
 
 def test_heads_of_grouped_queries_are_cut_where_all_share_one_mask():
-    """Falcon's attention stayed whole: a mask [samples, 1, queries, keys] was taken to have a head for each of the queries' 5."""
+    """Falcon's attention stayed whole: a mask [samples, 1, queries, keys] was taken to have a head for each
+    of the queries' 5."""
     q, k, mask = torch.randn(1, 5, 7, 4), torch.randn(1, 1, 7, 4), torch.ones(1, 1, 7, 7).bool().tril()
     checked = Checked()
-    check_call(call("scaled_dot_product_attention", q, k, k.clone(), mask, enable_gqa=True), BUILT_IN, 3, Chance(0), checked)
+    check_call(
+        call("scaled_dot_product_attention", q, k, k.clone(), mask, enable_gqa=True),
+        BUILT_IN,
+        3,
+        Chance(0),
+        checked,
+    )
     assert checked.labels["r"]

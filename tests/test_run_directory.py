@@ -1,4 +1,5 @@
-"""A run looks at what it will need later before its first step: where it saves, what lies there already, and its evaluation."""
+"""A run looks at what it will need later before its first step: where it saves, what lies there already, and
+its evaluation."""
 
 from __future__ import annotations
 
@@ -46,15 +47,23 @@ def refusing(steps: list[int]) -> Callable[[nn.Module, Any], Tensor]:
 
 @pytest.mark.parametrize("plan", ["dp=2", ASYNC])
 def test_an_out_that_cannot_be_written_is_noticed_before_the_first_step(plan: str, tmp_path: Path) -> None:
-    """It was noticed at the first save, which may be the last step: a night's training was lost to a typing error."""
+    """It was noticed at the first save, which may be the last step: a night's training was lost to a typing
+    error."""
     (tmp_path / "file").write_text("not a directory")
     steps: list[int] = []
-    with pytest.raises(CheckpointError, match=r"Rank 0 cannot save in .*file/run: Not a directory .*\. Give a directory that it can write to\.$"):
-        Trainer(make_job("mlp", "sgd", loss=refusing(steps)), plan, devices="simulated", out=tmp_path / "file/run")
+    with pytest.raises(
+        CheckpointError,
+        match=r"Rank 0 cannot save in .*file/run: Not a directory .*\. Give a directory that it can write to\.$",
+    ):
+        Trainer(
+            make_job("mlp", "sgd", loss=refusing(steps)), plan, devices="simulated", out=tmp_path / "file/run"
+        )
     assert not steps
 
 
-def test_a_rank_that_cannot_write_is_named_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_write_is_named_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = saving.TensorFile
 
     def write(path: Path, entries: Any) -> Any:
@@ -72,7 +81,13 @@ def test_a_rank_that_cannot_write_is_named_on_every_rank(tmp_path: Path, monkeyp
             sentences.append(str(error))
 
     run_in_steps([rank(group) for group in simulated_groups(3)])
-    assert sentences == [f"Rank 1 cannot save in {tmp_path / 'run'}: Read-only file system. Give a directory that it can write to."] * 3
+    assert (
+        sentences
+        == [
+            f"Rank 1 cannot save in {tmp_path / 'run'}: Read-only file system. Give a directory that it can write to."
+        ]
+        * 3
+    )
     assert names_in(tmp_path / "run") == []
 
 
@@ -80,7 +95,10 @@ def test_ranks_that_save_to_different_directories_say_so(tmp_path: Path) -> None
     def rank(group: Any) -> Any:
         return open_directory(tmp_path / f"run-{group.rank}", group, resume=None, overwrite=False)
 
-    with pytest.raises(CheckpointError, match=r"Rank 1 saves to .*run-1 and rank 0 to .*run-0\. Give all ranks one directory that they share\."):
+    with pytest.raises(
+        CheckpointError,
+        match=r"Rank 1 saves to .*run-1 and rank 0 to .*run-0\. Give all ranks one directory that they share\.",
+    ):
         run_in_steps([rank(group) for group in simulated_groups(2)])
 
 
@@ -94,7 +112,8 @@ def test_trying_leaves_nothing_behind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plan", ["dp=2", ASYNC])
 def test_a_fresh_run_into_an_old_directory_is_refused(plan: str, tmp_path: Path) -> None:
-    """A second run with the same command deleted the newest checkpoints of the first, because only the last few are kept."""
+    """A second run with the same command deleted the newest checkpoints of the first, because only the last
+    few are kept."""
     job = make_job("mlp", "sgd", steps=4, checkpoint_every=2, keep_checkpoints=2)
     with Trainer(job, "dp=2", devices="simulated", out=tmp_path) as trainer:
         trainer.fit()
@@ -103,7 +122,8 @@ def test_a_fresh_run_into_an_old_directory_is_refused(plan: str, tmp_path: Path)
         f"{tmp_path} holds checkpoints of an earlier run, the newest of step 4. Go on from it with --resume {tmp_path} (resume=), or begin anew with "
         "--overwrite (overwrite=True), which removes them once this run has saved its first."
     )
-    for resume in (None, save_step(tmp_path.with_name("other"), 1)):  # nor is going on from somewhere else a reason to delete these
+    # nor is going on from somewhere else a reason to delete these
+    for resume in (None, save_step(tmp_path.with_name("other"), 1)):
         with pytest.raises(CheckpointError, match=re.escape(sentence)):
             Trainer(job, plan, devices="simulated", out=tmp_path, resume=resume)
     assert names_in(tmp_path) == before
@@ -113,7 +133,8 @@ def test_a_fresh_run_into_an_old_directory_is_refused(plan: str, tmp_path: Path)
 def test_overwriting_keeps_the_old_until_there_is_a_new_one(plan: str, tmp_path: Path) -> None:
     for step in (2, 900):
         save_step(tmp_path, step, keep=9)
-    (tmp_path / "step-00000900/meta.json").write_text("damaged")  # goes too, or it would be in the way of resuming
+    # goes too, or it would be in the way of resuming
+    (tmp_path / "step-00000900/meta.json").write_text("damaged")
     job = make_job("mlp", "sgd", steps=6, checkpoint_every=2, keep_checkpoints=2)
     there: list[list[str]] = []
 
@@ -130,14 +151,32 @@ def test_overwriting_keeps_the_old_until_there_is_a_new_one(plan: str, tmp_path:
 
 def test_resume_and_overwrite_contradict_each_other(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="goes on with the checkpoints in .*, and --overwrite replaces them. Leave one of them out"):
-        Trainer(make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, resume=tmp_path, overwrite=True)
+    with pytest.raises(
+        CheckpointError,
+        match="goes on with the checkpoints in .*, and --overwrite replaces them. Leave one of them out",
+    ):
+        Trainer(
+            make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, resume=tmp_path, overwrite=True
+        )
     with pytest.raises(CheckpointError, match="which this run does not have"):
         Trainer(make_job("mlp", "sgd"), "dp=2", devices="simulated", overwrite=True)
 
 
-def test_the_command_line_runs_twice_into_one_directory_only_if_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", FILE, "--plan", "dp=2", "--devices", "simulated", "--out", str(tmp_path / "run"), "--steps", "2"]
+def test_the_command_line_runs_twice_into_one_directory_only_if_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "train",
+        FILE,
+        "--plan",
+        "dp=2",
+        "--devices",
+        "simulated",
+        "--out",
+        str(tmp_path / "run"),
+        "--steps",
+        "2",
+    ]
     assert main(words) == 0
     assert main(words) == 2
     assert "the newest of step 2. Go on from it with --resume" in capsys.readouterr().err
@@ -154,9 +193,17 @@ def test_a_newer_checkpoint_without_meta_is_not_passed_over_in_silence(plan: str
         trainer.fit()
     (tmp_path / "step-00000004/meta.json").unlink()
     notes: list[str] = []
-    Trainer(job, "dp=2", devices="simulated", resume=tmp_path, listener=Listener(started=lambda text: None, note=notes.append)).close()
+    Trainer(
+        job,
+        "dp=2",
+        devices="simulated",
+        resume=tmp_path,
+        listener=Listener(started=lambda text: None, note=notes.append),
+    ).close()
     newer, older = tmp_path / "step-00000004", tmp_path / "step-00000002"
-    assert notes == [f"{newer} has no meta.json, so it cannot be read; going on from the one before it, {older}."]
+    assert notes == [
+        f"{newer} has no meta.json, so it cannot be read; going on from the one before it, {older}."
+    ]
 
 
 def test_a_damaged_older_checkpoint_does_not_block_a_newer_one(tmp_path: Path) -> None:
@@ -188,7 +235,9 @@ class Counting(nn.Module):
 
 def counting_job(metrics: dict[str, Any], **settings: Any) -> Job:
     evaluate = Evaluate(lambda: vectors(10), metrics, every=2)
-    return replace(make_job("mlp", "sgd", steps=2, evaluate=evaluate, **settings), model=Counting, loss=class_loss)
+    return replace(
+        make_job("mlp", "sgd", steps=2, evaluate=evaluate, **settings), model=Counting, loss=class_loss
+    )
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,microbatches=2", ASYNC])
@@ -222,7 +271,13 @@ def test_trying_evaluation_changes_nothing(plan: str) -> None:
             torch.manual_seed(5)
             batches = trainer.batches()
             first = next(batches)
-            kept.append([float(torch.rand(())), int(model.get_buffer("calls")), [each.training for each in model.modules()]])
+            kept.append(
+                [
+                    float(torch.rand(())),
+                    int(model.get_buffer("calls")),
+                    [each.training for each in model.modules()],
+                ]
+            )
             kept[-1].append(trainer.step(first))
             batches.close()
     assert seen and kept[0] == kept[1]
@@ -244,5 +299,8 @@ def test_only_one_batch_is_tried_and_only_once() -> None:
 
 def test_a_metric_without_a_number_is_called_a_metric() -> None:
     job = counting_job({"words": lambda model, batch: "many"})
-    with Trainer(job, "dp=1", devices="simulated") as trainer, pytest.raises(JobError, match="^Metric 'words'.*returned a str"):
+    with (
+        Trainer(job, "dp=1", devices="simulated") as trainer,
+        pytest.raises(JobError, match="^Metric 'words'.*returned a str"),
+    ):
         trainer.fit()

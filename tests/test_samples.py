@@ -26,7 +26,8 @@ class Stream(IterableDataset[torch.Tensor]):
 @pytest.mark.parametrize("make", [lambda: Augmented(10), Stream], ids=["map", "stream"])
 def test_they_are_the_chunks_of_the_first_steps(make: Any):
     job = job_of(make(), batch_size=5)
-    chunks = [chunk.data for step in read_chunks(job, Plan(), 0, 3) for chunk in step]  # the third is of the next epoch
+    # the third is of the next epoch
+    chunks = [chunk.data for step in read_chunks(job, Plan(), 0, 3) for chunk in step]
     states = torch.get_rng_state(), random.getstate()
     found = first_batches(job, 3)
     assert all(torch.equal(one, other) for one, other in zip(found, chunks, strict=True))
@@ -37,7 +38,8 @@ def test_they_are_the_chunks_of_the_first_steps(make: Any):
 
 @pytest.mark.parametrize("make", [lambda: Augmented(10), Stream], ids=["map", "stream"])
 def test_all_have_the_size_that_is_asked_for(make: Any):
-    found = first_batches(job_of(make(), batch_size=10), 4, size=4)  # epochs of 4, 4 and a rest of 2 that is left out
+    # epochs of 4, 4 and a rest of 2 that is left out
+    found = first_batches(job_of(make(), batch_size=10), 4, size=4)
     assert [len(each) for each in found] == [4] * 4
     assert first_batches(make_job("mlp", "sgd"), 1)[0]["x"].shape == (12, 7)
 
@@ -61,5 +63,8 @@ def test_what_fails_is_named():
         def __getitem__(self, index: int) -> Any:
             raise ValueError("no file")
 
-    with pytest.raises(DataError, match=r"Reading sample \d+ \(step 0\) failed at .*test_samples.py:\d+ in __getitem__: ValueError: no file"):
+    with pytest.raises(
+        DataError,
+        match=r"Reading sample \d+ \(step 0\) failed at .*test_samples.py:\d+ in __getitem__: ValueError: no file",
+    ):
         first_batches(job_of(Fails(10)), 1)

@@ -27,13 +27,16 @@ from meshloom.core.errors import CheckpointError
 def assert_whole(path, content):
     checkpoint = Checkpoint.open(path)
     assert checkpoint.values == {"epoch": content}
-    assert all(torch.equal(checkpoint.weights()[name], weight) for name, weight in weights_of(content).items())
+    assert all(
+        torch.equal(checkpoint.weights()[name], weight) for name, weight in weights_of(content).items()
+    )
     for key, tensor in state_of(content).items():
         assert torch.equal(checkpoint.read(key, 0, tensor.numel()), tensor.flatten())
 
 
 def in_child(action):
-    """Run `action` in a forked process; its exit code. No file handle or handler of an exception outlives it: as a kill -9 would."""
+    """Run `action` in a forked process; its exit code. No file handle or handler of an exception outlives it:
+    as a kill -9 would."""
     child = os.fork()
     if child == 0:
         try:
@@ -45,7 +48,8 @@ def in_child(action):
 
 
 def killed_at(number, action):
-    """`action`, killed just before its file operation `number`; counted are all that Python audits, and fsync."""
+    """`action`, killed just before its file operation `number`; counted are all that Python audits, and
+    fsync."""
     counted = 0
 
     def count(*_):
@@ -70,7 +74,8 @@ def killed_at(number, action):
 def crash_everywhere(template, directory, old, new):
     """Save step `new` over a copy of `template`, killed at each operation in turn.
 
-    Every time there is a whole checkpoint, the old one up to some moment and the new one after it, and the next save goes
+    Every time there is a whole checkpoint, the old one up to some moment and the new one after it, and the
+    next save goes
     well and tidies up.
     """
     found = []
@@ -145,10 +150,15 @@ def test_full_disk_is_one_sentence_on_every_rank(tmp_path, monkeypatch):
             sentences.append(str(error))
 
     run_in_steps([rank(group) for group in simulated_groups(3)])
-    free = layout.amount(shutil.disk_usage(tmp_path).free).split()[1]  # the number itself changes all the time
+    # the number itself changes all the time
+    free = layout.amount(shutil.disk_usage(tmp_path).free).split()[1]
     assert len(sentences) == 3 and len(set(sentences)) == 1
-    assert sentences[0].startswith(f"Rank 1 cannot save step 2 in {tmp_path}: No space left on device. It needs 28 bytes there, and ")
-    assert sentences[0].endswith(f" {free} are free. The checkpoint before it is whole: {tmp_path / 'step-00000001'}.")
+    assert sentences[0].startswith(
+        f"Rank 1 cannot save step 2 in {tmp_path}: No space left on device. It needs 28 bytes there, and "
+    )
+    assert sentences[0].endswith(
+        f" {free} are free. The checkpoint before it is whole: {tmp_path / 'step-00000001'}."
+    )
     assert names_in(tmp_path) == ["step-00000001"] and len(calls) == 4  # the others had written
     assert_whole(tmp_path, 1)
 
@@ -162,7 +172,12 @@ def test_limit_of_the_system_on_file_size(tmp_path):
         try:
             save_step(tmp_path, 2, weights={"w": torch.ones(1000)})
         except CheckpointError as error:
-            os._exit(0 if "Rank 0 cannot save step 2" in str(error) and "File too large. It needs 4.0 kB there" in str(error) else 4)
+            os._exit(
+                0
+                if "Rank 0 cannot save step 2" in str(error)
+                and "File too large. It needs 4.0 kB there" in str(error)
+                else 4
+            )
 
     assert in_child(limited) == 0
     assert names_in(tmp_path) == ["step-00000001"]
@@ -180,8 +195,17 @@ def test_rank_0_that_cannot_work_in_the_directory(failing, tmp_path, monkeypatch
         monkeypatch.setattr(saving, "meta_text", fail)
     else:
         real = getattr(Path, failing)
-        monkeypatch.setattr(Path, failing, lambda self, *a, **k: fail() if self.name.startswith((".saving", "meta")) else real(self, *a, **k))
-    with pytest.raises(CheckpointError, match=r"Rank 0 cannot save step 2 in .*: Permission denied \(somewhere\). The checkpoint before it is whole"):
+        monkeypatch.setattr(
+            Path,
+            failing,
+            lambda self, *a, **k: (
+                fail() if self.name.startswith((".saving", "meta")) else real(self, *a, **k)
+            ),
+        )
+    with pytest.raises(
+        CheckpointError,
+        match=r"Rank 0 cannot save step 2 in .*: Permission denied \(somewhere\). The checkpoint before it is whole",
+    ):
         save_step(tmp_path, 2)
     assert names_in(tmp_path) == ["step-00000001"]
 
@@ -190,13 +214,31 @@ def test_directory_that_the_ranks_do_not_share(tmp_path, monkeypatch):
     one, other = tmp_path / "one", tmp_path / "other"
 
     def save_apart():
-        everyone = {"values": None, "fingerprint": {}, "plan_text": "dp=2", "keep": 2, "weights": weights_of(1), "pieces": []}
-        run_in_steps([save(directory, 1, group=group, **everyone) for directory, group in zip((one, other), simulated_groups(2), strict=True)])
+        everyone = {
+            "values": None,
+            "fingerprint": {},
+            "plan_text": "dp=2",
+            "keep": 2,
+            "weights": weights_of(1),
+            "pieces": [],
+        }
+        run_in_steps(
+            [
+                save(directory, 1, group=group, **everyone)
+                for directory, group in zip((one, other), simulated_groups(2), strict=True)
+            ]
+        )
 
-    with pytest.raises(CheckpointError, match=r"Rank 1 cannot save step 1 in .*: it does not see .*, which rank 0 made; all ranks must save to one"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"Rank 1 cannot save step 1 in .*: it does not see .*, which rank 0 made; all ranks must save to one",
+    ):
         save_apart()
     (other / ".saving-step-00000001").mkdir(parents=True)  # each machine has such a directory of its own
-    with pytest.raises(CheckpointError, match=r"state-00001-of-00002.safetensors, which another rank wrote, is missing; all ranks must save to one"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"state-00001-of-00002.safetensors, which another rank wrote, is missing; all ranks must save to one",
+    ):
         save_apart()
     assert names_in(one) == []
 
@@ -235,7 +277,10 @@ def test_other_files_in_the_directory_are_left_alone(tmp_path):
 def test_pieces_that_all_ranks_have_are_written_once_and_by_turns(tmp_path):
     path = save_step(tmp_path, 1, num_ranks=3, pieces=lambda rank: slices_of(state_of(1), 0, 1))
     assert_whole(tmp_path, 1)
-    held = [list(safetensors.torch.load_file(path / f"state-{rank:05d}-of-00003.safetensors")) for rank in range(3)]
+    held = [
+        list(safetensors.torch.load_file(path / f"state-{rank:05d}-of-00003.safetensors"))
+        for rank in range(3)
+    ]
     assert [len(names) for names in held] == [1, 1, 1]
     assert len({name for names in held for name in names}) == 3
 

@@ -56,9 +56,17 @@ def test_every_schedule_is_legal_and_keeps_its_bound(name: str, p: int, m: int, 
     costs=st.lists(st.floats(0.1, 5), min_size=54, max_size=54), sizes=st.lists(st.floats(0.2, 1), min_size=12, max_size=12),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_schedules_for_given_durations_are_legal_too(name: str, p: int, m: int, v: int, transfer: float, costs: list[float], sizes: list[float]):
+def test_schedules_for_given_durations_are_legal_too(
+    name: str, p: int, m: int, v: int, transfer: float, costs: list[float], sizes: list[float]
+):
     v = stages_per_rank(name, v)
-    durations = Durations(forward=costs[:18], input_gradient=costs[18:36], weight_gradient=costs[36:], transfer=transfer, sizes=sizes[:m])
+    durations = Durations(
+        forward=costs[:18],
+        input_gradient=costs[18:36],
+        weight_gradient=costs[36:],
+        transfer=transfer,
+        sizes=sizes[:m],
+    )
     schedule = make_schedule(name, p, m, v, durations)
     check_schedule(schedule)
     timed = run_on_paper(schedule, durations.of, lambda before, after: transfer)
@@ -67,11 +75,14 @@ def test_schedules_for_given_durations_are_legal_too(name: str, p: int, m: int, 
     assert timed.length >= max(work) - 1e-9
     for rank, row in enumerate(schedule.actions):
         for before, after in pairwise(row):
-            assert timed.starts[after] >= timed.ends[before] - 1e-9, f"rank {rank} runs {before} and {after} at a time"
+            assert timed.starts[after] >= timed.ends[before] - 1e-9, (
+                f"rank {rank} runs {before} and {after} at a time"
+            )
 
 
 def idle(name: str, p: int, m: int, v: int = 1) -> float:
-    """Units in which a rank has nothing to do, with forwards of 1 and backwards of 2 units in all of its stages."""
+    """Units in which a rank has nothing to do, with forwards of 1 and backwards of 2 units in all of its
+    stages."""
     v = stages_per_rank(name, v)
     takes = {"F": 1 / v, "B": 2 / v, "I": 1 / v, "W": 1 / v}
     return run_on_paper(make_schedule(name, p, m, v), lambda action: takes[action.kind]).length - 3 * m
@@ -134,7 +145,10 @@ def test_what_cannot_run_is_refused_by_name(schedule: Schedule, sentence: str):
 
 
 def test_too_many_in_flight():
-    with pytest.raises(PlanError, match="Rank 0 of schedule gpipe holds the activations of 8 forwards at a time, and 4 is the bound"):
+    with pytest.raises(
+        PlanError,
+        match="Rank 0 of schedule gpipe holds the activations of 8 forwards at a time, and 4 is the bound",
+    ):
         check_schedule(make_schedule("gpipe", 4, 8), in_flight=4)
 
 

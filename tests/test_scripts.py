@@ -1,4 +1,5 @@
-"""Scripts written as people write them, converted: verified, and trained with evaluations between the steps, they are what the script is on one device."""
+"""Scripts written as people write them, converted: verified, and trained with evaluations between the steps,
+they are what the script is on one device."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def no_progress_bars() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """job: what it became. alone: its own loop, of a model: losses and evaluations; None where it draws at random."""
+    """job: what it became. alone: its own loop, of a model: losses and evaluations; None where it draws at
+    random."""
 
     job: Job
     alone: Callable[[Any], tuple[list[float], list[float]]] | None = None
@@ -68,14 +70,26 @@ def images(directory: Path) -> Script:
 
 
 def by_lightning_rules_(directory: Path) -> Script:
-    return Script(job=by_lightning_rules.job(), alone=lambda model: by_lightning_rules.script(model, 8, 5, 2, torch.float64))
+    return Script(
+        job=by_lightning_rules.job(),
+        alone=lambda model: by_lightning_rules.script(model, 8, 5, 2, torch.float64),
+    )
 
 
 SCRIPTS: dict[str, Callable[[Path], Script]] = {
     "small_gpt": the_small_gpt, "fine_tuning": fine_tuned, "mixed_images": images, "by_lightning_rules": by_lightning_rules_,
 }  # fmt: skip
-LONG = {("small_gpt", "tp=2"), ("fine_tuning", "dp=2"), ("by_lightning_rules", "pp=2"), ("mixed_images", "dp=2")}
-PAIRS = [pytest.param(name, plan, marks=pytest.mark.long if (name, plan) in LONG else pytest.mark.slow) for name in SCRIPTS for plan in PLANS]
+LONG = {
+    ("small_gpt", "tp=2"),
+    ("fine_tuning", "dp=2"),
+    ("by_lightning_rules", "pp=2"),
+    ("mixed_images", "dp=2"),
+}
+PAIRS = [
+    pytest.param(name, plan, marks=pytest.mark.long if (name, plan) in LONG else pytest.mark.slow)
+    for name in SCRIPTS
+    for plan in PLANS
+]
 
 
 def built(job: Job) -> nn.Module:
@@ -89,7 +103,11 @@ def fitted(job: Job, plan: str) -> Trained:
     """By `fit()`."""
     losses: list[float] = []
     evaluations: list[dict[str, float]] = []
-    listener = replace(QUIET, step=lambda progress: losses.append(progress.loss), evaluated=lambda step, metrics: evaluations.append(metrics))
+    listener = replace(
+        QUIET,
+        step=lambda progress: losses.append(progress.loss),
+        evaluated=lambda step, metrics: evaluations.append(metrics),
+    )
     with Trainer(job, plan, devices="simulated", dtype=torch.float64, listener=listener) as trainer:
         trainer.fit()
         weights = trainer.together(lambda replica: replica.whole_state())[0]
@@ -102,7 +120,9 @@ def on_one_device(script: Script, plan: str) -> Trained:
         return fitted(script.job, f"microbatches={Plan.parse(plan).num_chunks},keyed_draws=true")
     model = built(script.job)
     losses, evaluations = script.alone(model)
-    return Trained(losses=losses, evaluations=[{"loss": each} for each in evaluations], weights=dict(model.state_dict()))
+    return Trained(
+        losses=losses, evaluations=[{"loss": each} for each in evaluations], weights=dict(model.state_dict())
+    )
 
 
 def agree(found: Trained, expected: Trained) -> None:
@@ -111,12 +131,20 @@ def agree(found: Trained, expected: Trained) -> None:
     torch.testing.assert_close(found.evaluations, expected.evaluations, rtol=1e-9, atol=0.0)
     assert found.weights
     for name, value in found.weights.items():
-        torch.testing.assert_close(value, expected.weights[name], rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value,
+            expected.weights[name],
+            rtol=1e-9,
+            atol=1e-10,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
 def test_a_converted_script_is_verified(name: str, plan: str, tmp_path: Path):
-    report = verify(SCRIPTS[name](tmp_path).job, Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=3)
+    report = verify(
+        SCRIPTS[name](tmp_path).job, Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=3
+    )
     assert report is not None and report.passed, (report.first_wrong, report.causes)
 
 
@@ -128,14 +156,17 @@ def test_a_converted_script_trains_as_it_did_alone(name: str, plan: str, tmp_pat
     assert len(found.losses) == 5 and len(found.evaluations) == 3 and len(set(found.losses)) == 5
 
 
-# --- A moving average of the weights, in a loop of one's own: it is kept of what each rank holds, and evaluated in place of the weights.
+# --- A moving average of the weights, in a loop of one's own: it is kept of what each rank holds, and
+# evaluated in place of the weights.
 
 
 def with_moving_average(plan: str) -> Trained:
     """Losses, evaluations of the averages, and the averages."""
     losses: list[float] = []
     evaluations: list[dict[str, float]] = []
-    with Trainer(mixed_images.job(), plan, devices="simulated", dtype=torch.float64, listener=QUIET) as trainer:
+    with Trainer(
+        mixed_images.job(), plan, devices="simulated", dtype=torch.float64, listener=QUIET
+    ) as trainer:
         models = [replica.model for replica in trainer.replicas]
         averages = [mixed_images.averaged(model) for model in models]
         for batch in trainer.batches():
@@ -146,17 +177,25 @@ def with_moving_average(plan: str) -> Trained:
                 with mixed_images.with_averages(models, averages):
                     evaluations.append(trainer.evaluate())
         with mixed_images.with_averages(models, averages):
-            weights = {name: each.clone() for name, each in trainer.together(lambda replica: replica.whole_state())[0].items()}
+            weights = {
+                name: each.clone()
+                for name, each in trainer.together(lambda replica: replica.whole_state())[0].items()
+            }
     return Trained(losses=losses, evaluations=evaluations, weights=weights)
 
 
-@pytest.mark.parametrize("plan", [pytest.param(plan, marks=pytest.mark.long if plan == "dp=2" else pytest.mark.slow) for plan in PLANS])
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(plan, marks=pytest.mark.long if plan == "dp=2" else pytest.mark.slow) for plan in PLANS],
+)
 def test_a_moving_average_of_the_weights_is_one_device_s(plan: str):
     found = with_moving_average(f"{plan},keyed_draws=true")
     agree(found, with_moving_average(f"microbatches={Plan.parse(plan).num_chunks},keyed_draws=true"))
     own = fitted(mixed_images.job(), f"{plan},keyed_draws=true")
     assert found.losses == own.losses, "evaluating the averages changed the training"
-    assert found.evaluations[-1] != own.evaluations[1] and not torch.equal(found.weights["fc.weight"], own.weights["fc.weight"])
+    assert found.evaluations[-1] != own.evaluations[1] and not torch.equal(
+        found.weights["fc.weight"], own.weights["fc.weight"]
+    )
 
 
 # --- Real lengths.
@@ -165,9 +204,14 @@ def test_a_moving_average_of_the_weights_is_one_device_s(plan: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_small_gpt_of_300_tokens_is_verified(plan: str, tmp_path: Path):
-    config, path = small_gpt.Settings(block_size=300, vocab_size=509, n_embd=48, n_head=4, batch_size=4), tmp_path / "train.bin"
+    config, path = (
+        small_gpt.Settings(block_size=300, vocab_size=509, n_embd=48, n_head=4, batch_size=4),
+        tmp_path / "train.bin",
+    )
     small_gpt.write_tokens(path, config, count=3000)
-    report = verify(small_gpt.job(path, config), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=2)
+    report = verify(
+        small_gpt.job(path, config), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=2
+    )
     assert report is not None and report.passed, (report.first_wrong, report.causes)
 
 
@@ -180,7 +224,8 @@ def test_a_llama_that_is_fine_tuned_on_300_tokens_is_verified(plan: str, tmp_pat
     )  # fmt: skip
     data = fine_tuning.Conversations(12, seed=1, longest=300, vocabulary=211)
     job = replace(
-        fine_tuning.job(tmp_path, data, data, batch_size=4, steps=3, every=2), collate=lambda samples: fine_tuning.collate(samples, multiple=304)
+        fine_tuning.job(tmp_path, data, data, batch_size=4, steps=3, every=2),
+        collate=lambda samples: fine_tuning.collate(samples, multiple=304),
     )
     report = verify(job, Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=2)
     assert report is not None and report.passed, (report.first_wrong, report.causes)

@@ -65,7 +65,10 @@ def test_the_seconds_are_those_of_work_over_rate(program: Program):
     forward = backward = 0.0
     for node in program.nodes:
         cost, gradient = prices[node.name], any(each.requires_grad for each in node.outputs)
-        moved, back = cost.read_bytes + cost.written_bytes, cost.backward_read_bytes + cost.backward_written_bytes
+        moved, back = (
+            cost.read_bytes + cost.written_bytes,
+            cost.backward_read_bytes + cost.backward_written_bytes,
+        )
         forward += max(1e-6, cost.flops / 1e9, moved / 1e9)
         backward += max(1e-6, cost.backward_flops / 1e9, back / 1e9) if gradient or back else 0.0
     found = program_seconds(program, prices, MACHINE)
@@ -74,7 +77,11 @@ def test_the_seconds_are_those_of_work_over_rate(program: Program):
 
 
 def test_what_takes_no_gradient_has_no_backward(program: Program):
-    frozen = capture_module(Net().requires_grad_(False), lambda model, batch: model(batch).sum(), (torch.zeros(2, 3, 8, 8), torch.ones(2, 3, 8, 8)))
+    frozen = capture_module(
+        Net().requires_grad_(False),
+        lambda model, batch: model(batch).sum(),
+        (torch.zeros(2, 3, 8, 8), torch.ones(2, 3, 8, 8)),
+    )
     assert program_seconds(frozen, costs(frozen), MACHINE).backward == 0.0
     view = next(node for node in program.nodes if node.operator.startswith("transpose"))
     assert node_seconds(view, Cost(), MACHINE).total == pytest.approx(2e-6)

@@ -32,7 +32,10 @@ def _cuts(draw: random.Random, numbers: StripNumbers) -> list[Cut]:
     for number, strip in enumerate(numbers.axes):
         ends = sorted(draw.randint(0, strip.size) for _ in range(RANKS - 1))
         uneven = tuple(zip([0, *ends], [*ends, strip.size], strict=True))
-        cuts += [Cut(name=f"even {number}", parts={number: even_parts(strip.size, RANKS)}), Cut(name=f"uneven {number}", parts={number: uneven})]
+        cuts += [
+            Cut(name=f"even {number}", parts={number: even_parts(strip.size, RANKS)}),
+            Cut(name=f"uneven {number}", parts={number: uneven}),
+        ]
     outer, inner = draw.sample(range(len(numbers.axes)), 2)
     parts = shared_parts(min(2, numbers.axes[outer].size), numbers.axes[inner].size, RANKS)
     return [*cuts, Cut(name="times", parts=dict(zip((outer, inner), parts, strict=True)), times=True)]
@@ -43,40 +46,68 @@ def _counted(pieces: Pieces) -> object:
         mine = owned(pieces)
     except ValueError as error:  # overlaps in more than one dim
         return str(error)
-    return [[each.num_elements(rank) for rank in range(RANKS)] for each in (pieces, mine)], pieces.is_shared, pieces.is_whole, pieces.size
+    return (
+        [[each.num_elements(rank) for rank in range(RANKS)] for each in (pieces, mine)],
+        pieces.is_shared,
+        pieces.is_whole,
+        pieces.size,
+    )
 
 
 def _sent(before: Pieces, after: Pieces) -> object:
     try:
-        return [elements_of_change("part", "part", before, after, rank, backward=backward) for rank in range(RANKS) for backward in (False, True)]
+        return [
+            elements_of_change("part", "part", before, after, rank, backward=backward)
+            for rank in range(RANKS)
+            for backward in (False, True)
+        ]
     except ValueError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_counts_in_sections_are_counts_in_indices(seed: int):
-    """Of random axes and cuts: what each rank holds, what it owns, what is shared, and what a change from any cut to any other sends."""
+    """Of random axes and cuts: what each rank holds, what it owns, what is shared, and what a change from any
+    cut to any other sends."""
     draw = random.Random(seed)
     strips = [Axis(draw.randint(2, 7)) for _ in range(3)]
-    numbers = StripNumbers(of={each.strip: number for number, each in enumerate(strips)}, axes=tuple(each.strip for each in strips))
+    numbers = StripNumbers(
+        of={each.strip: number for number, each in enumerate(strips)},
+        axes=tuple(each.strip for each in strips),
+    )
     cuts = _cuts(draw, numbers)
-    sections = Sections(numbers, {number: [cut for cut in cuts if number in cut.parts] for number in range(len(strips))}, RANKS)
+    sections = Sections(
+        numbers,
+        {number: [cut for cut in cuts if number in cut.parts] for number in range(len(strips))},
+        RANKS,
+    )
     axes = _axis(draw, strips, 2), _axis(draw, strips, 1)
     pairs = [(pieces_of(axes, cut, numbers, RANKS), sections.pieces(axes, cut)) for cut in cuts]
     for cut, (by_index, by_section) in zip(cuts, pairs, strict=True):
         for axis in axes:
             runs = [runs_of(axis, cut, numbers, rank) for rank in range(RANKS)]
-            assert None in runs or [num_runs(axis, cut, numbers, rank) for rank in range(RANKS)] == [len(each or ()) for each in runs]
+            assert None in runs or [num_runs(axis, cut, numbers, rank) for rank in range(RANKS)] == [
+                len(each or ()) for each in runs
+            ]
         assert _counted(by_index) == _counted(by_section)
-        assert [_sent(by_index, other) for other, _ in pairs] == [_sent(by_section, other) for _, other in pairs]
+        assert [_sent(by_index, other) for other, _ in pairs] == [
+            _sent(by_section, other) for _, other in pairs
+        ]
 
 
 @pytest.mark.parametrize("length", [2**12, 2**30])
 def test_a_cut_through_the_inner_part_of_a_product_has_as_many_runs_for_any_length(length: int):
-    """131,072 tokens in blocks of 8: each rank had a run for every block, and each run was held against all of another rank's, for 85 s."""
+    """131,072 tokens in blocks of 8: each rank had a run for every block, and each run was held against all
+    of another rank's, for 85 s."""
     tokens, inner = Axis(length // 8), Axis(8)
-    numbers = StripNumbers(of={each.strip: number for number, each in enumerate((tokens, inner))}, axes=(tokens.strip, inner.strip))
-    cuts = [Cut(name=str(number), parts={number: even_parts(axis.size, 4)}) for number, axis in enumerate((tokens, inner))]
+    numbers = StripNumbers(
+        of={each.strip: number for number, each in enumerate((tokens, inner))},
+        axes=(tokens.strip, inner.strip),
+    )
+    cuts = [
+        Cut(name=str(number), parts={number: even_parts(axis.size, 4)})
+        for number, axis in enumerate((tokens, inner))
+    ]
     sections = Sections(numbers, {0: cuts[:1], 1: cuts[1:]}, 4)
     axes = (product([tokens, inner]),)
     outer, within = (sections.pieces(axes, cut) for cut in cuts)

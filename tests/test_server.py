@@ -17,7 +17,10 @@ from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import GPT, make_job
 
-ONE, THREE = "dp=3,exchange=server,microbatches=2,bucket_bytes=600", "dp=4,exchange=server,servers=3,bucket_bytes=600"
+ONE, THREE = (
+    "dp=3,exchange=server,microbatches=2,bucket_bytes=600",
+    "dp=4,exchange=server,servers=3,bucket_bytes=600",
+)
 
 
 def equal(model: str, optimizer: str | Callable[[Any], Any], plan: str) -> bool:
@@ -38,9 +41,16 @@ def equal(model: str, optimizer: str | Callable[[Any], Any], plan: str) -> bool:
         pytest.param("gpt", "muon", THREE, marks=pytest.mark.long),
         pytest.param("branch", "adafactor", THREE, marks=pytest.mark.long),
         pytest.param("unused_twice", "adamw", ONE, marks=pytest.mark.long),
-        pytest.param("gpt", "sgd", "dp=2,pp=2,microbatches=2,exchange=server,servers=2", marks=pytest.mark.long),
+        pytest.param(
+            "gpt", "sgd", "dp=2,pp=2,microbatches=2,exchange=server,servers=2", marks=pytest.mark.long
+        ),
         pytest.param("gpt", "muon", "dp=2,tp=2,exchange=server", marks=pytest.mark.slow),
-        pytest.param("gpt", "adamw", "dp=3,pp=2,tp=2,microbatches=2,exchange=server,servers=2,bucket_bytes=600", marks=pytest.mark.slow),
+        pytest.param(
+            "gpt",
+            "adamw",
+            "dp=3,pp=2,tp=2,microbatches=2,exchange=server,servers=2,bucket_bytes=600",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_servers_equal_one_device(model: str, optimizer: str, plan: str) -> None:
@@ -57,7 +67,11 @@ class ByWholeNorm(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         parameters = [each for group in self.param_groups for each in group["params"]]
-        norm = torch.stack([each.detach().norm() for each in parameters]).norm() if parameters else torch.ones(())
+        norm = (
+            torch.stack([each.detach().norm() for each in parameters]).norm()
+            if parameters
+            else torch.ones(())
+        )
         for each in parameters:
             if each.grad is not None:
                 each.data.sub_(each.grad, alpha=float(0.1 / norm))
@@ -78,14 +92,19 @@ def test_workers_update_nothing_and_hold_no_state() -> None:
         for batch in trainer.batches():
             trainer.step(batch)
         states = [[each.state for each in replica.updater._optimizers] for replica in trainer.replicas]
-        shares = [sum(piece.stop - piece.start for piece in replica.exchange.owned) for replica in trainer.replicas]
+        shares = [
+            sum(piece.stop - piece.start for piece in replica.exchange.owned) for replica in trainer.replicas
+        ]
     assert [any(state for state in each) for each in states] == [True, True, True, False]
-    assert shares[3] == 0 and max(shares[:3]) - min(shares[:3]) < 0.05 * sum(shares)  # buckets of 600 bytes are padded
+    # buckets of 600 bytes are padded
+    assert shares[3] == 0 and max(shares[:3]) - min(shares[:3]) < 0.05 * sum(shares)
 
 
 @pytest.mark.parametrize("model", ["cnn", "gpt"])
 def test_predicted_bytes_are_the_counted_ones(model: str) -> None:
-    with Trainer(make_job(model, "muon", clip_grad_norm=1.0, drop_last=True), THREE, devices="simulated") as trainer:
+    with Trainer(
+        make_job(model, "muon", clip_grad_norm=1.0, drop_last=True), THREE, devices="simulated"
+    ) as trainer:
         summary = trainer.fit()
         elements = trainer.replicas[0].num_elements()
     assert summary.predicted == summary.counted
@@ -98,14 +117,28 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "optimizer", [pytest.param("sgd", marks=SLOW), pytest.param("adamw", marks=SLOW), "muon", pytest.param("adafactor", marks=SLOW)]
+    "optimizer",
+    [
+        pytest.param("sgd", marks=SLOW),
+        pytest.param("adamw", marks=SLOW),
+        "muon",
+        pytest.param("adafactor", marks=SLOW),
+    ],
 )
 @pytest.mark.parametrize(
     ("first", "then"),
-    [(THREE, "dp=2,zero=1"), ("dp=1,microbatches=4", THREE), pytest.param(THREE, ONE, marks=SLOW), pytest.param("dp=2,tp=2", ONE, marks=SLOW)],
+    [
+        (THREE, "dp=2,zero=1"),
+        ("dp=1,microbatches=4", THREE),
+        pytest.param(THREE, ONE, marks=SLOW),
+        pytest.param("dp=2,tp=2", ONE, marks=SLOW),
+    ],
 )
-def test_checkpoints_come_from_and_go_to_any_plan(optimizer: str, first: str, then: str, tmp_path: Path) -> None:
-    job = replace(make_job("gpt", optimizer, steps=6), model=lambda: GPT(dropout=0.0))  # draws belong to chunks, and these to plans
+def test_checkpoints_come_from_and_go_to_any_plan(
+    optimizer: str, first: str, then: str, tmp_path: Path
+) -> None:
+    # draws belong to chunks, and these to plans
+    job = replace(make_job("gpt", optimizer, steps=6), model=lambda: GPT(dropout=0.0))
     with Trainer(job, "dp=1,microbatches=4", devices="simulated", dtype=torch.float64) as trainer:
         expected = [trainer.step(batch) for batch in trainer.batches()]
     with Trainer(job, first, devices="simulated", steps=3, out=tmp_path, dtype=torch.float64) as trainer:
@@ -145,7 +178,11 @@ def _as_mean(loss: Any, samples: int, **settings: Any) -> Any:
 def a_slice_has_two_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second server owns what the first does, and nobody its own."""
     made = OwnedSlices.__init__
-    monkeypatch.setattr(OwnedSlices, "__init__", lambda self, buckets, owner, num: made(self, buckets, 0 if owner == 1 else owner, num))
+    monkeypatch.setattr(
+        OwnedSlices,
+        "__init__",
+        lambda self, buckets, owner, num: made(self, buckets, 0 if owner == 1 else owner, num),
+    )
 
 
 def values_of_a_server_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +208,12 @@ def values_of_a_server_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_planted_mistake_is_caught(plant: Any, kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    report = verify(make_job("mlp", "sgd", batch_size=13), Plan.parse("dp=3,exchange=server,servers=2"), devices="simulated", steps=2)
+    report = verify(
+        make_job("mlp", "sgd", batch_size=13),
+        Plan.parse("dp=3,exchange=server,servers=2"),
+        devices="simulated",
+        steps=2,
+    )
     assert report and not report.passed
     if kind:
         assert report.causes[0].kind == kind, report.causes

@@ -1,4 +1,5 @@
-"""Servers and a worker over real sockets, as threads of one process: one worker is one device, whatever is sent to the servers besides."""
+"""Servers and a worker over real sockets, as threads of one process: one worker is one device, whatever is
+sent to the servers besides."""
 
 from __future__ import annotations
 
@@ -42,9 +43,12 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "servers"), [("cnn", "sgd", 1), ("gpt", "adamw", 3), ("unused_twice", "muon", 1), ("branch", "adafactor", 2)]
+    ("model", "optimizer", "servers"),
+    [("cnn", "sgd", 1), ("gpt", "adamw", 3), ("unused_twice", "muon", 1), ("branch", "adafactor", 2)],
 )
-def test_one_worker_is_one_device_bit_for_bit(model: str, optimizer: str, servers: int, tmp_path: Path) -> None:
+def test_one_worker_is_one_device_bit_for_bit(
+    model: str, optimizer: str, servers: int, tmp_path: Path
+) -> None:
     """float32, with clipping, schedulers, dropout, batch statistics, short batches, unused parameters."""
     job = make_job(model, optimizer, steps=7)
     world = World(job, f"dp=1,microbatches=2,exchange=async,servers={servers}", tmp_path)
@@ -104,7 +108,8 @@ def test_another_job_is_refused_by_both_sides(tmp_path: Path) -> None:
             world.work(replace(job, batch_size=6))
         description = ask(world.addresses[0], world.worker_key, WAIT_SECONDS, [])
         assert description is not None
-        for claimed, message in ((None, Hello(worker=None, digest=bytes(32))), (7, Join(worker=7))):  # what a worker that does not compare would say
+        # what a worker that does not compare would say
+        for claimed, message in ((None, Hello(worker=None, digest=bytes(32))), (7, Join(worker=7))):
             refused = _say(world, *encode(message))
             assert refused, claimed
         world.work()
@@ -114,7 +119,8 @@ def test_another_job_is_refused_by_both_sides(tmp_path: Path) -> None:
 
 
 def _say(world: World, header: Header, tensors: list[torch.Tensor]) -> bool:
-    """Send it as a member of the run, and wait until it was looked at: the next message of this connection is answered."""
+    """Send it as a member of the run, and wait until it was looked at: the next message of this connection is
+    answered."""
     limits = FrameLimits(kinds=frozenset(range(100)), num_tensors=70, tensor_bytes=4 << 20)
     with Connections([world.addresses[0]], world.worker_key, limits) as connections:
         [joined] = connections.poll(WAIT_SECONDS)
@@ -122,16 +128,21 @@ def _say(world: World, header: Header, tensors: list[torch.Tensor]) -> bool:
         connections.send(joined.peer, header, tensors)
         connections.send(joined.peer, *encode(Ask()))
         [answer] = connections.poll(WAIT_SECONDS)
-        return isinstance(answer, ReceivedMessage) and isinstance(decode(answer.header, answer.tensors), Terms)
+        return isinstance(answer, ReceivedMessage) and isinstance(
+            decode(answer.header, answer.tensors), Terms
+        )
 
 
 def _disturbed(world: World, texts: int, messages: int) -> None:
-    """Random bytes at the ports, and messages of a member that make no sense, from several threads while training goes on."""
-    chooser, generator = random.Random(1), torch.Generator().manual_seed(1)  # its own: the worker's thread builds its model from the common one
+    """Random bytes at the ports, and messages of a member that make no sense, from several threads while
+    training goes on."""
+    # its own: the worker's thread builds its model from the common one
+    chooser, generator = random.Random(1), torch.Generator().manual_seed(1)
     for number in range(texts):
         say(
             world.addresses[number % len(world.addresses)],
-            (b"\xff" + bytes(8) + b"\x7f" if number % 2 else b"") + chooser.randbytes(chooser.randrange(1, 200)),
+            (b"\xff" + bytes(8) + b"\x7f" if number % 2 else b"")
+            + chooser.randbytes(chooser.randrange(1, 200)),
         )
     limits = FrameLimits(kinds=frozenset(range(1 << 16)), num_tensors=70, tensor_bytes=4 << 20)
     with Connections([world.addresses[0]], world.worker_key, limits) as connections:
@@ -140,7 +151,9 @@ def _disturbed(world: World, texts: int, messages: int) -> None:
         for _ in range(messages):
             kind = chooser.choice([*range(40), 9999])
             tensors = [
-                torch.randint(-3, 99, (chooser.randrange(6),), generator=generator).to(chooser.choice([torch.int64, torch.float64, torch.uint8]))
+                torch.randint(-3, 99, (chooser.randrange(6),), generator=generator).to(
+                    chooser.choice([torch.int64, torch.float64, torch.uint8])
+                )
                 for _ in range(chooser.randrange(5))
             ]
             try:
@@ -152,11 +165,15 @@ def _disturbed(world: World, texts: int, messages: int) -> None:
 def say(address: str, text: bytes) -> None:
     import socket
 
-    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=WAIT_SECONDS) as client:
+    with socket.create_connection(
+        ("127.0.0.1", int(address.rpartition(":")[2])), timeout=WAIT_SECONDS
+    ) as client:
         client.sendall(text)
 
 
-@pytest.mark.parametrize(("texts", "messages"), [(300, 300), pytest.param(10_000, 10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("texts", "messages"), [(300, 300), pytest.param(10_000, 10_000, marks=pytest.mark.slow)]
+)
 def test_whatever_is_sent_training_is_the_same(texts: int, messages: int, tmp_path: Path) -> None:
     job = make_job("mlp", "adamw", steps=40)
     disturbing = threading.Event()
@@ -180,8 +197,11 @@ def test_whatever_is_sent_training_is_the_same(texts: int, messages: int, tmp_pa
 
 
 @pytest.mark.parametrize("broken_server", [0, 1])
-def test_a_push_that_is_no_number_is_refused_and_its_worker_let_go(broken_server: int, tmp_path: Path) -> None:
-    """One member's push was enough to make the parameters of all NaN, and the run ended blaming another. What it gave to one of two servers is refused by both."""
+def test_a_push_that_is_no_number_is_refused_and_its_worker_let_go(
+    broken_server: int, tmp_path: Path
+) -> None:
+    """One member's push was enough to make the parameters of all NaN, and the run ended blaming another. What
+    it gave to one of two servers is refused by both."""
     job = make_job("mlp", "sgd", steps=6)
     world = World(job, "dp=1,exchange=async,servers=2", tmp_path)
     with world.serving():
@@ -201,7 +221,9 @@ def test_a_push_that_is_no_number_is_refused_and_its_worker_let_go(broken_server
         assert not world.updates()
         world.work()
         assert world.finished.wait(WAIT_SECONDS), world.errors
-    assert [(event["worker"], event["what"]) for event in world.told[0] if event["event"] == "worker"][:3] == [
+    assert [(event["worker"], event["what"]) for event in world.told[0] if event["event"] == "worker"][
+        :3
+    ] == [
         (0, "joined"),
         (0, "expelled"),
         (1, "joined"),
@@ -226,7 +248,8 @@ class _Full:
 
 
 def test_answers_that_nobody_reads_are_not_kept() -> None:
-    """A server's memory grew by 40 MiB for 33,000 questions of a member that read no answer. Now it is dropped when a hundred wait for it."""
+    """A server's memory grew by 40 MiB for 33,000 questions of a member that read no answer. Now it is
+    dropped when a hundred wait for it."""
     end: Any = _Full(takes=20)
     outbox, answer = Outbox(end, MOST_FOR_WORKERS), encode(Terms(text="what the run is"))
     for _ in range(20 + MOST_FOR_WORKERS):
@@ -241,7 +264,11 @@ def test_a_push_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     world = World(job, "dp=1,exchange=async", tmp_path)
     with world.serving():
         header = Header(kind=6)
-        _say(world, header, [torch.tensor([0, 1, 0]), torch.zeros(2, dtype=torch.float64), torch.zeros(3, dtype=torch.uint8)])
+        _say(
+            world,
+            header,
+            [torch.tensor([0, 1, 0]), torch.zeros(2, dtype=torch.float64), torch.zeros(3, dtype=torch.uint8)],
+        )
         world.work()
         assert world.finished.wait(WAIT_SECONDS), world.errors
     assert world.count("refused") == 1

@@ -1,4 +1,5 @@
-"""Programs read by shapes alone are those that are read from batches, take no memory, and know a device that is not there."""
+"""Programs read by shapes alone are those that are read from batches, take no memory, and know a device that
+is not there."""
 
 from __future__ import annotations
 
@@ -22,13 +23,21 @@ from tests.families import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
-# What runs in the covering subset; the rest is `slow`. The family asks for drop path rates and truncated normals.
+# What runs in the covering subset; the rest is `slow`. The family asks for drop path rates and truncated
+# normals.
 COVERING = {"siglip"}
 COVERING_OWN = {"slice_writes", "autocast", "checkpointed", "tied", "parametrised", "noise"}
 
 
 def job_of(build: Any, loss: Any = lambda model, batch: model(batch["x"]).square().mean()) -> Job:
-    return Job(model=build, loss=loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), data=lambda: [0], batch_size=1, steps=1)
+    return Job(
+        model=build,
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=lambda: [0],
+        batch_size=1,
+        steps=1,
+    )
 
 
 def batches_of(model: Model, count: int = 2) -> list[Any]:
@@ -36,7 +45,9 @@ def batches_of(model: Model, count: int = 2) -> list[Any]:
     return [model[2](generator) for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", [name if name in COVERING_OWN else pytest.param(name, marks=pytest.mark.slow) for name in OWN])
+@pytest.mark.parametrize(
+    "name", [name if name in COVERING_OWN else pytest.param(name, marks=pytest.mark.slow) for name in OWN]
+)
 def test_text_is_that_of_the_program_read_from_batches(name: str):
     job, batches = job_of(*OWN[name][:2]), batches_of(OWN[name])
     text = capture(job, (batches[0], batches[1])).describe()
@@ -45,7 +56,9 @@ def test_text_is_that_of_the_program_read_from_batches(name: str):
         assert program.by_shapes and program.describe() == text
 
 
-@pytest.mark.parametrize("name", [name if name in COVERING else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [name if name in COVERING else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_a_family_is_read_as_from_batches_or_refused_as_from_batches(name: str):
     job = FAMILIES[name].make_job(True)
     data = job.data()
@@ -54,7 +67,8 @@ def test_a_family_is_read_as_from_batches_or_refused_as_from_batches(name: str):
     try:
         text = capture(job, (batches[0], batches[1])).describe()
     except CaptureError:
-        with pytest.raises(CaptureError, match="Plans with dp alone"):  # for the same reason, which has nothing to do with values
+        # for the same reason, which has nothing to do with values
+        with pytest.raises(CaptureError, match="Plans with dp alone"):
             capture_shapes(job, batches[0], small=small)
     else:
         assert capture_shapes(job, batches[0], small=small).describe() == text
@@ -65,7 +79,11 @@ def test_mode_and_precision(training: bool, dtype: torch.dtype | None):
     job, batches = job_of(*OWN["in_place"][:2]), batches_of(OWN["in_place"])
     by_shapes = capture_shapes(job, batches[0], training=training, dtype=dtype)
     program = capture(job, (batches[0], batches[1]), training=training, dtype=dtype)
-    assert (by_shapes.describe(), by_shapes.training, by_shapes.precision) == (program.describe(), training, dtype)
+    assert (by_shapes.describe(), by_shapes.training, by_shapes.precision) == (
+        program.describe(),
+        training,
+        dtype,
+    )
 
 
 def test_it_says_that_it_has_no_values_and_cannot_be_run():
@@ -74,7 +92,10 @@ def test_it_says_that_it_has_no_values_and_cannot_be_run():
     assert program.constants and all(each.device.type == "meta" for each in program.constants.values())
     assert program.digest() != capture(job, (batch, other)).digest()
     model = job.model()
-    with pytest.raises(CaptureError, match=r"was read by shapes alone, so it cannot be run. Read it from batches: capture\(job, batches\)"):
+    with pytest.raises(
+        CaptureError,
+        match=r"was read by shapes alone, so it cannot be run. Read it from batches: capture\(job, batches\)",
+    ):
         run_program(program, dict(model.named_parameters()), dict(model.named_buffers()), batch)
 
 
@@ -100,7 +121,9 @@ def test_a_device_that_is_not_there(name: str):
     program, here = capture_shapes(job, batch, device="cuda:0"), capture_shapes(job, batch)
     assert (program.device, here.device) == (torch.device("cuda:0"), torch.device("cpu"))
     assert program.describe().replace("cuda:0", "cpu") == here.describe()
-    assert "cuda" not in here.describe() and ("device=cuda:0" in program.describe()) == (name in ("recurrent", "placed"))
+    assert "cuda" not in here.describe() and ("device=cuda:0" in program.describe()) == (
+        name in ("recurrent", "placed")
+    )
     assert program.digest() != here.digest()
 
 
@@ -114,7 +137,9 @@ def test_autocast_on_a_device_that_is_not_there():
 
     job, batch = job_of(lambda: Casts(3, 2)), {"x": torch.ones(4, 3)}
     nodes = capture_shapes(job, batch, device="cuda:0").nodes
-    assert [str(node) for node in nodes[0].outputs] == ["bfloat16[4, 2]"] and [str(node) for node in nodes[1].outputs] == ["float32[4, 2]"]
+    assert [str(node) for node in nodes[0].outputs] == ["bfloat16[4, 2]"] and [
+        str(node) for node in nodes[1].outputs
+    ] == ["float32[4, 2]"]
     assert {region.device for node in nodes for region in node.context.autocast} == {"cuda"}
     here = capture_shapes(job, batch).nodes  # where a region for CUDA casts nothing
     assert [str(node) for node in here[0].outputs] == ["float32[4, 2]"]
@@ -124,7 +149,11 @@ def test_reading_leaves_generators_and_the_batch_alone():
     batch = batches_of(OWN["noise"])[0]
     before, states = batch["x"].clone(), (torch.get_rng_state(), random.getstate())
     capture_shapes(job_of(*OWN["noise"][:2]), batch)
-    assert torch.equal(batch["x"], before) and torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert (
+        torch.equal(batch["x"], before)
+        and torch.equal(torch.get_rng_state(), states[0])
+        and random.getstate() == states[1]
+    )
 
 
 class Large(nn.Module):
@@ -173,8 +202,13 @@ def test_a_constructor_that_looks_at_large_values_is_refused_with_its_line():
             self.first = nn.Linear(100, 100)
             self.first.weight.detach().numpy()
 
-    for build, line in ((Looks, "self.scale = self.first.weight.std().item()"), (Scipy, "self.first.weight.detach().numpy()")):
-        with pytest.raises(CaptureError, match=r"cannot be built by shapes alone at .*test_shapes.py:\d+") as caught:
+    for build, line in (
+        (Looks, "self.scale = self.first.weight.std().item()"),
+        (Scipy, "self.first.weight.detach().numpy()"),
+    ):
+        with pytest.raises(
+            CaptureError, match=r"cannot be built by shapes alone at .*test_shapes.py:\d+"
+        ) as caught:
             capture_shapes(job_of(build), {"x": torch.ones(2, 100)})
         assert f"({line})" in str(caught.value) and "capture it from real batches" in str(caught.value)
 
@@ -209,7 +243,9 @@ def test_threads_read_one_after_another():
     def work(number: int) -> str:
         job = job_of(lambda: nn.Linear(3, 2))
         return (
-            capture_shapes(job, {"x": torch.ones(4, 3)}) if number % 2 else capture(job, ({"x": torch.ones(4, 3)}, {"x": torch.zeros(4, 3)}))
+            capture_shapes(job, {"x": torch.ones(4, 3)})
+            if number % 2
+            else capture(job, ({"x": torch.ones(4, 3)}, {"x": torch.zeros(4, 3)}))
         ).describe()
 
     with ThreadPoolExecutor(4) as pool:

@@ -33,10 +33,16 @@ def test_parts_make_the_whole_again(num_ranks: int, dtype: torch.dtype):
         value = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 9).to(dtype)
         ranks = everyone({"x": pieces}, num_ranks)
         parts = [each.take("x", value) for each in ranks]
-        assert [tuple(each.shape) for each in parts] == [pieces.local_shape(rank) for rank in range(num_ranks)]
+        assert [tuple(each.shape) for each in parts] == [
+            pieces.local_shape(rank) for rank in range(num_ranks)
+        ]
         for each, part in zip(ranks, parts, strict=True):
             assert each.whole_shape("x", part) == shape
-        for whole, each in zip(run_in_steps([each.gather("x", part) for each, part in zip(ranks, parts, strict=True)]), ranks, strict=True):
+        for whole, each in zip(
+            run_in_steps([each.gather("x", part) for each, part in zip(ranks, parts, strict=True)]),
+            ranks,
+            strict=True,
+        ):
             assert torch.equal(whole, value) and whole.dtype == dtype
             assert isinstance(each.group, RecordedGroup)
             assert sum(count.bytes for count in each.group.counts.values()) == each.gather_bytes("x", dtype)
@@ -66,7 +72,11 @@ def test_every_element_is_spoken_for_by_its_first_holder(num_ranks: int):
         for rank, shards in enumerate(everyone({"x": pieces}, num_ranks)):
             which = shards.speaks_for("x")
             kinds.add(type(which).__name__)
-            spoken = torch.full(pieces.local_shape(rank), float(which)) if isinstance(which, bool) else which.view(pieces.local_shape(rank)).float()
+            spoken = (
+                torch.full(pieces.local_shape(rank), float(which))
+                if isinstance(which, bool)
+                else which.view(pieces.local_shape(rank)).float()
+            )
             mine = torch.zeros(shape)
             put(pieces, rank, spoken, mine)
             times += mine
@@ -75,7 +85,8 @@ def test_every_element_is_spoken_for_by_its_first_holder(num_ranks: int):
 
 
 class Tied(nn.Module):
-    """A tied head, a buffer used twice, a frozen weight, a recurrent layer, and something that stays whole."""
+    """A tied head, a buffer used twice, a frozen weight, a recurrent layer, and something that stays
+    whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +104,10 @@ class Tied(nn.Module):
 
 def rows(size: int, cuts: list[int], *rest: int) -> Pieces:
     stops = [0, *cuts, size]
-    return Pieces((size, *rest), tuple(((((a, b),) if a < b else ()), *(None for _ in rest)) for a, b in itertools.pairwise(stops)))
+    return Pieces(
+        (size, *rest),
+        tuple(((((a, b),) if a < b else ()), *(None for _ in rest)) for a, b in itertools.pairwise(stops)),
+    )
 
 
 TIED = {
@@ -122,11 +136,21 @@ def divided() -> tuple[Tied, list[Tied], list[Shards]]:
 def test_the_model_holds_parts_under_the_same_names():
     whole, models, _ = divided()
     for rank, model in enumerate(models):
-        named, original = dict(model.named_parameters(remove_duplicate=False)), dict(whole.named_parameters(remove_duplicate=False))
+        named, original = (
+            dict(model.named_parameters(remove_duplicate=False)),
+            dict(whole.named_parameters(remove_duplicate=False)),
+        )
         assert list(named) == list(original) and list(model.state_dict()) == list(whole.state_dict())
-        assert model.head.weight is model.embed.weight and named["blocks.1.weight"] is named["blocks.0.weight"]
-        assert "not_saved" not in model.state_dict() and model.not_saved.shape == (TIED["not_saved"].num_elements(rank),)
-        assert all(isinstance(each, nn.Parameter) and each.requires_grad == original[name].requires_grad for name, each in named.items())
+        assert (
+            model.head.weight is model.embed.weight and named["blocks.1.weight"] is named["blocks.0.weight"]
+        )
+        assert "not_saved" not in model.state_dict() and model.not_saved.shape == (
+            TIED["not_saved"].num_elements(rank),
+        )
+        assert all(
+            isinstance(each, nn.Parameter) and each.requires_grad == original[name].requires_grad
+            for name, each in named.items()
+        )
         assert any(each is model.recurrent.weight_hh_l0 for each in model.recurrent._flat_weights)
         for name, each in named.items():
             pieces = TIED.get(name.replace("blocks.1", "blocks.0").replace("head.weight", "embed.weight"))
@@ -137,7 +161,12 @@ def test_the_model_holds_parts_under_the_same_names():
 def gathered(ranks: Sequence[Shards], models: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
     """What each rank is given, one tensor after another."""
     found: list[dict[str, Tensor]] = [{} for _ in ranks]
-    run_in_steps([shards.weights(model).run(mine.__setitem__) for shards, model, mine in zip(ranks, models, found, strict=True)])
+    run_in_steps(
+        [
+            shards.weights(model).run(mine.__setitem__)
+            for shards, model, mine in zip(ranks, models, found, strict=True)
+        ]
+    )
     return found
 
 
@@ -165,7 +194,11 @@ def test_without_pieces_everything_is_whole():
     shards = Shards({}, None)
     before = model.weight
     shards.divide(model)
-    assert model.weight is before and shards.take("weight", before) is before and shards.speaks_for("weight") is True
+    assert (
+        model.weight is before
+        and shards.take("weight", before) is before
+        and shards.speaks_for("weight") is True
+    )
 
     def gather() -> Steps[Tensor]:
         return (yield from shards.gather("weight", before))

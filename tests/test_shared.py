@@ -1,4 +1,5 @@
-"""One copy of the parameters for all replicas computes what one device computes, and nobody but the optimizer may change it."""
+"""One copy of the parameters for all replicas computes what one device computes, and nobody but the optimizer
+may change it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ def verified(job: Job, plan: Plan, **settings: Any) -> Report:
     return report
 
 
-PLANS = [Plan(dp=2, microbatches=2, bucket_bytes=300), Plan(dp=3, zero=1, bucket_bytes=300), Plan(dp=4, bucket_bytes=10**9, overlap=False)]
+PLANS = [
+    Plan(dp=2, microbatches=2, bucket_bytes=300),
+    Plan(dp=3, zero=1, bucket_bytes=300),
+    Plan(dp=4, bucket_bytes=10**9, overlap=False),
+]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,10 @@ PLANS = [Plan(dp=2, microbatches=2, bucket_bytes=300), Plan(dp=3, zero=1, bucket
     [
         ("mlp", "sgd"),
         ("gpt", "muon"),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in (("cnn", "adamw"), ("unused_twice", "adamw"), ("branch", "adafactor"))),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (("cnn", "adamw"), ("unused_twice", "adamw"), ("branch", "adafactor"))
+        ),
     ],
 )
 @pytest.mark.parametrize("plan", few(PLANS), ids=str)
@@ -67,9 +75,17 @@ def test_one_copy_equals_one_device(model: str, optimizer: str, plan: Plan) -> N
 @pytest.mark.long
 @pytest.mark.usefixtures("silent_export")
 @pytest.mark.parametrize(
-    "plan", few([Plan(dp=2, tp=2, bucket_bytes=300), Plan(dp=2, pp=2, microbatches=2, bucket_bytes=300)], 1, pytest.mark.slow), ids=str
+    "plan",
+    few(
+        [Plan(dp=2, tp=2, bucket_bytes=300), Plan(dp=2, pp=2, microbatches=2, bucket_bytes=300)],
+        1,
+        pytest.mark.slow,
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize(("model", "optimizer"), [pytest.param("gpt", "adamw", marks=pytest.mark.slow), ("gpt", "muon")])
+@pytest.mark.parametrize(
+    ("model", "optimizer"), [pytest.param("gpt", "adamw", marks=pytest.mark.slow), ("gpt", "muon")]
+)
 def test_one_copy_per_place_of_a_divided_model(model: str, optimizer: str, plan: Plan) -> None:
     report = verified(make_job(model, optimizer, batch_size=13), plan, dtype=torch.float64)
     assert report.passed, report.causes
@@ -77,13 +93,19 @@ def test_one_copy_per_place_of_a_divided_model(model: str, optimizer: str, plan:
 
 def test_bfloat16_parameters() -> None:
     """Their sums are in rank order, as those of a copy each: the same bits."""
-    job = replace(make_job("mlp", "adamw"), model=lambda: MLP().bfloat16(), loss=lambda model, batch: model(batch["x"].bfloat16()).square().mean())
+    job = replace(
+        make_job("mlp", "adamw"),
+        model=lambda: MLP().bfloat16(),
+        loss=lambda model, batch: model(batch["x"].bfloat16()).square().mean(),
+    )
     results: list[dict[str, Tensor]] = []
     for share in (True, False):
         with open_trainer(job, "dp=3,zero=1,bucket_bytes=300", share=share) as trainer:
             for batch in trainer.batches():
                 trainer.step(batch)
-            results.append({name: each.clone() for name, each in trainer.replicas[2].model.state_dict().items()})
+            results.append(
+                {name: each.clone() for name, each in trainer.replicas[2].model.state_dict().items()}
+            )
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[1])
 
 
@@ -91,7 +113,9 @@ def test_all_replicas_point_to_the_same_memory() -> None:
     """Trainable and frozen parameters; buffers stay each replica's own."""
     with open_trainer(make_job("unused_twice", "adamw")) as trainer:
         models = [replica.model for replica in trainer.replicas]
-        for first, *others in zip(*(dict(model.named_parameters()).values() for model in models), strict=True):
+        for first, *others in zip(
+            *(dict(model.named_parameters()).values() for model in models), strict=True
+        ):
             assert {each.data_ptr() for each in others} == {first.data_ptr()}
             assert first.data_ptr() % first.element_size() == 0
     with open_trainer(make_job("cnn", "adamw")) as trainer:
@@ -103,7 +127,12 @@ def test_optimizer_state_is_there_once() -> None:
         with open_trainer(make_job("mlp", "adamw"), share=share) as trainer:
             trainer.step(next(batches := trainer.batches()))
             batches.close()
-            states = [state for replica in trainer.replicas for each in replica.updater._optimizers for state in each.state.values()]
+            states = [
+                state
+                for replica in trainer.replicas
+                for each in replica.updater._optimizers
+                for state in each.state.values()
+            ]
             return sum(state["exp_avg"].numel() for state in states)
 
     parameters = sum(each.numel() for each in MLP().parameters())
@@ -151,7 +180,11 @@ def _scale(weight: Tensor) -> None:
         weight.mul_(0.9)
 
 
-@pytest.mark.parametrize("change", [_scale, lambda weight: weight.data.mul_(0.9), lambda weight: weight.data.neg_()], ids=["no_grad", "data", "sign"])
+@pytest.mark.parametrize(
+    "change",
+    [_scale, lambda weight: weight.data.mul_(0.9), lambda weight: weight.data.neg_()],
+    ids=["no_grad", "data", "sign"],
+)
 def test_a_forward_that_writes_a_parameter_is_an_error(change: Callable[[Tensor], Any]) -> None:
     class Model(Writes):
         pass
@@ -175,15 +208,25 @@ def test_an_embedding_that_renormalises_its_rows_is_an_error() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.embed(x)
 
-    job = replace(make_job("gpt", "sgd"), model=Model, loss=lambda model, batch: model(batch["x"]).square().mean())
-    with open_trainer(job) as trainer, pytest.raises(TrainingError, match=r"embed\.weight was changed outside the optimizer"):
+    job = replace(
+        make_job("gpt", "sgd"), model=Model, loss=lambda model, batch: model(batch["x"]).square().mean()
+    )
+    with (
+        open_trainer(job) as trainer,
+        pytest.raises(TrainingError, match=r"embed\.weight was changed outside the optimizer"),
+    ):
         trainer.fit()
 
 
 def test_what_needs_whole_parameters_gets_a_copy_each() -> None:
     class Norm(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
-            total = sum(each.grad.norm() for group in self.param_groups for each in group["params"] if each.grad is not None)
+            total = sum(
+                each.grad.norm()
+                for group in self.param_groups
+                for each in group["params"]
+                if each.grad is not None
+            )
             for group in self.param_groups:
                 for each in group["params"]:
                     each.data.sub_(0.1 * each.grad / total) if each.grad is not None else None
@@ -211,22 +254,34 @@ def test_what_needs_whole_parameters_gets_a_copy_each() -> None:
 
 
 @pytest.mark.parametrize("optimizer", few(["adamw", "muon"]))
-@pytest.mark.parametrize(("saved", "resumed"), [((True, "dp=3,bucket_bytes=300"), (False, "dp=1")), ((False, "dp=2,zero=1"), (True, "dp=4"))])
-def test_checkpoints_go_from_one_copy_to_any_plan_and_back(optimizer: str, saved: Any, resumed: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [((True, "dp=3,bucket_bytes=300"), (False, "dp=1")), ((False, "dp=2,zero=1"), (True, "dp=4"))],
+)
+def test_checkpoints_go_from_one_copy_to_any_plan_and_back(
+    optimizer: str, saved: Any, resumed: Any, tmp_path: Path
+) -> None:
     job = make_job("gpt", optimizer, steps=4)
     job = replace(job, model=_without_dropout(job.model))  # or every plan has draws of its own
     results = []
     for first, second in ((saved, resumed), ((False, "dp=1"), (False, "dp=1"))):
         directory = tmp_path / str(len(results))
-        with open_trainer(job, first[1], share=first[0], steps=2, out=directory, dtype=torch.float64) as trainer:
+        with open_trainer(
+            job, first[1], share=first[0], steps=2, out=directory, dtype=torch.float64
+        ) as trainer:
             assert trainer.replicas[0].exchange.one_copy == first[0]
             trainer.fit()
         with open_trainer(job, second[1], share=second[0], resume=directory, dtype=torch.float64) as trainer:
             assert trainer.replicas[0].exchange.one_copy == second[0]
             trainer.fit()
-            results.append({name: each.clone() for name, each in trainer.replicas[0].model.state_dict().items()})
+            results.append(
+                {name: each.clone() for name, each in trainer.replicas[0].model.state_dict().items()}
+            )
     for name, each in results[1].items():
-        torch.testing.assert_close(results[0][name], each, rtol=1e-8, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")  # sum order differs
+        # sum order differs
+        torch.testing.assert_close(
+            results[0][name], each, rtol=1e-8, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def _without_dropout(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -240,7 +295,9 @@ def _without_dropout(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return build
 
 
-def test_a_step_that_broke_off_in_its_update_is_not_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_step_that_broke_off_in_its_update_is_not_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     update = Updater.update
 
     def breaks(self: Updater, gradients: Any, loss: float) -> Any:
@@ -312,7 +369,9 @@ def share_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("plant", few([owned_twice, one_rank_dropped, updated_early, share_never_written], 2))
-def test_a_planted_bug_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_is_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     job, plan = make_job("mlp", "adamw"), Plan(dp=2, bucket_bytes=300)
     assert verified(job, plan).passed
     plant(monkeypatch)

@@ -1,4 +1,5 @@
-"""One copy of the parameters for real processes: equal to one device, as small as it should be, never torn in a checkpoint."""
+"""One copy of the parameters for real processes: equal to one device, as small as it should be, never torn in
+a checkpoint."""
 
 from __future__ import annotations
 
@@ -47,8 +48,16 @@ def through_memory(trainer: Trainer) -> bool:
 
 def _group() -> ShmGroup:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, is_master=False, timeout=timedelta(seconds=30))
-    return ShmGroup(dist.PrefixStore("group", store), rank, size, [f"rank {each}" for each in range(size)], timeout=timedelta(seconds=30))
+    store = dist.TCPStore(
+        "127.0.0.1", int(os.environ["MASTER_PORT"]), None, is_master=False, timeout=timedelta(seconds=30)
+    )
+    return ShmGroup(
+        dist.PrefixStore("group", store),
+        rank,
+        size,
+        [f"rank {each}" for each in range(size)],
+        timeout=timedelta(seconds=30),
+    )
 
 
 def _parameters_after(steps: int, bucket_bytes: int, bug: str) -> list[torch.Tensor]:
@@ -109,14 +118,21 @@ def _compare(size: int, steps: int, bucket_bytes: int, bug: str) -> None:
                 parameter.sub_(parameter.grad, alpha=0.01) if parameter.grad is not None else None
     for result in results:
         for found, first, expected in zip(result, results[0], model.parameters(), strict=True):
-            torch.testing.assert_close(found, expected.detach(), rtol=1e-10, atol=1e-11)  # sum order differs, over all steps
+            # sum order differs, over all steps
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-10, atol=1e-11)
             assert torch.equal(found, first)
 
 
 def _verified(plan: str, optimizer: str, bug: bool = False) -> str:
     if bug:
         _plant()
-    report = verify(make_job("gpt", optimizer, clip_grad_norm=0.25), Plan.parse(plan), devices="cpu", steps=3, dtype=torch.float64)
+    report = verify(
+        make_job("gpt", optimizer, clip_grad_norm=0.25),
+        Plan.parse(plan),
+        devices="cpu",
+        steps=3,
+        dtype=torch.float64,
+    )
     if report is None:
         return ""
     assert max(report.owned) < 0.6, "every rank owns all"
@@ -139,7 +155,9 @@ def _plant() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", [*FEW, *(pytest.param(plan, marks=pytest.mark.slow) for plan in MANY)])
 def test_a_job_equals_one_device(plan: str, optimizer: str) -> None:
-    assert on_ranks(_verified, Plan.parse(plan).mesh.size, plan, optimizer, timeout_seconds=120.0)[0] == "EQUAL"
+    assert (
+        on_ranks(_verified, Plan.parse(plan).mesh.size, plan, optimizer, timeout_seconds=120.0)[0] == "EQUAL"
+    )
 
 
 def test_a_planted_bug_is_caught() -> None:
@@ -147,14 +165,20 @@ def test_a_planted_bug_is_caught() -> None:
 
 
 def _kept_bytes(share: bool) -> int:
-    """What this rank holds of parameters and optimizer state; memory of several ranks by the kernel's account."""
+    """What this rank holds of parameters and optimizer state; memory of several ranks by the kernel's
+    account."""
     job = make_job("gpt", "adamw")
     with Trainer(_wide(job), "dp=2", devices="cpu", share=share, listener=QUIET) as trainer:
         assert through_memory(trainer)
         trainer.step(next(batches := trainer.batches()))
         batches.close()
         replica = trainer.replicas[0]
-        states = [each for made in replica.updater._optimizers for state in made.state.values() for each in state.values()]
+        states = [
+            each
+            for made in replica.updater._optimizers
+            for state in made.state.values()
+            for each in state.values()
+        ]
         kept = sum(each.numel() * each.element_size() for each in states)
         parameters = [each for each in replica.model.parameters() if each.requires_grad]
         kept += _proportional(parameters[0].data_ptr()) if share else sum(each.nbytes for each in parameters)
@@ -195,7 +219,14 @@ def _dies_in_its_update(directory: str) -> str:
         return (yield from update(self, gradients, loss))
 
     Updater.update = dies  # type: ignore[method-assign]
-    with Trainer(make_job("gpt", "adamw", steps=5, checkpoint_every=1), "dp=3", devices="cpu", share=True, out=directory, listener=QUIET) as trainer:
+    with Trainer(
+        make_job("gpt", "adamw", steps=5, checkpoint_every=1),
+        "dp=3",
+        devices="cpu",
+        share=True,
+        out=directory,
+        listener=QUIET,
+    ) as trainer:
         try:
             trainer.fit()
         except PeerLostError as error:

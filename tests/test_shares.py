@@ -1,4 +1,5 @@
-"""Shares that change during a run: what readers read, who may change what, and how ranks come to one decision."""
+"""Shares that change during a run: what readers read, who may change what, and how ranks come to one
+decision."""
 
 from __future__ import annotations
 
@@ -27,14 +28,24 @@ from meshloom.data.shares import Shares
 MEASURED = Plan(dp=3, microbatches=2, shares="measured")
 
 
-def read(job: Job, plan: Plan, num_steps: int, changes: dict[int, tuple[int, ...]]) -> tuple[list[list[Chunk]], Shares]:
-    """All replicas' chunks of each step. changes: step after whose reading new shares are decided -> these shares, from the first free step on."""
+def read(
+    job: Job, plan: Plan, num_steps: int, changes: dict[int, tuple[int, ...]]
+) -> tuple[list[list[Chunk]], Shares]:
+    """All replicas' chunks of each step. changes: step after whose reading new shares are decided -> these
+    shares, from the first free step on."""
     shares = [Shares(plan) for _ in range(plan.dp)]  # of each process
-    readers = run_in_steps([open_reader(job, plan, group, 0, num_steps, own) for group, own in zip(simulated_groups(plan.dp), shares, strict=True)])
+    readers = run_in_steps(
+        [
+            open_reader(job, plan, group, 0, num_steps, own)
+            for group, own in zip(simulated_groups(plan.dp), shares, strict=True)
+        ]
+    )
     steps: list[list[Chunk]] = []
     try:
         for step in range(num_steps):
-            steps.append([chunk for mine in run_in_steps([reader.read(step) for reader in readers]) for chunk in mine])
+            steps.append(
+                [chunk for mine in run_in_steps([reader.read(step) for reader in readers]) for chunk in mine]
+            )
             first_free = max(own.first_free for own in shares)
             if step in changes and first_free < num_steps:
                 for own in shares:
@@ -47,12 +58,18 @@ def read(job: Job, plan: Plan, num_steps: int, changes: dict[int, tuple[int, ...
 
 def sizes_of(steps: list[list[Chunk]], plan: Plan) -> list[list[int]]:
     m = plan.microbatches
-    return [[sum(chunk.samples for chunk in chunks[start : start + m]) for start in range(0, len(chunks), m)] for chunks in steps]
+    return [
+        [sum(chunk.samples for chunk in chunks[start : start + m]) for start in range(0, len(chunks), m)]
+        for chunks in steps
+    ]
 
 
 def values_of(steps: list[list[Chunk]]) -> list[list[float]]:
     """Everything that was read, sample after sample."""
-    return [[value for chunk in chunks if chunk.data is not None for value in chunk.data.flatten().tolist()] for chunks in steps]
+    return [
+        [value for chunk in chunks if chunk.data is not None for value in chunk.data.flatten().tolist()]
+        for chunks in steps
+    ]
 
 
 @pytest.mark.parametrize("data", [Augmented, Stream])
@@ -72,7 +89,9 @@ def test_readers_that_are_ahead_agree_on_the_step_from_which_new_shares_hold(num
     assert len(shares.record) == 2 and shares.record[0][0] > 1
     expected = [shares.sizes(step, 10) for step in range(16)]
     assert sizes_of(steps, MEASURED) == expected and [6, 3, 1] in expected and [1, 8, 1] in expected
-    assert values_of(steps) == values_of(read(job_of(lambda: Augmented(200), batch_size=10), Plan(), 16, {})[0])
+    assert values_of(steps) == values_of(
+        read(job_of(lambda: Augmented(200), batch_size=10), Plan(), 16, {})[0]
+    )
 
 
 def test_a_stream_that_is_cut_in_another_process_is_refused() -> None:
@@ -89,7 +108,9 @@ def test_what_somebody_has_read_can_no_longer_change() -> None:
 
 
 @given(
-    changes=st.dictionaries(st.integers(0, 30), st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any), max_size=5),
+    changes=st.dictionaries(
+        st.integers(0, 30), st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any), max_size=5
+    ),
     num_samples=st.integers(0, 40),
 )
 def test_a_record_gives_the_same_shares_again(changes: dict[int, list[int]], num_samples: int) -> None:
@@ -161,7 +182,9 @@ class Known:
         self.seconds = None
 
 
-def decide(paces: list[float | None], asked: list[int], stop_step: int = 100, tp: int = 1) -> tuple[list[str], list[Shares], list[Known]]:
+def decide(
+    paces: list[float | None], asked: list[int], stop_step: int = 100, tp: int = 1
+) -> tuple[list[str], list[Shares], list[Known]]:
     """On ranks of three replicas, in lockstep, for batches of 13. asked: the last step that each has read."""
     known = [Known(each) for each in paces]
     shares = [Shares(MEASURED) for _ in paces]
@@ -172,8 +195,14 @@ def decide(paces: list[float | None], asked: list[int], stop_step: int = 100, tp
 
 def decide_again(shares: list[Shares], known: list[Known], stop_step: int = 100, tp: int = 1) -> list[str]:
     """What each rank would tell the user."""
-    seats: Any = [SimpleNamespace(rank=group.rank, world=group, place=SimpleNamespace(dp=group.rank // tp)) for group in simulated_groups(len(known))]
-    steps: Any = [remeasure(seat, pace, own, 13, stop_step) for seat, pace, own in zip(seats, known, shares, strict=True)]  # type: ignore[arg-type]
+    seats: Any = [
+        SimpleNamespace(rank=group.rank, world=group, place=SimpleNamespace(dp=group.rank // tp))
+        for group in simulated_groups(len(known))
+    ]
+    steps: Any = [
+        remeasure(seat, pace, own, 13, stop_step)
+        for seat, pace, own in zip(seats, known, shares, strict=True)
+    ]  # type: ignore[arg-type]
     return run_in_steps(steps)
 
 
@@ -198,7 +227,9 @@ def test_a_replica_is_as_slow_as_its_slowest_rank() -> None:
         ([1.0, 1.0, 4.0], [9, 49, 9], 50),  # one has read all there is
     ],
 )
-def test_shares_stay_where_a_change_is_not_possible_or_does_not_pay(paces: Any, asked: list[int], stop_step: int) -> None:
+def test_shares_stay_where_a_change_is_not_possible_or_does_not_pay(
+    paces: Any, asked: list[int], stop_step: int
+) -> None:
     texts, shares, _ = decide(paces, asked, stop_step)
     assert texts == ["", "", ""] and not any(own.record for own in shares)
 

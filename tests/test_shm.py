@@ -1,4 +1,5 @@
-"""Ranks that talk through shared memory get what one process computes, bit for bit, whatever they start and however they wait."""
+"""Ranks that talk through shared memory get what one process computes, bit for bit, whatever they start and
+however they wait."""
 
 from __future__ import annotations
 
@@ -59,7 +60,14 @@ def drawn(size: int, count: int) -> list[Program]:
     """The same programs each time."""
     found: list[Program] = []
 
-    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], database=None, derandomize=True)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+        database=None,
+        derandomize=True,
+    )
     @given(programs(size))
     def keep(program: Program) -> None:
         found.append(program)
@@ -103,7 +111,9 @@ def _large(seat: Seat) -> list[bool]:
     right.append(torch.equal(output, (ramp + rank) * n))
     sizes = [count if other == (rank + 1) % n else 0 for other in range(n)]
     received = torch.empty_like(ramp)
-    group.all_to_all(received, ramp - rank, [count if other == (rank - 1) % n else 0 for other in range(n)], sizes).wait()
+    group.all_to_all(
+        received, ramp - rank, [count if other == (rank - 1) % n else 0 for other in range(n)], sizes
+    ).wait()
     right.append(torch.equal(received, ramp - (rank - 1) % n))
     return right
 
@@ -121,7 +131,9 @@ def _extremes(seat: Seat) -> list[list[float]]:
         for op in ("min", "max", "sum"):
             tensor = torch.tensor(rows[group.rank], dtype=dtype)
             group.all_reduce(tensor, op).wait()
-            wanted = {"min": torch.minimum, "max": torch.maximum, "sum": torch.add}[op](*(torch.tensor(row, dtype=dtype) for row in rows))
+            wanted = {"min": torch.minimum, "max": torch.maximum, "sum": torch.add}[op](
+                *(torch.tensor(row, dtype=dtype) for row in rows)
+            )
             torch.testing.assert_close(tensor, wanted, rtol=0.0, atol=0.0, equal_nan=True)
             found.append([dtype.itemsize, len(wanted)])
     return found
@@ -152,7 +164,10 @@ def test_other_types_travel() -> None:
 
 def _by_name(seat: Seat, directory: str) -> tuple[list[float], list[str]]:
     group = seat.open(files=Named(Path(directory)))
-    tensor, inside = torch.full((70_000,), float(group.rank)), group.window(8).of(group.rank).view(torch.float32)
+    tensor, inside = (
+        torch.full((70_000,), float(group.rank)),
+        group.window(8).of(group.rank).view(torch.float32),
+    )
     inside.fill_(group.rank)
     group.all_reduce(tensor).wait()
     group.all_reduce(inside).wait()

@@ -1,4 +1,5 @@
-"""A rank that is killed at any moment of a run of collectives: the others name it and the collective in a moment, and nothing is left."""
+"""A rank that is killed at any moment of a run of collectives: the others name it and the collective in a
+moment, and nothing is left."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ def _collectives_for_ever(seat: Seat, timeout_seconds: float) -> tuple[type[Mesh
     seat.store.set(f"began/{seat.rank}", "")
     try:
         while True:
-            works = [_start(group, chooser.choice(KINDS), chooser.choice(SIZES), inside) for _ in range(chooser.randint(1, 3))]
+            works = [
+                _start(group, chooser.choice(KINDS), chooser.choice(SIZES), inside)
+                for _ in range(chooser.randint(1, 3))
+            ]
             for work in works:
                 work.wait()
     except MeshloomError as error:

@@ -1,4 +1,5 @@
-"""Ranks that call different things, do not come, or have too little memory: an error on every rank that says so, and never a wrong number."""
+"""Ranks that call different things, do not come, or have too little memory: an error on every rank that says
+so, and never a wrong number."""
 
 from __future__ import annotations
 
@@ -100,9 +101,14 @@ def _mistaken(seat: Seat, name: str) -> Told:
 def test_every_rank_names_both_calls(ranks: WarmRanks) -> None:
     for name, (_, _, usual, other) in MISTAKES.items():
         for rank, (kind, text, _) in enumerate(ranks.run(_mistaken, name)):
-            own, peer, their = (other, "rank 0 (dp=0)", usual) if rank == 1 else (usual, "rank 1 (dp=1)", other)
+            own, peer, their = (
+                (other, "rank 0 (dp=0)", usual) if rank == 1 else (usual, "rank 1 (dp=1)", other)
+            )
             assert kind is CollectiveError, (name, text)
-            assert text.startswith(f"rank {rank} (dp={rank}) called {own} where {peer} called {their}: "), (name, text)
+            assert text.startswith(f"rank {rank} (dp={rank}) called {own} where {peer} called {their}: "), (
+                name,
+                text,
+            )
 
 
 def _unlike_sizes(seat: Seat) -> Told | None:
@@ -129,7 +135,9 @@ def _unlike_message(seat: Seat) -> Told | None:
 def test_an_unlike_message_is_told_where_it_arrives(ranks: WarmRanks) -> None:
     kind, text, _ = ranks.run(_unlike_message)[1]
     assert kind is CollectiveError
-    assert text.startswith("recv of float32[4] from rank 0 (dp=0) on rank 1 (dp=1) met float32[3] from rank 0 (dp=0)"), text
+    assert text.startswith(
+        "recv of float32[4] from rank 0 (dp=0) on rank 1 (dp=1) met float32[3] from rank 0 (dp=0)"
+    ), text
 
 
 def _meaningless(seat: Seat) -> list[str]:
@@ -181,7 +189,9 @@ def test_a_rank_that_stays_away_is_named_at_the_timeout(ranks: WarmRanks) -> Non
             f"rank {rank} (dp={rank}) waited too long for rank 1 (dp=1) in all_reduce of float32[3]: longer than the timeout of 1 s. "
             "rank 1 (dp=1) has started broadcast of float32[2] with root 2 last."
         )
-        assert message[1].startswith(f"rank {rank} (dp={rank}) waited too long for rank 1 (dp=1) in recv of float32[3] from rank 1 (dp=1): ")
+        assert message[1].startswith(
+            f"rank {rank} (dp={rank}) waited too long for rank 1 (dp=1) in recv of float32[3] from rank 1 (dp=1): "
+        )
         assert min(collective[2], message[2]) >= 1.0
 
 
@@ -205,7 +215,8 @@ def _one_aborts(seat: Seat) -> tuple[Told, Told]:
         group.abort()
         return told(work.wait), told(group.barrier)
     receiving = group.recv(torch.ones(2), 1)
-    return told(lambda: [group.all_reduce(torch.ones(3)).wait() for _ in range(2)]), told(receiving.wait)  # the second one lacks rank 1
+    # the second one lacks rank 1
+    return told(lambda: [group.all_reduce(torch.ones(3)).wait() for _ in range(2)]), told(receiving.wait)
 
 
 def test_abort_ends_operations_of_all_ranks(ranks: WarmRanks) -> None:
@@ -220,7 +231,9 @@ def small_directory(tmp_path: Path) -> Iterator[Path]:
     """8 MiB in memory."""
     directory = tmp_path / "small"
     directory.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", directory], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", directory], capture_output=True
+    ).returncode:
         pytest.skip("Mounting needs root.")
     yield directory
     subprocess.run(["umount", "--lazy", directory], check=True)
@@ -241,8 +254,13 @@ def test_too_little_memory_is_told_with_both_sizes(ranks: WarmRanks, small_direc
     for window, message in answers:
         assert window[0] is message[0] is CollectiveError
         assert "MiB" in window[1] or "too little memory for a window of 6291456 bytes" in window[1], window[1]
-    for text in (*(message[1] for _, message in answers), next(window[1] for window, _ in answers if "are needed" in window[1])):
-        assert " MiB are needed, and " in text and " MiB are free there" in text and "--transport gloo" in text, text
+    for text in (
+        *(message[1] for _, message in answers),
+        next(window[1] for window, _ in answers if "are needed" in window[1]),
+    ):
+        assert (
+            " MiB are needed, and " in text and " MiB are free there" in text and "--transport gloo" in text
+        ), text
 
 
 def _nearly_all(seat: Seat, directory: str) -> bool | None:

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.usefixtures("silent_export")
 
 
 class Block(nn.Module):
-    """[batch, 6] -> [batch, 6]. What it keeps, updates and shares: its input, running statistics, one weight with all others."""
+    """[batch, 6] -> [batch, 6]. What it keeps, updates and shares: its input, running statistics, one weight
+    with all others."""
 
     def __init__(self, shared: nn.Linear) -> None:
         super().__init__()
@@ -35,11 +36,18 @@ class Block(nn.Module):
         self.shared = shared
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        return x + self.down(nn.functional.dropout(self.shared(self.norm(x)).repeat(1, 2) * torch.relu(self.up(x)), 0.1)) * scale
+        return (
+            x
+            + self.down(
+                nn.functional.dropout(self.shared(self.norm(x)).repeat(1, 2) * torch.relu(self.up(x)), 0.1)
+            )
+            * scale
+        )
 
 
 class Stack(nn.Module):
-    """Blocks one after another, in which the outermost alone are given what lies outside. give: what becomes of all of their results."""
+    """Blocks one after another, in which the outermost alone are given what lies outside. give: what becomes
+    of all of their results."""
 
     def __init__(self, count: int, give: Callable[[list[Tensor]], Tensor]) -> None:
         super().__init__()
@@ -131,7 +139,9 @@ def test_memory_of_a_step_is_that_of_all_of_them(stack: Program, whole: Any, set
 @pytest.mark.long
 def test_what_stages_keep_is_what_all_of_their_blocks_keep(whole: Any):
     program = program_of(lambda: Stack(16, last))
-    stages = cut_into_stages(program, {node.name: place * 2 // len(program.nodes) for place, node in enumerate(program.nodes)}, 2)
+    stages = cut_into_stages(
+        program, {node.name: place * 2 // len(program.nodes) for place, node in enumerate(program.nodes)}, 2
+    )
     assert all(shortened(stage.program) for stage in stages)
 
     def found() -> list[int]:
@@ -146,7 +156,8 @@ def test_what_is_left_out_is_what_only_those_blocks_have(stack: Program):
     left = short.num_blocks - NUM_KEPT
     whole, program = short.whole, short.program
     assert len(whole.nodes) - len(program.nodes) == left * short.period
-    assert len(whole.parameters) - len(program.parameters) == left * 5  # the norm's two, two of `up`, one of `down`
+    # the norm's two, two of `up`, one of `down`
+    assert len(whole.parameters) - len(program.parameters) == left * 5
     assert "blocks.0.shared.weight" in program.parameters
     assert len(whole.updates) - len(program.updates) == left
     assert len(whole.buffers) - len(program.buffers) == left * 3
@@ -154,12 +165,15 @@ def test_what_is_left_out_is_what_only_those_blocks_have(stack: Program):
 
 @pytest.mark.long
 @pytest.mark.parametrize("give", [of_every_second, of_a_sum], ids=["every second", "a sum"])
-def test_blocks_whose_results_are_used_by_themselves_are_all_gone_through(give: Callable[[list[Tensor]], Tensor]):
+def test_blocks_whose_results_are_used_by_themselves_are_all_gone_through(
+    give: Callable[[list[Tensor]], Tensor],
+):
     assert shortened(program_of(lambda: Stack(9, give))) is None
 
 
 class Steps(nn.Module):
-    """A loop over time: [batch, 12, 4] -> loss. form: what is taken of a moment, and what becomes of all states."""
+    """A loop over time: [batch, 12, 4] -> loss. form: what is taken of a moment, and what becomes of all
+    states."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -173,17 +187,28 @@ class Steps(nn.Module):
         for t in range(x.shape[1]):
             now = given[:, t : t + 1].squeeze(1) if self.form == "slices" else given[:, t]
             state = torch.tanh(self.again(state) + now) * gate[:, t]
-            found.append(state.unsqueeze(1) if self.form in ("cat", "slices") else state.reshape(-1, 1, 5)[:, 0] if self.form == "views" else state)
+            found.append(
+                state.unsqueeze(1)
+                if self.form in ("cat", "slices")
+                else state.reshape(-1, 1, 5)[:, 0]
+                if self.form == "views"
+                else state
+            )
         if self.form == "last":
             return found[-1].square().mean() + given.mean()
         joined = torch.cat(found, 1) if self.form in ("cat", "slices") else torch.stack(found, -1)
-        return joined.square().mean() + (torch.stack(found).exp().sum() if self.form == "twice" else 0) + state.mean()
+        return (
+            joined.square().mean()
+            + (torch.stack(found).exp().sum() if self.form == "twice" else 0)
+            + state.mean()
+        )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("form", ["stack", "cat", "slices", "views", "twice", "last"])
 def test_steps_of_a_loop_whose_results_are_joined_are_found_of_four(form: str, whole: Any):
-    """A loop over 1,024 moments was priced moment by moment, as all states are used behind it: more than half of the 150 s that a plan of Mamba took."""
+    """A loop over 1,024 moments was priced moment by moment, as all states are used behind it: more than half
+    of the 150 s that a plan of Mamba took."""
     job = Job(
         model=lambda: Steps(form),
         loss=lambda model, batch: model(batch["x"]),
@@ -198,7 +223,9 @@ def test_steps_of_a_loop_whose_results_are_joined_are_found_of_four(form: str, w
     stages = cut_into_stages(program, {node.name: 0 for node in program.nodes}, 1)
     assert costs(program) == unshared(program)
     assert kept_bytes_of(stages[0], 1) == whole(lambda: kept_bytes_of(stages[0], 1))
-    assert predict_memory(program, adamw, microbatches=2) == whole(lambda: predict_memory(program, adamw, microbatches=2))
+    assert predict_memory(program, adamw, microbatches=2) == whole(
+        lambda: predict_memory(program, adamw, microbatches=2)
+    )
 
 
 @pytest.mark.long
@@ -224,19 +251,37 @@ DEEP = {
         "T5ForConditionalGeneration",
         {"num_layers": 8, "d_model": 16, "d_ff": 24, "num_heads": 2, "d_kv": 8, "decoder_start_token_id": 0},
     ),
-    "gemma2": ("Gemma2ForCausalLM", {"num_hidden_layers": 13, **SMALL, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 5}),
-    "mixtral": ("MixtralForCausalLM", {"num_hidden_layers": 7, **SMALL, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {"num_hidden_layers": 13, **SMALL, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 5},
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {"num_hidden_layers": 7, **SMALL, "num_key_value_heads": 2, "num_local_experts": 4},
+    ),
     "mamba": ("MambaForCausalLM", {"num_hidden_layers": 7, "hidden_size": 8, "state_size": 4}),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in DEEP])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in DEEP]
+)
 def test_costs_of_families_are_those_of_all_of_their_blocks(name: str, whole: Any):
     kind, settings = DEEP[name]
-    model = from_transformers(name, "", "", kind, tokens(11), {"vocab_size": 40, "pad_token_id": 0, "use_cache": False, **settings}, chunk=2)
+    model = from_transformers(
+        name,
+        "",
+        "",
+        kind,
+        tokens(11),
+        {"vocab_size": 40, "pad_token_id": 0, "use_cache": False, **settings},
+        chunk=2,
+    )
     program = capture_shapes(model.job(1), model.make(2))
     short = shortened(program)
     assert short is not None and len(short.program.nodes) < len(program.nodes) * 4 / 5
     assert costs(program) == unshared(program)
-    assert predict_memory(program, adamw, microbatches=2) == whole(lambda: predict_memory(program, adamw, microbatches=2))
+    assert predict_memory(program, adamw, microbatches=2) == whole(
+        lambda: predict_memory(program, adamw, microbatches=2)
+    )

@@ -1,4 +1,5 @@
-"""What stands in a store is believed only if a rank has signed it, and memory is opened only if it is this user's and what it should be."""
+"""What stands in a store is believed only if a rank has signed it, and memory is opened only if it is this
+user's and what it should be."""
 
 from __future__ import annotations
 
@@ -76,15 +77,24 @@ def test_a_changed_word_is_not_believed() -> None:
 
     def rank_0() -> None:
         changed = Overwritten(store, {"place/1": b"0" * 64 + b"there"})
-        with pytest.raises(CollectiveError, match=r"rank 0 \(dp=0\) does not believe what stands under place/1 .*rank 1 \(dp=1\) has not signed it"):
+        with pytest.raises(
+            CollectiveError,
+            match=r"rank 0 \(dp=0\) does not believe what stands under place/1 .*rank 1 \(dp=1\) has not signed it",
+        ):
             SignedStore(changed, 0, MEMBERS, SECRET, SOON).all_say("place", "here")
 
-    on_threads([rank_0, lambda: heard.append(SignedStore(store, 1, MEMBERS, SECRET, SOON).all_say("place", "here is 1"))])
+    on_threads(
+        [
+            rank_0,
+            lambda: heard.append(SignedStore(store, 1, MEMBERS, SECRET, SOON).all_say("place", "here is 1")),
+        ]
+    )
     assert heard == [["here", "here is 1"]]  # only rank 0 was lied to
 
 
 def test_what_was_said_in_an_earlier_run_is_not_believed_again() -> None:
-    """A secret that the user has set is the same in every run, so a signature of last time must not be one today."""
+    """A secret that the user has set is the same in every run, so a signature of last time must not be one
+    today."""
     earlier = dist.HashStore()
     said(earlier)
     replayed = {key: earlier.get(key) for key in ("first/1", "place/1")}
@@ -129,22 +139,38 @@ class _Evil:
         return _calls_home, (self._marks,)
 
 
-def test_a_batch_that_no_rank_has_signed_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_no_rank_has_signed_is_not_unpickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Batches travel pickled, and what is unpickled runs."""
     groups = simulated_groups(2)
     monkeypatch.setattr(SimulatedGroup, "secret", property(lambda self: SECRET))
-    assert run_in_steps([values.scatter_objects(group, ["a", "b"] if group.rank == 0 else None) for group in groups]) == ["a", "b"]
+    assert run_in_steps(
+        [values.scatter_objects(group, ["a", "b"] if group.rank == 0 else None) for group in groups]
+    ) == ["a", "b"]
     marks = tmp_path / "marks"
     sign = values._signed
-    monkeypatch.setattr(values, "_signed", lambda secret, source, rank, value: sign(b"guessed" if rank else secret, source, rank, value))
-    with pytest.raises(CollectiveError, match="What rank 1 of a group received from rank 0 was not signed by it"):
-        run_in_steps([values.scatter_objects(group, [None, _Evil(str(marks))] if group.rank == 0 else None) for group in simulated_groups(2)])
+    monkeypatch.setattr(
+        values,
+        "_signed",
+        lambda secret, source, rank, value: sign(b"guessed" if rank else secret, source, rank, value),
+    )
+    with pytest.raises(
+        CollectiveError, match="What rank 1 of a group received from rank 0 was not signed by it"
+    ):
+        run_in_steps(
+            [
+                values.scatter_objects(group, [None, _Evil(str(marks))] if group.rank == 0 else None)
+                for group in simulated_groups(2)
+            ]
+        )
     assert not marks.exists()
 
 
 @contextmanager
 def as_another_user(make: Callable[[], str]) -> Iterator[tuple[int, str]]:
-    """A process of another user that has called `make`: its number, and what that returned. Where only root can be another user, who is not root is told that it is."""
+    """A process of another user that has called `make`: its number, and what that returned. Where only root
+    can be another user, who is not root is told that it is."""
     ready, told = os.pipe()
     end, go = os.pipe()
     child = os.fork()
@@ -170,7 +196,8 @@ def as_another_user(make: Callable[[], str]) -> Iterator[tuple[int, str]]:
 
 @pytest.fixture
 def another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is not root cannot become another user: so it is this process that looks for files of another one."""
+    """Who is not root cannot become another user: so it is this process that looks for files of another
+    one."""
     if os.getuid():
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
 
@@ -184,14 +211,19 @@ def _memory_file(num_bytes: int = PAGE) -> str:
 
 @pytest.mark.processes
 def test_memory_of_another_user_is_not_opened(another: None) -> None:
-    """Another user's process said through the store, which listens on loopback, that it was a rank, and root's ranks mapped its memory."""
-    with as_another_user(_memory_file) as (process, number), pytest.raises(PermissionError, match="belongs to another user"):
+    """Another user's process said through the store, which listens on loopback, that it was a rank, and
+    root's ranks mapped its memory."""
+    with (
+        as_another_user(_memory_file) as (process, number),
+        pytest.raises(PermissionError, match="belongs to another user"),
+    ):
         Anonymous().open(process, int(number), PAGE)
 
 
 @pytest.mark.processes
 def test_a_group_with_a_rank_of_another_user_is_refused(another: None) -> None:
-    """The whole way: whoever knows all that is said (here: there is no secret) still has no memory that a rank maps."""
+    """The whole way: whoever knows all that is said (here: there is no secret) still has no memory that a
+    rank maps."""
     store = dist.HashStore()
     met: list[str] = []
     with as_another_user(lambda: _memory_file(1 << 34)) as (process, number):
@@ -213,7 +245,8 @@ def test_a_group_with_a_rank_of_another_user_is_refused(another: None) -> None:
 
 @pytest.mark.processes
 def test_a_file_of_this_user_that_is_no_shared_memory_is_not_opened(tmp_path: Path) -> None:
-    """A descriptor of a process says nothing of what the file is: one of this user's own files would have been mapped and written."""
+    """A descriptor of a process says nothing of what the file is: one of this user's own files would have
+    been mapped and written."""
     own = tmp_path / "thesis.txt"
     own.write_bytes(b"x" * PAGE)
     own.chmod(0o600)
@@ -246,7 +279,9 @@ def test_memory_of_another_size_or_mode_is_not_opened() -> None:
         os.close(unsealed)
 
 
-def test_a_named_file_is_opened_only_where_it_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_file_is_opened_only_where_it_is_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     way = Named(tmp_path)
     made, number = way.create(PAGE, backed=False)
     (path,) = tmp_path.iterdir()

@@ -1,4 +1,5 @@
-"""Simulated groups: every collective against its naive version, and every mistake a sentence instead of a hang."""
+"""Simulated groups: every collective against its naive version, and every mistake a sentence instead of a
+hang."""
 
 from __future__ import annotations
 
@@ -75,13 +76,21 @@ def test_all_gather(size: int):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_all_to_all_with_uneven_sizes(size: int):
-    counts = [[(3 * source + 2 * target) % 4 for target in range(size)] for source in range(size)]  # some are zero
+    # some are zero
+    counts = [[(3 * source + 2 * target) % 4 for target in range(size)] for source in range(size)]
     given = [whole_numbers(sum(row)) for row in counts]
     expected_counts = [[row[target] for row in counts] for target in range(size)]
     outputs = [torch.empty(sum(row)) for row in expected_counts]
-    run_on_all(size, lambda group: group.all_to_all(outputs[group.rank], given[group.rank], expected_counts[group.rank], counts[group.rank]))
+    run_on_all(
+        size,
+        lambda group: group.all_to_all(
+            outputs[group.rank], given[group.rank], expected_counts[group.rank], counts[group.rank]
+        ),
+    )
     for target, output in enumerate(outputs):
-        assert torch.equal(output, torch.cat([given[source].split(counts[source])[target] for source in range(size)]))
+        assert torch.equal(
+            output, torch.cat([given[source].split(counts[source])[target] for source in range(size)])
+        )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -89,10 +98,16 @@ def test_gather_and_scatter(size: int):
     given = whole_numbers(size, 2, 3)
     root = size - 1
     outputs = torch.empty(size, 2, 3)
-    run_on_all(size, lambda group: group.gather(list(outputs) if group.rank == root else None, given[group.rank], root))
+    run_on_all(
+        size,
+        lambda group: group.gather(list(outputs) if group.rank == root else None, given[group.rank], root),
+    )
     assert torch.equal(outputs, given)
     received = [torch.empty(2, 3) for _ in range(size)]
-    run_on_all(size, lambda group: group.scatter(received[group.rank], list(given) if group.rank == root else None, root))
+    run_on_all(
+        size,
+        lambda group: group.scatter(received[group.rank], list(given) if group.rank == root else None, root),
+    )
     assert torch.equal(torch.stack(received), given)
 
 
@@ -125,7 +140,10 @@ def test_messages_arrive_in_order_and_are_copies():
 def test_a_message_may_be_awaited_before_it_is_sent():
     def rank(group: Group) -> Steps[float]:
         received = torch.empty(1)
-        works = [group.recv(received, 1 - group.rank), group.send(torch.tensor([float(group.rank)]), 1 - group.rank)]
+        works = [
+            group.recv(received, 1 - group.rank),
+            group.send(torch.tensor([float(group.rank)]), 1 - group.rank),
+        ]
         yield
         for work in works:
             work.wait()
@@ -143,7 +161,12 @@ def test_a_message_that_is_never_sent_is_an_error():
 def test_operations_pair_by_their_number():
     first, second = simulated_groups(2)
     tensors = [torch.tensor([float(number)]) for number in (1, 10, 2, 20)]
-    works = [first.all_reduce(tensors[0]), first.all_reduce(tensors[1]), second.all_reduce(tensors[2]), second.all_reduce(tensors[3])]
+    works = [
+        first.all_reduce(tensors[0]),
+        first.all_reduce(tensors[1]),
+        second.all_reduce(tensors[2]),
+        second.all_reduce(tensors[3]),
+    ]
     for work in works:
         work.wait()
     assert [tensor.item() for tensor in tensors] == [3.0, 30.0, 3.0, 30.0]
@@ -158,10 +181,22 @@ def test_operations_that_need_gradients_record_nothing():
 @pytest.mark.parametrize(
     ("other", "pattern"),
     [
-        (lambda group: group.barrier(), r"^Operation 0 differs: rank 0 calls all_reduce\(\(2,\), torch\.float32, sum\), rank 1 calls barrier\(\)\.$"),
-        (lambda group: group.all_reduce(torch.ones(3)), r"rank 1 calls all_reduce\(\(3,\), torch\.float32, sum\)\.$"),
-        (lambda group: group.all_reduce(torch.ones(2, dtype=torch.float64)), r"rank 1 calls all_reduce\(\(2,\), torch\.float64, sum\)\.$"),
-        (lambda group: group.all_reduce(torch.ones(2), "max"), r"rank 1 calls all_reduce\(\(2,\), torch\.float32, max\)\.$"),
+        (
+            lambda group: group.barrier(),
+            r"^Operation 0 differs: rank 0 calls all_reduce\(\(2,\), torch\.float32, sum\), rank 1 calls barrier\(\)\.$",
+        ),
+        (
+            lambda group: group.all_reduce(torch.ones(3)),
+            r"rank 1 calls all_reduce\(\(3,\), torch\.float32, sum\)\.$",
+        ),
+        (
+            lambda group: group.all_reduce(torch.ones(2, dtype=torch.float64)),
+            r"rank 1 calls all_reduce\(\(2,\), torch\.float64, sum\)\.$",
+        ),
+        (
+            lambda group: group.all_reduce(torch.ones(2), "max"),
+            r"rank 1 calls all_reduce\(\(2,\), torch\.float32, max\)\.$",
+        ),
     ],
 )
 def test_ranks_that_call_different_operations_are_named(other: Callable[[Group], Work], pattern: str):
@@ -174,14 +209,19 @@ def test_ranks_that_call_different_operations_are_named(other: Callable[[Group],
 def test_all_to_all_sizes_that_do_not_agree_are_named():
     first, second = simulated_groups(2)
     first.all_to_all(torch.empty(2), torch.ones(2), [1, 1], [1, 1])
-    with pytest.raises(CollectiveError, match=r"^all_to_all: rank 0 expects \[1, 1\] elements and is sent \[1, 2\]\.$"):
+    with pytest.raises(
+        CollectiveError, match=r"^all_to_all: rank 0 expects \[1, 1\] elements and is sent \[1, 2\]\.$"
+    ):
         second.all_to_all(torch.empty(1), torch.ones(2), [1, 0], [2, 0])
 
 
 def test_waiting_for_ranks_that_will_not_come_names_them():
     groups = simulated_groups(3)
     work = groups[0].all_reduce(torch.ones(2))
-    with pytest.raises(CollectiveError, match=r"^all_reduce\(\(2,\), torch\.float32, sum\) waits for ranks 1, 2, which will not come\.$"):
+    with pytest.raises(
+        CollectiveError,
+        match=r"^all_reduce\(\(2,\), torch\.float32, sum\) waits for ranks 1, 2, which will not come\.$",
+    ):
         work.wait()
 
 
@@ -210,7 +250,10 @@ def test_a_collective_may_be_waited_for_in_the_middle_of_a_function():
 def test_a_rank_that_leaves_early_is_named_to_those_who_wait():
     turns = Turns()
     groups = simulated_groups(2, turns)
-    with pytest.raises(CollectiveError, match=r"^all_reduce\(\(1,\), torch\.float32, sum\) waits for rank 1, which will not come\.$"):
+    with pytest.raises(
+        CollectiveError,
+        match=r"^all_reduce\(\(1,\), torch\.float32, sum\) waits for rank 1, which will not come\.$",
+    ):
         turns.run([lambda: groups[0].all_reduce(torch.ones(1)).wait(), lambda: None])
 
 

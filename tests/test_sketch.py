@@ -31,7 +31,9 @@ def test_a_large_tensor_takes_a_thirtieth():
 def test_small_tensors_are_kept_exactly(shape: tuple[int, ...]):
     one, other = drawn(shape, 1), drawn(shape, 2)
     assert sketch(one).norm() == pytest.approx(float(one.double().norm()), rel=1e-14)
-    assert sketch(one).distance(sketch(other)) == pytest.approx(float((one.double() - other.double()).norm()), rel=1e-14)
+    assert sketch(one).distance(sketch(other)) == pytest.approx(
+        float((one.double() - other.double()).norm()), rel=1e-14
+    )
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-9, 1e9])
@@ -40,7 +42,8 @@ def test_norms_and_distances_of_large_ones_are_estimated(shape: tuple[int, ...],
     one = drawn(shape, 1, torch.float64)
     other = one + scale * drawn(shape, 2, torch.float64)
     expected = float((other - one).norm())
-    few = 4 / math.sqrt(math.prod(shape) / FOLDS)  # standard deviations of the squared norm, and rounding of the sum
+    # standard deviations of the squared norm, and rounding of the sum
+    few = 4 / math.sqrt(math.prod(shape) / FOLDS)
     assert sketch(one).norm() == pytest.approx(float(one.norm()), rel=few)
     assert sketch(one).distance(sketch(other)) == pytest.approx(expected, rel=few + 1e-6)
 

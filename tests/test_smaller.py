@@ -1,4 +1,5 @@
-"""A program of a large batch is compared with eager at smaller sizes, if it is proved to be the same there but for sizes; else at its own.
+"""A program of a large batch is compared with eager at smaller sizes, if it is proved to be the same there
+but for sizes; else at its own.
 
 Comparing GPT-2 (124M) at 1,024 tokens with eager at its own size was 90 of the 100 seconds that a start took.
 """
@@ -31,7 +32,11 @@ Forward = Callable[["Model", Tensor], Tensor]
 class Model(nn.Module):
     def __init__(self, forward: Forward) -> None:
         super().__init__()
-        self.embedding, self.places, self.head = nn.Embedding(11, WIDTH), nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, 11)
+        self.embedding, self.places, self.head = (
+            nn.Embedding(11, WIDTH),
+            nn.Embedding(TOKENS, WIDTH),
+            nn.Linear(WIDTH, 11),
+        )
         self._forward = forward
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -45,7 +50,9 @@ def with_places(model: Model, x: Tensor) -> Tensor:
 def job_of(forward: Forward = with_places) -> Job:
     return Job(
         model=lambda: Model(forward),
-        loss=lambda model, batch: F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()),
+        loss=lambda model, batch: F.cross_entropy(
+            model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+        ),
         optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1),
         data=lambda: [0],
         batch_size=2,
@@ -68,7 +75,8 @@ def batches(tokens: int = TOKENS, *, labelled: int | None = None) -> list[Any]:
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of the batches that programs were compared on, where every program is worth comparing at smaller ones."""
+    """The lengths of the batches that programs were compared on, where every program is worth comparing at
+    smaller ones."""
     found: list[int] = []
     check = module.check_against_module
 
@@ -110,20 +118,28 @@ def with_longest(model: Model, x: Tensor) -> Tensor:
     return x + model.places.weight
 
 
-@pytest.mark.parametrize(("forward", "expected"), [(scaled, TOKENS), (in_windows, 80), (only_long, TOKENS), (with_longest, TOKENS)])
-def test_the_sizes_are_ones_at_which_it_is_the_same_program(forward: Forward, expected: int, sizes: list[int]):
-    """A float made of the length, windows that divide it, another branch, and a parameter as long as the text."""
+@pytest.mark.parametrize(
+    ("forward", "expected"), [(scaled, TOKENS), (in_windows, 80), (only_long, TOKENS), (with_longest, TOKENS)]
+)
+def test_the_sizes_are_ones_at_which_it_is_the_same_program(
+    forward: Forward, expected: int, sizes: list[int]
+):
+    """A float made of the length, windows that divide it, another branch, and a parameter as long as the
+    text."""
     module.Programs(job_of(forward)).read(batches())
     assert sizes == [expected]
 
 
 def test_where_nothing_is_left_to_compare_the_whole_is(sizes: list[int]):
-    """One labelled place, which is none of those that were taken: the loss would be no number on both sides."""
+    """One labelled place, which is none of those that were taken: the loss would be no number on both
+    sides."""
     module.Programs(job_of()).read(batches(labelled=1))
     assert sizes == [32, TOKENS]
 
 
-def test_a_program_that_is_not_eager_is_refused_all_the_same(sizes: list[int], monkeypatch: pytest.MonkeyPatch):
+def test_a_program_that_is_not_eager_is_refused_all_the_same(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+):
     """The fault is planted in what makes a program of what was exported, at all sizes."""
     build = module.capture_module
 

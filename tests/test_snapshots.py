@@ -19,7 +19,15 @@ FIRST = SnapshotKind(incarnation=0, state={"ledger": {"next_share": 0, "free": [
 def parameters(content: Content | None, servers: int = 2) -> list[Parameters]:
     job = make_job("cnn", "adamw")
     return [
-        Parameters(job, number, servers, whole=False, device=torch.device("cpu"), dtype=None, content=content if number == 0 else None)
+        Parameters(
+            job,
+            number,
+            servers,
+            whole=False,
+            device=torch.device("cpu"),
+            dtype=None,
+            content=content if number == 0 else None,
+        )
         for number in range(servers)
     ]
 
@@ -27,7 +35,13 @@ def parameters(content: Content | None, servers: int = 2) -> list[Parameters]:
 def updated() -> Parameters:
     here = parameters(None)[0]
     for number in range(3):
-        here.apply([torch.full_like(value, 0.1 + number) for value in here.values()[0]], None, loss=1.0, norm=2.0, rate=1.0)
+        here.apply(
+            [torch.full_like(value, 0.1 + number) for value in here.values()[0]],
+            None,
+            loss=1.0,
+            norm=2.0,
+            rate=1.0,
+        )
     return here
 
 
@@ -39,7 +53,9 @@ def test_what_was_kept_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> Non
     assert kind == SnapshotKind(incarnation=7, state={"ages": {"1": 2}})
     again = parameters(content)[0]
     for each in (here, again):
-        each.apply([torch.full_like(value, -0.3) for value in each.values()[0]], None, loss=1.0, norm=2.0, rate=0.5)
+        each.apply(
+            [torch.full_like(value, -0.3) for value in each.values()[0]], None, loss=1.0, norm=2.0, rate=0.5
+        )
     for a, b in zip(here.values()[0], again.values()[0], strict=True):
         assert torch.equal(a, b)
     assert here.values()[1].keys() == again.values()[1].keys()
@@ -54,7 +70,9 @@ def test_snapshots_come_are_replaced_and_go(tmp_path: Path) -> None:
     os.link(files.path(10), tmp_path / "second name")
     files[10] = SnapshotKind(incarnation=2, state=None), content
     files[20] = SnapshotKind(incarnation=2, state=None), content
-    assert {version: kind.incarnation for version, (kind, _) in SnapshotFiles(tmp_path, (0, FIRST, None)).items()} == {0: 0, 10: 2, 20: 2}
+    assert {
+        version: kind.incarnation for version, (kind, _) in SnapshotFiles(tmp_path, (0, FIRST, None)).items()
+    } == {0: 0, 10: 2, 20: 2}
     assert read_snapshot(tmp_path / "second name")[0].incarnation == 1
     del files[0]
     del files[10]

@@ -1,4 +1,5 @@
-"""Embeddings with sparse gradients under dp: one device's numbers, whatever travels; refused by name where they cannot be."""
+"""Embeddings with sparse gradients under dp: one device's numbers, whatever travels; refused by name where
+they cannot be."""
 
 from __future__ import annotations
 
@@ -24,11 +25,19 @@ from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's, of its own Adagrad and SparseAdam
+# torch's, of its own Adagrad and SparseAdam
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 
 # What travels: 300 rows of which a step uses at most 20 are sent as rows, 9 rows dense.
 SIZES = {"rows": 300, "dense": 9}
-PLANS = ["dp=1,microbatches=2", "dp=2", "dp=3,microbatches=2", "dp=2,zero=1", "dp=3,exchange=server,servers=2", "dp=3,exchange=ring"]
+PLANS = [
+    "dp=1,microbatches=2",
+    "dp=2",
+    "dp=3,microbatches=2",
+    "dp=2,zero=1",
+    "dp=3,exchange=server,servers=2",
+    "dp=3,exchange=ring",
+]
 TOLERANCE: Any = {"rtol": 1e-11, "atol": 1e-13}  # float64, another order of sums
 
 
@@ -43,7 +52,8 @@ class Words(nn.Module):
         self.last = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        looked_up = self.table(x) * (x % 3 != 0)[..., None]  # of a third of the rows the gradient is 0, and yet they are used
+        # of a third of the rows the gradient is 0, and yet they are used
+        looked_up = self.table(x) * (x % 3 != 0)[..., None]
         return self.last(torch.tanh(torch.cat([looked_up.mean(1), self.bags(x)], dim=1)))
 
 
@@ -65,7 +75,13 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 def samples_of(num_rows: int, count: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(5)
-    return [{"x": torch.randint(0, num_rows, (4,), generator=generator), "y": torch.randint(0, 3, (), generator=generator)} for _ in range(count)]
+    return [
+        {
+            "x": torch.randint(0, num_rows, (4,), generator=generator),
+            "y": torch.randint(0, 3, (), generator=generator),
+        }
+        for _ in range(count)
+    ]
 
 
 def job(optimizer: str, size: str = "rows", **more: Any) -> Job:
@@ -75,7 +91,8 @@ def job(optimizer: str, size: str = "rows", **more: Any) -> Job:
         loss=lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
         optimizer=OPTIMIZERS[optimizer],
         data=lambda: samples,
-        **{"batch_size": 5, "steps": 9, **more},  # the last batch of an epoch has 3 samples: with dp=3,microbatches=2 some chunks have none
+        # the last batch of an epoch has 3 samples: with dp=3,microbatches=2 some chunks have none
+        **{"batch_size": 5, "steps": 9, **more},
     )
 
 
@@ -87,8 +104,11 @@ def trained(the_job: Job, plan: str, **more: Any) -> tuple[dict[str, Tensor], An
 
 
 @cache
-def one_device(optimizer: str, size: str = "rows", steps: int = 9, clip_grad_norm: float | None = None) -> dict[str, Tensor]:
-    """A plain loop over the same batches, each of them one chunk. Adam and its like cannot take sparse gradients: they get dense ones."""
+def one_device(
+    optimizer: str, size: str = "rows", steps: int = 9, clip_grad_norm: float | None = None
+) -> dict[str, Tensor]:
+    """A plain loop over the same batches, each of them one chunk. Adam and its like cannot take sparse
+    gradients: they get dense ones."""
     the_job = job(optimizer, size, steps=steps, clip_grad_norm=clip_grad_norm)
     with Trainer(the_job, "dp=1", devices="simulated", dtype=torch.float64, listener=QUIET) as trainer:
         model = Words(the_job.model().table.num_embeddings).double()  # type: ignore[attr-defined]
@@ -121,16 +141,28 @@ def _read(trainer: Trainer) -> list[Any]:
 
 @pytest.mark.parametrize("plan", few(PLANS, 2))
 @pytest.mark.parametrize("size", list(SIZES))
-@pytest.mark.parametrize("optimizer", ["SparseAdam", pytest.param("SGD", marks=pytest.mark.long), pytest.param("Adagrad", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "SparseAdam",
+        pytest.param("SGD", marks=pytest.mark.long),
+        pytest.param("Adagrad", marks=pytest.mark.long),
+    ],
+)
 def test_a_sparse_step_is_one_device_s(optimizer: str, size: str, plan: str) -> None:
-    """Under dp they ended in "Cannot access storage of SparseTensorImpl", and SparseAdam was refused. Clipping counts each row once."""
+    """Under dp they ended in "Cannot access storage of SparseTensorImpl", and SparseAdam was refused.
+    Clipping counts each row once."""
     the_job = job(optimizer, size, clip_grad_norm=0.3)
     found, summary = trained(the_job, plan)
     expected = one_device(optimizer, size, clip_grad_norm=0.3)
     for name, each in expected.items():
-        torch.testing.assert_close(found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+        )
     assert summary.predicted == summary.counted
-    assert torch.equal(found["never.weight"], one_device(optimizer, size, steps=1, clip_grad_norm=0.3)["never.weight"])
+    assert torch.equal(
+        found["never.weight"], one_device(optimizer, size, steps=1, clip_grad_norm=0.3)["never.weight"]
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
@@ -140,7 +172,9 @@ def test_optimizers_that_move_all_rows_get_the_same_numbers_dense(optimizer: str
     for plan in ("dp=3", "dp=2,zero=1"):
         found, _ = trained(the_job, plan)
         for name, each in expected.items():
-            torch.testing.assert_close(found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.slow
@@ -148,12 +182,18 @@ def test_optimizers_that_move_all_rows_get_the_same_numbers_dense(optimizer: str
 def test_models_that_are_read_have_the_same_numbers_dense(plan: str) -> None:
     class Looked(Words):
         def forward(self, x: Tensor) -> Tensor:
-            return self.last(torch.tanh(torch.cat([self.table(x).mean(1), self.table(x).mean(1)[:, :3]], dim=1)))
+            return self.last(
+                torch.tanh(torch.cat([self.table(x).mean(1), self.table(x).mean(1)[:, :3]], dim=1))
+            )
 
-    the_job = replace(job("SGD", steps=3, batch_size=6), model=lambda: Looked(30), data=lambda: samples_of(30, 18))
+    the_job = replace(
+        job("SGD", steps=3, batch_size=6), model=lambda: Looked(30), data=lambda: samples_of(30, 18)
+    )
     found = trained_whole(the_job, plan)
     for name, each in trained(the_job, "dp=1")[0].items():
-        torch.testing.assert_close(found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def trained_whole(the_job: Job, plan: str) -> dict[str, Tensor]:
@@ -165,14 +205,20 @@ def trained_whole(the_job: Job, plan: str) -> dict[str, Tensor]:
 @pytest.mark.long
 def test_what_is_not_possible_is_refused_by_name() -> None:
     for plan in ("tp=2", "pp=2", "dp=2,exchange=async"):
-        with pytest.raises(JobError, match="SparseAdam needs sparse gradients, and gradients are dense in .* Use a plan of dp alone"):
+        with pytest.raises(
+            JobError,
+            match="SparseAdam needs sparse gradients, and gradients are dense in .* Use a plan of dp alone",
+        ):
             trained(job("SparseAdam"), plan)
 
     class Tied(Words):
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(self.table(x).mean(1), self.table.weight[:3]) + 0 * self.last.weight.sum()
 
-    with pytest.raises(TrainingError, match=r"The gradient of table\.weight is dense, and its optimizer \(SparseAdam\) takes sparse ones only"):
+    with pytest.raises(
+        TrainingError,
+        match=r"The gradient of table\.weight is dense, and its optimizer \(SparseAdam\) takes sparse ones only",
+    ):
         trained(replace(job("SparseAdam"), model=lambda: Tied(300)), "dp=2")
 
 
@@ -181,15 +227,24 @@ def test_a_run_goes_on_under_another_plan(optimizer: str, tmp_path: Path) -> Non
     the_job = job(optimizer)
     expected = one_device(optimizer)
     trained(replace(the_job, steps=4), "dp=2,zero=1", out=tmp_path)
-    trained(replace(the_job, steps=7), "dp=3,exchange=server,servers=2", out=tmp_path / "next", resume=tmp_path)
+    trained(
+        replace(the_job, steps=7), "dp=3,exchange=server,servers=2", out=tmp_path / "next", resume=tmp_path
+    )
     found, _ = trained(the_job, "dp=2", resume=tmp_path / "next")
     for name, each in expected.items():
-        torch.testing.assert_close(found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_the_run_says_that_its_bytes_depend_on_the_rows() -> None:
     notes: list[str] = []
-    with Trainer(job("SparseAdam"), "dp=2", devices="simulated", listener=Listener(started=lambda text: None, note=notes.append)):
+    with Trainer(
+        job("SparseAdam"),
+        "dp=2",
+        devices="simulated",
+        listener=Listener(started=lambda text: None, note=notes.append),
+    ):
         pass
     assert any("send the rows that a step uses" in note and "at most" in note for note in notes), notes
 
@@ -210,7 +265,8 @@ def test_sparse_gradients_are_verified(plan: str) -> None:
 
 
 def test_a_lost_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the last rank's last row is forgotten; and rows that were used count as not used where their values are 0."""
+    """Planted: the last rank's last row is forgotten; and rows that were used count as not used where their
+    values are 0."""
     original = sparse._coalesced  # pyright: ignore[reportPrivateUsage]
 
     def forgetful(rows: Tensor, values: Tensor, parameter: Tensor) -> Tensor:
@@ -229,7 +285,14 @@ def test_a_lost_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _on_processes(plan: str, transport: str) -> dict[str, Tensor]:
-    with Trainer(job("SparseAdam", clip_grad_norm=0.3), plan, devices="cpu", dtype=torch.float64, transport=transport, listener=QUIET) as trainer:
+    with Trainer(
+        job("SparseAdam", clip_grad_norm=0.3),
+        plan,
+        devices="cpu",
+        dtype=torch.float64,
+        transport=transport,
+        listener=QUIET,
+    ) as trainer:
         summary = trainer.fit()
         assert summary.predicted == summary.counted
         return {name: each.clone() for name, each in trainer.replicas[0].model.state_dict().items()}
@@ -250,4 +313,6 @@ def test_processes_compute_what_simulated_ranks_do(plan: str, transport: str) ->
     expected, _ = trained(job("SparseAdam", clip_grad_norm=0.3), plan)
     for found in on_ranks(_on_processes, 2, plan, transport):
         for name, each in expected.items():
-            torch.testing.assert_close(found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+            )

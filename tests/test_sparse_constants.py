@@ -1,4 +1,5 @@
-"""A sparse matrix that a loss or a model keeps, like a graph's adjacency matrix, is a constant of the program under tp and pp."""
+"""A sparse matrix that a loss or a model keeps, like a graph's adjacency matrix, is a constant of the program
+under tp and pp."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ NODES, KINDS = 12, 3
 
 def adjacency() -> Tensor:
     """Who has an edge to whom, and to itself; rows add up to one."""
-    dense = (torch.rand(NODES, NODES, generator=torch.Generator().manual_seed(1)) < 0.3).double() + torch.eye(NODES)
+    dense = (torch.rand(NODES, NODES, generator=torch.Generator().manual_seed(1)) < 0.3).double() + torch.eye(
+        NODES
+    )
     return (dense / dense.sum(1, keepdim=True)).to_sparse()
 
 
@@ -45,13 +48,18 @@ class GCN(nn.Module):
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return torch.stack([nn.functional.cross_entropy(model(x), y) for x, y in zip(batch["x"], batch["y"], strict=True)]).mean()
+    return torch.stack(
+        [nn.functional.cross_entropy(model(x), y) for x, y in zip(batch["x"], batch["y"], strict=True)]
+    ).mean()
 
 
 def job(operator: str = "sparse.mm") -> Job:
     source = torch.Generator().manual_seed(0)
     samples = [
-        {"x": torch.randn(NODES, 8, generator=source, dtype=torch.float64), "y": torch.randint(0, KINDS, (NODES,), generator=source)}
+        {
+            "x": torch.randn(NODES, 8, generator=source, dtype=torch.float64),
+            "y": torch.randint(0, KINDS, (NODES,), generator=source),
+        }
         for _ in range(4)
     ]
     return Job(
@@ -64,7 +72,9 @@ BATCH = {"x": torch.ones(2, NODES, 8, dtype=torch.float64), "y": torch.zeros(2, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2,tp_placements=one:column+two:row", "pp=2,cuts=two", "pp=2,cuts=two,recompute=full"])
+@pytest.mark.parametrize(
+    "plan", ["dp=2", "tp=2,tp_placements=one:column+two:row", "pp=2,cuts=two", "pp=2,cuts=two,recompute=full"]
+)
 @pytest.mark.parametrize("operator", ["sparse.mm", "@"])
 def test_a_graph_convolution_equals_one_device(plan: str, operator: str):
     """Reading it ended in "unsupported memory format option Contiguous". In float64, to 1e-10."""
@@ -75,7 +85,9 @@ def test_a_graph_convolution_equals_one_device(plan: str, operator: str):
 def test_a_closures_matrix_is_one_too_and_travels():
     matrix = adjacency()
     closed = replace(
-        job(), model=lambda: nn.Linear(8, KINDS).double(), loss=lambda model, batch: torch.sparse.mm(matrix, model(batch["x"][0])).square().mean()
+        job(),
+        model=lambda: nn.Linear(8, KINDS).double(),
+        loss=lambda model, batch: torch.sparse.mm(matrix, model(batch["x"][0])).square().mean(),
     )
     program = capture(closed, (BATCH, {**BATCH, "x": torch.randn(2, NODES, 8, dtype=torch.float64)}))
     ((_, constant),) = program.constants.items()
@@ -84,7 +96,10 @@ def test_a_closures_matrix_is_one_too_and_travels():
     assert there.digest() == program.digest()
     ((_, sent),) = there.constants.items()
     assert sent.is_coalesced() and torch.equal(sent.to_dense(), matrix.to_dense())
-    assert replace(program, constants={name: each * 2 for name, each in program.constants.items()}).digest() != program.digest()
+    assert (
+        replace(program, constants={name: each * 2 for name, each in program.constants.items()}).digest()
+        != program.digest()
+    )
     by_shapes = capture_shapes(closed, BATCH)
     assert costs(by_shapes) == costs(program)
 
@@ -92,14 +107,21 @@ def test_a_closures_matrix_is_one_too_and_travels():
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
 def test_a_sparse_buffer_is_refused_by_name_where_there_are_several_ranks(plan: str):
     """It ended in "unsupported memory format option Contiguous"."""
-    with pytest.raises(JobError, match=r"Buffer adjacency is a sparse matrix \(sparse_coo\), and 2 ranks keep only dense buffers alike"):
+    with pytest.raises(
+        JobError,
+        match=r"Buffer adjacency is a sparse matrix \(sparse_coo\), and 2 ranks keep only dense buffers alike",
+    ):
         verify(replace(job(), model=with_sparse_buffer), Plan.parse(plan), devices="simulated")
 
 
 def test_on_one_device_it_is_refused_where_it_would_be_saved_or_compared(tmp_path: Path):
-    with pytest.raises(JobError, match="Buffer adjacency is a sparse matrix .*, and checkpoints hold only dense buffers"):
+    with pytest.raises(
+        JobError, match="Buffer adjacency is a sparse matrix .*, and checkpoints hold only dense buffers"
+    ):
         Trainer(replace(job(), model=with_sparse_buffer), "dp=1", devices="simulated", out=tmp_path / "out")
-    with pytest.raises(JobError, match="Buffer adjacency is a sparse matrix .*, and only dense buffers are compared"):
+    with pytest.raises(
+        JobError, match="Buffer adjacency is a sparse matrix .*, and only dense buffers are compared"
+    ):
         verify(replace(job(), model=with_sparse_buffer), Plan.parse("dp=1"), devices="simulated")
 
 
@@ -111,6 +133,8 @@ def with_sparse_buffer() -> nn.Module:
 
 
 def test_what_an_operator_gives_is_dense():
-    turned = replace(job(), loss=lambda model, batch: torch.sparse.mm(model.adjacency.t(), model(batch["x"][0])).mean())
+    turned = replace(
+        job(), loss=lambda model, batch: torch.sparse.mm(model.adjacency.t(), model(batch["x"][0])).mean()
+    )
     with pytest.raises(CaptureError, match="in a program only constants are sparse"):
         capture(turned, (BATCH, BATCH))

@@ -1,4 +1,5 @@
-"""What describe says of stages is what R4.2's formula and the stages themselves say; what it offers is as it says."""
+"""What describe says of stages is what R4.2's formula and the stages themselves say; what it offers is as it
+says."""
 
 from __future__ import annotations
 
@@ -43,19 +44,33 @@ def staged_of(job: ml.Job, plan: ml.Plan, machine: Machine | None = None) -> Sta
 
 
 def test_traffic_is_the_formula_for_even_and_uneven_microbatches():
-    """s = 7 x 8 values a sample cross before a layer; b = 10 samples; both ways: C = s b 2, in float32. The tied weight is on both sides."""
-    for text, sizes in (("pp=2,microbatches=5,cuts=layers.2", (2,) * 5), ("pp=2,microbatches=4,cuts=layers.2", (3, 3, 2, 2))):
+    """s = 7 x 8 values a sample cross before a layer; b = 10 samples; both ways: C = s b 2, in float32. The
+    tied weight is on both sides."""
+    for text, sizes in (
+        ("pp=2,microbatches=5,cuts=layers.2", (2,) * 5),
+        ("pp=2,microbatches=4,cuts=layers.2", (3, 3, 2, 2)),
+    ):
         found = staged_of(job_of(Stack, batch_size=10), plan(text), machine=MACHINE)
         assert found.sizes == sizes
         (only,) = found.traffic
         assert only.forward_bytes == only.backward_bytes == 7 * 8 * 10 * 4
-        parameters = {name: each.numel() for name, each in Stack().named_parameters() if not name.startswith("spare")}
-        first = sum(count for name, count in parameters.items() if name.startswith(("token", "layers.0", "layers.1")))
-        assert [each.parameters for each in found.choice.stages] == [first, sum(parameters.values()) - first + parameters["token.weight"]]
+        parameters = {
+            name: each.numel() for name, each in Stack().named_parameters() if not name.startswith("spare")
+        }
+        first = sum(
+            count for name, count in parameters.items() if name.startswith(("token", "layers.0", "layers.1"))
+        )
+        assert [each.parameters for each in found.choice.stages] == [
+            first,
+            sum(parameters.values()) - first + parameters["token.weight"],
+        ]
 
 
 def test_half_of_the_replicas_send_half():
-    whole, half = (staged_of(job_of(Stack), plan(f"dp={dp},pp=2,microbatches=2,cuts=layers.2"), machine=MACHINE).traffic for dp in (1, 2))
+    whole, half = (
+        staged_of(job_of(Stack), plan(f"dp={dp},pp=2,microbatches=2,cuts=layers.2"), machine=MACHINE).traffic
+        for dp in (1, 2)
+    )
     assert whole[0].num_bytes == 2 * half[0].num_bytes
 
 
@@ -63,8 +78,12 @@ def test_what_a_rank_holds_is_its_state_and_what_is_in_flight():
     found = staged_of(job_of(Stack, batch_size=8), plan("pp=2,microbatches=4,cuts=layers.2"), machine=MACHINE)
     assert found.in_flight == (2, 1)
     for rank, stage in enumerate(found.choice.stages):
-        assert found.choice.rank_bytes[rank] == 4 * stage.parameter_bytes + found.in_flight[rank] * stage.kept_bytes
-    # Of 2 x 7 tokens the second stage keeps: its input [8], before and after gelu [16] in four layers, the three sums between them and the head's input [8].
+        assert (
+            found.choice.rank_bytes[rank]
+            == 4 * stage.parameter_bytes + found.in_flight[rank] * stage.kept_bytes
+        )
+    # Of 2 x 7 tokens the second stage keeps: its input [8], before and after gelu [16] in four layers, the
+    # three sums between them and the head's input [8].
     layers = 2 * 7 * 4 * (8 + 4 * (16 + 16) + 3 * 8 + 8)
     assert (
         layers <= found.choice.stages[1].kept_bytes <= layers + 2 * 7 * 4 * 11 + 16
@@ -77,7 +96,9 @@ def test_offers_are_what_is_found_when_they_are_taken():
     for each in found.better:
         setting, _, value = each.setting.partition("=")
         taken = staged_of(
-            job_of(Stack, batch_size=16), replace(found.plan, **{setting: value if setting == "schedule" else int(value)}), machine=FAST
+            job_of(Stack, batch_size=16),
+            replace(found.plan, **{setting: value if setting == "schedule" else int(value)}),
+            machine=FAST,
         )
         assert taken.simulated.seconds == each.seconds < 0.97 * found.simulated.seconds
         assert max(taken.choice.rank_bytes) == each.rank_bytes
@@ -95,21 +116,36 @@ def test_nothing_is_offered_that_does_not_fit():
 
 
 def test_where_calls_take_all_the_time_no_more_microbatches_are_offered():
-    """An operator of the example machine takes 1 us, however small: as many more of them as there are microbatches."""
+    """An operator of the example machine takes 1 us, however small: as many more of them as there are
+    microbatches."""
     found = staged_of(job_of(Stack, batch_size=16), plan("pp=2,microbatches=4"), machine=MACHINE)
     assert not any(each.setting in ("microbatches=8", "microbatches=16") for each in found.better)
 
 
 def test_describe_prints_stages_and_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save(MACHINE, tmp_path / "machine.json")
-    words = ["describe", FILE, "--plan", "pp=2,microbatches=2,cuts=layers.2", "--machine", str(tmp_path / "machine.json")]
+    words = [
+        "describe",
+        FILE,
+        "--plan",
+        "pp=2,microbatches=2,cuts=layers.2",
+        "--machine",
+        str(tmp_path / "machine.json"),
+    ]
     assert main([*words, "--json", str(tmp_path / "records")]) == 0
     printed = capsys.readouterr().out
-    assert "2 stages on pp=2 ranks, 1f1b, 2 microbatches of 2 samples; seconds: measured on example" in printed
-    rows = re.findall(
-        r"^ +(\d) +(\d)  (token \.\. layers\.1|layers\.2\.up \.\. head) +\S+ us +\S+ us +\S+ +\S+ KiB +x (\d) +(\S+.*)$", printed, re.MULTILINE
+    assert (
+        "2 stages on pp=2 ranks, 1f1b, 2 microbatches of 2 samples; seconds: measured on example" in printed
     )
-    assert [row[:4] for row in rows] == [("0", "0", "token .. layers.1", "2"), ("1", "1", "layers.2.up .. head", "1")]
+    rows = re.findall(
+        r"^ +(\d) +(\d)  (token \.\. layers\.1|layers\.2\.up \.\. head) +\S+ us +\S+ us +\S+ +\S+ KiB +x (\d) +(\S+.*)$",
+        printed,
+        re.MULTILINE,
+    )
+    assert [row[:4] for row in rows] == [
+        ("0", "0", "token .. layers.1", "2"),
+        ("1", "1", "layers.2.up .. head", "1"),
+    ]
     assert re.search(r"^balance: stage 1 is the slowest, \d+\.\d% above the mean$", printed, re.MULTILINE)
     assert "sent in a step: stage 0 -> 1 896 B, back 896 B" in printed
     assert re.search(
@@ -118,15 +154,23 @@ def test_describe_prints_stages_and_writes_them(tmp_path: Path, capsys: pytest.C
         re.MULTILINE,
     )
     *_, record, ranks = map(json.loads, (tmp_path / "records").read_text().splitlines())
-    assert ranks["event"] == "ranks" and [each["num_bytes"]["pp"] for each in ranks["ranks"]] == 2 * [896 + 11 * 8 * 4]  # and the tied weight
-    assert record["event"] == "stages" and record["traffic"] == [{"source": 0, "destination": 1, "forward_bytes": 896, "backward_bytes": 896}]
+    # and the tied weight
+    assert ranks["event"] == "ranks" and [each["num_bytes"]["pp"] for each in ranks["ranks"]] == 2 * [
+        896 + 11 * 8 * 4
+    ]
+    assert record["event"] == "stages" and record["traffic"] == [
+        {"source": 0, "destination": 1, "forward_bytes": 896, "backward_bytes": 896}
+    ]
     assert [each["rank"] for each in record["stages"]] == [0, 1] and record["step_seconds"] > 0
 
 
 def test_default_rates_are_said_to_be_that(capsys: pytest.CaptureFixture[str]):
-    text = "\n".join(lines_of(staged_of(job_of(Stack, batch_size=16), plan("pp=2,tp=2,microbatches=2,schedule=gpipe"))))
+    text = "\n".join(
+        lines_of(staged_of(job_of(Stack, batch_size=16), plan("pp=2,tp=2,microbatches=2,schedule=gpipe")))
+    )
     assert (
-        "seconds: default rates; meshloom calibrate measures this machine's; numbers are of whole stages, before they are divided over tp=2" in text
+        "seconds: default rates; meshloom calibrate measures this machine's; numbers are of whole stages, before they are divided over tp=2"
+        in text
     )
 
 

@@ -1,4 +1,5 @@
-"""A pipeline computes what one device does: any model, cut anywhere, under every schedule, with uneven microbatches and dropout."""
+"""A pipeline computes what one device does: any model, cut anywhere, under every schedule, with uneven
+microbatches and dropout."""
 
 from __future__ import annotations
 
@@ -56,13 +57,21 @@ def family(name: str, num_microbatches: int, *, even: bool = False) -> Subject:
 
 
 def check(ran: Ran) -> None:
-    """Some models compute norms or scans in float32 whatever their type. Where such a value crosses a cut, its gradient is added up in float32 in another
-    order; with float64 in its place all of them stay below LIMIT."""
-    in_float32 = any(each.meta.dtype is torch.float32 and each.meta.requires_grad for stage in ran.crossings for each in stage.incoming)
+    """Some models compute norms or scans in float32 whatever their type. Where such a value crosses a cut,
+    its gradient is added up in float32 in another order; with float64 in its place all of them stay below
+    LIMIT."""
+    in_float32 = any(
+        each.meta.dtype is torch.float32 and each.meta.requires_grad
+        for stage in ran.crossings
+        for each in stage.incoming
+    )
     assert ran.error <= (1e-6 if in_float32 else LIMIT), f"{ran.what}: {ran.error:.1e}"
 
 
-@pytest.mark.parametrize(("name", "schedule"), [*zip(COVERING, cycle(SCHEDULES), strict=False), *(("recommendation", each) for each in SCHEDULES)])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [*zip(COVERING, cycle(SCHEDULES), strict=False), *(("recommendation", each) for each in SCHEDULES)],
+)
 def test_a_family_in_three_stages_equals_one_device(name: str, schedule: str):
     subject = family(name, 5, even=name == "conv2d")
     check(run_pipeline(subject, make_schedule(schedule, 3, 5)))
@@ -76,11 +85,19 @@ def test_every_family_meets_every_schedule_and_every_number():
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches", "name"), NUMBERS)
 def test_every_schedule_for_any_numbers(schedule: str, num_ranks: int, num_microbatches: int, name: str):
-    check(run_pipeline(family(name, num_microbatches, even=name == "conv2d"), make_schedule(schedule, num_ranks, num_microbatches)))
+    check(
+        run_pipeline(
+            family(name, num_microbatches, even=name == "conv2d"),
+            make_schedule(schedule, num_ranks, num_microbatches),
+        )
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "schedule"), in_turn([name for name in FAMILIES if name not in NOT_READ and name not in FLOAT32_ONLY], SCHEDULES))
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    in_turn([name for name in FAMILIES if name not in NOT_READ and name not in FLOAT32_ONLY], SCHEDULES),
+)
 def test_every_family_in_two_ranks_equals_one_device(name: str, schedule: str):
     check(run_pipeline(family(name, 3, even=True), make_schedule(schedule, 2, 3)))
 
@@ -91,7 +108,9 @@ def test_cut_anywhere(model: str, cut: int):
     """One operator at a time on either side."""
     job = make_job(model, "sgd")
     data = job.data()
-    subject = subject_of(job, [default_collate([data[3 * start + each] for each in range(3)]) for start in range(2)])
+    subject = subject_of(
+        job, [default_collate([data[3 * start + each] for each in range(3)]) for start in range(2)]
+    )
     count = len(subject.programs[0].nodes)
 
     def at(program: Program, num_stages: int) -> dict[str, int]:
@@ -103,25 +122,39 @@ def test_cut_anywhere(model: str, cut: int):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("first", ["near", "far"])
 def test_microbatches_of_other_sizes_may_be_cut_so_that_other_values_cross(first: str, schedule: str):
-    """With 5 samples in 2 microbatches there are two programs. What crosses from the first stage to the last in one of them may be made and used in one
-    stage in the other; then a message without a tensor was looked up in vain (`KeyError: Message(source=0, destination=2, ...)`)."""
+    """With 5 samples in 2 microbatches there are two programs. What crosses from the first stage to the last
+    in one of them may be made and used in one stage in the other; then a message without a tensor was looked
+    up in vain (`KeyError: Message(source=0, destination=2, ...)`)."""
     job = make_job("unused_twice", "sgd")
     data = job.data()
-    subject = subject_of(job, [default_collate([data[at] for at in each]) for each in (range(3), range(3, 5))])
+    subject = subject_of(
+        job, [default_collate([data[at] for at in each]) for each in (range(3), range(3, 5))]
+    )
 
     def cut(program: Program, num_stages: int) -> dict[str, int]:
         near = (program is subject.programs[0]) == (first == "near")
         count = len(program.nodes)  # near: all but the loss in the first stage
-        return {node.name: (2 if number == count - 1 else 0) if near else number * 3 // count for number, node in enumerate(program.nodes)}
+        return {
+            node.name: (2 if number == count - 1 else 0) if near else number * 3 // count
+            for number, node in enumerate(program.nodes)
+        }
 
     check(run_pipeline(subject, make_schedule(schedule, 3, 2), cut))
 
 
 @pytest.mark.parametrize(
-    "schedule", ["1f1b", "interleaved", "zb-v", pytest.param("gpipe", marks=pytest.mark.slow), pytest.param("zb-h1", marks=pytest.mark.slow)]
+    "schedule",
+    [
+        "1f1b",
+        "interleaved",
+        "zb-v",
+        pytest.param("gpipe", marks=pytest.mark.slow),
+        pytest.param("zb-h1", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_alive_and_what_is_sent(schedule: str):
-    """No more than the schedule's bound is alive, and what is sent is forward bytes plus those of the gradients that come back (R4.2)."""
+    """No more than the schedule's bound is alive, and what is sent is forward bytes plus those of the
+    gradients that come back (R4.2)."""
     subject = family("bert", 6, even=True)
     made = make_schedule(schedule, 3, 6)
     ran = run_pipeline(subject, made)
@@ -132,10 +165,16 @@ def test_what_is_alive_and_what_is_sent(schedule: str):
             for each in stage.incoming:
                 source, destination = made.ranks[each.source], made.ranks[each.destination]
                 if source != destination:
-                    expected += 6 * each.num_bytes * ((source == rank) + (destination == rank and each.meta.requires_grad))
+                    expected += (
+                        6
+                        * each.num_bytes
+                        * ((source == rank) + (destination == rank and each.meta.requires_grad))
+                    )
         assert sent == expected
     assert sum(ran.sent) > 0
-    predicted = traffic_of_ranks([[each for stage in ran.crossings for each in stage.incoming]] * 6, made.ranks)
+    predicted = traffic_of_ranks(
+        [[each for stage in ran.crossings for each in stage.incoming]] * 6, made.ranks
+    )
     assert sum(each.num_bytes for each in predicted) == sum(ran.sent)
 
 
@@ -145,7 +184,12 @@ def test_what_is_computed_of_the_batch_does_not_cross():
     crossing = [each for stage in stages for each in stage.incoming]
     assert crossing
     assert all(each.meta.dtype == torch.float64 for each in crossing)  # no masks, no positions
-    inputs = {each.name for stage in stages for each in stage.program.inputs if not each.name.startswith("from stage")}
+    inputs = {
+        each.name
+        for stage in stages
+        for each in stage.program.inputs
+        if not each.name.startswith("from stage")
+    }
     assert inputs == {each.name for each in subject.programs[0].inputs}
 
 
@@ -154,7 +198,14 @@ def test_chosen_cuts_balance_blocks_and_ends():
     cost = costs(program)
     for count in (2, 3):
         choice = choose_cuts(program, cost, count)
-        stages = [{choice.stage_of[node.name] for node in program.nodes if node.path.startswith(f"model.layers.{block}.")} for block in range(2)]
+        stages = [
+            {
+                choice.stage_of[node.name]
+                for node in program.nodes
+                if node.path.startswith(f"model.layers.{block}.")
+            }
+            for block in range(2)
+        ]
         assert len(choice.stages) == count and all(stage.seconds > 0 for stage in choice.stages)
         assert set().union(*stages) <= set(range(count))
         best = min(_worst(program, cost, count, bounds) for bounds in _all_bounds(len(program.nodes), count))
@@ -178,7 +229,10 @@ def _worst(program: Program, cost: Any, stages: int, bounds: tuple[int, ...]) ->
         total = 0.0
         for node in program.nodes[start:end]:
             one = cost[node.name]
-            total += max(one.flops / rates.flops_per_second, (one.read_bytes + one.written_bytes) / rates.bytes_per_second)
+            total += max(
+                one.flops / rates.flops_per_second,
+                (one.read_bytes + one.written_bytes) / rates.bytes_per_second,
+            )
             moved = one.backward_read_bytes + one.backward_written_bytes
             total += max(one.backward_flops / rates.flops_per_second, moved / rates.bytes_per_second)
         totals.append(total)
@@ -188,9 +242,15 @@ def _worst(program: Program, cost: Any, stages: int, bounds: tuple[int, ...]) ->
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"num_stages": 2, "cuts": ["model.layers.7"]}, "no module of that name runs in the forward. Did you mean model.layers.1?"),
+        (
+            {"num_stages": 2, "cuts": ["model.layers.7"]},
+            "no module of that name runs in the forward. Did you mean model.layers.1?",
+        ),
         ({"num_stages": 3, "cuts": ["model.layers.1"]}, "makes 2 stages, and the plan has 3. Name 2."),
-        ({"num_stages": 3, "cuts": ["model.layers.1", "model.layers.0"]}, "model.layers.0 runs before model.layers.1"),
+        (
+            {"num_stages": 3, "cuts": ["model.layers.1", "model.layers.0"]},
+            "model.layers.0 runs before model.layers.1",
+        ),
         ({"num_stages": 10_000}, "and 10000 stages need 9999. Use at most"),
         ({"num_stages": 2, "memory_bytes": 1000.0}, "No cut into 2 stages fits into 1000 B a rank"),
     ],
@@ -233,7 +293,8 @@ class _Sums(nn.Module):
 
 
 def test_values_that_cross_may_be_called_as_functions_of_python_are():
-    """A stage's operand `sum` was written over another one, `sum_1`, as the function that runs its program cannot call an argument `sum`."""
+    """A stage's operand `sum` was written over another one, `sum_1`, as the function that runs its program
+    cannot call an argument `sum`."""
     x = torch.randn(3, 4, dtype=torch.float64)
     torch.manual_seed(0)
     module = _Sums().double()
@@ -245,7 +306,9 @@ def test_values_that_cross_may_be_called_as_functions_of_python_are():
     assert {each.value for each in stages[1].incoming} == {"sum", "sum_1"}
     state = dict(module.named_parameters())
     crossing = dict(zip(stages[0].sent, run_flat(stages[0].program, state, {}, [x]), strict=False))
-    (loss,) = run_flat(stages[1].program, state, {}, [crossing[each.value] for each in stages[1].program.inputs])
+    (loss,) = run_flat(
+        stages[1].program, state, {}, [crossing[each.value] for each in stages[1].program.inputs]
+    )
     assert torch.equal(loss, module(x))
 
 
@@ -265,10 +328,16 @@ def test_who_uses_a_parameter_or_buffer():
     model = _Shared().train()
     program = capture_module(model, lambda model, batch: model(batch), (torch.randn(3, 4), torch.randn(3, 4)))
     normal = [number for number, node in enumerate(program.nodes) if node.path == "norm"]
-    stage_of = {node.name: (number >= normal[0]) + (number > normal[-1]) for number, node in enumerate(program.nodes)}
+    stage_of = {
+        node.name: (number >= normal[0]) + (number > normal[-1]) for number, node in enumerate(program.nodes)
+    }
     stages = cut_into_stages(program, stage_of, 3)
     assert users_of(stages) == {
         "first.weight": (0, 2), "first.bias": (0, 2), "norm.weight": (1,), "norm.bias": (1,), "second.weight": (2,), "second.bias": (2,), "unused": (0,),
         "norm.running_mean": (1,), "norm.running_var": (1,), "norm.num_batches_tracked": (1,),
     }  # fmt: skip
-    assert [stage.changing for stage in stages] == [frozenset(), {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}, frozenset()]
+    assert [stage.changing for stage in stages] == [
+        frozenset(),
+        {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"},
+        frozenset(),
+    ]

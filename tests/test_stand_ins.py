@@ -1,4 +1,5 @@
-"""Stand-ins are the tensors themselves where that is right, and copies that find their way back where it is not."""
+"""Stand-ins are the tensors themselves where that is right, and copies that find their way back where it is
+not."""
 
 from __future__ import annotations
 

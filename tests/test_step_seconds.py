@@ -27,19 +27,30 @@ def actions(schedule: Any, rank: int, seconds: dict[str, float]) -> tuple[Span, 
     now = 0.0
     for action in schedule.actions[rank]:
         stop = now + seconds[action.kind]
-        found.append(Span(kind=action.kind, start=now, stop=stop, stage=action.stage, microbatch=action.microbatch))
+        found.append(
+            Span(kind=action.kind, start=now, stop=stop, stage=action.stage, microbatch=action.microbatch)
+        )
         now = stop
     return tuple(found)
 
 
 def test_one_rank_takes_what_it_took():
     price = price_step(rehearsal("dp=1", [step(2.0, before=0.25, update=1.0, after=0.5)]), machine())
-    assert (price.seconds, price.chunks, price.update, price.other, price.exchange) == (3.75, 2.0, 1.0, 0.75, 0.0)
+    assert (price.seconds, price.chunks, price.update, price.other, price.exchange) == (
+        3.75,
+        2.0,
+        1.0,
+        0.75,
+        0.0,
+    )
     assert price.idle_share == 0.0
 
 
 def test_replicas_take_as_long_as_the_slowest_and_what_they_send():
-    ranks = [step(chunks, update=0.5, calls=(call("dp", "all_reduce", 3_000_000, at=1.0),)) for chunks in (2.0, 1.0)]
+    ranks = [
+        step(chunks, update=0.5, calls=(call("dp", "all_reduce", 3_000_000, at=1.0),))
+        for chunks in (2.0, 1.0)
+    ]
     price = price_step(rehearsal("dp=2", ranks), machine(latency=0.125, bytes_per_second=1e7))
     # chunks 2.0, all-reduce 0.125 + 3e6 / 1e7, update 0.5
     assert price.seconds == pytest.approx(2.0 + 0.425 + 0.5)
@@ -61,15 +72,27 @@ def test_what_a_network_carries_is_hidden_behind_the_rest_of_the_chunks():
     """
     calls = (call("dp", "all_reduce", 3000, at=6.0), call("dp", "all_reduce", 3000, at=9.0))
     ranks = [step(10.0, calls=calls)] * 2
-    between = Link(collective="all_reduce", ranks=2, latency_seconds=0.0, bytes_per_second=1000.0, residual=0.0, place="between")
+    between = Link(
+        collective="all_reduce",
+        ranks=2,
+        latency_seconds=0.0,
+        bytes_per_second=1000.0,
+        residual=0.0,
+        place="between",
+    )
     there = machine(links=(between,))
-    assert price_step(rehearsal("dp=2", ranks), there, places=Places(dp="between")).exchange == pytest.approx(2.0)
-    assert price_step(rehearsal("dp=2", ranks), there).exchange == pytest.approx(6.0)  # inside a host cores move the bytes
+    assert price_step(rehearsal("dp=2", ranks), there, places=Places(dp="between")).exchange == pytest.approx(
+        2.0
+    )
+    # inside a host cores move the bytes
+    assert price_step(rehearsal("dp=2", ranks), there).exchange == pytest.approx(6.0)
 
 
 def test_a_divided_layer_waits_for_every_sum():
     calls = tuple(call("tp", "all_reduce", 1000, at=at) for at in (0.5, 1.0, 1.5))
-    price = price_step(rehearsal("tp=2", [step(2.0, calls=calls)] * 2), machine(latency=0.1, bytes_per_second=1e4))
+    price = price_step(
+        rehearsal("tp=2", [step(2.0, calls=calls)] * 2), machine(latency=0.1, bytes_per_second=1e4)
+    )
     assert price.chunks == pytest.approx(2.0 + 3 * 0.2)
     assert price.talking == {"tp": pytest.approx(0.6)}
 
@@ -95,7 +118,8 @@ def test_a_pipeline_takes_the_schedule_with_its_messages():
 
 
 def test_a_pipeline_of_divided_layers_talks_within_its_actions():
-    """One microbatch: 0F0, 1F0, 1B0, 0B0 one after another, each with a sum of 0.5 s along tp; gaps of 0.25 s belong to the action that comes."""
+    """One microbatch: 0F0, 1F0, 1B0, 0B0 one after another, each with a sum of 0.5 s along tp; gaps of 0.25 s
+    belong to the action that comes."""
     schedule = make_schedule("1f1b", 2, 1)
     ranks: list[RankStep] = []
     for place in (0, 0, 1, 1):  # ranks in order of pp, then of tp
@@ -114,7 +138,9 @@ def test_a_pipeline_of_divided_layers_talks_within_its_actions():
 def test_a_pipeline_on_one_core_takes_the_sum():
     schedule = make_schedule("1f1b", 2, 2)
     ranks = [step(6.0, actions=actions(schedule, rank, {"F": 1.0, "B": 2.0})) for rank in range(2)]
-    price = price_step(rehearsal("pp=2,microbatches=2", ranks, schedule=schedule), machine(crowds=(), cores=1))
+    price = price_step(
+        rehearsal("pp=2,microbatches=2", ranks, schedule=schedule), machine(crowds=(), cores=1)
+    )
     assert price.seconds == pytest.approx(12.0)
 
 
@@ -130,16 +156,29 @@ def test_steps_of_a_round_are_averaged_and_of_others_the_median_counts():
 @given(
     st.floats(1e3, 1e9),
     st.floats(1.0, 100.0),
-    st.lists(st.tuples(st.integers(0, 10**7), st.floats(0.0, 1.0), st.sampled_from(["dp", "tp"])), max_size=6),
+    st.lists(
+        st.tuples(st.integers(0, 10**7), st.floats(0.0, 1.0), st.sampled_from(["dp", "tp"])), max_size=6
+    ),
     st.sampled_from(["inside", "between"]),
 )
-def test_more_bandwidth_never_makes_a_plan_slower(rate: float, times: float, sent: list[tuple[int, float, Any]], place: Any):
-    calls = tuple(call(axis, "all_reduce", num_bytes, at) for num_bytes, at, axis in sorted(sent, key=lambda each: each[1]))
+def test_more_bandwidth_never_makes_a_plan_slower(
+    rate: float, times: float, sent: list[tuple[int, float, Any]], place: Any
+):
+    calls = tuple(
+        call(axis, "all_reduce", num_bytes, at)
+        for num_bytes, at, axis in sorted(sent, key=lambda each: each[1])
+    )
     found = rehearsal("dp=2,tp=2", [step(1.0, update=0.1, calls=calls)] * 4)
-    slow, fast = (price_step(found, machine(latency=1e-4, bytes_per_second=each), places=Places(dp=place)).seconds for each in (rate, rate * times))
+    slow, fast = (
+        price_step(found, machine(latency=1e-4, bytes_per_second=each), places=Places(dp=place)).seconds
+        for each in (rate, rate * times)
+    )
     assert fast <= slow * (1 + 1e-12)
 
 
 def test_a_machine_of_one_rank_has_no_price_for_talking():
     with pytest.raises(MachineError, match="Calibrate with --ranks 2 or more"):
-        price_step(rehearsal("dp=2", [step(1.0, calls=(call("dp", "all_reduce", 8, at=1.0),))] * 2), machine(links=()))
+        price_step(
+            rehearsal("dp=2", [step(1.0, calls=(call("dp", "all_reduce", 8, at=1.0),))] * 2),
+            machine(links=()),
+        )

@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C save a checkpoint first, at a step that all ranks agree on; a second one does not wait."""
+"""SIGTERM and Ctrl-C save a checkpoint first, at a step that all ranks agree on; a second one does not
+wait."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from tests.covering import few
 
 
 def at_step(step: int, act: Callable[[], None]) -> Listener:
-    return Listener(started=lambda text: None, note=lambda text: None, step=lambda progress: act() if progress.step == step else None)
+    return Listener(
+        started=lambda text: None,
+        note=lambda text: None,
+        step=lambda progress: act() if progress.step == step else None,
+    )
 
 
 def interrupted_twice() -> None:
@@ -33,14 +38,20 @@ def interrupted_twice() -> None:
 def test_a_signal_saves_first_and_the_run_goes_on_from_there(
     number: signal.Signals, plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that a cluster preempted lost everything since its last checkpoint, which may have been its first step."""
+    """A run that a cluster preempted lost everything since its last checkpoint, which may have been its first
+    step."""
     job = make_job("mlp", "adamw", steps=6)
     before = [signal.getsignal(each) for each in signals.ASKING]
     listener = at_step(3, lambda: signal.raise_signal(number))
-    with pytest.raises(SystemExit) as ended, Trainer(job, plan, devices="simulated", out=tmp_path, listener=listener) as trainer:
+    with (
+        pytest.raises(SystemExit) as ended,
+        Trainer(job, plan, devices="simulated", out=tmp_path, listener=listener) as trainer,
+    ):
         trainer.fit()
     assert ended.value.code == 128 + number
-    sentence = f"Stopped by {number.name} after step 3 of 6, which is saved. Go on with --resume {tmp_path}.\n"
+    sentence = (
+        f"Stopped by {number.name} after step 3 of 6, which is saved. Go on with --resume {tmp_path}.\n"
+    )
     assert capfd.readouterr().err.endswith(sentence)
     assert names_in(tmp_path) == ["step-00000003"] and Checkpoint.open(tmp_path).step == 3
     assert [signal.getsignal(each) for each in signals.ASKING] == before
@@ -54,10 +65,19 @@ def test_a_signal_saves_first_and_the_run_goes_on_from_there(
 
 def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     seen: list[int] = []
-    listener = Listener(started=lambda text: None, saved=lambda step, path: (seen.append(step), signal.raise_signal(signal.SIGTERM))[0])
+    listener = Listener(
+        started=lambda text: None,
+        saved=lambda step, path: (seen.append(step), signal.raise_signal(signal.SIGTERM))[0],
+    )
     with (
         pytest.raises(SystemExit),
-        Trainer(make_job("mlp", "sgd", checkpoint_every=1), "dp=2", devices="simulated", out=tmp_path, listener=listener) as trainer,
+        Trainer(
+            make_job("mlp", "sgd", checkpoint_every=1),
+            "dp=2",
+            devices="simulated",
+            out=tmp_path,
+            listener=listener,
+        ) as trainer,
     ):
         trainer.fit()
     assert seen == [1]
@@ -65,7 +85,9 @@ def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path: Path) -> None
 
 def test_a_run_that_is_done_anyway_ends_well(tmp_path: Path) -> None:
     listener = at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
-    with Trainer(make_job("mlp", "sgd", steps=3), "dp=2", devices="simulated", out=tmp_path, listener=listener) as trainer:
+    with Trainer(
+        make_job("mlp", "sgd", steps=3), "dp=2", devices="simulated", out=tmp_path, listener=listener
+    ) as trainer:
         assert trainer.fit().steps == 3
 
 
@@ -79,7 +101,12 @@ def test_an_own_loop_finishes_its_turn(tmp_path: Path) -> None:
             trainer.step(batch)
             turns.append(batch.step)
 
-    with Trainer(make_job("mlp", "sgd", steps=6), "dp=2", devices="simulated", out=tmp_path, listener=QUIET) as trainer, pytest.raises(SystemExit):
+    with (
+        Trainer(
+            make_job("mlp", "sgd", steps=6), "dp=2", devices="simulated", out=tmp_path, listener=QUIET
+        ) as trainer,
+        pytest.raises(SystemExit),
+    ):
         loop(trainer)
     assert turns == [0, 1, 2] and names_in(tmp_path) == ["step-00000003"]
 
@@ -88,7 +115,12 @@ def test_a_second_signal_does_not_wait(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0.0)
 
     listener = at_step(2, interrupted_twice)
-    with pytest.raises(KeyboardInterrupt), Trainer(make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=listener) as trainer:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Trainer(
+            make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=listener
+        ) as trainer,
+    ):
         trainer.fit()
     assert names_in(tmp_path) == []
 
@@ -97,16 +129,26 @@ def test_two_signals_of_one_ctrl_c_are_one(tmp_path: Path) -> None:
     """torchrun hands on the Ctrl-C that the terminal sent to the ranks already."""
 
     listener = at_step(2, interrupted_twice)
-    with pytest.raises(SystemExit), Trainer(make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=listener) as trainer:
+    with (
+        pytest.raises(SystemExit),
+        Trainer(
+            make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=listener
+        ) as trainer,
+    ):
         trainer.fit()
     assert names_in(tmp_path) == ["step-00000002"]
 
 
 def test_without_a_directory_or_a_step_it_simply_ends(tmp_path: Path) -> None:
     interrupt = at_step(2, lambda: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt), Trainer(make_job("mlp", "sgd"), "dp=2", devices="simulated", listener=interrupt) as trainer:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Trainer(make_job("mlp", "sgd"), "dp=2", devices="simulated", listener=interrupt) as trainer,
+    ):
         trainer.fit()
-    with Trainer(make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=QUIET) as trainer:
+    with Trainer(
+        make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=QUIET
+    ) as trainer:
         next(batches := trainer.batches())
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -119,7 +161,9 @@ def test_a_handler_of_the_users_own_stays(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
         listener = at_step(2, lambda: signal.raise_signal(signal.SIGTERM))
-        with Trainer(make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=listener) as trainer:
+        with Trainer(
+            make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=listener
+        ) as trainer:
             trainer.fit()
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -146,25 +190,37 @@ def test_a_process_that_was_forked_ends_as_it_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("silent_export")
-@pytest.mark.parametrize("asked", [pytest.param(0, marks=pytest.mark.slow), 3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "asked", [pytest.param(0, marks=pytest.mark.slow), 3, pytest.param(6, marks=pytest.mark.slow)]
+)
 def test_all_ranks_learn_in_the_same_step_what_one_was_asked(asked: int, tmp_path: Path) -> None:
     """Ranks are told one after another, and some may not be told at all."""
-    with Trainer(make_job("mlp", "sgd", steps=4), "dp=2,pp=2,tp=2", devices="simulated", out=tmp_path, listener=QUIET) as trainer:
+    with Trainer(
+        make_job("mlp", "sgd", steps=4), "dp=2,pp=2,tp=2", devices="simulated", out=tmp_path, listener=QUIET
+    ) as trainer:
         told: list[list[bool]] = []
         for batch in trainer.batches():
             for rank, replica in enumerate(trainer.replicas):
                 replica.stop_requests = [signal.SIGTERM] if batch.step == 1 and rank == asked else []
-            results: list[Any] = trainer.together(lambda replica: replica.step(batch.step, batch.shares[trainer.replicas.index(replica)]))  # noqa: B023
+            results: list[Any] = trainer.together(
+                lambda replica: replica.step(batch.step, batch.shares[trainer.replicas.index(replica)])  # noqa: B023
+            )
             trainer.next_step = batch.step + 1
             told.append([each.stopping for each in results])
         assert told == [[False] * 8, [True] * 8, [False] * 8, [False] * 8]
         for replica in trainer.replicas:
             for axis in ("pp", "tp"):
-                counted = {name: count.bytes for name, count in replica.seat.groups[axis].counts.items() if count.bytes}
+                counted = {
+                    name: count.bytes
+                    for name, count in replica.seat.groups[axis].counts.items()
+                    if count.bytes
+                }
                 assert {name: size for name, size in replica.bytes_within(axis).items() if size} == counted
 
 
 def test_bytes_are_predicted_with_a_directory_too(tmp_path: Path) -> None:
-    with Trainer(make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=QUIET) as trainer:
+    with Trainer(
+        make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=QUIET
+    ) as trainer:
         summary = trainer.fit()
     assert summary.predicted.bytes == summary.counted.bytes

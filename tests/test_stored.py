@@ -1,4 +1,5 @@
-"""A reading of an earlier run is used where the job is the same in all that reading depends on; whatever differs, it is read anew, and says what."""
+"""A reading of an earlier run is used where the job is the same in all that reading depends on; whatever
+differs, it is read anew, and says what."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def loss_of(factor: float) -> Any:
 
 def other_loss_of(factor: float) -> Any:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch["x"]), batch["y"], label_smoothing=0.1) * factor * WEIGHTS["main"][99]
+        return (
+            F.cross_entropy(model(batch["x"]), batch["y"], label_smoothing=0.1) * factor * WEIGHTS["main"][99]
+        )
 
     loss.__qualname__ = "loss_of.<locals>.loss"
     return loss
@@ -80,7 +83,10 @@ def job_of(make: Callable[[], nn.Module] = model, loss: Any = None) -> Job:
 
 
 def batches(samples: int = 4) -> list[Any]:
-    return [torch.utils.data.default_collate([Samples()[first + each] for each in range(samples)]) for first in (0, 4)]
+    return [
+        torch.utils.data.default_collate([Samples()[first + each] for each in range(samples)])
+        for first in (0, 4)
+    ]
 
 
 class Runs:
@@ -91,7 +97,8 @@ class Runs:
         self.notes: list[str] = []
 
     def read(self, job: Job | None = None, given: list[Any] | None = None) -> bool:
-        """Whether the loss was read, and not taken from an earlier run. What it gives is in both cases the program that a reading gives."""
+        """Whether the loss was read, and not taken from an earlier run. What it gives is in both cases the
+        program that a reading gives."""
         timings, job, given = Timings(), job or job_of(), given or batches()
         program = Programs(job, stored=Stored(Cache(self.directory), timings), timings=timings).read(given)
         assert program.digest() == Programs(job).read(given).digest()
@@ -152,7 +159,9 @@ def patched() -> nn.Module:
 @pytest.mark.parametrize("make", [scaled, shifted, frozen, tied, hooked, patched])
 def test_another_model_is_read_anew(make: Callable[[], nn.Module], runs: Runs):
     assert runs.read(job_of(make))
-    assert runs.notes == [f"The loss was read anew: changed since an earlier run: {'values of buffers' if make is shifted else 'model'}."]
+    assert runs.notes == [
+        f"The loss was read anew: changed since an earlier run: {'values of buffers' if make is shifted else 'model'}."
+    ]
     assert not runs.read(job_of(make)) and not runs.read()  # both are kept
 
 
@@ -178,7 +187,8 @@ def test_a_model_that_keeps_its_setting_as_a_data_class_is_kept(runs: Runs):
 
 
 def test_another_loss_is_read_anew(runs: Runs, monkeypatch: pytest.MonkeyPatch):
-    """Another source, another value in its closure, and one in a global list that is too long to be compared in every step."""
+    """Another source, another value in its closure, and one in a global list that is too long to be compared
+    in every step."""
     assert runs.read(job_of(loss=other_loss_of(1.0)))
     assert runs.notes == ["The loss was read anew: changed since an earlier run: loss."]
     assert runs.read(job_of(loss=loss_of(2.0)))
@@ -208,10 +218,14 @@ def test_source_of_a_module_of_the_users_counts(runs: Runs, tmp_path: Path, monk
 
     importlib.import_module("helpers_of_mine")
     try:
-        assert runs.read() and runs.notes == ["The loss was read anew: changed since an earlier run: source files."]
+        assert runs.read() and runs.notes == [
+            "The loss was read anew: changed since an earlier run: source files."
+        ]
         assert not runs.read()
         (tmp_path / "helpers_of_mine.py").write_text("RATE = 2\n")
-        assert runs.read() and runs.notes == ["The loss was read anew: changed since an earlier run: source files."]
+        assert runs.read() and runs.notes == [
+            "The loss was read anew: changed since an earlier run: source files."
+        ]
     finally:
         del sys.modules["helpers_of_mine"]
 
@@ -237,18 +251,25 @@ def test_a_file_that_is_damaged_is_read_anew_with_one_sentence(runs: Runs):
     assert not runs.read()
 
 
-def test_a_reading_that_is_not_eagers_is_refused_even_if_its_digests_are_equal(runs: Runs, monkeypatch: pytest.MonkeyPatch):
-    """The fault is planted in what tells readings apart: it sees no difference. Other numbers show in a forward, other parameters before that."""
+def test_a_reading_that_is_not_eagers_is_refused_even_if_its_digests_are_equal(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+):
+    """The fault is planted in what tells readings apart: it sees no difference. Other numbers show in a
+    forward, other parameters before that."""
     monkeypatch.setattr(stored_module, "parts_of_reading", lambda *_, **__: {"nothing": ""})
     assert runs.read()
     assert runs.read(job_of(loss=loss_of(2.0)))
-    assert "What an earlier run read is not used: the loss of its forward differs from eager's" in runs.notes[0]
+    assert (
+        "What an earlier run read is not used: the loss of its forward differs from eager's" in runs.notes[0]
+    )
     wider: Callable[[], nn.Module] = lambda: nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 4))  # noqa: E731
     assert runs.read(job_of(wider))
     assert "2.weight is another one in the model" in runs.notes[0]
 
 
-def test_a_large_program_is_looked_at_as_small_as_it_was_compared(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+def test_a_large_program_is_looked_at_as_small_as_it_was_compared(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+):
     sizes: list[int] = []
     check = module.check_forward
 
@@ -258,20 +279,31 @@ def test_a_large_program_is_looked_at_as_small_as_it_was_compared(runs: Runs, mo
 
     monkeypatch.setattr(module, "check_forward", noted)
     monkeypatch.setattr(rules, "WORTH", 0)
-    many = [{name: each.repeat(40, *[1] * (each.ndim - 1)) for name, each in batch.items()} for batch in batches()]
+    many = [
+        {name: each.repeat(40, *[1] * (each.ndim - 1)) for name, each in batch.items()} for batch in batches()
+    ]
     assert runs.read(given=many)
     assert not runs.read(given=many)
     assert sizes == [32] and len(many[0]["x"]) == 160
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2", "pp=2,tp=2,microbatches=2,recompute=selective"])
+@pytest.mark.parametrize(
+    "plan", ["tp=2", "pp=2,microbatches=2", "pp=2,tp=2,microbatches=2,recompute=selective"]
+)
 def test_a_second_start_reads_and_chooses_nothing_and_trains_to_the_same_bits(plan: str, tmp_path: Path):
     def train(cache: str | Path) -> tuple[dict[str, Tensor], Timings]:
         timings = Timings()
         with Trainer(job_of(), plan, devices="simulated", cache=cache, timings=timings) as trainer:
             trainer.fit()
-            weights = [{name: each.clone() for name, each in replica.model.state_dict().items() if not each.is_meta} for replica in trainer.replicas]
-            return {f"{number}.{name}": each for number, found in enumerate(weights) for name, each in found.items()}, timings
+            weights = [
+                {name: each.clone() for name, each in replica.model.state_dict().items() if not each.is_meta}
+                for replica in trainer.replicas
+            ]
+            return {
+                f"{number}.{name}": each
+                for number, found in enumerate(weights)
+                for name, each in found.items()
+            }, timings
 
     never, _ = train("off")
     first, anew = train(tmp_path / "kept")
@@ -279,11 +311,13 @@ def test_a_second_start_reads_and_chooses_nothing_and_trains_to_the_same_bits(pl
     assert "reading" in anew.seconds and "reading" not in taken.seconds and "prices" not in taken.seconds
     assert taken.notes == ["The loss is what an earlier run has read."]
     assert never.keys() == first.keys() == second.keys()
-    assert all(torch.equal(never[name], first[name]) and torch.equal(never[name], second[name]) for name in never)
-    kept = {path.name.partition("-")[0] for path in (tmp_path / "kept").iterdir()}
-    assert kept == {"reading"} | ({"division"} if "tp" in plan else set()) | ({"cut"} if "pp" in plan else set()) | (
-        {"kept"} if "recompute" in plan else set()
+    assert all(
+        torch.equal(never[name], first[name]) and torch.equal(never[name], second[name]) for name in never
     )
+    kept = {path.name.partition("-")[0] for path in (tmp_path / "kept").iterdir()}
+    assert kept == {"reading"} | ({"division"} if "tp" in plan else set()) | (
+        {"cut"} if "pp" in plan else set()
+    ) | ({"kept"} if "recompute" in plan else set())
 
 
 def normed() -> nn.Module:
@@ -291,20 +325,29 @@ def normed() -> nn.Module:
 
 
 def test_batch_norm_is_kept_and_a_plan_that_synchronises_it_reads_nothing(tmp_path: Path):
-    """Synchronised layers have forwards with groups in them, which have no digest; such plans run modules, and come to no reading."""
+    """Synchronised layers have forwards with groups in them, which have no digest; such plans run modules,
+    and come to no reading."""
     told: list[list[str]] = []
     for plan in ("dp=2,sync_batch_norm=true", "dp=2,pp=2", "dp=2,pp=2"):
         timings = Timings()
-        with Trainer(replace(job_of(normed), steps=1), plan, devices="simulated", cache=tmp_path, timings=timings) as trainer:
+        with Trainer(
+            replace(job_of(normed), steps=1), plan, devices="simulated", cache=tmp_path, timings=timings
+        ) as trainer:
             trainer.fit()
         told.append(timings.notes)
-    assert told == [[], ["The loss was read anew: no earlier run has kept it."], ["The loss is what an earlier run has read."]]
+    assert told == [
+        [],
+        ["The loss was read anew: no earlier run has kept it."],
+        ["The loss is what an earlier run has read."],
+    ]
 
 
 def test_another_plan_takes_the_reading_and_chooses_for_itself(tmp_path: Path):
     for plan, divisions in (("tp=2", 1), ("tp=4", 2), ("tp=2,tp_placements=0.linear:replicated", 3)):
         timings = Timings()
-        with Trainer(replace(job_of(), steps=1), plan, devices="simulated", cache=tmp_path, timings=timings) as trainer:
+        with Trainer(
+            replace(job_of(), steps=1), plan, devices="simulated", cache=tmp_path, timings=timings
+        ) as trainer:
             trainer.fit()
         assert len(list(tmp_path.glob("division-*"))) == divisions
     assert "reading" not in timings.seconds
@@ -331,7 +374,12 @@ def test_a_second_description_reads_and_chooses_nothing_and_says_the_same(
         "planner.ranks.rank_shares",
         "planner.readings.costs",
     ]
-    kept += ["program.capture.shapes.read_once", "planner.divided.choose", "planner.staged_plan.choose_stages", "planner.describe.predict_memory"]
+    kept += [
+        "program.capture.shapes.read_once",
+        "planner.divided.choose",
+        "planner.staged_plan.choose_stages",
+        "planner.describe.predict_memory",
+    ]
     with monkeypatch.context() as patched:
         for name in kept:
             patched.setattr(f"meshloom.{name}", None)
@@ -345,7 +393,9 @@ def test_a_second_description_reads_and_chooses_nothing_and_says_the_same(
         path.write_bytes(path.read_bytes()[:-1])
     third, _ = described()
     assert third == first
-    assert all(f"earlier run found ({kind}) is not used" in seen[-1] for kind in kinds - {"reading", "division"})
+    assert all(
+        f"earlier run found ({kind}) is not used" in seen[-1] for kind in kinds - {"reading", "division"}
+    )
 
 
 PARTS_OF_FAMILIES = """
@@ -367,7 +417,8 @@ for name in ("gpt2", "llama", "t5"):
 
 @pytest.mark.slow
 def test_digests_are_the_same_in_every_process():
-    """Python draws the hashes of texts anew in every process, and with them the order of sets and numbers that classes keep as their hashes."""
+    """Python draws the hashes of texts anew in every process, and with them the order of sets and numbers
+    that classes keep as their hashes."""
     found = [
         subprocess.run(
             [sys.executable, "-c", PARTS_OF_FAMILIES], env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[1])},
@@ -375,5 +426,6 @@ def test_digests_are_the_same_in_every_process():
         ).stdout.splitlines()
         for seed in ("1", "2")
     ]  # fmt: skip
-    parts = [[{**json.loads(line), "values of buffers": ""} for line in lines] for lines in found]  # which seeds decide
+    # which seeds decide
+    parts = [[{**json.loads(line), "values of buffers": ""} for line in lines] for lines in found]
     assert len(parts[0]) == 3 and parts[0] == parts[1]

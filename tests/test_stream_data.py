@@ -25,13 +25,21 @@ def whole_batches(num_samples, batch_size, drop_last, steps):
 
 
 @settings(deadline=None, max_examples=60)
-@given(num_samples=st.integers(1, 12), batch_size=st.integers(1, 7), dp=st.integers(1, 4), microbatches=st.integers(1, 3), drop_last=st.booleans())
+@given(
+    num_samples=st.integers(1, 12),
+    batch_size=st.integers(1, 7),
+    dp=st.integers(1, 4),
+    microbatches=st.integers(1, 3),
+    drop_last=st.booleans(),
+)
 def test_replicas_together_read_the_stream_in_order(num_samples, batch_size, dp, microbatches, drop_last):
     drop_last = drop_last and num_samples >= batch_size
     job = job_of(lambda: Stream(num_samples), batch_size=batch_size, drop_last=drop_last)
     alone = read_chunks(job, Plan(), 0, 6)
     parallel = read_chunks(job, Plan(dp=dp, microbatches=microbatches), 0, 6)
-    for (whole,), chunks, numbers in zip(alone, parallel, whole_batches(num_samples, batch_size, drop_last, 6), strict=True):
+    for (whole,), chunks, numbers in zip(
+        alone, parallel, whole_batches(num_samples, batch_size, drop_last, 6), strict=True
+    ):
         assert whole.data[:, 0].tolist() == numbers
         assert [chunk.index for chunk in chunks] == list(range(dp * microbatches))
         assert torch.equal(torch.cat([chunk.data for chunk in chunks if chunk.samples]), whole.data)
@@ -46,7 +54,8 @@ def test_one_rank_reads_and_nothing_twice():
         return built[-1]
 
     read_chunks(job_of(build), Plan(dp=3), 0, 5)
-    assert built[0].read == list(range(18)) and built[1].read == built[2].read == []  # 4 + 4 + 2, and 4 + 4 of the next epoch
+    # 4 + 4 + 2, and 4 + 4 of the next epoch
+    assert built[0].read == list(range(18)) and built[1].read == built[2].read == []
 
 
 @pytest.mark.parametrize("start", range(7))
@@ -80,7 +89,10 @@ def test_an_epoch_is_started_under_a_seed_of_its_own():
 
 
 def test_more_than_one_worker_is_refused():
-    with pytest.raises(JobError, match="num_workers=2 would read every sample of an iterable dataset 2 times. Use num_workers=1"):
+    with pytest.raises(
+        JobError,
+        match="num_workers=2 would read every sample of an iterable dataset 2 times. Use num_workers=1",
+    ):
         read_chunks(job_of(lambda: Stream(10), num_workers=2), Plan(dp=2), 0, 1)
 
 
@@ -91,12 +103,17 @@ def test_empty_stream():
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.processes)])
 def test_stream_that_runs_dry(num_workers):
-    with pytest.raises(DataError, match="no samples in epoch 1: it ran dry after epoch 0. Its __iter__ must start anew each time"):
+    with pytest.raises(
+        DataError,
+        match="no samples in epoch 1: it ran dry after epoch 0. Its __iter__ must start anew each time",
+    ):
         read_chunks(job_of(lambda: (index for index in range(8)), num_workers=num_workers), Plan(dp=2), 0, 3)
 
 
 def test_stream_shorter_than_a_batch_that_is_dropped():
-    with pytest.raises(DataError, match=r"Epoch 0 of the stream has 3 samples, and drop_last=True drops .*\(batch_size=4\)"):
+    with pytest.raises(
+        DataError, match=r"Epoch 0 of the stream has 3 samples, and drop_last=True drops .*\(batch_size=4\)"
+    ):
         read_chunks(job_of(lambda: Stream(3), drop_last=True), Plan(), 0, 1)
 
 
@@ -115,7 +132,8 @@ def test_error_in_a_stream_names_sample_and_line(num_workers):
             raise ValueError("broken record")
 
     with pytest.raises(
-        DataError, match=rf"Reading sample 1 of epoch 0 of the stream failed at {__file__}:\d+ in __iter__: ValueError: broken record"
+        DataError,
+        match=rf"Reading sample 1 of epoch 0 of the stream failed at {__file__}:\d+ in __iter__: ValueError: broken record",
     ):
         read_chunks(job_of(Fails, num_workers=num_workers), Plan(dp=2), 0, 1)
 
@@ -125,7 +143,10 @@ def test_error_in_starting_a_stream():
         def __iter__(self):
             raise OSError("no such file")
 
-    with pytest.raises(DataError, match=rf"Starting epoch 0 of the stream failed at {__file__}:\d+ in __iter__: OSError: no such file"):
+    with pytest.raises(
+        DataError,
+        match=rf"Starting epoch 0 of the stream failed at {__file__}:\d+ in __iter__: OSError: no such file",
+    ):
         read_chunks(job_of(Fails), Plan(), 0, 1)
 
 
@@ -133,5 +154,8 @@ def test_error_in_collating_a_stream_names_its_samples():
     def collate(samples):
         return samples[3]
 
-    with pytest.raises(DataError, match=r"Collating chunk 0 of step 0 \(samples 0 of epoch 0, 1 of epoch 0\) failed at .* in collate: IndexError"):
+    with pytest.raises(
+        DataError,
+        match=r"Collating chunk 0 of step 0 \(samples 0 of epoch 0, 1 of epoch 0\) failed at .* in collate: IndexError",
+    ):
         read_chunks(job_of(lambda: Stream(4), collate=collate), Plan(dp=2), 0, 1)

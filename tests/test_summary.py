@@ -23,6 +23,11 @@ def test_newest_steps_stand_for_all() -> None:
 
 
 def test_traffic_leaves_out_what_carried_nothing() -> None:
-    counts = {"dp": {"all_reduce": Count(calls=2, bytes=64, seconds=0.1), "barrier": Count(calls=1, bytes=0, seconds=0.1)}}
+    counts = {
+        "dp": {
+            "all_reduce": Count(calls=2, bytes=64, seconds=0.1),
+            "barrier": Count(calls=1, bytes=0, seconds=0.1),
+        }
+    }
     assert Traffic.of(counts).bytes == {"dp": {"all_reduce": 64}}
     assert Traffic.of(counts).total("dp") == 64

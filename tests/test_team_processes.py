@@ -1,4 +1,5 @@
-"""Asynchronous training whose workers are several processes: one worker to everybody else, whatever becomes of its ranks."""
+"""Asynchronous training whose workers are several processes: one worker to everybody else, whatever becomes
+of its ranks."""
 
 from __future__ import annotations
 
@@ -34,11 +35,18 @@ def ranks_of(worker: psutil.Process, count: int, run: ElasticRun) -> list[psutil
 
 
 @pytest.mark.parametrize(
-    "inner", ["tp=2", pytest.param("pp=2,microbatches=2", marks=pytest.mark.slow), pytest.param("recompute=full", marks=pytest.mark.slow)]
+    "inner",
+    [
+        "tp=2",
+        pytest.param("pp=2,microbatches=2", marks=pytest.mark.slow),
+        pytest.param("recompute=full", marks=pytest.mark.slow),
+    ],
 )
 def test_one_divided_worker_is_one_device(inner: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with ElasticRun("steady", f"dp=1,exchange=async,{inner}", tmp_path, "--out", str(out), "--steps", "12") as run:
+    with ElasticRun(
+        "steady", f"dp=1,exchange=async,{inner}", tmp_path, "--out", str(out), "--steps", "12"
+    ) as run:
         assert run.ended() == 0, run.text()
     with Trainer(elastic_job.steady, ",".join(each for each in inner.split(",") if "m" in each and "re" not in each) or "dp=1", devices="simulated",
                  listener=QUIET, steps=12) as trainer:  # fmt: skip
@@ -46,12 +54,14 @@ def test_one_divided_worker_is_one_device(inner: str, tmp_path: Path) -> None:
         expected = dict(trainer.replicas[0].model.state_dict())
     found = load_file(out / "step-00000012" / "model.safetensors")
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=2e-4, atol=2e-5)  # float32: products are divided, and AdamW divides by small numbers
+        # float32: products are divided, and AdamW divides by small numbers
+        torch.testing.assert_close(found[name], value, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.slow
 def test_a_worker_that_loses_a_rank_is_lost_and_the_run_goes_on(tmp_path: Path) -> None:
-    """Two workers of two ranks. One loses a rank by SIGKILL; the other is asked to go, but not before a third, of two ranks too, has joined."""
+    """Two workers of two ranks. One loses a rank by SIGKILL; the other is asked to go, but not before a
+    third, of two ranks too, has joined."""
     with ElasticRun("steady", "dp=2,tp=2,exchange=async", tmp_path, "--steps", "1500") as run:
         directory = run.directory()
         workers = [run.of("worker", number) for number in range(2)]

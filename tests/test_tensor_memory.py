@@ -1,4 +1,5 @@
-"""Under tp=2 a rank holds half of the parameters, gradients and optimizer state of one device, and nothing of the models that were read."""
+"""Under tp=2 a rank holds half of the parameters, gradients and optimizer state of one device, and nothing of
+the models that were read."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_a_rank_holds_half_of_parameters_gradients_and_optimizer_state():
             held[plan] = [
                 {
                     "parameters": num_bytes(replica.model.parameters()),
-                    "gradients": num_bytes(each.grad for each in replica.model.parameters() if each.grad is not None),
+                    "gradients": num_bytes(
+                        each.grad for each in replica.model.parameters() if each.grad is not None
+                    ),
                     "state": num_bytes(value for state in own.state.values() for value in state.values()),
                 }
                 for replica, own in zip(trainer.replicas, made, strict=True)
@@ -57,7 +60,8 @@ def test_a_rank_holds_half_of_parameters_gradients_and_optimizer_state():
 
 
 def test_reading_leaves_no_parameters_behind():
-    """torch.export left the model that it read in reference cycles: half as much again on rank 0, until Python happened to collect them."""
+    """torch.export left the model that it read in reference cycles: half as much again on rank 0, until
+    Python happened to collect them."""
     job: Any = load_job(str(EXAMPLE))
     built: list[weakref.ref[nn.Parameter]] = []
 

@@ -1,4 +1,5 @@
-"""Plans with tp train what one device trains: on simulated ranks and on processes, with every optimizer, from checkpoint to checkpoint."""
+"""Plans with tp train what one device trains: on simulated ranks and on processes, with every optimizer, from
+checkpoint to checkpoint."""
 
 from __future__ import annotations
 
@@ -30,10 +31,16 @@ PINS = {
     "cnn": {"conv": "column", "hidden": "column"},
     "unused_twice": {"first": "column"},
 }
-# Every model with every way of updating, plans going round, so that pairs meet; one optimizer per model in the covering subset.
+# Every model with every way of updating, plans going round, so that pairs meet; one optimizer per model in
+# the covering subset.
 PLANS = ["tp=2", "tp=3", "dp=2,tp=2", "dp=2,tp=2,microbatches=2,zero=1", "dp=3,tp=2,zero=1,microbatches=2"]
 CASES = [
-    pytest.param(model, optimizer, PLANS[(row + 2 * column) % len(PLANS)], marks=() if row == column else pytest.mark.slow)
+    pytest.param(
+        model,
+        optimizer,
+        PLANS[(row + 2 * column) % len(PLANS)],
+        marks=() if row == column else pytest.mark.slow,
+    )
     for row, model in enumerate(("mlp", "gpt", "cnn", "unused_twice"))
     for column, optimizer in enumerate(("sgd", "adamw", "adafactor", "muon"))
 ]
@@ -54,7 +61,8 @@ def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
 
 
 def test_heads_that_several_ranks_share_equal_one_device():
-    # 6 heads in 2 groups on 4 ranks: keys and values of a group lie on two ranks, whose gradients are parts of one sum.
+    # 6 heads in 2 groups on 4 ranks: keys and values of a group lie on two ranks, whose gradients are parts
+    # of one sum.
     plan = Plan(tp=4, tp_placements={"model.layers.*.self_attn.*": "heads"})
     report = verify(FAMILIES["llama"].make_job(True), plan, devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None
@@ -68,11 +76,14 @@ def test_heads_that_several_ranks_share_equal_one_device():
 
 
 class SharedValues(nn.Module):
-    """Attention with 4 query heads and 2 key and value heads, whose values are read by a layer beside it, too."""
+    """Attention with 4 query heads and 2 key and value heads, whose values are read by a layer beside it,
+    too."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.first, self.q, self.o, self.u = (nn.Linear(*sizes) for sizes in ((24, 24), (24, 24), (24, 24), (72, 24)))
+        self.first, self.q, self.o, self.u = (
+            nn.Linear(*sizes) for sizes in ((24, 24), (24, 24), (24, 24), (72, 24))
+        )
         self.kk, self.v = nn.Linear(24, 12), nn.Linear(24, 12)
         self.g = nn.Linear(12, 72) if kind == "linear" else nn.Conv1d(12, 72, 3, padding=1)
 
@@ -81,13 +92,18 @@ class SharedValues(nn.Module):
         values = self.v(x)
         q, k, v = (each.unflatten(-1, (-1, 6)).transpose(1, 2) for each in (self.q(x), self.kk(x), values))
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        beside = self.g(values) if isinstance(self.g, nn.Linear) else self.g(values.transpose(1, 2)).transpose(1, 2)
+        beside = (
+            self.g(values)
+            if isinstance(self.g, nn.Linear)
+            else self.g(values.transpose(1, 2)).transpose(1, 2)
+        )
         return self.o(heads.transpose(1, 2).flatten(2)) + self.u(torch.tanh(beside))
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 def test_values_of_shared_heads_that_another_layer_reads_have_one_gradient(kind: str):
-    """Two ranks hold the same two heads, and each was given the sum of what the further layer sends back, which so was counted twice."""
+    """Two ranks hold the same two heads, and each was given the sum of what the further layer sends back,
+    which so was counted twice."""
     pins = {"q": "heads", "kk": "heads", "v": "heads", "g": "column", "u": "row"}
     texts = torch.randn(8, 5, 24, generator=torch.Generator().manual_seed(4))
     job = Job(
@@ -103,12 +119,16 @@ def test_values_of_shared_heads_that_another_layer_reads_have_one_gradient(kind:
 
 
 def test_tables_of_bags_are_divided_by_rows():
-    """In lockstep they were; a rank's own program had no name for what looks up a part of the rows ("'BagsOfPart' object has no attribute '__name__'")."""
+    """In lockstep they were; a rank's own program had no name for what looks up a part of the rows
+    ("'BagsOfPart' object has no attribute '__name__'")."""
 
     class Bags(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.sums, self.means = nn.EmbeddingBag(11, 5, mode="sum", padding_idx=0), nn.EmbeddingBag(11, 5, mode="mean")
+            self.sums, self.means = (
+                nn.EmbeddingBag(11, 5, mode="sum", padding_idx=0),
+                nn.EmbeddingBag(11, 5, mode="mean"),
+            )
             self.head = nn.Linear(5, 3)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -119,7 +139,13 @@ def test_tables_of_bags_are_divided_by_rows():
         model=Bags, loss=lambda model, batch: model(batch["x"]).square().mean(), batch_size=4, steps=2,
         optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), data=lambda: Samples(x=words),
     )  # fmt: skip
-    report = verify(job, Plan.parse("tp=2,tp_placements=sums:vocabulary+means:vocabulary"), devices="simulated", steps=2, dtype=torch.float64)
+    report = verify(
+        job,
+        Plan.parse("tp=2,tp_placements=sums:vocabulary+means:vocabulary"),
+        devices="simulated",
+        steps=2,
+        dtype=torch.float64,
+    )
     assert report is not None
     assert report.passed, report.causes
     assert max(report.owned) < 0.97
@@ -141,7 +167,9 @@ def test_what_is_divided_takes_less_of_every_rank():
 def test_bytes_along_tp_are_as_predicted(tmp_path: Path):
     for plan in ("tp=2", "dp=2,tp=3,microbatches=2,zero=1"):
         job = replace(make_job("mlp", "muon"), clip_grad_norm=0.5)
-        with keyed(job, f"{plan},tp_placements=first:column+second:row", steps=3, out=tmp_path / plan) as trainer:
+        with keyed(
+            job, f"{plan},tp_placements=first:column+second:row", steps=3, out=tmp_path / plan
+        ) as trainer:
             summary = trainer.fit()
         assert summary.counted.bytes["tp"] and summary.predicted == summary.counted
 
@@ -154,7 +182,11 @@ def test_evaluation_is_one_devices():
     job = make_job("mlp", "sgd")
     job = replace(job, evaluate=Evaluate(data=job.data, metrics={"error": error, "loss": job.loss}, every=2))
     found = []
-    for plan in ("dp=1", "tp=2,tp_placements=first:column+second:row", "dp=2,tp=2,tp_placements=first:column"):
+    for plan in (
+        "dp=1",
+        "tp=2,tp_placements=first:column+second:row",
+        "dp=2,tp=2,tp_placements=first:column",
+    ):
         with keyed(job, plan, steps=2) as trainer:
             found.append(trainer.fit().evaluation)
     for other in found[1:]:
@@ -179,7 +211,9 @@ def test_a_checkpoint_goes_on_under_any_plan(optimizer: str, tmp_path: Path):
 
 def test_ranks_that_drift_apart_are_found():
     with keyed(make_job("gpt", "sgd"), "tp=2", steps=1) as trainer:
-        alike = next(name for name, _ in trainer.replicas[1].named if name not in trainer.replicas[1].shards.pieces)
+        alike = next(
+            name for name, _ in trainer.replicas[1].named if name not in trainer.replicas[1].shards.pieces
+        )
         with torch.no_grad():
             dict(trainer.replicas[1].named)[alike].view(-1)[0] += 1e-9
         with pytest.raises(TrainingError, match=r"differs between ranks tp=0 and tp=1"):

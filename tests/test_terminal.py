@@ -35,7 +35,10 @@ def test_a_terminal_keeps_its_line_until_something_else_is_said() -> None:
 
 def test_bytes_that_differ_from_the_formula_are_seen() -> None:
     terminal, stream = _terminal()
-    terminal.bytes_table(Traffic({"dp": {"all_reduce": 1000, "all_gather": 5}}), Traffic({"dp": {"all_reduce": 1200, "all_gather": 5}}))
+    terminal.bytes_table(
+        Traffic({"dp": {"all_reduce": 1000, "all_gather": 5}}),
+        Traffic({"dp": {"all_reduce": 1200, "all_gather": 5}}),
+    )
     rows = {line.split()[1]: line.split()[2:] for line in stream.getvalue().splitlines()[1:]}
     assert rows == {"all_reduce": ["1,000", "1,200", "+200"], "all_gather": ["5", "5", "none"]}
 
@@ -47,12 +50,21 @@ def test_one_replica_says_that_it_exchanges_nothing() -> None:
 
 
 def test_progress_without_tokens_leaves_them_out() -> None:
-    line = progress_text(step=1, steps=9, loss=1.0, samples_per_second=10.0, tokens_per_second=None, seconds_left=3700.0, memory_bytes=20 * 2**30)
+    line = progress_text(
+        step=1,
+        steps=9,
+        loss=1.0,
+        samples_per_second=10.0,
+        tokens_per_second=None,
+        seconds_left=3700.0,
+        memory_bytes=20 * 2**30,
+    )
     assert line == "step 1/9  loss 1.0000  10 samples/s  1:01:40 left  20.0 GiB"
 
 
 @pytest.mark.parametrize(
-    ("function", "value", "text"), [(short, 999.4, "999"), (short, 2.5e9, "2.5G"), (duration, 59.6, "1:00"), (memory, 2**30, "1024 MiB")]
+    ("function", "value", "text"),
+    [(short, 999.4, "999"), (short, 2.5e9, "2.5G"), (duration, 59.6, "1:00"), (memory, 2**30, "1024 MiB")],
 )
 def test_numbers_are_short(function, value: float, text: str) -> None:  # type: ignore[no-untyped-def]
     assert function(value) == text

@@ -1,4 +1,5 @@
-"""Idle shares are the formulas' on paper and what one counts by hand otherwise; what a run recorded is read back and reported."""
+"""Idle shares are the formulas' on paper and what one counts by hand otherwise; what a run recorded is read
+back and reported."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def alike(name: str, p: int, m: int, v: int | None = None) -> Timeline:
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
 @pytest.mark.parametrize("m", few([3, 1, 8, 16], 2))
 def test_idle_shares_on_paper_are_the_formulas(p: int, m: int):
-    """Narayanan et al. (2021), section 2.2: (p - 1) / m of the busy time, over v; Qi et al. (2024): (p - 1) (F + B - W)."""
+    """Narayanan et al. (2021), section 2.2: (p - 1) / m of the busy time, over v; Qi et al. (2024): (p - 1)
+    (F + B - W)."""
     for name in ("gpipe", "1f1b"):
         for idle in idle_of(alike(name, p, m)):
             assert idle.measured == idle.formula == pytest.approx((p - 1) / (m + p - 1))
@@ -57,13 +59,16 @@ def span(text: str, start: float, stop: float) -> Span:
 
 
 def by_hand(dp: int = 0) -> tuple[TimelineRow, TimelineRow]:
-    """Two ranks, two microbatches: 20 s from the first forward's start (2) to the last backward's end (22)."""
+    """Two ranks, two microbatches: 20 s from the first forward's start (2) to the last backward's end
+    (22)."""
     first = TimelineRow(rank=dp, place=MeshCoordinates(dp=dp), spans=(
         Span(kind="wait", start=0.0, stop=2.0), span("0F0", 2, 4), span("0F1", 4, 6), span("0B0", 11, 15), Span(kind="recompute", start=12.0, stop=13.0),
         span("0B1", 18, 22), Span(kind="exchange", start=22.0, stop=30.0), Span(kind="update", start=30.0, stop=31.0),
     ))  # fmt: skip
     second = TimelineRow(
-        rank=2 + dp, place=MeshCoordinates(dp=dp, pp=1), spans=(span("1F0", 5, 7), span("1B0", 7, 10), span("1F1", 11, 13), span("1B1", 13, 17))
+        rank=2 + dp,
+        place=MeshCoordinates(dp=dp, pp=1),
+        spans=(span("1F0", 5, 7), span("1B0", 7, 10), span("1F1", 11, 13), span("1B1", 13, 17)),
     )
     return first, second
 
@@ -76,16 +81,24 @@ def test_idle_seconds_counted_by_hand():
     timeline = timeline_by_hand()
     first, second = timeline.rows
     assert (timeline.start, timeline.seconds, timeline.stop) == (2.0, 20.0, 31.0)
-    assert (timeline.idle_seconds(first), timeline.idle_seconds(second)) == (8.0, 9.0)  # 2 + 2 + 4 + 4 and 2 + 3 + 2 + 4 of 20 are busy
+    # 2 + 2 + 4 + 4 and 2 + 3 + 2 + 4 of 20 are busy
+    assert (timeline.idle_seconds(first), timeline.idle_seconds(second)) == (8.0, 9.0)
     assert timeline.idle_share(first) == 0.4
-    # On paper with 2, 4 on stage 0 and 2, 3.5 on stage 1: 0F0 ends at 2, 1F0 at 4, 1B0 at 7.5, 0B0 at 11.5; 1F1 at 9.5, 1B1 at 13, 0B1 at 17.
+    # On paper with 2, 4 on stage 0 and 2, 3.5 on stage 1: 0F0 ends at 2, 1F0 at 4, 1B0 at 7.5, 0B0 at 11.5;
+    # 1F1 at 9.5, 1B1 at 13, 0B1 at 17.
     idle = idle_of(timeline)
     assert [each.own_seconds for each in idle] == pytest.approx([5 / 17, 6 / 17])
     assert [each.formula for each in idle] == pytest.approx([1 / 3, 1 / 3])
 
 
 def test_pipelines_beside_each_other_have_their_own_time():
-    late = [replace(row, spans=tuple(replace(each, start=each.start + 100, stop=each.stop + 100) for each in row.spans)) for row in by_hand(dp=1)]
+    late = [
+        replace(
+            row,
+            spans=tuple(replace(each, start=each.start + 100, stop=each.stop + 100) for each in row.spans),
+        )
+        for row in by_hand(dp=1)
+    ]
     timeline = Timeline(step=1, schedule=make_schedule("1f1b", 2, 2), rows=(*by_hand(), *late))
     assert [timeline.idle_seconds(row) for row in timeline.rows] == [8.0, 9.0, 8.0, 9.0]
     assert timeline.seconds == 20.0 and timeline.stop == 131.0
@@ -96,7 +109,10 @@ def test_a_timeline_is_of_its_schedule():
     shorter = replace(rows[1], spans=rows[1].spans[:-1])
     swapped = replace(rows[1], spans=(rows[1].spans[0], rows[1].spans[2], *rows[1].spans[1::2]))
     for wrong, sentence in (
-        ((rows[0], shorter), r"Action 3 of rank 2 \(dp=0,pp=1\) is nothing, and schedule 1f1b has 1B1 there."),
+        (
+            (rows[0], shorter),
+            r"Action 3 of rank 2 \(dp=0,pp=1\) is nothing, and schedule 1f1b has 1B1 there.",
+        ),
         ((rows[0], swapped), r"Action 1 of rank 2 \(dp=0,pp=1\) is 1F1, and schedule 1f1b has 1B0 there."),
         ((replace(rows[0], place=MeshCoordinates(pp=2)),), "has no part in schedule 1f1b over 2 ranks"),
         ((), "has a row for every rank"),
@@ -116,11 +132,14 @@ def test_any_timeline_survives_json(name: str, p: int, m: int, costs: list[float
     assert Timeline.from_dict(json.loads(json.dumps(timeline.to_dict()))) == timeline
     for row, idle in zip(timeline.rows, idle_of(timeline), strict=True):
         assert all(0.0 <= share < 1.0 for share in (idle.measured, idle.formula, idle.own_seconds))
-        assert timeline.idle_seconds(row) == pytest.approx(timeline.seconds - sum(each.stop - each.start for each in row.spans), abs=1e-9)
+        assert timeline.idle_seconds(row) == pytest.approx(
+            timeline.seconds - sum(each.stop - each.start for each in row.spans), abs=1e-9
+        )
 
 
 def test_gathered_rows_begin_with_the_first_forward():
-    """Ranks of dp=2,pp=2, each with what it noted on a clock that it shares with the others, as in one process."""
+    """Ranks of dp=2,pp=2, each with what it noted on a clock that it shares with the others, as in one
+    process."""
     mesh, schedule = Mesh(dp=2, pp=2), make_schedule("1f1b", 2, 2)
     noted = [row.spans for row in sorted((*by_hand(), *by_hand(dp=1)), key=lambda row: row.rank)]
     found = run_in_steps(
@@ -202,7 +221,9 @@ def test_report_draws_the_newest_step_in_the_terminal(run: Path, capsys: pytest.
     for words in (["--timeline"], ["--timeline", "-"], ["--step", "9"]):
         assert main(["report", str(run), *words]) == 0
         text = capsys.readouterr().out
-        assert text.startswith("step 9 of dp=1,pp=2,microbatches=2: 1f1b, 2 stages on 2 ranks, 2 microbatches; 20 s from")
+        assert text.startswith(
+            "step 9 of dp=1,pp=2,microbatches=2: 1f1b, 2 stages on 2 ranks, 2 microbatches; 20 s from"
+        )
         assert re.search(r"rank 0 \(dp=0\) .* 40\.0%    33\.3%    29\.4%\n", text)
     assert main(["report", str(run), "--step", "2"]) == 0
     assert capsys.readouterr().out.startswith("step 2 of")
@@ -220,7 +241,10 @@ def test_report_says_what_a_run_has_left(run: Path, tmp_path: Path, capsys: pyte
     assert main(["report", str(run), "--json", str(tmp_path / "lines")]) == 0
     text = capsys.readouterr().out.splitlines()
     assert text[0] == f"{run}: plan dp=1,pp=2,microbatches=2, step 9"
-    assert text[1:3] == ["checkpoints: none", "timeline of step 1: 1f1b, idle 42.5% of the time, formula 33.3%"]
+    assert text[1:3] == [
+        "checkpoints: none",
+        "timeline of step 1: 1f1b, idle 42.5% of the time, formula 33.3%",
+    ]
     records = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
     assert [each["event"] for each in records] == ["run", *["idle"] * 6]
     assert records[-1] == {
@@ -233,11 +257,16 @@ def test_report_says_what_a_run_has_left(run: Path, tmp_path: Path, capsys: pyte
     }
 
 
-def test_report_of_a_run_without_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_report_of_a_run_without_pipeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     import sys
 
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert main(["train", FILE_OF_A_JOB, "--plan", "dp=2", "--devices", "simulated", "--out", str(tmp_path)]) == 0
+    assert (
+        main(["train", FILE_OF_A_JOB, "--plan", "dp=2", "--devices", "simulated", "--out", str(tmp_path)])
+        == 0
+    )
     capsys.readouterr()
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -250,29 +279,51 @@ def test_report_of_a_run_without_pipeline(tmp_path: Path, capsys: pytest.Capture
     assert main(["report", str(tmp_path)]) == 0
     assert f"damaged: {tmp_path}/step-00000004" in capsys.readouterr().out
     assert main(["report", str(tmp_path), "--timeline"]) == 2
-    assert f"{tmp_path} has no timeline.json: no timeline was recorded. A run with several stages records one" in capsys.readouterr().err
+    assert (
+        f"{tmp_path} has no timeline.json: no timeline was recorded. A run with several stages records one"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["nowhere"], "There is no directory nowhere. Give the one that the run was given as --out."),
-        (["nowhere", "--timeline"], "There is no directory nowhere. Give the one that the run was given as --out."),
-        (["RUN", "--timeline", "step.pdf"], "--timeline step.pdf ends in none of .svg, .png, .json. Give one of these, or - for the terminal."),
-        (["RUN", "--timeline", "/nowhere/step.svg"], "/nowhere/step.svg cannot be written: No such file or directory."),
-        (["RUN", "--timeline", "/nowhere/step.json"], "/nowhere/step.json cannot be written: No such file or directory."),
+        (
+            ["nowhere", "--timeline"],
+            "There is no directory nowhere. Give the one that the run was given as --out.",
+        ),
+        (
+            ["RUN", "--timeline", "step.pdf"],
+            "--timeline step.pdf ends in none of .svg, .png, .json. Give one of these, or - for the terminal.",
+        ),
+        (
+            ["RUN", "--timeline", "/nowhere/step.svg"],
+            "/nowhere/step.svg cannot be written: No such file or directory.",
+        ),
+        (
+            ["RUN", "--timeline", "/nowhere/step.json"],
+            "/nowhere/step.json cannot be written: No such file or directory.",
+        ),
         (["RUN", "--step", "4"], "There is no timeline of step 4. There is one of step 1, 2 and 9."),
-        (["EMPTY"], "has no checkpoint and no timeline.json. Give the directory that a run was given as --out."),
+        (
+            ["EMPTY"],
+            "has no checkpoint and no timeline.json. Give the directory that a run was given as --out.",
+        ),
     ],
 )
-def test_a_wrong_request_is_one_sentence_and_2(run: Path, tmp_path: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_request_is_one_sentence_and_2(
+    run: Path, tmp_path: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "empty").mkdir()
     here = {"RUN": str(run), "EMPTY": str(tmp_path / "empty")}
     assert main(["report", *(here.get(word, word) for word in words)]) == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_without_matplotlib_the_way_out_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_without_matplotlib_the_way_out_is_said(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)

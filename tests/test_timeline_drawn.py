@@ -32,7 +32,9 @@ TAKES = {"F": 1.0e-3, "B": 2.1e-3, "I": 1.0e-3, "W": 0.9e-3}  # seconds
 def example(name: str, p: int, m: int, v: int | None = None) -> Timeline:
     """On paper, with microbatches that take longer and shorter, and messages."""
     return on_paper(
-        make_schedule(name, p, m, v), lambda action: TAKES[action.kind] * (1 + 0.1 * ((action.microbatch * 7 + action.stage * 3) % 5)), 1e-4
+        make_schedule(name, p, m, v),
+        lambda action: TAKES[action.kind] * (1 + 0.1 * ((action.microbatch * 7 + action.stage * 3) % 5)),
+        1e-4,
     )
 
 
@@ -43,7 +45,10 @@ def grid() -> Timeline:
     for rank in range(mesh.size):
         place = mesh.place(rank)
         late = 2e-4 * place.dp
-        spans = [replace(each, start=each.start + late, stop=each.stop + late) for each in paper.rows[place.pp].spans]
+        spans = [
+            replace(each, start=each.start + late, stop=each.stop + late)
+            for each in paper.rows[place.pp].spans
+        ]
         again = [
             Span(kind="recompute", stage=each.stage, microbatch=each.microbatch, start=each.start, stop=each.start + 3e-4) for each in spans if each.kind == "B"
         ]  # fmt: skip
@@ -84,17 +89,28 @@ def test_boxes_are_as_wide_as_actions_took():
     """Every box that is drawn begins and ends within a cell of where it should, from the drawing alone."""
     timeline = example("1f1b", 4, 8)
     lines = drawn(timeline, 200)
-    assert lines[0] == "on paper of dp=1,pp=4: 1f1b, 4 stages on 4 ranks, 8 microbatches; 43.2 ms from the first forward to the last backward"
+    assert (
+        lines[0]
+        == "on paper of dp=1,pp=4: 1f1b, 4 stages on 4 ranks, 8 microbatches; 43.2 ms from the first forward to the last backward"
+    )
     for row, line in zip(timeline.rows, rows_of(lines), strict=True):
         cells = line[20:-27]
         boxes = [(found[1], found.start(), found.end()) for found in re.finditer(r"▏([FB]\d) *", cells)]
-        assert [f"{label[0]}{int(label[1:])}" for label, _, _ in boxes] == [f"{each.kind}{each.microbatch}" for each in row.actions]
+        assert [f"{label[0]}{int(label[1:])}" for label, _, _ in boxes] == [
+            f"{each.kind}{each.microbatch}" for each in row.actions
+        ]
         cell = timeline.seconds / len(cells)
         for (_, start, stop), each in zip(boxes, row.actions, strict=True):
             assert abs(start * cell - each.start) <= cell and abs(stop * cell - each.stop) <= cell
         idle = cells.count("·") / len(cells)
-        assert idle == pytest.approx(timeline.idle_share(row), abs=0.03)  # 16 edges, rounded to one of 155 cells
-        assert line.split()[-3:] == [f"{timeline.idle_share(row):.1%}", "27.3%", f"{own(timeline, row.rank):.1%}"]  # (4 - 1) / (8 + 4 - 1)
+        # 16 edges, rounded to one of 155 cells
+        assert idle == pytest.approx(timeline.idle_share(row), abs=0.03)
+        # (4 - 1) / (8 + 4 - 1)
+        assert line.split()[-3:] == [
+            f"{timeline.idle_share(row):.1%}",
+            "27.3%",
+            f"{own(timeline, row.rank):.1%}",
+        ]
 
 
 def own(timeline: Timeline, rank: int) -> float:
@@ -112,7 +128,10 @@ def own(timeline: Timeline, rank: int) -> float:
 def test_no_line_is_longer_than_the_console(name: str, width: int):
     timeline = EXAMPLES[name]()
     lines = drawn(timeline, width)
-    grid_lines = [*rows_of(lines), *(line for line in lines[1:] if "┬" in line or " ms" in line or "formula " in line)]
+    grid_lines = [
+        *rows_of(lines),
+        *(line for line in lines[1:] if "┬" in line or " ms" in line or "formula " in line),
+    ]
     assert len(rows_of(lines)) == len(timeline.rows)
     assert all(len(line) <= width for line in grid_lines)
 
@@ -135,14 +154,17 @@ def test_the_grid_names_ranks_by_place_and_shows_what_follows():
     lines = drawn(grid(), 200)
     assert lines[0].startswith("step 3 of ") and lines[0].endswith("; clocks within 35 us")
     assert rows_of(lines)[7].startswith("rank 7 (dp=1,pp=1,tp=1)")
-    assert all("▏exchange" in row for row in rows_of(lines)) and any("exchange of gradients" in line and "update" in line for line in lines)
+    assert all("▏exchange" in row for row in rows_of(lines)) and any(
+        "exchange of gradients" in line and "update" in line for line in lines
+    )
 
 
 # --- the trace
 
 
 def problems(trace: Any) -> Iterator[str]:
-    """What the Trace Event Format (Google's document of that name, and what Perfetto's importer takes) does not allow."""
+    """What the Trace Event Format (Google's document of that name, and what Perfetto's importer takes) does
+    not allow."""
     events = trace["traceEvents"]
     tracks: defaultdict[tuple[int, int], list[tuple[float, float, str]]] = defaultdict(list)
     flows: defaultdict[tuple[Any, Any, Any], list[dict[str, Any]]] = defaultdict(list)
@@ -155,16 +177,25 @@ def problems(trace: Any) -> Iterator[str]:
             yield f"{event} has a name, pid or tid of another type"
         match event["ph"]:
             case "M":
-                key = {"process_name": "name", "thread_name": "name", "process_sort_index": "sort_index", "thread_sort_index": "sort_index"}
+                key = {
+                    "process_name": "name",
+                    "thread_name": "name",
+                    "process_sort_index": "sort_index",
+                    "thread_sort_index": "sort_index",
+                }
                 if event["name"] not in key or key[event["name"]] not in event.get("args", {}):
                     yield f"{event} is no metadata"
                 elif event["name"] == "process_name":
                     named.add(event["pid"])
             case "X":
-                if not all(isinstance(event.get(each), int | float) and event[each] >= 0 for each in ("ts", "dur")):
+                if not all(
+                    isinstance(event.get(each), int | float) and event[each] >= 0 for each in ("ts", "dur")
+                ):
                     yield f"{event} has no ts and dur of 0 or more"
                 else:
-                    tracks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+                    tracks[event["pid"], event["tid"]].append(
+                        (event["ts"], event["ts"] + event["dur"], event["name"])
+                    )
             case "s" | "f" | "t":
                 if "id" not in event or not isinstance(event.get("ts"), int | float):
                     yield f"{event} has no id or ts"
@@ -176,7 +207,8 @@ def problems(trace: Any) -> Iterator[str]:
         if pid not in named:
             yield f"process {pid} has no name"
         for one, two in combinations(sorted(boxes, key=lambda box: (box[0], -box[1])), 2):
-            if two[0] < one[1] - 0.002 and two[1] > one[1] + 0.002:  # neither apart nor nested; times are rounded to a nanosecond
+            # neither apart nor nested; times are rounded to a nanosecond
+            if two[0] < one[1] - 0.002 and two[1] > one[1] + 0.002:
                 yield f"{one} and {two} overlap on a track"
     for name, ends in flows.items():
         if [each["ph"] for each in ends] != ["s", "f"] or ends[0]["ts"] > ends[1]["ts"]:
@@ -194,7 +226,10 @@ def test_traces_keep_the_format(name: str):
     boxes = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(boxes) == sum(len(row.spans) for row in timeline.rows)
     assert {(event["pid"], event["name"]) for event in boxes if event["cat"] in ("forward", "backward")} >= {
-        (row.rank, str(action)) for row in timeline.rows for action in timeline.schedule.actions[row.place.pp] if action.kind in "FB"
+        (row.rank, str(action))
+        for row in timeline.rows
+        for action in timeline.schedule.actions[row.place.pp]
+        if action.kind in "FB"
     }
     assert max(event["ts"] + event["dur"] for event in boxes) == pytest.approx(
         (timeline.stop - min(each.start for row in timeline.rows for each in row.spans)) * 1e6, abs=0.01
@@ -205,13 +240,18 @@ def test_arrows_are_the_messages_between_neighbours():
     timeline = example("zb-h1", 3, 4)
     arrows = [event for event in chrome_trace(timeline)["traceEvents"] if event["ph"] == "s"]
     assert sorted(event["name"] for event in arrows) == sorted(
-        [*(f"{stage}F{m}>{stage + 1}" for stage in (0, 1) for m in range(4)), *(f"{stage}I{m}>{stage - 1}" for stage in (1, 2) for m in range(4))]
+        [
+            *(f"{stage}F{m}>{stage + 1}" for stage in (0, 1) for m in range(4)),
+            *(f"{stage}I{m}>{stage - 1}" for stage in (1, 2) for m in range(4)),
+        ]
     )
 
 
 def test_the_check_of_the_format_sees_mistakes():
     good = chrome_trace(grid())
-    number = next(place for place, event in enumerate(good["traceEvents"]) if event["ph"] == "X" and event["tid"] == 0)
+    number = next(
+        place for place, event in enumerate(good["traceEvents"]) if event["ph"] == "X" and event["tid"] == 0
+    )
     arrow = next(place for place, event in enumerate(good["traceEvents"]) if event["ph"] == "s")
     for place, key, value in [
         (number, "dur", -1.0), (number, "dur", 1500.0), (number, "ts", None), (number, "pid", "rank 0"), (number, "ph", "Q"), (0, "args", {}), (0, "name", "x"),
@@ -234,7 +274,9 @@ def extents(figure: Any) -> list[tuple[str, Any]]:
     axes = figure.axes[0]
     outside = axes.get_xlim()[1]
     shown = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
-    shown = [text for text in shown if text not in axes.get_xticklabels() or 0 <= text.get_position()[0] <= outside]
+    shown = [
+        text for text in shown if text not in axes.get_xticklabels() or 0 <= text.get_position()[0] <= outside
+    ]
     return [(text.get_text(), text.get_window_extent()) for text in shown]
 
 
@@ -242,21 +284,36 @@ def extents(figure: Any) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_nothing_that_is_written_overlaps_or_leaves_the_picture(name: str):
     timeline = EXAMPLES[name]()
-    rows = tuple(replace(row, rank=row.rank + 1000) for row in timeline.rows)  # long names, and a plan that is too long for a line
-    figure = draw(replace(timeline, rows=rows), "dp=1,pp=4,cuts=" + "+".join(f"model.layers.{number}" for number in range(20)))
+    # long names, and a plan that is too long for a line
+    rows = tuple(replace(row, rank=row.rank + 1000) for row in timeline.rows)
+    figure = draw(
+        replace(timeline, rows=rows),
+        "dp=1,pp=4,cuts=" + "+".join(f"model.layers.{number}" for number in range(20)),
+    )
     written = extents(figure)
     width, height = figure.bbox.width, figure.bbox.height
     for text, box in written:
-        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, f"{text} leaves the picture"
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, (
+            f"{text} leaves the picture"
+        )
     ordered = sorted(written, key=lambda each: each[1].x0)
     for number, (one, box) in enumerate(ordered):
         for other, next_ in ordered[number + 1 :]:
             if next_.x0 > box.x1:
                 break
-            assert box.y1 <= next_.y0 or next_.y1 <= box.y0 or next_.x0 >= box.x1, f"{one} and {other} overlap"
+            assert box.y1 <= next_.y0 or next_.y1 <= box.y0 or next_.x0 >= box.x1, (
+                f"{one} and {other} overlap"
+            )
 
 
-@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.long), "zb-h1", pytest.param("interleaved", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("1f1b", marks=pytest.mark.long),
+        "zb-h1",
+        pytest.param("interleaved", marks=pytest.mark.long),
+    ],
+)
 def test_labels_lie_in_their_boxes(name: str):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.patches import Rectangle
@@ -265,13 +322,20 @@ def test_labels_lie_in_their_boxes(name: str):
     figure = draw(timeline)
     FigureCanvasAgg(figure).draw()
     axes = figure.axes[0]
-    boxes = [patch.get_window_extent() for patch in axes.patches if isinstance(patch, Rectangle) and patch.get_linewidth() > 0]
+    boxes = [
+        patch.get_window_extent()
+        for patch in axes.patches
+        if isinstance(patch, Rectangle) and patch.get_linewidth() > 0
+    ]
     assert len(boxes) == sum(len(row.actions) for row in timeline.rows)
     labels = [text for text in axes.texts if re.fullmatch(r"\d*[FBIW]\d+", text.get_text())]
     assert len(labels) >= 0.9 * len(boxes)
     for label in labels:
         inner = label.get_window_extent()
-        assert any(box.x0 < inner.x0 and inner.x1 < box.x1 and box.y0 < inner.y0 and inner.y1 < box.y1 for box in boxes), label.get_text()
+        assert any(
+            box.x0 < inner.x0 and inner.x1 < box.x1 and box.y0 < inner.y0 and inner.y1 < box.y1
+            for box in boxes
+        ), label.get_text()
 
 
 @pytest.mark.long

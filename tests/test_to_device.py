@@ -41,17 +41,41 @@ def test_every_tensor_is_moved_and_the_build_is_kept():
         "packed": pack_sequence([x]),
     }
     moved = to_device(tree, "meta")
-    places = [moved["list"][0], moved["pair"].x, moved["pair"].y[0], moved["batch"].x, moved["ordered"]["a"], moved["user"]["a"], moved["fixed"]["a"]]
+    places = [
+        moved["list"][0],
+        moved["pair"].x,
+        moved["pair"].y[0],
+        moved["batch"].x,
+        moved["ordered"]["a"],
+        moved["user"]["a"],
+        moved["fixed"]["a"],
+    ]
     assert all(value.device.type == "meta" for value in places)
-    assert moved["list"][1:] == [1, "text", None] and moved["batch"].names == ["a"] and moved["graph"].device == "meta"
-    assert [type(moved[key]) for key in ("pair", "batch", "ordered", "user")] == [Pair, Batch, OrderedDict, UserDict]
+    assert (
+        moved["list"][1:] == [1, "text", None]
+        and moved["batch"].names == ["a"]
+        and moved["graph"].device == "meta"
+    )
+    assert [type(moved[key]) for key in ("pair", "batch", "ordered", "user")] == [
+        Pair,
+        Batch,
+        OrderedDict,
+        UserDict,
+    ]
     assert moved["packed"].data.device.type == "meta"
     assert tree["batch"].x is x and tree["user"]["a"] is x  # the original is left alone
 
 
 def test_dtype_casts_floating_point_only():
     moved = to_device(
-        [torch.ones(1), torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.int64), torch.ones(1).bool()], "cpu", torch.float64
+        [
+            torch.ones(1),
+            torch.ones(1, dtype=torch.bfloat16),
+            torch.ones(1, dtype=torch.int64),
+            torch.ones(1).bool(),
+        ],
+        "cpu",
+        torch.float64,
     )
     assert [value.dtype for value in moved] == [torch.float64, torch.float64, torch.int64, torch.bool]
     assert to_device(pack_sequence([torch.ones(2)]), "cpu", torch.float64).data.dtype == torch.float64

@@ -79,7 +79,11 @@ def _mistakes() -> dict[str, Any]:
     if rank == 0:
         work = dist.barrier(async_op=True)
         began = time.monotonic()
-        found["late"] = _error_of(lambda: work.wait(timedelta(seconds=0.2))), not work.is_completed(), time.monotonic() - began > 0.19
+        found["late"] = (
+            _error_of(lambda: work.wait(timedelta(seconds=0.2))),
+            not work.is_completed(),
+            time.monotonic() - began > 0.19,
+        )
         future = work.get_future()
         dist.group.WORLD.get_group_store().set("go", "")
         future.wait()  # completed by another thread
@@ -90,24 +94,47 @@ def _mistakes() -> dict[str, Any]:
     beside = dist.new_group(backend="cuda:shm,cpu:gloo")
     tensor = torch.ones(2)
     dist.all_reduce(tensor, group=beside)
-    found["beside"] = tensor.tolist(), type(beside._get_backend(torch.device("cpu"))).__name__, beside._get_backend(torch.device("cuda")) is beside
+    found["beside"] = (
+        tensor.tolist(),
+        type(beside._get_backend(torch.device("cpu"))).__name__,
+        beside._get_backend(torch.device("cuda")) is beside,
+    )
     only = dist.new_group(backend="cuda:shm")
     found["device"] = _error_of(lambda: dist.all_reduce(tensor, group=only))
     unequal = dist.all_reduce(torch.ones(2 + rank), group=dist.new_group(backend="shm"), async_op=True)
     found["future"] = _error_of(unequal.get_future().wait)
-    found["calls"] = _error_of(lambda: dist.all_reduce(torch.ones(3)) if rank == 0 else dist.broadcast(torch.ones(2), 0))
+    found["calls"] = _error_of(
+        lambda: dist.all_reduce(torch.ones(3)) if rank == 0 else dist.broadcast(torch.ones(2), 0)
+    )
     return found
 
 
 def test_mistakes_are_told_in_a_sentence_and_are_runtime_errors():
     first, second = on_ranks(_mistakes, 2)
-    assert first["sizes"] == "all_gather on rank 0 needs 2 tensors of float32[2], and was given float32[3], float32[3]."
-    assert first["rows"] == "all_to_all: 3 rows do not divide equally over 2 ranks; say how many each one gets."
-    assert first["sparse"] == "The shm backend reduces sparse tensors one by one and with SUM only; make them dense first."
+    assert (
+        first["sizes"]
+        == "all_gather on rank 0 needs 2 tensors of float32[2], and was given float32[3], float32[3]."
+    )
+    assert (
+        first["rows"] == "all_to_all: 3 rows do not divide equally over 2 ranks; say how many each one gets."
+    )
+    assert (
+        first["sparse"]
+        == "The shm backend reduces sparse tensors one by one and with SUM only; make them dense first."
+    )
     assert first["complex"] == "Tensors of torch.complex64 cannot be reduced by max."
-    assert first["late"] == ("barrier has reached its timeout of 0.2 s while other ranks had not started it.", True, True, True, True)
+    assert first["late"] == (
+        "barrier has reached its timeout of 0.2 s while other ranks had not started it.",
+        True,
+        True,
+        True,
+        True,
+    )
     assert first["beside"] == second["beside"] == ([2.0, 2.0], "ProcessGroupGloo", True)
-    assert first["device"] == "This group has no backend for cpu tensors, it was made with 'cuda:shm'; add 'cpu:shm' to it."
+    assert (
+        first["device"]
+        == "This group has no backend for cpu tensors, it was made with 'cuda:shm'; add 'cpu:shm' to it."
+    )
     for rank, each in enumerate((first, second)):
         own, other = (f"all_reduce sum of float32[{2 + either}]" for either in (rank, 1 - rank))
         assert each["future"].startswith(f"rank {rank} called {own} where rank {1 - rank} called {other}")
@@ -119,7 +146,10 @@ def test_mistakes_are_told_in_a_sentence_and_are_runtime_errors():
 def test_ranks_of_several_hosts_are_refused():
     store = dist.HashStore()
     store.set("1", "another-boot node2")
-    with pytest.raises(CollectiveError, match=r"several \(rank 0 on .+, rank 4 on node2\). Use the backend gloo, or meshloom's launcher."):
+    with pytest.raises(
+        CollectiveError,
+        match=r"several \(rank 0 on .+, rank 4 on node2\). Use the backend gloo, or meshloom's launcher.",
+    ):
         check_one_host(store, 0, ["rank 0", "rank 4"], timedelta(seconds=5))
 
 
@@ -131,5 +161,7 @@ def test_a_rank_that_does_not_join_is_named():
 def test_without_the_compiled_engine_importing_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shm, "_engine", None)
     monkeypatch.delitem(sys.modules, "meshloom.comm.torch_backend", raising=False)
-    with pytest.raises(DeviceError, match="The shm backend is not available: .* install a C compiler and Python's headers"):
+    with pytest.raises(
+        DeviceError, match="The shm backend is not available: .* install a C compiler and Python's headers"
+    ):
         importlib.import_module("meshloom.comm.torch_backend")

@@ -1,12 +1,15 @@
-"""What PyTorch's own tests of tensor parallelism expect is held against plans: the same models and sizes, the same checks, and its counts of collectives as bounds.
+"""What PyTorch's own tests of tensor parallelism expect is held against plans: the same models and sizes, the
+same checks, and its counts of collectives as bounds.
 
-After `test/distributed/tensor/parallel` of PyTorch: test_tp_examples.py (MLP, transformer, frozen parameters, weight tying, loss parallel), test_tp_style.py and
-test_parallelize_api.py (columns, rows, embeddings, sequence-parallel norms), test_tp_random_state.py (first values), all on four ranks. What those tests say
-of layouts that a user declares by hand (PrepareModuleInput and the like) has no counterpart, as nothing is declared here; nor have the patterns of
-test_micro_pipeline_tp.py, which are the compiler's.
+After `test/distributed/tensor/parallel` of PyTorch: test_tp_examples.py (MLP, transformer, frozen parameters,
+weight tying, loss parallel), test_tp_style.py and test_parallelize_api.py (columns, rows, embeddings,
+sequence-parallel norms), test_tp_random_state.py (first values), all on four ranks. What those tests say of
+layouts that a user declares by hand (PrepareModuleInput and the like) has no counterpart, as nothing is
+declared here; nor have the patterns of test_micro_pipeline_tp.py, which are the compiler's.
 
-Two ways of counting differ. A loss is a number on every rank, where DTensor leaves its last sum to the user, so an all-reduce of one number is not counted.
-And an input that was gathered is gathered once more in the backward rather than kept; DTensor keeps it. Those gathers are counted apart.
+Two ways of counting differ. A loss is a number on every rank, where DTensor leaves its last sum to the user,
+so an all-reduce of one number is not counted. And an input that was gathered is gathered once more in the
+backward rather than kept; DTensor keeps it. Those gathers are counted apart.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ Build = Callable[[], nn.Module]
 Loss = Callable[[Any, Any], Any]
 Counts = Mapping[str, int]
 
-TALKING_COSTS = Rates()  # starting a collective takes longer than anything else in models this small, so as few as possible are started
+# starting a collective takes longer than anything else in models this small, so as few as possible are
+# started
+TALKING_COSTS = Rates()
 VOLUME_COSTS = Rates(start_seconds=0.0, latency_seconds=0.0)
 COMPUTING_COSTS = Rates(
     flops_per_second=1e6, bytes_per_second=1e4, memory_price=1e6
@@ -77,7 +82,9 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.wq, self.wk, self.wv)
+        )
         return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
@@ -106,9 +113,18 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens [b, s <= 16] -> logits [b, s, vocabulary]; the head is the embedding, unless `tied` is False. trained: the parameters that are; None: all."""
+    """Tokens [b, s <= 16] -> logits [b, s, vocabulary]; the head is the embedding, unless `tied` is False.
+    trained: the parameters that are; None: all."""
 
-    def __init__(self, *, width: int = 16, heads: int = 4, vocabulary: int = 8, tied: bool = True, trained: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        width: int = 16,
+        heads: int = 4,
+        vocabulary: int = 8,
+        tied: bool = True,
+        trained: tuple[str, ...] | None = None,
+    ) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.tok_embeddings, self.pos_embeddings = nn.Embedding(vocabulary, width), nn.Embedding(16, width)
@@ -120,19 +136,24 @@ class Transformer(nn.Module):
             parameter.requires_grad_(trained is None or name in trained)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok_embeddings(tokens) + self.pos_embeddings(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tok_embeddings(tokens) + self.pos_embeddings(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for layer in self.layers:
             x = layer(x)
         return self.output(self.norm(x))
 
 
 class Given(nn.Module):
-    """A module whose input [shape] is made within the model, of a parameter, so that it may be divided or have a gradient: x + input."""
+    """A module whose input [shape] is made within the model, of a parameter, so that it may be divided or
+    have a gradient: x + input."""
 
     def __init__(self, module: nn.Module, *shape: int, trained: bool = True) -> None:
         super().__init__()
         self.module = module
-        self.input = nn.Parameter(torch.rand(shape, generator=torch.Generator().manual_seed(1)), requires_grad=trained)
+        self.input = nn.Parameter(
+            torch.rand(shape, generator=torch.Generator().manual_seed(1)), requires_grad=trained
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module(x + self.input)
@@ -145,14 +166,18 @@ def total_and_output(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def weighed(model: nn.Module, batch: Any) -> Tensor:
-    """The sum of the output times given weights: the output may stay divided, and no two of its elements count alike."""
+    """The sum of the output times given weights: the output may stay divided, and no two of its elements
+    count alike."""
     return (model(batch["x"]) * batch["weights"]).sum()
 
 
 def normal(*shape: int, **more: tuple[int, ...]) -> dict[str, Tensor]:
     """x [shape] and further fields, normal."""
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(size, generator=generator, dtype=torch.float64) for name, size in {"x": shape, **more}.items()}
+    return {
+        name: torch.randn(size, generator=generator, dtype=torch.float64)
+        for name, size in {"x": shape, **more}.items()
+    }
 
 
 def tokens(*shape: int, vocabulary: int = 8) -> dict[str, Tensor]:
@@ -164,7 +189,8 @@ def tokens(*shape: int, vocabulary: int = 8) -> dict[str, Tensor]:
 class Counted:
     """Kind of collective -> how many a rank started.
 
-    regathered: of those in the backward, gathers of an input once more. at_the_end: sums of gradients, once a step.
+    regathered: of those in the backward, gathers of an input once more. at_the_end: sums of gradients, once a
+        step.
     """
 
     forward: Counts
@@ -179,16 +205,32 @@ class Counted:
 
 
 def read(build: Build, loss: Loss, batch: Any) -> Program:
-    job = Job(model=build, loss=loss, optimizer=lambda named: torch.optim.SGD(named), data=lambda: [0], batch_size=1, steps=1)
+    job = Job(
+        model=build,
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named),
+        data=lambda: [0],
+        batch_size=1,
+        steps=1,
+    )
     return capture(job, (batch, {name: each.flip(0) for name, each in batch.items()}), dtype=torch.float64)
 
 
 def divide(
-    build: Build, loss: Loss, batch: Any, num_ranks: int = 4, *, program: Program | None = None, rates: Rates = TALKING_COSTS, **pins: str
+    build: Build,
+    loss: Loss,
+    batch: Any,
+    num_ranks: int = 4,
+    *,
+    program: Program | None = None,
+    rates: Rates = TALKING_COSTS,
+    **pins: str,
 ) -> Counted:
-    """Divide, run forward and backward on all ranks, compare outputs and gradients with the module's own, and count.
+    """Divide, run forward and backward on all ranks, compare outputs and gradients with the module's own, and
+    count.
 
-    program: the loss, where it was read already. pins: module -> how its parameters are divided, dots of its name written as two underscores.
+    program: the loss, where it was read already. pins: module -> how its parameters are divided, dots of its
+        name written as two underscores.
     """
     model = build().double()
     outputs = loss(model, batch)
@@ -201,7 +243,10 @@ def divide(
     forward: list[Counts] = [{}] * num_ranks
 
     def run(rank: int) -> None:
-        found = {name: take(part.parameters[name], rank, each.detach()).clone() for name, each in model.named_parameters()}
+        found = {
+            name: take(part.parameters[name], rank, each.detach()).clone()
+            for name, each in model.named_parameters()
+        }
         for name, each in model.named_parameters():
             found[name].requires_grad_(each.requires_grad)
         buffers = {name: take(part.buffers[name], rank, each) for name, each in model.named_buffers()}
@@ -209,13 +254,17 @@ def divide(
         forward[rank] = {kind: count.calls for kind, count in groups[rank].counts.items()}
         one, *others = results if isinstance(results, tuple) else (results,)
         one.backward()
-        for mine, expected in zip((one, *others), outputs if isinstance(outputs, tuple) else (outputs,), strict=True):
+        for mine, expected in zip(
+            (one, *others), outputs if isinstance(outputs, tuple) else (outputs,), strict=True
+        ):
             torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
         for name, each in model.named_parameters():
             gradients[name][rank] = found[name].grad
             assert found[name].requires_grad == each.requires_grad
 
-    gradients: dict[str, list[Tensor | None]] = {name: [None] * num_ranks for name, _ in model.named_parameters()}
+    gradients: dict[str, list[Tensor | None]] = {
+        name: [None] * num_ranks for name, _ in model.named_parameters()
+    }
     turns.run([lambda rank=rank: run(rank) for rank in range(num_ranks)])
     for name, each in model.named_parameters():
         if each.grad is None:
@@ -240,15 +289,22 @@ def divide(
     back = Counter(counts[0]) - Counter(forward[0])
     assert not any(each.backward for each in numbers)
     regathered = sum(
-        isinstance(node.target, GatheredLinears) and node.target.change.source == "part" and any(out.requires_grad for out in node.outputs)
+        isinstance(node.target, GatheredLinears)
+        and node.target.change.source == "part"
+        and any(out.requires_grad for out in node.outputs)
         for node in part.programs[0].nodes
     )
-    return Counted(forward=ahead, backward=back, regathered=regathered, at_the_end=len(sent_at_the_end(part, 0)))
+    return Counted(
+        forward=ahead, backward=back, regathered=regathered, at_the_end=len(sent_at_the_end(part, 0))
+    )
 
 
 def assert_within(found: Counts, bound: Counts) -> None:
-    """No more collectives are started, and none that send more. An all-reduce sends what a reduce-scatter and a gather do."""
-    assert _total(found) <= _total(bound) and _halves(found) <= _halves(bound), f"{dict(found)} against {dict(bound)}"
+    """No more collectives are started, and none that send more. An all-reduce sends what a reduce-scatter and
+    a gather do."""
+    assert _total(found) <= _total(bound) and _halves(found) <= _halves(bound), (
+        f"{dict(found)} against {dict(bound)}"
+    )
 
 
 def _total(counts: Counts) -> int:
@@ -268,7 +324,9 @@ TRANSFORMER_PINS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("hidden", "out", "samples", "num_ranks"), [(16, 10, 8, 4), (17, 11, 7, 3), (5, 3, 1, 2)])
+@pytest.mark.parametrize(
+    ("hidden", "out", "samples", "num_ranks"), [(16, 10, 8, 4), (17, 11, 7, 3), (5, 3, 1, 2)]
+)
 def test_mlp(hidden: int, out: int, samples: int, num_ranks: int):
     found = divide(lambda: MLP(hidden, out), total_and_output, normal(samples, 10), num_ranks, **MLP_PINS)
     assert found == Counted(forward={"all_reduce": 1}, backward={}, regathered=0)
@@ -288,7 +346,13 @@ def test_mlp_between_parts_of_the_samples(hidden: int, samples: int, num_ranks: 
 @pytest.mark.parametrize(("width", "heads", "vocabulary", "num_ranks"), [(16, 4, 8, 4), (15, 5, 7, 3)])
 def test_transformer(width: int, heads: int, vocabulary: int, num_ranks: int):
     build = lambda: Transformer(width=width, heads=heads, vocabulary=vocabulary)  # noqa: E731
-    found = divide(build, total_and_output, tokens(vocabulary, vocabulary, vocabulary=vocabulary), num_ranks, **TRANSFORMER_PINS)
+    found = divide(
+        build,
+        total_and_output,
+        tokens(vocabulary, vocabulary, vocabulary=vocabulary),
+        num_ranks,
+        **TRANSFORMER_PINS,
+    )
     assert_within(found.forward, {"all_reduce": 6, "all_gather": 1})
     assert_within(found.backward, {"all_reduce": 9})
     assert found.forward == {"all_reduce": 5, "all_gather": 1}  # both embeddings are added up at once
@@ -296,7 +360,12 @@ def test_transformer(width: int, heads: int, vocabulary: int, num_ranks: int):
 
 
 def test_transformer_without_pins():
-    found = divide(Transformer, total_and_output, tokens(8, 8), rates=replace(TALKING_COSTS, start_seconds=0.0, latency_seconds=0.0))
+    found = divide(
+        Transformer,
+        total_and_output,
+        tokens(8, 8),
+        rates=replace(TALKING_COSTS, start_seconds=0.0, latency_seconds=0.0),
+    )
     assert_within(found.forward, {"all_reduce": 6, "all_gather": 1})
     assert_within(found.backward, {"all_reduce": 9})
 
@@ -331,7 +400,9 @@ def test_transformer_with_sequence_parallelism(width: int, heads: int, vocabular
         ),
     ],
 )  # fmt: skip
-def test_transformer_that_is_trained_in_part(trained: tuple[str, ...] | None, sequence: bool, backward: Counts, at_the_end: int):
+def test_transformer_that_is_trained_in_part(
+    trained: tuple[str, ...] | None, sequence: bool, backward: Counts, at_the_end: int
+):
     build = lambda: Transformer(tied=False, trained=trained)  # noqa: E731
     rates = COMPUTING_COSTS if sequence else TALKING_COSTS
     found = divide(build, total_and_output, tokens(8, 8), rates=rates, output="column", **TRANSFORMER_PINS)
@@ -349,23 +420,30 @@ def test_linear_by_columns():
     build = lambda: Given(nn.Linear(16, 24), 8, 16)  # noqa: E731
     batch = normal(8, 16, weights=(8, 24))
     found = divide(build, weighed, batch, rates=VOLUME_COSTS, module="column", input="replicated")
-    assert found.forward == {} and _total(found.backward) + found.at_the_end == 1  # one sum of the input's gradient
+    # one sum of the input's gradient
+    assert found.forward == {} and _total(found.backward) + found.at_the_end == 1
     found = divide(build, weighed, batch, rates=VOLUME_COSTS, module="column", input="dim0")
     assert found.forward == {"all_gather": 1} and found.kept == {"reduce_scatter": 1}
 
 
 def test_linear_by_rows():
-    found = divide(lambda: Given(nn.Linear(16, 10), 9, 16), total_and_output, normal(9, 16), module="row", input="dim1")
+    found = divide(
+        lambda: Given(nn.Linear(16, 10), 9, 16), total_and_output, normal(9, 16), module="row", input="dim1"
+    )
     assert found == Counted(forward={"all_reduce": 1}, backward={}, regathered=0)
     build = lambda: Given(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)), 8, 16)  # noqa: E731
-    found = divide(build, weighed, normal(8, 16, weights=(8, 16)), rates=COMPUTING_COSTS, module__0="row", input="dim1")
+    found = divide(
+        build, weighed, normal(8, 16, weights=(8, 16)), rates=COMPUTING_COSTS, module__0="row", input="dim1"
+    )
     assert found.forward == {"reduce_scatter": 1} and found.backward == {"all_gather": 1}
 
 
 def test_embedding_by_columns_and_by_rows():
     build = lambda: nn.Sequential(nn.Embedding(16, 16))  # noqa: E731
     batch = {"x": torch.arange(8).reshape(4, 2), "weights": normal(4, 2, 16)["x"]}
-    assert divide(build, weighed, batch, rates=VOLUME_COSTS, **{"0": "dim1"}) == Counted(forward={}, backward={}, regathered=0)
+    assert divide(build, weighed, batch, rates=VOLUME_COSTS, **{"0": "dim1"}) == Counted(
+        forward={}, backward={}, regathered=0
+    )
     found = divide(build, total_and_output, {"x": batch["x"]}, **{"0": "vocabulary"})
     assert found == Counted(forward={"all_reduce": 1}, backward={}, regathered=0)
 
@@ -381,11 +459,20 @@ def test_norm_of_parts_of_the_sequence(affine: bool):
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize(("shape", "num_ranks"), [((8, 16), 4), ((8, 16, 12), 4), ((5, 7, 3), 3)])
-def test_loss_parallel(shape: tuple[int, ...], num_ranks: int, reduction: str, weighted: bool, smoothing: float):
-    """Cross-entropy of logits that are divided by classes, weighted or not; by other dims a sum over them is refused, as there."""
-    batch = {"target": torch.randint(shape[1], (shape[0], *shape[2:]), generator=torch.Generator().manual_seed(0))}
+def test_loss_parallel(
+    shape: tuple[int, ...], num_ranks: int, reduction: str, weighted: bool, smoothing: float
+):
+    """Cross-entropy of logits that are divided by classes, weighted or not; by other dims a sum over them is
+    refused, as there."""
+    batch = {
+        "target": torch.randint(shape[1], (shape[0], *shape[2:]), generator=torch.Generator().manual_seed(0))
+    }
     batch["target"][0] = -100
-    weight = torch.rand(shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64) if weighted else None
+    weight = (
+        torch.rand(shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        if weighted
+        else None
+    )
 
     def build() -> nn.Module:
         model = nn.Module()
@@ -394,13 +481,17 @@ def test_loss_parallel(shape: tuple[int, ...], num_ranks: int, reduction: str, w
         return model
 
     def loss(model: Any, batch: Any) -> Any:
-        found = F.cross_entropy(model.logits, batch["target"], model.weight, reduction=reduction, label_smoothing=smoothing)
+        found = F.cross_entropy(
+            model.logits, batch["target"], model.weight, reduction=reduction, label_smoothing=smoothing
+        )
         return (found.sum(), found) if reduction == "none" else found
 
     program = read(build, loss, batch)
     for dim in range(len(shape)):
         if dim != 1 and reduction != "none":
-            with pytest.raises(PlanError, match=f"cross_entropy_loss at .* needs all dimension {dim} of logits"):
+            with pytest.raises(
+                PlanError, match=f"cross_entropy_loss at .* needs all dimension {dim} of logits"
+            ):
                 divide(build, loss, batch, num_ranks, program=program, rates=VOLUME_COSTS, logits=f"dim{dim}")
             continue
         found = divide(build, loss, batch, num_ranks, program=program, rates=VOLUME_COSTS, logits=f"dim{dim}")
@@ -411,8 +502,15 @@ def test_loss_parallel(shape: tuple[int, ...], num_ranks: int, reduction: str, w
 # Weights after several steps.
 
 
-def in_order(build: Build, batch: Mapping[str, Tensor], optimizer: Callable[..., torch.optim.Optimizer], steps: int, batch_size: int) -> Job:
-    """A job that takes samples as they come; its loss is the mean over samples of the sum of their outputs."""
+def in_order(
+    build: Build,
+    batch: Mapping[str, Tensor],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    steps: int,
+    batch_size: int,
+) -> Job:
+    """A job that takes samples as they come; its loss is the mean over samples of the sum of their
+    outputs."""
 
     def loss(model: Any, batch: Any) -> Tensor:
         return model(batch["x"]).sum() / len(batch["x"])
@@ -430,7 +528,9 @@ def plain(job: Job) -> tuple[list[float], dict[str, Tensor]]:
     data: Any = job.data()
     losses: list[float] = []
     for step in range(job.steps):
-        batch = torch.utils.data.default_collate([data[at] for at in range(step * job.batch_size, (step + 1) * job.batch_size)])
+        batch = torch.utils.data.default_collate(
+            [data[at] for at in range(step * job.batch_size, (step + 1) * job.batch_size)]
+        )
         optimizer.zero_grad()
         loss = job.loss(model, batch)
         loss.backward()
@@ -451,13 +551,17 @@ def trained(job: Job, plan: Plan, devices: str = "simulated") -> tuple[list[floa
 def make(name: str) -> tuple[Job, dict[str, str]]:
     """A job of these tests, and how its model is divided."""
     if name == "mlp":
-        return in_order(MLP, normal(40, 10), torch.optim.SGD, 5, 8), {key.replace("__", "."): value for key, value in MLP_PINS.items()}
+        return in_order(MLP, normal(40, 10), torch.optim.SGD, 5, 8), {
+            key.replace("__", "."): value for key, value in MLP_PINS.items()
+        }
     if name == "weight_tying":
         return in_order(tied_pair, tokens(20, vocabulary=16), torch.optim.SGD, 4, 5), {"0": "dim1"}
     odd = {"width": 15, "heads": 5, "vocabulary": 7} if name == "odd transformer" else {}
     build = lambda: Transformer(**odd)  # noqa: E731
     batch = tokens(80, 8, vocabulary=odd.get("vocabulary", 8))
-    return in_order(build, batch, torch.optim.Adam, 10, 8), {key.replace("__", "."): value for key, value in TRANSFORMER_PINS.items()}
+    return in_order(build, batch, torch.optim.Adam, 10, 8), {
+        key.replace("__", "."): value for key, value in TRANSFORMER_PINS.items()
+    }
 
 
 def tied_pair() -> nn.Module:
@@ -468,10 +572,14 @@ def tied_pair() -> nn.Module:
     return model
 
 
-def assert_same(found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]) -> None:
+def assert_same(
+    found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]
+) -> None:
     assert found[0] == pytest.approx(expected[0], rel=1e-9)
     for name, each in expected[1].items():
-        torch.testing.assert_close(found[1][name], each, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[1][name], each, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -494,9 +602,13 @@ def test_first_values_are_slices_of_one_devices():
     """Ranks of a team begin with different parts of the same values; replicas begin alike."""
     job, pins = make("mlp")
     whole = dict(job.model().double().named_parameters())
-    with Trainer(job, replace(Plan.parse("dp=2,tp=2"), tp_placements=pins), devices="simulated", dtype=torch.float64) as trainer:
+    with Trainer(
+        job, replace(Plan.parse("dp=2,tp=2"), tp_placements=pins), devices="simulated", dtype=torch.float64
+    ) as trainer:
         parts = [dict(replica.named)["net1.weight"] for replica in trainer.replicas]
-        assert torch.equal(torch.cat(parts[:2]), whole["net1.weight"]) and torch.equal(torch.cat(parts[2:]), whole["net1.weight"])
+        assert torch.equal(torch.cat(parts[:2]), whole["net1.weight"]) and torch.equal(
+            torch.cat(parts[2:]), whole["net1.weight"]
+        )
         assert not torch.equal(parts[0], parts[1])
 
 

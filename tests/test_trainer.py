@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.core.errors import CheckpointError, CollectiveError, DataError, JobError, PlanError, TrainingError
+from meshloom.core.errors import (
+    CheckpointError,
+    CollectiveError,
+    DataError,
+    JobError,
+    PlanError,
+    TrainingError,
+)
 from meshloom.core.job import Evaluate, Job
 from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
@@ -59,7 +66,8 @@ def test_keyed_draws_are_the_same_under_every_plan_too() -> None:
 
 @pytest.mark.long
 def test_a_run_in_another_precision_draws_the_same_under_every_plan() -> None:
-    """What a loss draws without naming a dtype was float32 under dp and float64 under pp and tp, which are other numbers altogether."""
+    """What a loss draws without naming a dtype was float32 under dp and float64 under pp and tp, which are
+    other numbers altogether."""
 
     def noisy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return class_loss(model, {**batch, "x": batch["x"] + torch.randn(batch["x"].shape)})
@@ -78,7 +86,11 @@ def test_replicas_are_bit_identical_after_every_step() -> None:
         for batch in trainer.batches():
             trainer.step(batch)
             for replica in trainer.replicas[1:]:
-                for (name, here), there in zip(trainer.replicas[0].model.state_dict().items(), replica.model.state_dict().values(), strict=True):
+                for (name, here), there in zip(
+                    trainer.replicas[0].model.state_dict().items(),
+                    replica.model.state_dict().values(),
+                    strict=True,
+                ):
                     assert torch.equal(here, there), name
 
 
@@ -93,7 +105,9 @@ def test_a_weighted_loss_divides_by_the_weight_of_the_whole_batch() -> None:
 
 def test_batches_show_this_processs_chunks() -> None:
     with Trainer(make_job("mlp", "sgd", steps=3), "dp=4,microbatches=2", devices="simulated") as trainer:
-        sizes = [[chunk.samples for chunk in batch.chunks] for batch in trainer.batches() if [trainer.step(batch)]]
+        sizes = [
+            [chunk.samples for chunk in batch.chunks] for batch in trainer.batches() if [trainer.step(batch)]
+        ]
     assert sizes == [[2, 2, 2, 2, 1, 1, 1, 1]] * 2 + [[1, 1, 1, 1, 1, 1, 0, 0]]
 
 
@@ -103,7 +117,9 @@ def test_batches_show_this_processs_chunks() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2,microbatches=2", "dp=4,zero=1", "dp=1,microbatches=4"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor", "muon"])
-def test_a_resumed_run_has_the_curve_of_the_uninterrupted_one(plan: str, optimizer: str, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_curve_of_the_uninterrupted_one(
+    plan: str, optimizer: str, tmp_path: Path
+) -> None:
     job = make_job("gpt", optimizer, steps=7)
     expected = losses(job, "dp=2,microbatches=2")
     with Trainer(job, "dp=2,microbatches=2", devices="simulated", steps=3, out=tmp_path) as trainer:
@@ -112,7 +128,8 @@ def test_a_resumed_run_has_the_curve_of_the_uninterrupted_one(plan: str, optimiz
     if plan == "dp=2,microbatches=2":
         assert found == expected[3:]
     else:
-        assert found == pytest.approx(expected[3:], rel=1e-4)  # float32, sums in another order; see the table of tolerances in verify
+        # float32, sums in another order; see the table of tolerances in verify
+        assert found == pytest.approx(expected[3:], rel=1e-4)
 
 
 def test_running_statistics_are_part_of_a_checkpoint(tmp_path: Path) -> None:
@@ -128,10 +145,20 @@ def test_running_statistics_are_part_of_a_checkpoint(tmp_path: Path) -> None:
 def test_checkpoints_are_written_when_due_and_old_ones_go(tmp_path: Path) -> None:
     job = make_job("mlp", "sgd", steps=7, checkpoint_every=2, keep_checkpoints=3)
     seen: list[int] = []
-    with Trainer(job, "dp=2", devices="simulated", out=tmp_path, listener=Listener(saved=lambda step, path: seen.append(step))) as trainer:
+    with Trainer(
+        job,
+        "dp=2",
+        devices="simulated",
+        out=tmp_path,
+        listener=Listener(saved=lambda step, path: seen.append(step)),
+    ) as trainer:
         summary = trainer.fit()
     assert seen == [2, 4, 6, 7]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006", "step-00000007"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+        "step-00000007",
+    ]
     assert summary.checkpoint == tmp_path / "step-00000007"
 
 
@@ -139,7 +166,10 @@ def test_nothing_is_left_to_resume_says_how_to_go_on(tmp_path: Path) -> None:
     job = make_job("mlp", "sgd", steps=2)
     with Trainer(job, "dp=2", devices="simulated", out=tmp_path) as trainer:
         trainer.fit()
-    with pytest.raises(CheckpointError, match="is at step 2 and the run has 2 steps, so nothing is left. Give more with --steps"):
+    with pytest.raises(
+        CheckpointError,
+        match="is at step 2 and the run has 2 steps, so nothing is left. Give more with --steps",
+    ):
         Trainer(job, "dp=2", devices="simulated", resume=tmp_path)
 
 
@@ -193,11 +223,18 @@ def test_evaluation_does_not_change_training() -> None:
     assert found == losses(job, "dp=2")
 
 
-@pytest.mark.parametrize("plan", few(["dp=3", "dp=2,microbatches=3,zero=1", "dp=2,bucket_bytes=100", "dp=4,sync_batch_norm=true"], 3))
-@pytest.mark.parametrize("model", ["cnn", *(pytest.param(each, marks=pytest.mark.long) for each in ("gpt", "branch"))])
+@pytest.mark.parametrize(
+    "plan",
+    few(["dp=3", "dp=2,microbatches=3,zero=1", "dp=2,bucket_bytes=100", "dp=4,sync_batch_norm=true"], 3),
+)
+@pytest.mark.parametrize(
+    "model", ["cnn", *(pytest.param(each, marks=pytest.mark.long) for each in ("gpt", "branch"))]
+)
 def test_predicted_bytes_are_the_counted_ones(plan: str, model: str) -> None:
     job = make_job(model, "muon", steps=3, clip_grad_norm=1.0, drop_last=True)
-    with Trainer(replace(job, evaluate=Evaluate(job.data, {"loss": job.loss}, every=2)), plan, devices="simulated") as trainer:
+    with Trainer(
+        replace(job, evaluate=Evaluate(job.data, {"loss": job.loss}, every=2)), plan, devices="simulated"
+    ) as trainer:
         summary = trainer.fit()
     assert summary.predicted == summary.counted
     assert summary.counted.total("dp") > 0
@@ -210,15 +247,25 @@ def test_a_loss_that_is_not_finite_names_rank_step_and_module() -> None:
     class Breaks(MLP):
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.second(torch.tanh(self.first(x)))
-            return self.head(hidden / 0.0 if bool((x == vectors().fields["x"][marked]).all(1).any()) else hidden)
+            return self.head(
+                hidden / 0.0 if bool((x == vectors().fields["x"][marked]).all(1).any()) else hidden
+            )
 
     job = make_job("mlp", "sgd", steps=3, shuffle=False)
     job = replace(job, model=Breaks)
     marked = 16  # in the second batch, on the second of three ranks
     before: list[Tensor] = []
     with Trainer(job, "dp=3", devices="simulated") as trainer:
-        with pytest.raises(TrainingError, match=r"loss of step 1 is (nan|inf): rank 1, chunk 1; the first module whose output is not finite is head"):
-            train(trainer, lambda: before.__setitem__(slice(None), [each.detach().clone() for each in trainer.replicas[0].model.parameters()]))
+        with pytest.raises(
+            TrainingError,
+            match=r"loss of step 1 is (nan|inf): rank 1, chunk 1; the first module whose output is not finite is head",
+        ):
+            train(
+                trainer,
+                lambda: before.__setitem__(
+                    slice(None), [each.detach().clone() for each in trainer.replicas[0].model.parameters()]
+                ),
+            )
         for here, there in zip(before, trainer.replicas[0].model.parameters(), strict=True):
             assert torch.equal(here, there)  # not updated
 
@@ -234,8 +281,14 @@ def test_a_loss_function_that_makes_nan_is_named() -> None:
     [
         (lambda model, batch: model(batch["x"]), "a tensor of shape [6, 5], not a scalar"),
         (lambda model, batch: None, "The loss function returned a NoneType"),
-        (lambda model, batch: {"g": model(batch["x"]).sum(), "d": model(batch["x"]).sum()}, "a dict of 2. Return one scalar tensor"),
-        (lambda model, batch: (model(batch["x"]).sum(), model(batch["x"]).mean()), "alternates between several losses (a GAN) is not supported"),
+        (
+            lambda model, batch: {"g": model(batch["x"]).sum(), "d": model(batch["x"]).sum()},
+            "a dict of 2. Return one scalar tensor",
+        ),
+        (
+            lambda model, batch: (model(batch["x"]).sum(), model(batch["x"]).mean()),
+            "alternates between several losses (a GAN) is not supported",
+        ),
         (lambda model, batch: model(batch["x"]).sum().detach(), "does not depend on any trainable parameter"),
     ],
 )
@@ -263,8 +316,15 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
 
 def test_ranks_that_build_different_models_are_told() -> None:
     sizes = iter([3, 4])
-    with pytest.raises(CollectiveError, match=r"Ranks disagree: weight is \"\[4, 7\] .* on rank 1 and \"\[3, 7\] .* on rank 0"):
-        Trainer(replace(make_job("mlp", "sgd"), model=lambda: nn.Linear(7, next(sizes))), "dp=2", devices="simulated")
+    with pytest.raises(
+        CollectiveError,
+        match=r"Ranks disagree: weight is \"\[4, 7\] .* on rank 1 and \"\[3, 7\] .* on rank 0",
+    ):
+        Trainer(
+            replace(make_job("mlp", "sgd"), model=lambda: nn.Linear(7, next(sizes))),
+            "dp=2",
+            devices="simulated",
+        )
 
 
 def test_a_parameter_that_drifts_on_one_replica_is_named() -> None:
@@ -313,7 +373,9 @@ def test_a_batch_of_another_trainer_shape_still_counts_its_steps() -> None:
         assert [batch.step for batch in trainer.batches() if [trainer.step(batch)]] == [1]
 
 
-def test_a_plan_in_the_program_and_another_on_the_command_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_in_the_program_and_another_on_the_command_line_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MESHLOOM_PLAN", "dp=2,zero=1")
     with pytest.raises(PlanError, match="own plan is dp=2 and the command line says --plan dp=2,zero=1"):
         Trainer(make_job("mlp", "sgd"), "dp=2")
@@ -328,12 +390,29 @@ def test_a_loss_that_mixes_means_and_sums_is_refused() -> None:
         losses(replace(make_job("mlp", "sgd"), loss=mixed), "dp=5")
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=2,zero=1", pytest.param("tp=2", marks=pytest.mark.long), "dp=2,exchange=async,servers=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=1",
+        "dp=2",
+        "dp=2,zero=1",
+        pytest.param("tp=2", marks=pytest.mark.long),
+        "dp=2,exchange=async,servers=2",
+    ],
+)
 def test_a_scheduler_that_looks_at_the_loss_is_announced_under_every_plan(plan: str):
-    """It was stepped in every step with the training loss, while people expect it to follow epochs or an evaluation; nothing said so."""
-    the_job = make_job("mlp", "sgd", steps=2, scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=3))
+    """It was stepped in every step with the training loss, while people expect it to follow epochs or an
+    evaluation; nothing said so."""
+    the_job = make_job(
+        "mlp",
+        "sgd",
+        steps=2,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=3),
+    )
     notes: list[str] = []
-    with Trainer(the_job, plan, devices="simulated", listener=Listener(started=lambda text: None, note=notes.append)) as trainer:
+    with Trainer(
+        the_job, plan, devices="simulated", listener=Listener(started=lambda text: None, note=notes.append)
+    ) as trainer:
         trainer.fit()
     assert [note.partition(". ")[0] for note in notes if "ReduceLROnPlateau" in note] == [
         "ReduceLROnPlateau is stepped after every step, with that step's training loss: patience=3 are steps, not epochs or evaluations"

@@ -1,4 +1,5 @@
-"""Every chunk of a step reads buffers as the step found them, under every plan, and what chunks write is merged in their order (docs/buffers.md)."""
+"""Every chunk of a step reads buffers as the step found them, under every plan, and what chunks write is
+merged in their order (docs/buffers.md)."""
 
 from __future__ import annotations
 
@@ -40,28 +41,50 @@ def trained(case: str, plan: str) -> Trained:
         for batch in trainer.batches():
             losses.append(trainer.step(batch))
             metrics.append(trainer.evaluate()["loss"])
-        state = {name: each.clone() for name, each in trainer.together(lambda replica: replica.whole_state())[0].items()}
+        state = {
+            name: each.clone()
+            for name, each in trainer.together(lambda replica: replica.whole_state())[0].items()
+        }
     return Trained(losses, metrics, state)
 
 
 def agree(found: Trained, expected: Trained) -> None:
     """rtol 1e-9: float64, other orders of sums, amplified by four steps and by normalisation."""
-    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(expected.losses), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(torch.tensor(found.metrics), torch.tensor(expected.metrics), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        torch.tensor(found.losses), torch.tensor(expected.losses), rtol=1e-9, atol=1e-9
+    )
+    torch.testing.assert_close(
+        torch.tensor(found.metrics), torch.tensor(expected.metrics), rtol=1e-9, atol=1e-9
+    )
     for name, value in expected.state.items():
-        torch.testing.assert_close(found.state[name], value, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found.state[name], value, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def combinations(usual: list[tuple[str, str]], often: list[tuple[str, str]], turn: int) -> list[Any]:
-    """What is usual or often; and, in `make test-all`, every other case and plan, in turn, so that each pair of them is in one of two tests."""
+    """What is usual or often; and, in `make test-all`, every other case and plan, in turn, so that each pair
+    of them is in one of two tests."""
     marks: dict[tuple[str, str], Any] = {**dict.fromkeys(often, pytest.mark.long), **dict.fromkeys(usual, ())}
-    rest = [(case, plan) for row, case in enumerate(CASES) for column, plan in enumerate(PLANS) if (row + column) % 2 == turn]
-    return [pytest.param(*each, marks=marks.get(each, pytest.mark.slow)) for each in dict.fromkeys([*marks, *rest])]
+    rest = [
+        (case, plan)
+        for row, case in enumerate(CASES)
+        for column, plan in enumerate(PLANS)
+        if (row + column) % 2 == turn
+    ]
+    return [
+        pytest.param(*each, marks=marks.get(each, pytest.mark.slow))
+        for each in dict.fromkeys([*marks, *rest])
+    ]
 
 
 @pytest.mark.parametrize(
     ("case", "plan"),
-    combinations([("annealed", "microbatches=4")], [("moco", "dp=2"), ("dino", PLANS[5]), ("shifted queue", "tp=2,microbatches=3")], 0),
+    combinations(
+        [("annealed", "microbatches=4")],
+        [("moco", "dp=2"), ("dino", PLANS[5]), ("shifted queue", "tp=2,microbatches=3")],
+        0,
+    ),
 )
 def test_a_plan_trains_by_the_rule(case: str, plan: str):
     found = trained(case, plan)
@@ -69,7 +92,10 @@ def test_a_plan_trains_by_the_rule(case: str, plan: str):
 
 
 @pytest.mark.parametrize(
-    ("case", "plan"), combinations([], [("spectral norm", "dp=2"), ("batch renorm", "tp=2,microbatches=3"), ("annealed", PLANS[8])], 1)
+    ("case", "plan"),
+    combinations(
+        [], [("spectral norm", "dp=2"), ("batch renorm", "tp=2,microbatches=3"), ("annealed", PLANS[8])], 1
+    ),
 )
 def test_verify_holds_plans_to_the_rule(case: str, plan: str):
     report = verify(job_of(case), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=3)
@@ -79,8 +105,15 @@ def test_verify_holds_plans_to_the_rule(case: str, plan: str):
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2", "microbatches=4"])
 def test_a_queue_with_a_pointer_of_python_s_keeps_keys_labels_and_pointer_together(plan: str):
-    """The story: where old and new labels are equal by chance in the first slots, the chunk seemed not to write them, and the tie to the pointer was missed."""
-    report = verify(job_of("moco", model=Sliced, batch_size=8), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=4)
+    """The story: where old and new labels are equal by chance in the first slots, the chunk seemed not to
+    write them, and the tie to the pointer was missed."""
+    report = verify(
+        job_of("moco", model=Sliced, batch_size=8),
+        Plan.parse(plan),
+        devices="simulated",
+        dtype=torch.float64,
+        steps=4,
+    )
     assert report is not None and report.passed, (report.first_wrong, report.causes)
 
 
@@ -88,7 +121,9 @@ def test_a_queue_with_a_pointer_of_python_s_keeps_keys_labels_and_pointer_togeth
 def test_the_rule_is_said_in_one_line_where_a_job_needs_it(capsys: pytest.CaptureFixture[str]):
     rule = "as the step found them; what the chunks write is merged in their order (docs/buffers.md)."
     trained("moco", "dp=2")
-    assert capsys.readouterr().err.splitlines()[1:] == [f"meshloom: Every chunk of a step reads buffers queue, labels, pointer {rule}"]
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        f"meshloom: Every chunk of a step reads buffers queue, labels, pointer {rule}"
+    ]
     trained("moco", "dp=1")
     assert "buffer" not in capsys.readouterr().err
 
@@ -109,7 +144,11 @@ class Joined(nn.Module):
 @pytest.mark.long
 def test_with_synchronised_batch_statistics_microbatches_read_what_the_step_found():
     report = verify(
-        job_of("annealed", model=Joined), Plan.parse("dp=2,microbatches=2,sync_batch_norm=true"), devices="simulated", dtype=torch.float64, steps=2
+        job_of("annealed", model=Joined),
+        Plan.parse("dp=2,microbatches=2,sync_batch_norm=true"),
+        devices="simulated",
+        dtype=torch.float64,
+        steps=2,
     )
     assert report is not None and report.passed, (report.first_wrong, report.causes)
 
@@ -149,7 +188,11 @@ PLANTED: list[tuple[Any, str]] = [
     [
         *few(((*planted, "dp=2,microbatches=2") for planted in PLANTED), 2),
         *(
-            pytest.param(*planted, "pp=2,microbatches=4,schedule=zb-h1", marks=pytest.mark.slow if number else pytest.mark.long)
+            pytest.param(
+                *planted,
+                "pp=2,microbatches=4,schedule=zb-h1",
+                marks=pytest.mark.slow if number else pytest.mark.long,
+            )
             for number, planted in enumerate(PLANTED)
         ),
     ],
@@ -161,13 +204,22 @@ def test_a_planted_bug_is_found(plant: Any, case: str, plan: str, monkeypatch: p
     if plant is reads_what_the_chunk_before_wrote:
         assert [cause.kind for cause in report.causes] == ["buffers"]
     else:
-        assert report.first_wrong and report.first_wrong.failed("buffer") and not report.steps[0].failed("gradient")
+        assert (
+            report.first_wrong
+            and report.first_wrong.failed("buffer")
+            and not report.steps[0].failed("gradient")
+        )
 
 
 @pytest.mark.long
 def test_a_worker_s_chunks_read_what_its_share_began_with():
     """Workers of an asynchronous run: one of them, as one device, the same by the rule."""
-    worker = WorkerReplica(job_of("annealed"), Plan.parse("exchange=async,dp=1,microbatches=4"), torch.device("cpu"), torch.float64)
+    worker = WorkerReplica(
+        job_of("annealed"),
+        Plan.parse("exchange=async,dp=1,microbatches=4"),
+        torch.device("cpu"),
+        torch.float64,
+    )
     expected = by_the_rule("annealed", copy.deepcopy(worker.model), 4, steps=1)
     batches = trained_batches("annealed")
     computed = worker.compute(0, batches)
@@ -177,5 +229,7 @@ def test_a_worker_s_chunks_read_what_its_share_began_with():
 
 def trained_batches(case: str) -> Any:
     """The chunks of the first step of four microbatches."""
-    with Trainer(job_of(case), Plan.parse("microbatches=4"), devices="simulated", dtype=torch.float64) as trainer:
+    with Trainer(
+        job_of(case), Plan.parse("microbatches=4"), devices="simulated", dtype=torch.float64
+    ) as trainer:
         return next(iter(trainer.batches())).shares[0]

@@ -1,4 +1,5 @@
-"""A program that was packed and unpacked is the same program: text, hash, and the bits of what it computes."""
+"""A program that was packed and unpacked is the same program: text, hash, and the bits of what it
+computes."""
 
 from __future__ import annotations
 
@@ -38,10 +39,15 @@ ALL: dict[str, Model] = {**OWN, **TRANSFORMERS}
 
 def ran(program: Program, model: nn.Module, batch: Any) -> list[Tensor]:
     """Outputs, gradients and buffers of one run."""
-    parameters = {name: each.detach().clone().requires_grad_(each.requires_grad) for name, each in model.named_parameters()}
+    parameters = {
+        name: each.detach().clone().requires_grad_(each.requires_grad)
+        for name, each in model.named_parameters()
+    }
     buffers = {name: each.detach().clone() for name, each in model.named_buffers()}
     seed_everything(5)
-    outputs = [torch.as_tensor(each) for each in tree_leaves(run_program(program, parameters, buffers, batch))]
+    outputs = [
+        torch.as_tensor(each) for each in tree_leaves(run_program(program, parameters, buffers, batch))
+    ]
     outputs[0].sum().backward()
     gradients = [each.grad for each in parameters.values() if each.grad is not None]
     return [*(each.detach() for each in outputs), *gradients, *buffers.values()]
@@ -50,14 +56,29 @@ def ran(program: Program, model: nn.Module, batch: Any) -> list[Tensor]:
 def same(one: Program, other: Program) -> None:
     assert one.describe() == other.describe() and one.digest() == other.digest()
     assert one.nodes == other.nodes and one.out_spec == other.out_spec and one.outputs == other.outputs
-    assert (one.parameters, one.buffers, one.inputs, one.updates) == (other.parameters, other.buffers, other.inputs, other.updates)
-    assert (one.in_place, one.device, one.training, one.precision) == (other.in_place, other.device, other.training, other.precision)
+    assert (one.parameters, one.buffers, one.inputs, one.updates) == (
+        other.parameters,
+        other.buffers,
+        other.inputs,
+        other.updates,
+    )
+    assert (one.in_place, one.device, one.training, one.precision) == (
+        other.in_place,
+        other.device,
+        other.training,
+        other.precision,
+    )
     assert list(one.constants) == list(other.constants)
     for name, constant in one.constants.items():
-        assert torch.equal(constant, other.constants[name]) and constant.stride() == other.constants[name].stride()
+        assert (
+            torch.equal(constant, other.constants[name])
+            and constant.stride() == other.constants[name].stride()
+        )
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in OWN else pytest.mark.slow) for name in ALL])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in OWN else pytest.mark.slow) for name in ALL]
+)
 def test_what_arrives_is_the_program_and_computes_the_same_bits(name: str):
     job, (batch, other) = job_of(*ALL[name][:2]), batches_of(ALL[name])
     seed_everything(0)
@@ -65,11 +86,16 @@ def test_what_arrives_is_the_program_and_computes_the_same_bits(name: str):
     program = capture(job, (batch, other))
     received = unpack(pack(program))
     same(received, program)
-    assert all(torch.equal(one, two) for one, two in zip(ran(received, model, other), ran(program, model, other), strict=True))
+    assert all(
+        torch.equal(one, two)
+        for one, two in zip(ran(received, model, other), ran(program, model, other), strict=True)
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in {*NOT_EXPORTED, "bloom", "glpn", "recurrent_gemma"}])
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if name not in {*NOT_EXPORTED, "bloom", "glpn", "recurrent_gemma"}]
+)
 def test_what_arrives_of_a_family_is_the_program(name: str):
     job = FAMILIES[name].make_job(True)
     data = job.data()
@@ -79,9 +105,18 @@ def test_what_arrives_of_a_family_is_the_program(name: str):
 
 
 def test_a_program_by_shapes_travels_too():
-    program = capture_shapes(job_of(*OWN["slice_writes"][:2]), batches_of(OWN["slice_writes"])[0], dtype=torch.float64, device="cuda:0")
+    program = capture_shapes(
+        job_of(*OWN["slice_writes"][:2]),
+        batches_of(OWN["slice_writes"])[0],
+        dtype=torch.float64,
+        device="cuda:0",
+    )
     received = unpack(pack(program))
-    assert received.by_shapes and received.device == torch.device("cuda:0") and received.precision == torch.float64
+    assert (
+        received.by_shapes
+        and received.device == torch.device("cuda:0")
+        and received.precision == torch.float64
+    )
     assert received.describe() == program.describe() and received.digest() == program.digest()
 
 
@@ -105,19 +140,39 @@ def with_node(**changes: Any) -> Program:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.complex128, torch.bool, torch.int8, torch.int64],
+    [
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.complex64,
+        torch.complex128,
+        torch.bool,
+        torch.int8,
+        torch.int64,
+    ],
     ids=str,
 )
 def test_constants_keep_bits_strides_and_dtype(dtype: torch.dtype):
     bits = torch.randint(0, 2, (60 * dtype.itemsize,), dtype=torch.uint8)
     constant = bits.view(dtype).view(3, 4, 5).permute(2, 0, 1)
-    program = small_program(constants={"c": constant, "empty": torch.empty(0, 3, dtype=dtype), "number": torch.ones((), dtype=dtype)})
+    program = small_program(
+        constants={
+            "c": constant,
+            "empty": torch.empty(0, 3, dtype=dtype),
+            "number": torch.ones((), dtype=dtype),
+        }
+    )
     received = unpack(pack(program))
     assert received.digest() == program.digest()
     for name, sent in program.constants.items():
         found = received.constants[name]
-        assert (found.dtype, found.shape) == (sent.dtype, sent.shape) and (found.stride() == sent.stride() or not sent.numel())
-        assert not sent.numel() or torch.equal(found.contiguous().view(-1).view(torch.uint8), sent.contiguous().view(-1).view(torch.uint8))
+        assert (found.dtype, found.shape) == (sent.dtype, sent.shape) and (
+            found.stride() == sent.stride() or not sent.numel()
+        )
+        assert not sent.numel() or torch.equal(
+            found.contiguous().view(-1).view(torch.uint8), sent.contiguous().view(-1).view(torch.uint8)
+        )
 
 
 def test_every_kind_of_argument_arrives_as_it_was():
@@ -127,7 +182,9 @@ def test_every_kind_of_argument_arrives_as_it_was():
         torch.ops.aten.relu_.default, 2**70,
     )  # fmt: skip
     found = unpack(pack(with_node(args=values, kwargs={"a": values}))).nodes[0]
-    assert (found.args, found.kwargs) == (values, {"a": values}) and list(map(type, found.args)) == list(map(type, values))
+    assert (found.args, found.kwargs) == (values, {"a": values}) and list(map(type, found.args)) == list(
+        map(type, values)
+    )
 
 
 # Each fact on which what a program computes depends.
@@ -135,7 +192,9 @@ REGION = Autocast(number=0, device="cpu", dtype=torch.bfloat16, enabled=True, ca
 META = small_program().inputs[0].meta
 CHANGES: dict[str, Program] = {
     "alias": small_program(parameters={"w": Variable(value="p_w", name="w", meta=META, aliases=("v",))}),
-    "gradient of a parameter": small_program(parameters={"w": Variable(value="p_w", name="w", meta=replace(META, requires_grad=False))}),
+    "gradient of a parameter": small_program(
+        parameters={"w": Variable(value="p_w", name="w", meta=replace(META, requires_grad=False))}
+    ),
     "no_grad": with_node(context=Context(grad=False)),
     "autocast": with_node(context=Context(autocast=(REGION,))),
     "autocast on another device": with_node(context=Context(autocast=(replace(REGION, device="cuda"),))),
@@ -165,13 +224,18 @@ CHANGES: dict[str, Program] = {
 def test_every_fact_is_in_the_hash_and_travels():
     found = {name: program.digest() for name, program in {"none": small_program(), **CHANGES}.items()}
     assert len(set(found.values())) == len(CHANGES) + 1, found
-    assert {name: unpack(pack(program)).digest() for name, program in CHANGES.items()} == {name: found[name] for name in CHANGES}
+    assert {name: unpack(pack(program)).digest() for name, program in CHANGES.items()} == {
+        name: found[name] for name in CHANGES
+    }
 
 
 def print_hashes() -> None:
     """Hashes of programs read in this process, and of their bytes."""
     seed_everything(0)
-    programs = [capture(job_of(*OWN[name][:2]), (*batches_of(OWN[name]),)) for name in ("parametrised", "slice_writes", "autocast")]
+    programs = [
+        capture(job_of(*OWN[name][:2]), (*batches_of(OWN[name]),))
+        for name in ("parametrised", "slice_writes", "autocast")
+    ]
     print(json.dumps([[each.digest(), hashlib.sha256(pack(each)).hexdigest()] for each in programs]))
 
 
@@ -179,8 +243,19 @@ def print_hashes() -> None:
 def test_the_hash_is_the_same_in_every_process(capsys: pytest.CaptureFixture[str]):
     print_hashes()
     here = json.loads(capsys.readouterr().out)
-    command = [sys.executable, "-c", "import sys; sys.path[:0] = ['tests', '.']; import test_transfer; test_transfer.print_hashes()"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "23"})
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.path[:0] = ['tests', '.']; import test_transfer; test_transfer.print_hashes()",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "23"},
+    )
     assert json.loads(done.stdout.splitlines()[-1]) == here
 
 
@@ -203,7 +278,9 @@ def test_an_operator_that_is_not_registered_here_is_named():
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
         data = pack(with_node(target=torch.ops.sender.twice.default, args=(Ref("x"),)))
-    with pytest.raises(CaptureError, match=r"calls sender::twice, which is not registered here .* Import what registers it"):
+    with pytest.raises(
+        CaptureError, match=r"calls sender::twice, which is not registered here .* Import what registers it"
+    ):
         unpack(data)
 
 
@@ -213,12 +290,25 @@ class Pair(NamedTuple):
 
 
 def test_what_cannot_be_sent_is_refused_by_the_sender():
-    program = capture_module(nn.Linear(3, 2), lambda model, batch: Pair(model(batch).sum(), 2), (torch.ones(4, 3), torch.zeros(4, 3)))
-    with pytest.raises(CaptureError, match="The loss returns .*Pair.* cannot be sent to another rank. Return tensors, numbers, and tuples"):
+    program = capture_module(
+        nn.Linear(3, 2),
+        lambda model, batch: Pair(model(batch).sum(), 2),
+        (torch.ones(4, 3), torch.zeros(4, 3)),
+    )
+    with pytest.raises(
+        CaptureError,
+        match="The loss returns .*Pair.* cannot be sent to another rank. Return tensors, numbers, and tuples",
+    ):
         pack(program)
-    with pytest.raises(CaptureError, match=r"mul.Tensor at a line that could not be found: The program holds a Generator, which cannot be sent"):
+    with pytest.raises(
+        CaptureError,
+        match=r"mul.Tensor at a line that could not be found: The program holds a Generator, which cannot be sent",
+    ):
         pack(with_node(args=(torch.Generator(),)))
     with pytest.raises(CaptureError, match="has no name to be sent to another rank by"):
         pack(with_node(target=print_hashes))
-    with pytest.raises(CaptureError, match="Constant c of the program is a Tensor of layout torch._mkldnn, which cannot be sent"):
+    with pytest.raises(
+        CaptureError,
+        match="Constant c of the program is a Tensor of layout torch._mkldnn, which cannot be sent",
+    ):
         pack(small_program(constants={"c": torch.eye(3).to_mkldnn()}))

@@ -1,4 +1,5 @@
-"""Plans that are tried: what is tried, what becomes of the advice, and what a step of ranks that sleep takes."""
+"""Plans that are tried: what is tried, what becomes of the advice, and what a step of ranks that sleep
+takes."""
 
 from __future__ import annotations
 
@@ -41,7 +42,16 @@ failing = replace(make_job("mlp", "sgd", batch_size=8), loss=failing_loss)
 
 def advice(*options: Option) -> Advice:
     """Before anything was tried; nothing is recommended yet."""
-    memory = Memory(parameters=100, buffers=0, gradients=100, optimizer=0, batch=0, kept=0, temporaries=0, peaks={"forward": 200})
+    memory = Memory(
+        parameters=100,
+        buffers=0,
+        gradients=100,
+        optimizer=0,
+        batch=0,
+        kept=0,
+        temporaries=0,
+        peaks={"forward": 200},
+    )
     return Advice(
         options=options, refused=MappingProxyType({}), one_device=memory, one_device_limit=1000, recommended=None, reason="", work=None,
         speedups=(), exchange="",
@@ -49,9 +59,15 @@ def advice(*options: Option) -> Advice:
 
 
 def test_the_recommended_one_and_the_fastest_that_fit_are_tried():
-    options = option("dp=1", 1.02), option("tp=2", 1.0), option("dp=2", 1.1), option("dp=4", 0.5, memory_bytes=2000)
+    options = (
+        option("dp=1", 1.02),
+        option("tp=2", 1.0),
+        option("dp=2", 1.1),
+        option("dp=4", 0.5, memory_bytes=2000),
+    )
     found = tried(advice(*options), {})
-    assert found.recommended and str(found.recommended.plan) == "dp=1"  # the simplest of those that are about as fast
+    # the simplest of those that are about as fast
+    assert found.recommended and str(found.recommended.plan) == "dp=1"
     assert [str(each.plan) for each in finalists(found, 2)] == ["dp=1", "dp=1,tp=2"]
     assert [str(each.plan) for each in finalists(found, 9)] == ["dp=1", "dp=1,tp=2", "dp=2"]
 
@@ -61,9 +77,12 @@ def test_what_was_measured_decides_and_what_was_not_tried_does_not():
     found = tried(advice(*options), {"dp=1": 2.0, "dp=2": 1.0})
     assert found.recommended and str(found.recommended.plan) == "dp=2"
     assert "Take dp=2, 2.00 times as fast as one rank" in found.reason
-    assert [str(each.plan) for each in found.options] == ["dp=2", "dp=1", "dp=3"]  # those that were tried first
+    # those that were tried first
+    assert [str(each.plan) for each in found.options] == ["dp=2", "dp=1", "dp=3"]
     assert "2.00 times the step of dp=2" in found.options[1].why
-    records = {each["plan"]: each["measured_seconds"] for each in advice_records(found) if each["event"] == "plan"}
+    records = {
+        each["plan"]: each["measured_seconds"] for each in advice_records(found) if each["event"] == "plan"
+    }
     assert records == {"dp=1": 2.0, "dp=2": 1.0, "dp=3": None}
 
 
@@ -90,5 +109,7 @@ def test_a_step_of_ranks_that_sleep_takes_their_sleep():
 
 @pytest.mark.processes
 def test_a_trial_that_fails_says_why(capfd: pytest.CaptureFixture[str]):
-    assert try_plans([option("dp=2", 1.0)], f"{__file__}:failing", "auto", lambda text: None) == {"dp=2": None}
+    assert try_plans([option("dp=2", 1.0)], f"{__file__}:failing", "auto", lambda text: None) == {
+        "dp=2": None
+    }
     assert "ZeroDivisionError" in capfd.readouterr().err

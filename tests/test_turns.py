@@ -1,4 +1,5 @@
-"""Turns: ranks of one process go on one at a time, in order; a wait that nobody can end is an error, not a hang."""
+"""Turns: ranks of one process go on one at a time, in order; a wait that nobody can end is an error, not a
+hang."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def test_all_waiting_for_each_other_is_an_error():
 
 
 def test_a_wait_lasts_as_long_as_others_get_on():
-    # Two replicas of two ranks: one reads a program of its own, in many waits between its ranks, and the other waits for it.
+    # Two replicas of two ranks: one reads a program of its own, in many waits between its ranks, and the
+    # other waits for it.
     turns, done = Turns(), list[int]()
 
     def reads(number: int) -> int:

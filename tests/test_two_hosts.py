@@ -1,4 +1,5 @@
-"""Ranks in two network namespaces, which count as two hosts, train as one device does; a lost rank is noticed on both."""
+"""Ranks in two network namespaces, which count as two hosts, train as one device does; a lost rank is noticed
+on both."""
 
 from __future__ import annotations
 
@@ -53,20 +54,43 @@ def _answers(hosts: list[str], command: list[str], places: list[int]) -> tuple[s
         ("dp=4", [0, 1, 0, 1], f"talking {MACHINES}"),
         ("dp=4,zero=1", [0, 0, 1, 1], f"talking {MACHINES}"),
         ("dp=3", [0, 0, 1], "talking over Gloo (1 rank on 1 machine and 2 ranks on 1 machine)"),
-        ("dp=2,pp=2,microbatches=2", [0, 0, 1, 1], "talking along dp through shared memory, along pp over Gloo"),
+        (
+            "dp=2,pp=2,microbatches=2",
+            [0, 0, 1, 1],
+            "talking along dp through shared memory, along pp over Gloo",
+        ),
         ("pp=4,microbatches=4", [0, 0, 1, 1], f"talking {MACHINES}"),
     ],
 )
 def test_a_plan_on_two_hosts_equals_one_device(hosts: list[str], plan: str, places: list[int], talking: str):
-    command = ["-m", "meshloom", "verify", JOB, "--plan", plan, "--devices", "cpu", "--steps", "2", "--dtype", "float64", "--json", "-"]
+    command = [
+        "-m",
+        "meshloom",
+        "verify",
+        JOB,
+        "--plan",
+        plan,
+        "--devices",
+        "cpu",
+        "--steps",
+        "2",
+        "--dtype",
+        "float64",
+        "--json",
+        "-",
+    ]
     out, _ = _answers(hosts, command, places)
     end = json.loads(out.splitlines()[-1])
     assert end["passed"] and end["devices"].endswith(talking)
 
 
 def test_each_rank_sends_its_part_of_the_bytes_between_hosts(hosts: list[str]):
-    """A ring of all 4 ranks sends 2 * 3/4 of the tensor from each host; rings of 2 ranks for each half send once the tensor."""
-    ours, gloo = (json.loads(_answers(hosts, ["-m", "tests.hosts_rank", transport], [0, 0, 1, 1])[0]) for transport in ("auto", "gloo"))
+    """A ring of all 4 ranks sends 2 * 3/4 of the tensor from each host; rings of 2 ranks for each half send
+    once the tensor."""
+    ours, gloo = (
+        json.loads(_answers(hosts, ["-m", "tests.hosts_rank", transport], [0, 0, 1, 1])[0])
+        for transport in ("auto", "gloo")
+    )
     assert ours["well"] and gloo["well"]
     assert ours["why"].endswith(MACHINES) and gloo["why"].endswith("talking over Gloo: asked for")
     tensor = 8 << 20
@@ -75,7 +99,9 @@ def test_each_rank_sends_its_part_of_the_bytes_between_hosts(hosts: list[str]):
 
 
 @contextmanager
-def training(hosts: list[str], places: list[int], timeout_seconds: float = 600) -> Generator[list[subprocess.Popen[str]]]:
+def training(
+    hosts: list[str], places: list[int], timeout_seconds: float = 600
+) -> Generator[list[subprocess.Popen[str]]]:
     """Ranks in the middle of a training that does not end."""
     words = [
         "-m",
@@ -118,21 +144,30 @@ def test_a_killed_rank_ends_all_others_on_both_hosts(hosts: list[str], victim: i
 
 
 def test_the_readme_s_lines_train_on_two_hosts(hosts: list[str], tmp_path: Path):
-    lines = [line.split() for line in GUIDE.read_text().splitlines() if line.startswith("    torchrun --nnodes 2")]
+    lines = [
+        line.split() for line in GUIDE.read_text().splitlines() if line.startswith("    torchrun --nnodes 2")
+    ]
     assert len(lines) == 2
     (tmp_path / "job.py").write_text("from tests.hosts_job import job\n")
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    commands = [[torchrun, *(two_hosts.ADDRESSES[0] if word == "node1" else word for word in line[1:])] for line in lines]
+    commands = [
+        [torchrun, *(two_hosts.ADDRESSES[0] if word == "node1" else word for word in line[1:])]
+        for line in lines
+    ]
     with two_hosts.running(hosts, commands, tmp_path) as processes:
         said = [process.communicate(timeout=120) for process in processes]
         errors = "\n".join(error for _, error in said)
         assert [process.returncode for process in processes] == [0, 0], errors
     began = f"plan dp=4 on cpu: 4 ranks as processes 2 on each machine's {cores()} cores, "
-    assert any(line.startswith(began) and line.endswith(f"talking {MACHINES}") for line in said[0][0].splitlines()), said[0][0]
+    assert any(
+        line.startswith(began) and line.endswith(f"talking {MACHINES}") for line in said[0][0].splitlines()
+    ), said[0][0]
 
 
 @pytest.mark.parametrize(("places", "down"), [([0, 1], 0), ([0, 1], 1), ([0, 0, 1, 1], 1)])
-def test_a_link_that_is_cut_ends_all_with_the_names_of_both_hosts(hosts: list[str], places: list[int], down: int):
+def test_a_link_that_is_cut_ends_all_with_the_names_of_both_hosts(
+    hosts: list[str], places: list[int], down: int
+):
     with training(hosts, places, timeout_seconds=5) as processes:
         try:
             two_hosts.cut(hosts[down])
@@ -142,12 +177,19 @@ def test_a_link_that_is_cut_ends_all_with_the_names_of_both_hosts(hosts: list[st
     assert [process.returncode for process in processes] == [1] * len(places)
     told: set[int] = set()
     for rank, (place, errors) in enumerate(zip(places, ended, strict=True)):
-        other = (rank + len(places) // 2) % len(places)  # of several ranks on a host each talks to the one of its own number on the other
-        if f"rank {rank} (dp={rank}) on {hosts[place]} waited too long for rank {other} (dp={other}) on {hosts[1 - place]} in " in errors:
+        # of several ranks on a host each talks to the one of its own number on the other
+        other = (rank + len(places) // 2) % len(places)
+        if (
+            f"rank {rank} (dp={rank}) on {hosts[place]} waited too long for rank {other} (dp={other}) on {hosts[1 - place]} in "
+            in errors
+        ):
             told.add(place)
         else:
             here = rf"( on {hosts[place]})?"  # with it where the group is of several hosts
-            assert re.search(rf"rank {rank} \(dp={rank}\){here} lost rank {rank ^ 1} \(dp={rank ^ 1}\){here}, which has aborted", errors), errors
+            assert re.search(
+                rf"rank {rank} \(dp={rank}\){here} lost rank {rank ^ 1} \(dp={rank ^ 1}\){here}, which has aborted",
+                errors,
+            ), errors
     assert told == {0, 1}  # the others heard it from them
 
 
@@ -156,7 +198,8 @@ def test_a_link_that_is_mended_in_time_is_waited_for(hosts: list[str]):
         two_hosts.cut(hosts[1])
         first = processes[0].stdout
         assert first
-        while select.select([first], [], [], SECONDS_IN_A_STEP)[0]:  # what was on its way when the cable was pulled
+        # what was on its way when the cable was pulled
+        while select.select([first], [], [], SECONDS_IN_A_STEP)[0]:
             assert first.readline()
         two_hosts.mend(hosts[1])
         for _ in range(3):
@@ -165,8 +208,14 @@ def test_a_link_that_is_mended_in_time_is_waited_for(hosts: list[str]):
 
 def test_links_inside_a_host_and_between_hosts_are_measured_apart(hosts: list[str], tmp_path: Path):
     path = tmp_path / "machine.json"
-    out, _ = _answers(hosts, ["-m", "meshloom", "calibrate", "--devices", "cpu", "--out", str(path)], [0, 0, 1, 1])
+    out, _ = _answers(
+        hosts, ["-m", "meshloom", "calibrate", "--devices", "cpu", "--out", str(path)], [0, 0, 1, 1]
+    )
     machine = load(path)
-    assert {(link.ranks, link.place) for link in machine.links} == {(2, "inside"), (2, "between"), (4, "between")}
+    assert {(link.ranks, link.place) for link in machine.links} == {
+        (2, "inside"),
+        (2, "between"),
+        (4, "between"),
+    }
     assert machine.transport == "shm+gloo" and "between hosts" in out
     assert not machine.crowds  # ranks of two hosts do not share cores

@@ -1,4 +1,5 @@
-"""What was written of a frozen dataclass is read back as the same, and what was written of something else is refused."""
+"""What was written of a frozen dataclass is read back as the same, and what was written of something else is
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Uneven shares, fixed and changing, equal one device that runs the same chunks; a slow rank gets less to do."""
+"""Uneven shares, fixed and changing, equal one device that runs the same chunks; a slow rank gets less to
+do."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ from tests.processes import on_ranks
 from tests.sleepy_job import sleepy_job
 from tests.verified import verified
 
-CHANGES = [(1, (7, 3, 2)), (3, (1, 0, 11))]  # in the middle of a run of five steps of 12, 12, 6, 12, 12 samples
+# in the middle of a run of five steps of 12, 12, 6, 12, 12 samples
+CHANGES = [(1, (7, 3, 2)), (3, (1, 0, 11))]
 
 
 def run(job: Job, plan: str, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
@@ -44,7 +46,8 @@ def run(job: Job, plan: str, **settings: Any) -> tuple[list[float], dict[str, Te
 
 
 def plain_loop(job: Job, steps: int) -> tuple[list[float], nn.Module]:
-    """The job on whole batches, as anyone would write it: where samples do not interact, chunks do not matter."""
+    """The job on whole batches, as anyone would write it: where samples do not interact, chunks do not
+    matter."""
     seed_everything(model_seed(job.seed))
     model = job.model().double()
     optimizer: Any = job.optimizer(list(model.named_parameters()))
@@ -65,9 +68,14 @@ def plain_loop(job: Job, steps: int) -> tuple[list[float], nn.Module]:
     return losses, model
 
 
-@pytest.mark.parametrize("plan", few(["dp=3,microbatches=2,zero=1", "dp=3", "dp=3,exchange=server,servers=2", "dp=3,compress=topk:1"]))
+@pytest.mark.parametrize(
+    "plan",
+    few(["dp=3,microbatches=2,zero=1", "dp=3", "dp=3,exchange=server,servers=2", "dp=3,compress=topk:1"]),
+)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_shares_that_change_in_the_middle_of_a_run_do_not_change_what_is_learned(plan: str, optimizer: str) -> None:
+def test_shares_that_change_in_the_middle_of_a_run_do_not_change_what_is_learned(
+    plan: str, optimizer: str
+) -> None:
     job = make_job("mlp", optimizer, steps=5)
     losses, model = plain_loop(job, 5)
     for shares, record in (("measured", CHANGES), ("0+5+2", [])):
@@ -100,7 +108,14 @@ def test_evaluation_does_not_depend_on_shares() -> None:
     job = replace(job, evaluate=Evaluate(data=job.data, metrics={"loss": mean_loss}, every=1))
     found: list[float] = []
     for shares, record in (("even", []), ("9+0+2", []), ("measured", [(1, (1, 1, 10))])):
-        with Trainer(job, f"dp=3,shares={shares}", devices="simulated", dtype=torch.float64, listener=QUIET, recorded_shares=record) as trainer:
+        with Trainer(
+            job,
+            f"dp=3,shares={shares}",
+            devices="simulated",
+            dtype=torch.float64,
+            listener=QUIET,
+            recorded_shares=record,
+        ) as trainer:
             for batch in trainer.batches():
                 trainer.step(batch)
             found.append(trainer.evaluate()["loss"])
@@ -114,7 +129,16 @@ def test_a_checkpoint_keeps_the_shares_so_far_and_those_to_come(tmp_path: Path) 
     job = make_job("cnn", "adamw", steps=5)
     plan = "dp=3,shares=measured"
     losses, state = run(job, plan, recorded_shares=CHANGES)
-    with Trainer(job, plan, devices="simulated", dtype=torch.float64, listener=QUIET, recorded_shares=CHANGES, out=tmp_path, steps=2) as trainer:
+    with Trainer(
+        job,
+        plan,
+        devices="simulated",
+        dtype=torch.float64,
+        listener=QUIET,
+        recorded_shares=CHANGES,
+        out=tmp_path,
+        steps=2,
+    ) as trainer:
         for batch in trainer.batches():
             trainer.step(batch)
         trainer.save()
@@ -126,12 +150,24 @@ def test_a_checkpoint_keeps_the_shares_so_far_and_those_to_come(tmp_path: Path) 
 def test_with_another_number_of_replicas_shares_begin_anew_and_that_is_said(tmp_path: Path) -> None:
     job, notes = make_job("mlp", "sgd", steps=4), list[str]()
     listener = Listener(started=lambda text: None, note=notes.append)
-    with Trainer(job, "dp=3,shares=measured", devices="simulated", listener=QUIET, recorded_shares=CHANGES, out=tmp_path, steps=2) as trainer:
+    with Trainer(
+        job,
+        "dp=3,shares=measured",
+        devices="simulated",
+        listener=QUIET,
+        recorded_shares=CHANGES,
+        out=tmp_path,
+        steps=2,
+    ) as trainer:
         for batch in trainer.batches():
             trainer.step(batch)
         trainer.save()
-    with Trainer(job, "dp=2,shares=measured", devices="simulated", listener=listener, resume=tmp_path) as trainer:
-        sizes = [[chunk.samples for chunk in batch.chunks] for batch in trainer.batches() if [trainer.step(batch)]]
+    with Trainer(
+        job, "dp=2,shares=measured", devices="simulated", listener=listener, resume=tmp_path
+    ) as trainer:
+        sizes = [
+            [chunk.samples for chunk in batch.chunks] for batch in trainer.batches() if [trainer.step(batch)]
+        ]
     assert sizes == [[3, 3], [6, 6]]
     assert "The shares in the checkpoint are of dp=3 replicas, so shares begin even for dp=2." in notes
 
@@ -139,16 +175,31 @@ def test_with_another_number_of_replicas_shares_begin_anew_and_that_is_said(tmp_
 def test_simulated_ranks_have_no_speed_and_that_is_said() -> None:
     notes: list[str] = []
     job = make_job("mlp", "sgd", steps=2)
-    with Trainer(job, "dp=3,shares=measured", devices="simulated", listener=Listener(started=notes.append, note=notes.append)) as trainer:
-        assert [[chunk.samples for chunk in batch.chunks] for batch in trainer.batches() if [trainer.step(batch)]] == [[4, 4, 4]] * 2
-    assert "shares=measured: simulated ranks have no speeds of their own, so shares stay as they are." in notes
+    with Trainer(
+        job,
+        "dp=3,shares=measured",
+        devices="simulated",
+        listener=Listener(started=notes.append, note=notes.append),
+    ) as trainer:
+        assert [
+            [chunk.samples for chunk in batch.chunks] for batch in trainer.batches() if [trainer.step(batch)]
+        ] == [[4, 4, 4]] * 2
+    assert (
+        "shares=measured: simulated ranks have no speeds of their own, so shares stay as they are." in notes
+    )
 
 
 # --- Verification.
 
 
 def report_of(model: str, optimizer: str, plan: str, steps: int = 3, **settings: Any) -> Report:
-    report = verify(make_job(model, optimizer, **settings), Plan.parse(plan), devices="simulated", steps=steps, dtype=torch.float64)
+    report = verify(
+        make_job(model, optimizer, **settings),
+        Plan.parse(plan),
+        devices="simulated",
+        steps=steps,
+        dtype=torch.float64,
+    )
     assert report
     return report
 
@@ -164,18 +215,29 @@ def report_of(model: str, optimizer: str, plan: str, steps: int = 3, **settings:
         ("gpt", "adamw", "dp=3,shares=measured,microbatches=2"),
         ("unused_twice", "sgd", "dp=2,shares=measured,zero=1"),
         ("gpt", "sgd", "dp=2,tp=2,shares=3+1"),
-        ("mlp", "sgd", "dp=3,recompute=full,shares=2+1+1"),  # some replicas read a program for their size of chunk, and others have it
+        # some replicas read a program for their size of chunk, and others have it
+        ("mlp", "sgd", "dp=3,recompute=full,shares=2+1+1"),
         pytest.param("gpt", "sgd", "dp=2,pp=2,microbatches=2,shares=1+3", marks=pytest.mark.slow),
         pytest.param("gpt", "adamw", "dp=2,pp=2,tp=2,microbatches=3,shares=measured", marks=pytest.mark.slow),
-        pytest.param("gpt", "muon", "dp=2,pp=2,microbatches=3,schedule=zb-h1,shares=measured,zero=1", marks=pytest.mark.slow),
-        pytest.param("cnn", "adamw", "dp=3,tp=2,microbatches=2,shares=0+1+4,exchange=server", marks=pytest.mark.slow),
+        pytest.param(
+            "gpt",
+            "muon",
+            "dp=2,pp=2,microbatches=3,schedule=zb-h1,shares=measured,zero=1",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "cnn", "adamw", "dp=3,tp=2,microbatches=2,shares=0+1+4,exchange=server", marks=pytest.mark.slow
+        ),
         pytest.param("cnn", "sgd", "dp=3,shares=measured,recompute=full", marks=pytest.mark.slow),
     ],
 )
 def test_plans_with_uneven_shares_equal_one_device(model: str, optimizer: str, plan: str) -> None:
     report = report_of(model, optimizer, plan)
     assert report.passed, report.causes
-    assert max(error.error for step in report.steps for error in step.errors if error.kind == "gradient") <= 1e-10
+    assert (
+        max(error.error for step in report.steps for error in step.errors if error.kind == "gradient")
+        <= 1e-10
+    )
 
 
 def test_every_step_of_a_measured_plan_is_verified_with_other_shares() -> None:
@@ -189,11 +251,22 @@ def test_every_step_of_a_measured_plan_is_verified_with_other_shares() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MapReader, "_cuts", noted)
         assert report_of("mlp", "sgd", "dp=3,shares=measured", drop_last=True).passed
-    assert sorted(set(seen)) == [(0, 0, 4), (0, 1, 4), (0, 2, 4), (1, 0, 4), (1, 1, 6), (1, 2, 2), (2, 0, 6), (2, 1, 2), (2, 2, 4)]
+    assert sorted(set(seen)) == [
+        (0, 0, 4),
+        (0, 1, 4),
+        (0, 2, 4),
+        (1, 0, 4),
+        (1, 1, 6),
+        (1, 2, 2),
+        (2, 0, 6),
+        (2, 1, 2),
+        (2, 2, 4),
+    ]
 
 
 def mean_of_replicas_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every replica's mean counts the same, which is right only for even shares: what averaging gradients would do."""
+    """Every replica's mean counts the same, which is right only for even shares: what averaging gradients
+    would do."""
     add = LossSums.add
 
     def wrong(self: LossSums, returned: Any, chunk: Any) -> Any:
@@ -233,7 +306,10 @@ def test_a_mistake_that_only_uneven_or_changing_shares_show_is_found(
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp=4,shares=3+3+3+1", "dp=2,pp=2,microbatches=2,shares=measured", "dp=2,tp=2,shares=measured,zero=1"])
+@pytest.mark.parametrize(
+    "plan",
+    ["dp=4,shares=3+3+3+1", "dp=2,pp=2,microbatches=2,shares=measured", "dp=2,tp=2,shares=measured,zero=1"],
+)
 def test_uneven_shares_on_processes_equal_one_device(plan: str) -> None:
     assert on_ranks(verified, 4, "gpt", "adamw", plan, timeout_seconds=200.0)[0] == "EQUAL"
 
@@ -244,18 +320,38 @@ def test_uneven_shares_on_processes_equal_one_device(plan: str) -> None:
 def train_slowed(out: str) -> tuple[list[float], Any, list[str], dict[str, Tensor]]:
     notes: list[str] = []
     losses: list[float] = []
-    listener = Listener(started=lambda text: None, note=notes.append, step=lambda progress: losses.append(progress.loss))
-    with Trainer(sleepy_job(), "dp=2,shares=measured", devices="cpu", dtype=torch.float64, listener=listener, share=True, out=out) as trainer:
+    listener = Listener(
+        started=lambda text: None, note=notes.append, step=lambda progress: losses.append(progress.loss)
+    )
+    with Trainer(
+        sleepy_job(),
+        "dp=2,shares=measured",
+        devices="cpu",
+        dtype=torch.float64,
+        listener=listener,
+        share=True,
+        out=out,
+    ) as trainer:
         summary = trainer.fit()
         assert summary.predicted == summary.counted
-        return losses, trainer.shares.record, notes, {name: each.clone() for name, each in trainer.replicas[0].model.state_dict().items()}
+        return (
+            losses,
+            trainer.shares.record,
+            notes,
+            {name: each.clone() for name, each in trainer.replicas[0].model.state_dict().items()},
+        )
 
 
 @pytest.mark.processes
-def test_a_rank_three_times_slower_gets_about_a_third(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (losses, record, notes, state), (_, other_record, _, _) = on_ranks(train_slowed, 2, str(tmp_path), timeout_seconds=120.0)
+def test_a_rank_three_times_slower_gets_about_a_third(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (losses, record, notes, state), (_, other_record, _, _) = on_ranks(
+        train_slowed, 2, str(tmp_path), timeout_seconds=120.0
+    )
     assert record == other_record and record
-    assert all(4 <= shares[1] <= 9 and sum(shares) == 24 for _, shares in record)  # 18 + 6, were there nothing but sleep
+    # 18 + 6, were there nothing but sleep
+    assert all(4 <= shares[1] <= 9 and sum(shares) == 24 for _, shares in record)
     assert any("replica 1 takes" in note and f"from step {record[0][0]}" in note for note in notes)
     # One device runs the recorded chunks, and so does a run with the record in place of measurements.
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
@@ -264,7 +360,8 @@ def test_a_rank_three_times_slower_gets_about_a_third(tmp_path: Path, monkeypatc
     records = [step_of(reference) for _ in range(34)]
     assert losses == pytest.approx([each.loss for each in records], rel=1e-10)
     for name, value in records[-1].parameters.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10)  # 34 steps of AdamW make rounding larger
+        # 34 steps of AdamW make rounding larger
+        torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10)
     assert run(sleepy_job(), str(plan), recorded_shares=record)[0] == pytest.approx(losses, rel=1e-10)
     resumed, _ = run(sleepy_job(), str(plan), resume=tmp_path / "step-00000017")
     assert resumed == pytest.approx(losses[17:], rel=1e-10)
@@ -272,17 +369,32 @@ def test_a_rank_three_times_slower_gets_about_a_third(tmp_path: Path, monkeypatc
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_the_command_line_writes_the_record_also_where_readers_run_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["train", "tests/sleepy_job.py:with_workers", "--plan", "dp=2,shares=measured", "--devices", "cpu", "--json", str(tmp_path / "records")]
-    told = subprocess.run([sys.executable, "-m", "meshloom", *words], check=True, capture_output=True, text=True, timeout=120).stdout
+def test_the_command_line_writes_the_record_also_where_readers_run_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [
+        "train",
+        "tests/sleepy_job.py:with_workers",
+        "--plan",
+        "dp=2,shares=measured",
+        "--devices",
+        "cpu",
+        "--json",
+        str(tmp_path / "records"),
+    ]
+    told = subprocess.run(
+        [sys.executable, "-m", "meshloom", *words], check=True, capture_output=True, text=True, timeout=120
+    ).stdout
     lines = [json.loads(line) for line in (tmp_path / "records").read_text().splitlines()]
     record = next(line["record"] for line in lines if line["event"] == "shares")
-    assert record[0][0] > 10 and 4 <= record[0][1][1] <= 9  # decided after the tenth step, when readers were ahead
+    # decided after the tenth step, when readers were ahead
+    assert record[0][0] > 10 and 4 <= record[0][1][1] <= 9
     assert f"shares {record[0][1][0]}+{record[0][1][1]} from step {record[0][0]}: replica 1 takes" in told
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     reference = Reference(sleepy_job(), Plan(dp=2, shares="measured"), shares=record)
     expected = [step_of(reference).loss for _ in range(34)]
-    assert [line["loss"] for line in lines if line["event"] == "step"] == pytest.approx(expected, rel=1e-4)  # float32
+    # float32
+    assert [line["loss"] for line in lines if line["event"] == "step"] == pytest.approx(expected, rel=1e-4)
 
 
 def one_small_batch() -> None:

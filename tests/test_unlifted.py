@@ -1,4 +1,5 @@
-"""What is verified in float64 is what is trained: divisions and cuts are those that are chosen in the job's own precision."""
+"""What is verified in float64 is what is trained: divisions and cuts are those that are chosen in the job's
+own precision."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from meshloom.verify.run import verify
 
 
 class Mixed(nn.Module):
-    """A block in bfloat16 between layers in float32: in float64 its values weigh four times as much, the others twice."""
+    """A block in bfloat16 between layers in float32: in float64 its values weigh four times as much, the
+    others twice."""
 
     def __init__(self, *, low: bool = True) -> None:
         super().__init__()
@@ -54,8 +56,22 @@ class Uneven(nn.Module):
         return x * self.scale
 
 
-TALKING = Rates(flops_per_second=1e7, bytes_per_second=1e10, link_bytes_per_second=1e6, latency_seconds=1e-7, start_seconds=0.0, memory_price=0.0)
-COMPUTING = Rates(flops_per_second=1e7, bytes_per_second=1e7, link_bytes_per_second=1e9, latency_seconds=1e-7, start_seconds=0.0, memory_price=0.0)
+TALKING = Rates(
+    flops_per_second=1e7,
+    bytes_per_second=1e10,
+    link_bytes_per_second=1e6,
+    latency_seconds=1e-7,
+    start_seconds=0.0,
+    memory_price=0.0,
+)
+COMPUTING = Rates(
+    flops_per_second=1e7,
+    bytes_per_second=1e7,
+    link_bytes_per_second=1e9,
+    latency_seconds=1e-7,
+    start_seconds=0.0,
+    memory_price=0.0,
+)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -83,10 +99,17 @@ def chosen(job: Job, plan: str, dtype: torch.dtype | None = None) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "plan", "rates"),
-    [(Mixed, "tp=2", TALKING), pytest.param(partial(Mixed, low=False), "tp=2", TALKING, marks=pytest.mark.slow), (Uneven, "pp=2", COMPUTING)],
+    [
+        (Mixed, "tp=2", TALKING),
+        pytest.param(partial(Mixed, low=False), "tp=2", TALKING, marks=pytest.mark.slow),
+        (Uneven, "pp=2", COMPUTING),
+    ],
 )
-def test_what_float64_verifies_is_what_is_trained(model: Any, plan: str, rates: Rates, monkeypatch: pytest.MonkeyPatch):
-    """The program was priced as it was read for verification, in which all values weigh twice as much: another division was verified than is trained."""
+def test_what_float64_verifies_is_what_is_trained(
+    model: Any, plan: str, rates: Rates, monkeypatch: pytest.MonkeyPatch
+):
+    """The program was priced as it was read for verification, in which all values weigh twice as much:
+    another division was verified than is trained."""
     monkeypatch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: rates)
     monkeypatch.setattr(meshloom.pipeline.stages.staging, "rates_here", lambda *_: rates)
     job = job_of(model)
@@ -100,10 +123,14 @@ def test_what_float64_verifies_is_what_is_trained(model: Any, plan: str, rates: 
 
 @pytest.mark.long
 def test_where_a_cast_allows_less_parameters_are_held_as_in_training(monkeypatch: pytest.MonkeyPatch):
-    """A part of a sum goes through `.float()` in float32, where it changes nothing; in float64 it rounds, and has to be given the sum."""
-    monkeypatch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: replace(TALKING, link_bytes_per_second=1e7))
+    """A part of a sum goes through `.float()` in float32, where it changes nothing; in float64 it rounds, and
+    has to be given the sum."""
+    monkeypatch.setattr(
+        meshloom.tensor_parallel.division, "rates_for", lambda *_: replace(TALKING, link_bytes_per_second=1e7)
+    )
     job = replace(
-        job_of(lambda: nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 32))), loss=lambda model, batch: model(batch["x"]).float().mean()
+        job_of(lambda: nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 32))),
+        loss=lambda model, batch: model(batch["x"]).float().mean(),
     )
     (held, ways), (lifted, lifted_ways) = chosen(job, "tp=2"), chosen(job, "tp=2", torch.float64)
     assert lifted == held and any(isinstance(each, Part) and each.cut for each in held.values())

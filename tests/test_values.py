@@ -19,7 +19,15 @@ VALUES = [None, 0, "", "a µ", [1, 2.5, None], {"plan": "dp=4", "steps": [1, 2]}
 @pytest.mark.parametrize("source", [0, 2])
 @pytest.mark.parametrize("value", VALUES, ids=[str(value)[:12] for value in VALUES])
 def test_shared_value_is_the_sources_on_all_ranks(value, source):
-    assert run_in_steps([share(group, value if group.rank == source else "ignored", source) for group in simulated_groups(3)]) == [value] * 3
+    assert (
+        run_in_steps(
+            [
+                share(group, value if group.rank == source else "ignored", source)
+                for group in simulated_groups(3)
+            ]
+        )
+        == [value] * 3
+    )
 
 
 def test_collected_values_of_different_lengths_come_in_rank_order():
@@ -28,26 +36,42 @@ def test_collected_values_of_different_lengths_come_in_rank_order():
 
 
 def test_equal_facts_agree():
-    assert run_in_steps([agree(group, {"plan": "dp=3", "parameters": 11}) for group in simulated_groups(3)]) == [None] * 3
+    assert (
+        run_in_steps([agree(group, {"plan": "dp=3", "parameters": 11}) for group in simulated_groups(3)])
+        == [None] * 3
+    )
 
 
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ([{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}], "b is 3 on rank 2 and 2 on rank 0. Start all ranks alike."),
+        (
+            [{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}],
+            "b is 3 on rank 2 and 2 on rank 0. Start all ranks alike.",
+        ),
         ([{"a": 1}, {}, {"a": 1}], "a is not there on rank 1 and 1 on rank 0"),
         ([{}, {"a": "x"}, {}], 'a is "x" on rank 1 and not there on rank 0'),
     ],
 )
 def test_disagreement_names_rank_and_fact(facts, message):
     with pytest.raises(PlanError, match=message):
-        run_in_steps([agree(group, facts[group.rank], "Start all ranks alike.", PlanError) for group in simulated_groups(3)])
+        run_in_steps(
+            [
+                agree(group, facts[group.rank], "Start all ranks alike.", PlanError)
+                for group in simulated_groups(3)
+            ]
+        )
 
 
 @pytest.mark.parametrize("source", [0, 1])
 def test_scattered_objects_arrive_at_their_rank(source):
     batches = [{"x": torch.arange(6.0).view(2, 3)}, None, ["text", torch.ones(2, dtype=torch.bfloat16)]]
-    received = run_in_steps([scatter_objects(group, batches if group.rank == source else None, source) for group in simulated_groups(3)])
+    received = run_in_steps(
+        [
+            scatter_objects(group, batches if group.rank == source else None, source)
+            for group in simulated_groups(3)
+        ]
+    )
     assert torch.equal(received[0]["x"], batches[0]["x"])
     assert received[1] is None
     assert received[2][0] == "text" and torch.equal(received[2][1], batches[2][1])
@@ -61,13 +85,22 @@ def test_a_view_is_sent_without_the_tensor_it_is_a_view_of():
 
 
 def test_what_cannot_be_pickled_is_one_sentence():
-    with pytest.raises(DataError, match="A function cannot be sent to another rank .* Let the dataset or collate return"):
-        run_in_steps([scatter_objects(group, [lambda: 0, 1] if group.rank == 0 else None) for group in simulated_groups(2)])
+    with pytest.raises(
+        DataError, match="A function cannot be sent to another rank .* Let the dataset or collate return"
+    ):
+        run_in_steps(
+            [
+                scatter_objects(group, [lambda: 0, 1] if group.rank == 0 else None)
+                for group in simulated_groups(2)
+            ]
+        )
 
 
 def test_as_many_values_as_ranks_must_be_scattered():
     with pytest.raises(CollectiveError, match="1 values to 2 ranks"):
-        run_in_steps([scatter_objects(group, [1] if group.rank == 0 else None) for group in simulated_groups(2)])
+        run_in_steps(
+            [scatter_objects(group, [1] if group.rank == 0 else None) for group in simulated_groups(2)]
+        )
 
 
 def test_what_the_first_rank_makes_or_its_error_on_all():

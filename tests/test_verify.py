@@ -1,4 +1,5 @@
-"""Verification of the product itself: correct runs pass with room to spare, and reports say what they should."""
+"""Verification of the product itself: correct runs pass with room to spare, and reports say what they
+should."""
 
 from __future__ import annotations
 
@@ -46,19 +47,29 @@ def used_up(report: Report) -> float:
     return max(error.error / error.tolerance for step in report.steps for error in step.errors)
 
 
-PLANS = [(dp, m, zero) for dp, m, zero in itertools.product([1, 2, 3, 4], [1, 2, 5], [0, 1]) if dp > 1 or not zero]
+PLANS = [
+    (dp, m, zero) for dp, m, zero in itertools.product([1, 2, 3, 4], [1, 2, 5], [0, 1]) if dp > 1 or not zero
+]
 BATCHES = [12, 13, 3]  # even, uneven, empty shares
-# Every plan once, with models, optimizers and batches going round at different speeds, so that pairs of settings meet.
-CASES = [(MODELS[i % 5], OPTIMIZERS[(i + i // 5) % 4], BATCHES[(i + i // 4) % 3], *plan) for i, plan in enumerate(PLANS)]
+# Every plan once, with models, optimizers and batches going round at different speeds, so that pairs of
+# settings meet.
+CASES = [
+    (MODELS[i % 5], OPTIMIZERS[(i + i // 5) % 4], BATCHES[(i + i // 4) % 3], *plan)
+    for i, plan in enumerate(PLANS)
+]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "optimizer", "batch_size", "dp", "m", "zero"), CASES)
 def test_a_correct_run_passes_with_room_to_spare(model, optimizer, batch_size, dp, m, zero):
-    job, plan = make_job(model, optimizer, batch_size=batch_size), f"dp={dp},microbatches={m},zero={zero},bucket_bytes=300"
+    job, plan = (
+        make_job(model, optimizer, batch_size=batch_size),
+        f"dp={dp},microbatches={m},zero={zero},bucket_bytes=300",
+    )
     in_float32, in_float64 = run(job, plan), run(job, plan, torch.float64)
     assert in_float32.passed and in_float64.passed
-    assert used_up(in_float32) < 0.1  # measured on all of these: up to 0.07 (a bias before batch norm), mostly below 0.03
+    # measured on all of these: up to 0.07 (a bias before batch norm), mostly below 0.03
+    assert used_up(in_float32) < 0.1
     assert used_up(in_float64) < 0.01
     assert not in_float32.causes and in_float32.first_wrong is None
 
@@ -124,7 +135,9 @@ def test_a_report_is_text_and_json():
     report = run(make_job("gpt", "muon"), "dp=2,zero=1", torch.float64)
     records = json.loads(json.dumps(report.records(), allow_nan=False))
     assert [record["event"] for record in records] == ["verify_step"] * 3 + ["verify"]
-    assert records[-1]["passed"] is True and records[-1]["casts"] == [{"place": "Muon", "dtype": "bfloat16", "in_optimizer": True}]
+    assert records[-1]["passed"] is True and records[-1]["casts"] == [
+        {"place": "Muon", "dtype": "bfloat16", "in_optimizer": True}
+    ]
     assert sum(records[-1]["owned"]) == pytest.approx(1.0)
     shown = text(report)
     assert "EQUAL to one device that runs the same chunks: 3 steps" in shown
@@ -136,7 +149,9 @@ def test_a_failing_report_names_step_module_and_cause(monkeypatch):
     import meshloom.replica.chunk_scope
 
     chunk_seed = meshloom.replica.chunk_scope.chunk_seed
-    monkeypatch.setattr(meshloom.replica.chunk_scope, "chunk_seed", lambda seed, step, chunk: chunk_seed(seed, step, 0))
+    monkeypatch.setattr(
+        meshloom.replica.chunk_scope, "chunk_seed", lambda seed, step, chunk: chunk_seed(seed, step, 0)
+    )
     report = run(make_job("cnn", "sgd"), "dp=2")
     shown = text(report)
     assert not report.passed
@@ -148,7 +163,8 @@ def test_a_failing_report_names_step_module_and_cause(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("optimizer", few(["adamw", "muon"]))
 def test_nothing_is_kept_of_the_tensors_that_are_compared(optimizer, dtype):
-    """The story: rank 0 held fifteen copies of a model beside its own, each of them gathered on every other rank, too, so that 124M parameters took 15 GB."""
+    """The story: rank 0 held fifteen copies of a model beside its own, each of them gathered on every other
+    rank, too, so that 124M parameters took 15 GB."""
     reference = Reference(make_job("gpt", optimizer), Plan(dp=2), dtype)
     plan = Reference(make_job("gpt", optimizer), Plan(dp=2), dtype)
     holding = ComparisonRun(reference)
@@ -208,11 +224,16 @@ class Augmented(torch.utils.data.Dataset[Any]):
 
 
 def noisy_collate(samples: list[Any]) -> Any:
-    return {name: torch.stack([sample[name] for sample in samples]) + (torch.rand(()) if name == "x" else 0) for name in ("x", "y")}
+    return {
+        name: torch.stack([sample[name] for sample in samples]) + (torch.rand(()) if name == "x" else 0)
+        for name in ("x", "y")
+    }
 
 
 def test_draws_while_reading_and_collating_are_the_same():
-    assert run(make_job("cnn", "sgd", data=Augmented, collate=noisy_collate), "dp=2,microbatches=2", torch.float64).passed
+    assert run(
+        make_job("cnn", "sgd", data=Augmented, collate=noisy_collate), "dp=2,microbatches=2", torch.float64
+    ).passed
 
 
 class Recomputed(nn.Module):
@@ -256,7 +277,11 @@ def test_a_module_that_casts_is_held_to_the_casts_tolerance_and_named():
 
 
 def test_a_plateau_scheduler_gets_the_loss_on_both_sides():
-    job = make_job("mlp", "sgd", scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
+    job = make_job(
+        "mlp",
+        "sgd",
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    )
     assert run(job, "dp=2", torch.float64, steps=4).passed
 
 
@@ -268,7 +293,9 @@ def test_a_wrong_learning_rate_on_the_ranks_is_seen_in_the_updates():
         return torch.optim.SGD(named, lr=1e-5 if len(made) <= 2 else 2e-5)  # the third is one device's
 
     report = run(replace(make_job("mlp", "sgd", scheduler=None), optimizer=optimizer), "dp=2")
-    assert not report.passed and {error.kind for error in report.steps[0].errors if not error.passed} == {"update"}
+    assert not report.passed and {error.kind for error in report.steps[0].errors if not error.passed} == {
+        "update"
+    }
 
 
 def test_errors_that_are_infinite_stay_out_of_json():

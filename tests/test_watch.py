@@ -52,7 +52,12 @@ def test_modules_are_seen_only_between_start_and_stop():
         watch.start()
         model(torch.ones(1, 2))
         model(torch.ones(1, 2))
-        assert [(output.name, output.call) for output in watch.stop()] == [("0", 0), ("", 0), ("0", 1), ("", 1)]
+        assert [(output.name, output.call) for output in watch.stop()] == [
+            ("0", 0),
+            ("", 0),
+            ("0", 1),
+            ("", 1),
+        ]
     assert not model._forward_hooks and not model[0]._forward_pre_hooks
 
 

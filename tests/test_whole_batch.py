@@ -1,4 +1,5 @@
-"""Why chunks and the whole batch differ is said of the module where it happens, and not of one that has no samples."""
+"""Why chunks and the whole batch differ is said of the module where it happens, and not of one that has no
+samples."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tests.jobs import Samples, texts, token_loss
 
 
 class Positions(nn.Module):
-    """Tokens [batch, length] -> logits [batch, length, 29], or with labels their mean loss; centred: less the mean over the batch."""
+    """Tokens [batch, length] -> logits [batch, length, 29], or with labels their mean loss; centred: less the
+    mean over the batch."""
 
     def __init__(self, centred: bool = False) -> None:
         super().__init__()
@@ -23,7 +25,9 @@ class Positions(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         logits = self.head(self.mixed(self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))))
-        return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return (
+            logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        )
 
 
 class Centred(nn.Module):
@@ -49,8 +53,15 @@ def test_a_sum_with_its_weight_is_the_same_on_the_whole_batch():
 
 def test_a_mean_over_tokens_is_said_of_the_loss_and_not_of_the_positions():
     assert "token" in (reason := why(False, lambda model, batch: model(batch["x"], batch["y"])))
-    assert reason.startswith("samples of a batch interact in the model's own forward, or the loss in it averages")
-    outside = why(False, lambda model, batch: nn.functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten()))
+    assert reason.startswith(
+        "samples of a batch interact in the model's own forward, or the loss in it averages"
+    )
+    outside = why(
+        False,
+        lambda model, batch: nn.functional.cross_entropy(
+            model(batch["x"]).flatten(0, 1), batch["y"].flatten()
+        ),
+    )
     assert outside.startswith("the loss of a batch is not the mean of its samples' losses")
 
 
@@ -73,7 +84,8 @@ class Recent(nn.Module):
 
 
 def test_a_batch_that_the_model_takes_only_in_chunks_is_no_error_of_the_plan():
-    """Two chunks of two samples fit a queue of two rows, four at once do not; verification ended in the model's own RuntimeError."""
+    """Two chunks of two samples fit a queue of two rows, four at once do not; verification ended in the
+    model's own RuntimeError."""
     job = Job(
         model=Recent, loss=lambda model, batch: model(batch["x"]).square().mean(), optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
         data=lambda: Samples(x=torch.randn(8, 5)), batch_size=4, steps=1,
@@ -81,4 +93,6 @@ def test_a_batch_that_the_model_takes_only_in_chunks_is_no_error_of_the_plan():
     report = verify(job, Plan(dp=2), devices="simulated", steps=1, dtype=torch.float64)
     assert report is not None and report.passed and report.whole is not None
     assert not report.whole.ran and not report.whole.equal
-    assert report.whole.why.startswith("the job's own code fails on it: RuntimeError: The expanded size of the tensor (2)")
+    assert report.whole.why.startswith(
+        "the job's own code fails on it: RuntimeError: The expanded size of the tensor (2)"
+    )

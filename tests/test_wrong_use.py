@@ -1,4 +1,5 @@
-"""What is asked for wrongly is answered with one sentence that says what to do instead, before anything is started."""
+"""What is asked for wrongly is answered with one sentence that says what to do instead, before anything is
+started."""
 
 from __future__ import annotations
 
@@ -31,9 +32,15 @@ def _open(plan: str = "dp=1", **settings: Any) -> Trainer:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"dtype": "float32"}, "dtype='float32' must be a floating-point dtype of torch, like dtype=torch.float32."),
+        (
+            {"dtype": "float32"},
+            "dtype='float32' must be a floating-point dtype of torch, like dtype=torch.float32.",
+        ),
         ({"dtype": torch.int64}, "dtype=torch.int64 must be a floating-point dtype of torch"),
-        ({"listener": print}, "listener=print must be a Listener of functions, like listener=ml.Listener(step=print)"),
+        (
+            {"listener": print},
+            "listener=print must be a Listener of functions, like listener=ml.Listener(step=print)",
+        ),
         ({"listener": ml.Listener(step=3)}, "Listener(step=...) must be a function, not a int."),  # type: ignore[arg-type]
         ({"steps": "10"}, "steps='10' must be a whole number, 1 or more."),
         ({"steps": 2.0}, "steps=2.0 must be a whole number"),
@@ -52,7 +59,8 @@ def _open(plan: str = "dp=1", **settings: Any) -> Trainer:
     ],
 )
 def test_an_argument_that_no_trainer_takes_is_said(settings: dict[str, Any], sentence: str) -> None:
-    """These ended in TypeErrors of timedelta and of comparisons, in tracebacks, or (devices=cpu) in something else than was asked for."""
+    """These ended in TypeErrors of timedelta and of comparisons, in tracebacks, or (devices=cpu) in something
+    else than was asked for."""
     with pytest.raises(ml.MeshloomError, match=re.escape(sentence)):
         _open(**settings)
 
@@ -61,7 +69,13 @@ def test_a_trainer_that_is_closed_trains_no_more() -> None:
     with _open() as trainer:
         batch = next(batches := trainer.batches())
         batches.close()
-    for call in (lambda: trainer.step(batch), lambda: next(trainer.batches()), trainer.evaluate, trainer.save, trainer.fit):
+    for call in (
+        lambda: trainer.step(batch),
+        lambda: next(trainer.batches()),
+        trainer.evaluate,
+        trainer.save,
+        trainer.fit,
+    ):
         with pytest.raises(ml.MeshloomError, match=r"This Trainer is closed, so \w+\(\) cannot run any more"):
             call()
 
@@ -83,8 +97,14 @@ def _left_out(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("use", "sentence"),
     [
-        (_of_another_kind, "Trainer.step takes a batch that Trainer.batches() gave, not a list. Write: for batch in trainer.batches()"),
-        (_twice, "This is the batch of step 1, and the next step is 2: each batch is trained once, in order."),
+        (
+            _of_another_kind,
+            "Trainer.step takes a batch that Trainer.batches() gave, not a list. Write: for batch in trainer.batches()",
+        ),
+        (
+            _twice,
+            "This is the batch of step 1, and the next step is 2: each batch is trained once, in order.",
+        ),
         (_left_out, "The batch of step 1 was not trained, and the next one was asked for."),
     ],
 )
@@ -114,7 +134,9 @@ def test_a_batch_is_trained_once_and_in_order(use: Callable[[Trainer], None], se
         ["calibrate", "--timeout", "-1"],
     ],
 )
-def test_beyond_reason_is_refused_before_anything_starts(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_beyond_reason_is_refused_before_anything_starts(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """dp=1000 started a thousand processes on two cores."""
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -136,7 +158,9 @@ def test_who_means_it_gets_more_ranks() -> None:
         ("dp=5,microbatches=2", ""),
         ("dp=2,microbatches=7", "fills 12 of 14 chunks"),
         pytest.param("tp=31", "tp=31 divides no parameter of the model", marks=pytest.mark.long),
-        pytest.param("pp=6", "leaves 4 ranks along pp (2, 3, 4, 5) without any parameters", marks=pytest.mark.long),
+        pytest.param(
+            "pp=6", "leaves 4 ranks along pp (2, 3, 4, 5) without any parameters", marks=pytest.mark.long
+        ),
     ],
 )
 def test_ranks_without_work_are_said_at_the_start(plan: str, sentence: str) -> None:
@@ -149,7 +173,9 @@ def test_ranks_without_work_are_said_at_the_start(plan: str, sentence: str) -> N
         steps=1,
     )
     notes: list[str] = []
-    with Trainer(job, plan, devices="simulated", listener=ml.Listener(started=lambda text: None, note=notes.append)):
+    with Trainer(
+        job, plan, devices="simulated", listener=ml.Listener(started=lambda text: None, note=notes.append)
+    ):
         pass
     assert [sentence in note for note in notes] == [True] * bool(sentence), notes
 
@@ -188,7 +214,12 @@ def test_trainers_of_several_threads_do_not_disturb_each_other() -> None:
 
 def test_in_a_rank_of_several_processes_a_second_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process would let another one go first, and they would wait for each other."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     errors: list[BaseException] = []
 

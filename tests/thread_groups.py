@@ -1,4 +1,5 @@
-"""Groups whose ranks are threads of this process, and ranks that run as threads: for what waits in the background, where no turns can be taken.
+"""Groups whose ranks are threads of this process, and ranks that run as threads: for what waits in the
+background, where no turns can be taken.
 
 An operation is done when the last rank has started it, whatever the others do meanwhile.
 """
@@ -17,7 +18,8 @@ WAIT_SECONDS = 20.0  # a test that takes longer hangs
 
 
 def threaded_groups(size: int) -> list[Any]:
-    """One connected group, as seen by each of its ranks. Each does what a simulated group does, one call at a time."""
+    """One connected group, as seen by each of its ranks. Each does what a simulated group does, one call at a
+    time."""
     changed = threading.Condition()
     return [ThreadedGroup(group, changed) for group in simulated_groups(size)]
 

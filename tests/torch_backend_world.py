@@ -1,4 +1,5 @@
-"""What torch's own parallel tools compute over a backend, on each rank of a world: the same functions for shm and for Gloo."""
+"""What torch's own parallel tools compute over a backend, on each rank of a world: the same functions for shm
+and for Gloo."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 # torch 2.13 renamed it and warns about the old name.
-ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor")
+ALL_GATHER: Callable[..., Any] = getattr(
+    dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+)
 
 
 def model() -> nn.Sequential:
@@ -50,7 +53,12 @@ def train(module: nn.Module, rank: int, num_steps: int = 3) -> list[float]:
 
 def ddp(group: Any) -> Any:
     module = model()
-    losses = train(DistributedDataParallel(module, process_group=group, bucket_cap_mb=1e-4, gradient_as_bucket_view=True), group.rank())
+    losses = train(
+        DistributedDataParallel(
+            module, process_group=group, bucket_cap_mb=1e-4, gradient_as_bucket_view=True
+        ),
+        group.rank(),
+    )
     return losses, [parameter.detach() for parameter in module.parameters()]
 
 
@@ -94,7 +102,9 @@ def pipeline(group: Any) -> Any:
     schedule = Schedule1F1B(stage, n_microbatches=5, loss_fn=F.mse_loss)
     losses: list[Tensor] = []
     schedule.step(data) if rank == 0 else schedule.step(target=target, losses=losses)
-    return torch.stack([loss.detach() for loss in losses]) if losses else None, [parameter.grad for parameter in part.parameters()]
+    return torch.stack([loss.detach() for loss in losses]) if losses else None, [
+        parameter.grad for parameter in part.parameters()
+    ]
 
 
 def checkpoint(group: Any, loading: Any) -> Any:
@@ -119,11 +129,15 @@ def checkpoint(group: Any, loading: Any) -> Any:
         for path in Path(names[0]).iterdir():
             path.unlink()
         Path(names[0]).rmdir()
-    return [(each.full_tensor().detach(), other.full_tensor().detach()) for each, other in zip(loaded.parameters(), saved.parameters(), strict=True)]
+    return [
+        (each.full_tensor().detach(), other.full_tensor().detach())
+        for each, other in zip(loaded.parameters(), saved.parameters(), strict=True)
+    ]
 
 
 def operations(group: Any) -> Any:
-    """The calls of torch.distributed on shapes and types that the tools above do not use. Values are small whole numbers."""
+    """The calls of torch.distributed on shapes and types that the tools above do not use. Values are small
+    whole numbers."""
     size, rank = group.size(), group.rank()
     found: list[Tensor] = []
 
@@ -141,7 +155,15 @@ def operations(group: Any) -> Any:
             tensor = numbers(3, 5, dtype=dtype).T  # with gaps
             keep(dist.all_reduce(tensor, op, group, async_op=True), tensor)
         output = torch.empty(2, 3, dtype=dtype)
-        keep(dist.reduce_scatter(output, [numbers(2, 3, dtype=dtype) + other for other in range(size)], group=group, async_op=True), output)
+        keep(
+            dist.reduce_scatter(
+                output,
+                [numbers(2, 3, dtype=dtype) + other for other in range(size)],
+                group=group,
+                async_op=True,
+            ),
+            output,
+        )
         outputs = [torch.empty(3, 2, dtype=dtype).T for _ in range(size)]
         keep(dist.all_gather(outputs, numbers(2, 3, dtype=dtype), group=group, async_op=True), *outputs)
     for op in (ops.BAND, ops.BOR, ops.BXOR):
@@ -155,9 +177,19 @@ def operations(group: Any) -> Any:
     keep(ALL_GATHER(whole, part, group=group, async_op=True), whole)
     rows = [rank + 1] * size
     output = torch.empty(sum(range(1, size + 1)), 2)
-    keep(dist.all_to_all_single(output, numbers(sum(rows), 2), list(range(1, size + 1)), rows, group=group, async_op=True), output)
+    keep(
+        dist.all_to_all_single(
+            output, numbers(sum(rows), 2), list(range(1, size + 1)), rows, group=group, async_op=True
+        ),
+        output,
+    )
     outputs = [torch.empty(2, 3) for _ in range(size)]  # Gloo has no others
-    keep(dist.all_to_all(outputs, [numbers(2, 3) + other for other in range(size)], group=group, async_op=True), *outputs)
+    keep(
+        dist.all_to_all(
+            outputs, [numbers(2, 3) + other for other in range(size)], group=group, async_op=True
+        ),
+        *outputs,
+    )
     for root in range(size):
         tensor = numbers(2, 2)
         outputs = [torch.empty(4) for _ in range(size)] if rank == root else None
@@ -167,7 +199,10 @@ def operations(group: Any) -> Any:
         keep(dist.scatter(output, parts, group=group, group_src=root, async_op=True), output)
         keep(dist.broadcast(tensor, group_src=root, group=group, async_op=True), tensor)
         tensor = numbers(3)
-        keep(dist.reduce(tensor, group_dst=root, group=group, async_op=True), *([tensor] if rank == root else []))
+        keep(
+            dist.reduce(tensor, group_dst=root, group=group, async_op=True),
+            *([tensor] if rank == root else []),
+        )
     with dist.distributed_c10d._coalescing_manager(group):
         several = [numbers(count) for count in (1, 4)]
         for tensor in several:
@@ -175,12 +210,22 @@ def operations(group: Any) -> Any:
     keep(None, *several)
     messages = [torch.empty(2), torch.empty(3)]
     to, source = (rank + 1) % size, (rank - 1) % size
-    works = [dist.isend(numbers(3), group=group, group_dst=to, tag=2), dist.isend(numbers(2), group=group, group_dst=to, tag=1)]
-    works += [dist.irecv(messages[0], group=group, group_src=source, tag=1), dist.irecv(messages[1], group=group, tag=2)]
+    works = [
+        dist.isend(numbers(3), group=group, group_dst=to, tag=2),
+        dist.isend(numbers(2), group=group, group_dst=to, tag=1),
+    ]
+    works += [
+        dist.irecv(messages[0], group=group, group_src=source, tag=1),
+        dist.irecv(messages[1], group=group, tag=2),
+    ]
     for work in works:
         work.wait()
     keep(None, *messages)
-    future = dist.all_reduce(numbers(6), group=group, async_op=True).get_future().then(lambda done: done.value()[0] * 2)
+    future = (
+        dist.all_reduce(numbers(6), group=group, async_op=True)
+        .get_future()
+        .then(lambda done: done.value()[0] * 2)
+    )
     return [*found, future.wait()]
 
 
@@ -200,13 +245,22 @@ def beyond() -> list[Any]:
     output, tensor = torch.empty(1), torch.tensor([2.0, 6.0])
     dist.reduce_scatter(output, [tensor[:1], tensor[1:]], premultiplied)
     received = [torch.empty(rank + 1), torch.empty(rank + 1)]
-    dist.all_to_all(received, [torch.full((1,), float(rank)), torch.full((2,), float(rank))])  # parts of unequal sizes
+    # parts of unequal sizes
+    dist.all_to_all(received, [torch.full((1,), float(rank)), torch.full((2,), float(rank))])
     message = dist.irecv(torch.empty(1), 1 - rank).get_future()  # before anything is sent: does not wait
     dist.send(torch.tensor([rank + 4.0]), 1 - rank)
-    return [*results, output.tolist(), tensor.tolist(), [each.tolist() for each in received], message.wait()[0].tolist()]
+    return [
+        *results,
+        output.tolist(),
+        tensor.tolist(),
+        [each.tolist() for each in received],
+        message.wait()[0].tolist(),
+    ]
 
 
-SCENARIOS: dict[str, Callable[[Any], Any]] = {each.__name__: each for each in (ddp, fsdp, tensor_parallel, placements, pipeline, operations)}
+SCENARIOS: dict[str, Callable[[Any], Any]] = {
+    each.__name__: each for each in (ddp, fsdp, tensor_parallel, placements, pipeline, operations)
+}
 
 
 def world() -> dict[str, Any]:

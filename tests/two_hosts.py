@@ -1,4 +1,5 @@
-"""Two hosts on this machine: network namespaces joined by a wire. Ranks in one see nothing of the other's network."""
+"""Two hosts on this machine: network namespaces joined by a wire. Ranks in one see nothing of the other's
+network."""
 
 from __future__ import annotations
 
@@ -45,8 +46,11 @@ def two_hosts() -> Generator[list[str]]:
 
 
 @contextmanager
-def ranks_on(hosts: Sequence[str], command: Sequence[str], places: Sequence[int]) -> Generator[list[subprocess.Popen[str]]]:
-    """Python with the arguments `command`, once per rank, as torchrun would start it. places: by rank, the number of its host."""
+def ranks_on(
+    hosts: Sequence[str], command: Sequence[str], places: Sequence[int]
+) -> Generator[list[subprocess.Popen[str]]]:
+    """Python with the arguments `command`, once per rank, as torchrun would start it. places: by rank, the
+    number of its host."""
     processes: list[subprocess.Popen[str]] = []
     try:
         for rank, place in enumerate(places):
@@ -69,8 +73,11 @@ def ranks_on(hosts: Sequence[str], command: Sequence[str], places: Sequence[int]
 
 
 @contextmanager
-def running(hosts: Sequence[str], commands: Sequence[Sequence[str]], directory: Path) -> Generator[list[subprocess.Popen[str]]]:
-    """One command on each host, in `directory`, where they leave what they like. What they have started ends with them."""
+def running(
+    hosts: Sequence[str], commands: Sequence[Sequence[str]], directory: Path
+) -> Generator[list[subprocess.Popen[str]]]:
+    """One command on each host, in `directory`, where they leave what they like. What they have started ends
+    with them."""
     processes: list[subprocess.Popen[str]] = []
     try:
         for host, command in zip(hosts, commands, strict=True):
@@ -97,11 +104,15 @@ def mend(host: str) -> None:
     _ip("-n", host, "link", "set", WIRE, "up")
 
 
-def _start(host: str, command: Sequence[str], environment: dict[str, str], directory: Path | None = None) -> subprocess.Popen[str]:
+def _start(
+    host: str, command: Sequence[str], environment: dict[str, str], directory: Path | None = None
+) -> subprocess.Popen[str]:
     """In the namespace, under its name as the host's."""
     named = ["unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"', host]
     words = ["ip", "netns", "exec", host, *named, *command]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=directory)
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=directory
+    )
 
 
 def _end(processes: Sequence[subprocess.Popen[str]]) -> None:

@@ -1,4 +1,5 @@
-"""What verification says of a plan, on rank processes where there are some, else simulated, for the tests of plans."""
+"""What verification says of a plan, on rank processes where there are some, else simulated, for the tests of
+plans."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from tests.jobs import make_job
 
 def verified(model: str, optimizer: str, plan: str) -> str | None:
     """EQUAL, or the report; None on ranks that do not report."""
-    report = verify(make_job(model, optimizer), Plan.parse(plan), devices="auto", steps=2, dtype=torch.float64)
+    report = verify(
+        make_job(model, optimizer), Plan.parse(plan), devices="auto", steps=2, dtype=torch.float64
+    )
     if report is None:
         return None
     stream = io.StringIO()

@@ -1,4 +1,5 @@
-"""Rank processes that stay: they run one function after another, so that a property test can try many examples in one world.
+"""Rank processes that stay: they run one function after another, so that a property test can try many
+examples in one world.
 
 Ranks are forked from the server of `processes.py` and meet in a store of this process.
 """
@@ -43,7 +44,13 @@ class WarmRanks:
     def __enter__(self) -> WarmRanks:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-            self._store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno()))
+            self._store = TCPStore(
+                "127.0.0.1",
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=os.dup(listener.fileno()),
+            )
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(self.size):
@@ -135,10 +142,13 @@ class Seat:
         store = PrefixStore(f"{key}, {self._opened[key]}", self.store)
         names = [f"rank {rank} (dp={rank})" for rank in key]
         timeout = timedelta(seconds=timeout_seconds)
-        return ShmGroup(store, key.index(self.rank), len(key), names, timeout=timeout, settings=settings, files=files)
+        return ShmGroup(
+            store, key.index(self.rank), len(key), names, timeout=timeout, settings=settings, files=files
+        )
 
     def kept(self, members: Sequence[int], tiny: bool) -> tuple[ShmGroup, SharedWindow]:
-        """The group of these ranks that is kept, and its window of `WINDOW_BYTES`. tiny: of the group whose settings make many pieces of little."""
+        """The group of these ranks that is kept, and its window of `WINDOW_BYTES`. tiny: of the group whose
+        settings make many pieces of little."""
         key = tuple(members), tiny
         if key not in self._kept:
             group = self.open(members, settings=TINY if tiny else None)
@@ -150,7 +160,9 @@ def _serve(end: Connection, rank: int, size: int, port: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=MEETING_SECONDS))
+    store = TCPStore(
+        "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=MEETING_SECONDS)
+    )
     seat = Seat(rank, size, store)
     while True:
         try:

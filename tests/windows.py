@@ -17,7 +17,8 @@ from meshloom.replica import prepared_replica
 
 
 class OneProcess:
-    """The windows of one simulated group, as one of its ranks sees them: the rank that comes first makes the tensors."""
+    """The windows of one simulated group, as one of its ranks sees them: the rank that comes first makes the
+    tensors."""
 
     _made: ClassVar[WeakKeyDictionary[Any, list[list[Tensor]]]] = WeakKeyDictionary()  # of each group
 
@@ -47,7 +48,8 @@ class Pieces:
 
 
 def give_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated ranks have memory in common from now on. Their class stays as it is: Python keeps what `isinstance` once said of a class."""
+    """Simulated ranks have memory in common from now on. Their class stays as it is: Python keeps what
+    `isinstance` once said of a class."""
     known: WeakKeyDictionary[SimulatedGroup, OneProcess] = WeakKeyDictionary()
 
     def windows_of(group: Group) -> Windows | None:

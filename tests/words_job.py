@@ -1,4 +1,5 @@
-"""A job file that parses the words it is started with, as scripts do: while it is loaded, and again when its model is built."""
+"""A job file that parses the words it is started with, as scripts do: while it is loaded, and again when its
+model is built."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Jobs that calibration and the development of prices have not seen: five kinds of model, sizes that are no powers of two.
+"""Jobs that calibration and the development of prices have not seen: five kinds of model, sizes that are no
+powers of two.
 
-JOBS: name -> Job, each of which is also a name here: a byte GPT with packed projections, an MLP of odd widths, a convolutional network, an LSTM, a
-Llama of `transformers`.
+JOBS: name -> Job, each of which is also a name here: a byte GPT with packed projections, an MLP of odd
+widths, a convolutional network, an LSTM, a Llama of `transformers`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(self.norm_1(x)).chunk(3, -1))
+        q, k, v = (
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for each in self.qkv(self.norm_1(x)).chunk(3, -1)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
@@ -74,7 +78,9 @@ class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = [3, 24, 40, 72]
-        self.convolutions = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in itertools.pairwise(widths))
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(a, b, 3, padding=1) for a, b in itertools.pairwise(widths)
+        )
         self.norms = nn.ModuleList(nn.GroupNorm(4, width) for width in widths[1:])
         self.head = nn.Linear(72, 17)
 
@@ -135,7 +141,10 @@ def odd_mlp() -> nn.Module:
 def classes(count: int, *shape: int, samples: int = 192) -> Drawn:
     """x: float [shape]; y: int64, below count."""
     generator = torch.Generator().manual_seed(6)
-    return Drawn(x=torch.randn(samples, *shape, generator=generator), y=torch.randint(count, (samples,), generator=generator))
+    return Drawn(
+        x=torch.randn(samples, *shape, generator=generator),
+        y=torch.randint(count, (samples,), generator=generator),
+    )
 
 
 def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -146,10 +155,31 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=1e-3, momentum=0.9)
 
 
-gpt = ml.Job(model=ByteGPT, loss=next_token, optimizer=adamw, data=lambda: tokens(256, 96), batch_size=24, steps=100, clip_grad_norm=1.0)
-mlp = ml.Job(model=odd_mlp, loss=of_class, optimizer=adamw, data=lambda: classes(23, 611), batch_size=180, steps=100)
-convolutions = ml.Job(model=Convolutions, loss=of_class, optimizer=sgd, data=lambda: classes(17, 3, 36, 36), batch_size=48, steps=100)
-lstm = ml.Job(model=Recurrent, loss=next_token, optimizer=adamw, data=lambda: tokens(500, 40), batch_size=36, steps=100)
-small_llama = ml.Job(model=llama, loss=of_llama, optimizer=adamw, data=lambda: tokens(700, 72), batch_size=16, steps=100)
+gpt = ml.Job(
+    model=ByteGPT,
+    loss=next_token,
+    optimizer=adamw,
+    data=lambda: tokens(256, 96),
+    batch_size=24,
+    steps=100,
+    clip_grad_norm=1.0,
+)
+mlp = ml.Job(
+    model=odd_mlp, loss=of_class, optimizer=adamw, data=lambda: classes(23, 611), batch_size=180, steps=100
+)
+convolutions = ml.Job(
+    model=Convolutions,
+    loss=of_class,
+    optimizer=sgd,
+    data=lambda: classes(17, 3, 36, 36),
+    batch_size=48,
+    steps=100,
+)
+lstm = ml.Job(
+    model=Recurrent, loss=next_token, optimizer=adamw, data=lambda: tokens(500, 40), batch_size=36, steps=100
+)
+small_llama = ml.Job(
+    model=llama, loss=of_llama, optimizer=adamw, data=lambda: tokens(700, 72), batch_size=16, steps=100
+)
 
 JOBS = {"gpt": gpt, "mlp": mlp, "convolutions": convolutions, "lstm": lstm, "small_llama": small_llama}

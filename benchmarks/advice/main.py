@@ -4,9 +4,11 @@
     python benchmarks/advice/main.py --json -            the same as JSON lines
     python benchmarks/advice/main.py --jobs gpt,lstm     some of the jobs
 
-The machine is calibrated first, into a directory of its own. In every round each of a job's plans is priced, and then runs for some steps, so that what changes on
-the machine from minute to minute changes both; the medians over all rounds are compared, and what is recommended by them is judged. What single rounds recommend is
-shown. Between its turns a plan's ranks stand still. Trials are made once, after the advice that `meshloom plan JOB --try 2` would try them after.
+The machine is calibrated first, into a directory of its own. In every round each of a job's plans is priced,
+and then runs for some steps, so that what changes on the machine from minute to minute changes both; the
+medians over all rounds are compared, and what is recommended by them is judged. What single rounds recommend
+is shown. Between its turns a plan's ranks stand still. Trials are made once, after the advice that `meshloom
+plan JOB --try 2` would try them after.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ TRIED = 2  # of a job's plans
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A plan of a job, predicted and measured. bytes: by axis, of rank 0 in a step. rounds: seconds predicted and measured in each. seconds: predicted, by part."""
+    """A plan of a job, predicted and measured. bytes: by axis, of rank 0 in a step. rounds: seconds predicted
+    and measured in each. seconds: predicted, by part."""
 
     job: str
     plan: str
@@ -70,7 +73,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one job. options, turns: what every round has found, by plan. trials: seconds of the plans that were tried, None if one failed."""
+    """Of one job. options, turns: what every round has found, by plan. trials: seconds of the plans that were
+    tried, None if one failed."""
 
     job: str
     options: dict[str, list[Option]]
@@ -88,11 +92,20 @@ class Advised:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", default=",".join(PAIRS))
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--rounds", type=int, default=5, help="of pricing each of a job's plans and running some steps under it")
-    parser.add_argument("--machine", metavar="FILE", type=Path, help="measurements of this machine that are there already")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="of pricing each of a job's plans and running some steps under it",
+    )
+    parser.add_argument(
+        "--machine", metavar="FILE", type=Path, help="measurements of this machine that are there already"
+    )
     arguments = parser.parse_args()
     out = sys.stderr if arguments.json == "-" else sys.stdout
     started = time.monotonic()
@@ -117,18 +130,24 @@ def main() -> int:
                 pairs.append(pair)
                 print(_row(pair), file=out, flush=True)
     goals = goals_of(pairs, advised)
-    print(f"\n{machine.name}: {machine.model}, {machine.cores} cores, {time.monotonic() - started:.0f} s", file=out)
+    print(
+        f"\n{machine.name}: {machine.model}, {machine.cores} cores, {time.monotonic() - started:.0f} s",
+        file=out,
+    )
     for goal in goals:
         print(f"{'met   ' if goal['met'] else 'MISSED'}  {goal['goal']}: {goal['found']}", file=out)
     if arguments.json:
-        lines = [{"event": "pair", **asdict(each), "ratio": each.ratio} for each in pairs] + [{"event": "goal", **each} for each in goals]
+        lines = [{"event": "pair", **asdict(each), "ratio": each.ratio} for each in pairs] + [
+            {"event": "goal", **each} for each in goals
+        ]
         text = "".join(json.dumps(each) + "\n" for each in lines)
         print(text, end="") if arguments.json == "-" else Path(arguments.json).write_text(text)
     return 0
 
 
 def _measured(name: str, devices: Devices, num_rounds: int, home: Path) -> Measured:
-    """All plans' ranks and the companions stay while the job is measured; in each round, and for each plan there or back, price and steps follow each other."""
+    """All plans' ranks and the companions stay while the job is measured; in each round, and for each plan
+    there or back, price and steps follow each other."""
     target = f"{Path(__file__).with_name('jobs.py')}:{name}"
     plans = PAIRS[name]
     options: dict[str, list[Option]] = {plan: [] for plan in plans}
@@ -143,7 +162,12 @@ def _measured(name: str, devices: Devices, num_rounds: int, home: Path) -> Measu
         companions = stack.enter_context(Companions(target, devices.num_ranks, devices.threads_of))
         for number in range(num_rounds):
             for plan in plans[:: -1 if number % 2 else 1]:
-                options[plan] += advise(JOBS[name], devices, plans=[Plan.parse(plan)], beside=lambda: companions.factors(JOBS[name])).options
+                options[plan] += advise(
+                    JOBS[name],
+                    devices,
+                    plans=[Plan.parse(plan)],
+                    beside=lambda: companions.factors(JOBS[name]),
+                ).options
                 turns[plan].append(runs[plan].turn())
     advice = advise_beside(JOBS[name], target, devices, plans=[*map(Plan.parse, plans)])
     trials = try_plans(finalists(advice, TRIED), target, "auto", lambda text: None)
@@ -159,11 +183,18 @@ def _recommended(options: Sequence[Option]) -> str:
 
 def _advised(measured: Measured) -> Advised:
     medians = [
-        replace(mine[0], price=replace(mine[0].price, seconds=statistics.median(each.price.seconds for each in mine)))
+        replace(
+            mine[0],
+            price=replace(mine[0].price, seconds=statistics.median(each.price.seconds for each in mine)),
+        )
         for mine in measured.options.values()
     ]
     in_rounds = [_recommended(options) for options in zip(*measured.options.values(), strict=True)]
-    after_trials = [replace(each, measured_seconds=measured.trials[str(each.plan)]) for each in medians if measured.trials.get(str(each.plan))]
+    after_trials = [
+        replace(each, measured_seconds=measured.trials[str(each.plan)])
+        for each in medians
+        if measured.trials.get(str(each.plan))
+    ]
     return Advised(_recommended(medians), in_rounds, _recommended(after_trials))
 
 
@@ -176,8 +207,14 @@ def _pair(measured: Measured, plan: str) -> Pair:
         measured_seconds=statistics.median(seconds for each in turns for seconds in each["step_seconds"]),
         predicted_bytes={axis: float(count) for axis, count in measured.options[plan][0].num_bytes.items()},
         measured_bytes=turns[0]["bytes"],
-        rounds=[(price.seconds, statistics.median(each["step_seconds"])) for price, each in zip(prices, turns, strict=True)],
-        seconds={part: statistics.median(getattr(each, part) for each in prices) for part in ("chunks", "exchange", "update", "other")},
+        rounds=[
+            (price.seconds, statistics.median(each["step_seconds"]))
+            for price, each in zip(prices, turns, strict=True)
+        ],
+        seconds={
+            part: statistics.median(getattr(each, part) for each in prices)
+            for part in ("chunks", "exchange", "update", "other")
+        },
     )
 
 
@@ -185,23 +222,50 @@ def goals_of(pairs: Sequence[Pair], advised: Mapping[str, Advised]) -> list[dict
     """What was asked of the prices, and what came out. advised: by job."""
     close = [each for each in pairs if abs(each.ratio - 1) <= WITHIN]
     exact = [each for each in pairs if each.predicted_bytes == each.measured_bytes]
-    overall = rank_correlation([each.predicted_seconds for each in pairs], [each.measured_seconds for each in pairs])
+    overall = rank_correlation(
+        [each.predicted_seconds for each in pairs], [each.measured_seconds for each in pairs]
+    )
     goals = [
-        {"goal": f"predicted / measured step within {WITHIN:.0%}", "met": len(close) == len(pairs), "found": f"{len(close)} of {len(pairs)}"},
+        {
+            "goal": f"predicted / measured step within {WITHIN:.0%}",
+            "met": len(close) == len(pairs),
+            "found": f"{len(close)} of {len(pairs)}",
+        },
         {"goal": "bytes exact", "met": len(exact) == len(pairs), "found": f"{len(exact)} of {len(pairs)}"},
-        {"goal": f"rank correlation of all pairs >= {CORRELATION}", "met": overall >= CORRELATION, "found": f"{overall:.2f}"},
+        {
+            "goal": f"rank correlation of all pairs >= {CORRELATION}",
+            "met": overall >= CORRELATION,
+            "found": f"{overall:.2f}",
+        },
     ]
     for name in dict.fromkeys(each.job for each in pairs):
         mine = [each for each in pairs if each.job == name]
-        within = rank_correlation([each.predicted_seconds for each in mine], [each.measured_seconds for each in mine])
-        goals.append({"goal": f"{name}: rank correlation >= {CORRELATION}", "met": within >= CORRELATION, "found": f"{within:.2f}"})
+        within = rank_correlation(
+            [each.predicted_seconds for each in mine], [each.measured_seconds for each in mine]
+        )
+        goals.append(
+            {
+                "goal": f"{name}: rank correlation >= {CORRELATION}",
+                "met": within >= CORRELATION,
+                "found": f"{within:.2f}",
+            }
+        )
         best = min(each.measured_seconds for each in mine)
         took = {each.plan: each.measured_seconds / best for each in mine}
         chosen = advised[name]
         single = ", ".join(f"{took[plan]:.2f}" for plan in chosen.in_rounds)
-        for how, plan, more in (("by price", chosen.by_price, f"; by single rounds {single}"), (f"after {TRIED} trials", chosen.after_trials, "")):
+        for how, plan, more in (
+            ("by price", chosen.by_price, f"; by single rounds {single}"),
+            (f"after {TRIED} trials", chosen.after_trials, ""),
+        ):
             found = f"{took[plan]:.2f} ({plan}{more})"
-            goals.append({"goal": f"{name}: recommended {how} / best <= {BEST}", "met": took[plan] <= BEST, "found": found})
+            goals.append(
+                {
+                    "goal": f"{name}: recommended {how} / best <= {BEST}",
+                    "met": took[plan] <= BEST,
+                    "found": found,
+                }
+            )
     return goals
 
 
@@ -220,7 +284,11 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _row(pair: Pair) -> str:
-    same = "bytes equal" if pair.predicted_bytes == pair.measured_bytes else f"bytes {pair.predicted_bytes} / {pair.measured_bytes}"
+    same = (
+        "bytes equal"
+        if pair.predicted_bytes == pair.measured_bytes
+        else f"bytes {pair.predicted_bytes} / {pair.measured_bytes}"
+    )
     predicted, measured = 1e3 * pair.predicted_seconds, 1e3 * pair.measured_seconds
     return f"{pair.job:13} {pair.plan:26} predicted {predicted:7.1f} ms  measured {measured:7.1f} ms  ratio {pair.ratio:.2f}  {same}"
 

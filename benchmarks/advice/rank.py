@@ -1,4 +1,5 @@
-"""One rank of a measured run: it trains some steps under the plan that it was started with, and rank 0 writes what they took and sent, as a line of JSON.
+"""One rank of a measured run: it trains some steps under the plan that it was started with, and rank 0 writes
+what they took and sent, as a line of JSON.
 
 python rank.py gpt 12 FILE                    job, steps that count, where to
 python rank.py gpt 0 FILE --turns FOLDER      as many as each line says that comes through the pipe FOLDER/<rank>, until that is closed
@@ -41,20 +42,32 @@ def turn(trainer: Trainer, batches: Iterator[Batch], steps: int, first: int) -> 
     num_bytes: list[dict[str, int]] = []
     while len(seconds) < steps:
         batch = next(batches)
-        before, faults, started = sent(trainer), resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
+        before, faults, started = (
+            sent(trainer),
+            resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
+            time.perf_counter(),
+        )
         trainer.step(batch)
-        took, usage, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF), sent(trainer)
+        took, usage, after = (
+            time.perf_counter() - started,
+            resource.getrusage(resource.RUSAGE_SELF),
+            sent(trainer),
+        )
         if batch.shares[0][0].batch == trainer.job.batch_size:  # the last batch of an epoch may be short
             seconds.append(took)
             pages.append(usage.ru_minflt - faults)
-            num_bytes.append({axis: after[axis] - before[axis] for axis in after if after[axis] > before[axis]})
+            num_bytes.append(
+                {axis: after[axis] - before[axis] for axis in after if after[axis] > before[axis]}
+            )
     found = {axis: statistics.median(each.get(axis, 0) for each in num_bytes) for axis in num_bytes[0]}
     peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"step_seconds": seconds, "bytes": found, "pages": pages, "peak_bytes": peak_bytes}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("job", choices=JOBS)
     parser.add_argument("steps", type=int)
     parser.add_argument("file", type=Path)

@@ -1,4 +1,5 @@
-"""What a step on one device takes when the C library keeps the memory that it has freed, as meshloom tells it to, and when it gives it back.
+"""What a step on one device takes when the C library keeps the memory that it has freed, as meshloom tells it
+to, and when it gives it back.
 
     python benchmarks/allocator/main.py                 a table; about five minutes
     python benchmarks/allocator/main.py --json -        the same as JSON lines
@@ -28,7 +29,8 @@ STEPS = 14
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Medians over the steps of all rounds, in seconds and in pages that the system handed out; the most memory that a process had, in bytes."""
+    """Medians over the steps of all rounds, in seconds and in pages that the system handed out; the most
+    memory that a process had, in bytes."""
 
     job: str
     kept_seconds: float
@@ -45,21 +47,34 @@ class Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     out = sys.stderr if arguments.json == "-" else sys.stdout
     with tempfile.TemporaryDirectory() as directory:
-        rows = [_row(name, arguments.rounds, Path(directory) / "measured.json") for name in arguments.jobs.split(",")]
-    print(f"{'job':13} {'kept':>9} {'as it comes':>12} {'ratio':>6} {'pages a step':>16} {'most memory, MB':>18}", file=out)
+        rows = [
+            _row(name, arguments.rounds, Path(directory) / "measured.json")
+            for name in arguments.jobs.split(",")
+        ]
+    print(
+        f"{'job':13} {'kept':>9} {'as it comes':>12} {'ratio':>6} {'pages a step':>16} {'most memory, MB':>18}",
+        file=out,
+    )
     for row in rows:
         seconds = f"{1e3 * row.kept_seconds:6.1f} ms {1e3 * row.plain_seconds:9.1f} ms {row.ratio:6.2f}"
         pages = f"{row.kept_pages:.0f} / {row.plain_pages:.0f}"
-        print(f"{row.job:13} {seconds} {pages:>16} {row.kept_peak_bytes / 1e6:9.0f} / {row.plain_peak_bytes / 1e6:.0f}", file=out)
+        print(
+            f"{row.job:13} {seconds} {pages:>16} {row.kept_peak_bytes / 1e6:9.0f} / {row.plain_peak_bytes / 1e6:.0f}",
+            file=out,
+        )
     if arguments.json:
-        text = "".join(json.dumps({"event": "row", **asdict(each), "ratio": each.ratio}) + "\n" for each in rows)
+        text = "".join(
+            json.dumps({"event": "row", **asdict(each), "ratio": each.ratio}) + "\n" for each in rows
+        )
         print(text, end="") if arguments.json == "-" else Path(arguments.json).write_text(text)
     return 0
 
@@ -68,9 +83,15 @@ def _row(name: str, rounds: int, path: Path) -> Row:
     runs: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for number in range(rounds):
         for kept in (True, False) if number % 2 else (False, True):
-            environment = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_") and key != "GLIBC_TUNABLES"}
+            environment = {
+                key: value
+                for key, value in os.environ.items()
+                if not key.startswith("MALLOC_") and key != "GLIBC_TUNABLES"
+            }
             subprocess.run(
-                [sys.executable, str(RANK), name, str(STEPS), str(path)], env=environment if kept else {**environment, **AS_IT_COMES}, check=True
+                [sys.executable, str(RANK), name, str(STEPS), str(path)],
+                env=environment if kept else {**environment, **AS_IT_COMES},
+                check=True,
             )
             runs[kept].append(json.loads(path.read_text()))
 

@@ -19,14 +19,16 @@ from meshloom.comm.torch.c10d import C10dGroup
 
 MODES = ("barrier", "all_reduce", "all_reduce_in_place", "reduce_scatter", "all_gather")
 TIMEOUT = timedelta(seconds=120)
-FLOOR_PIECE_BYTES = 256 * 1024  # a piece of each buffer stays in a core's cache between its reduction and the copies of it
+# a piece of each buffer stays in a core's cache between its reduction and the copies of it
+FLOOR_PIECE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
     """One collective, ready to be called again and again.
 
-    call: starts it and waits for it. given, result: float32 [n] each, the same tensor where the operation works in place.
+    call: starts it and waits for it. given, result: float32 [n] each, the same tensor where the operation
+        works in place.
     """
 
     call: Callable[[], None]
@@ -39,13 +41,15 @@ class System(ABC):
 
     @abstractmethod
     def operation(self, mode: str, num_bytes: int) -> Operation | None:
-        """The operation of a mode whose whole tensor (all ranks' slices together) has `num_bytes`; None: it has none such."""
+        """The operation of a mode whose whole tensor (all ranks' slices together) has `num_bytes`; None: it
+        has none such."""
 
 
 class Groups(System):
     """A group of meshloom.
 
-    window: float32 memory that all ranks have mapped, for `all_reduce_in_place`; None: any memory is in place already.
+    window: float32 memory that all ranks have mapped, for `all_reduce_in_place`; None: any memory is in place
+        already.
     """
 
     def __init__(self, group: Group, window: Tensor | None = None) -> None:
@@ -60,7 +64,9 @@ class Groups(System):
         if mode == "all_reduce_in_place" and self._window is not None:
             whole = self._window[: whole.numel()]
         if mode == "reduce_scatter":
-            return Operation(call=lambda: group.reduce_scatter(slice_, whole).wait(), given=whole, result=slice_)
+            return Operation(
+                call=lambda: group.reduce_scatter(slice_, whole).wait(), given=whole, result=slice_
+            )
         if mode == "all_gather":
             return Operation(call=lambda: group.all_gather(whole, slice_).wait(), given=slice_, result=whole)
         return Operation(call=lambda: group.all_reduce(whole).wait(), given=whole, result=whole)
@@ -82,20 +88,28 @@ class OpenMPI(System):
         whole, slice_ = _buffers(num_bytes, world.Get_size())
         whole_array, slice_array = whole.numpy(), slice_.numpy()
         if mode == "reduce_scatter":
-            return Operation(call=lambda: world.Reduce_scatter_block(whole_array, slice_array), given=whole, result=slice_)
+            return Operation(
+                call=lambda: world.Reduce_scatter_block(whole_array, slice_array), given=whole, result=slice_
+            )
         if mode == "all_gather":
-            return Operation(call=lambda: world.Allgather(slice_array, whole_array), given=slice_, result=whole)
+            return Operation(
+                call=lambda: world.Allgather(slice_array, whole_array), given=slice_, result=whole
+            )
         if mode == "all_reduce_in_place":
-            return Operation(call=lambda: world.Allreduce(self._mpi.IN_PLACE, whole_array), given=whole, result=whole)
+            return Operation(
+                call=lambda: world.Allreduce(self._mpi.IN_PLACE, whole_array), given=whole, result=whole
+            )
         other = torch.zeros_like(whole)
         other_array = other.numpy()
         return Operation(call=lambda: world.Allreduce(whole_array, other_array), given=whole, result=other)
 
 
 class Floor(System):
-    """What an all-reduce in place must read and write at least, by plain memory operations and without any word between the ranks.
+    """What an all-reduce in place must read and write at least, by plain memory operations and without any
+    word between the ranks.
 
-    Each rank takes its share of the elements: it reads it in all ranks' buffers, adds up, and writes the sum to all of them.
+    Each rank takes its share of the elements: it reads it in all ranks' buffers, adds up, and writes the sum
+    to all of them.
     """
 
     def __init__(self, rank: int, size: int, directory: Path, largest: int) -> None:
@@ -106,7 +120,9 @@ class Floor(System):
             with path.open("wb") as file:
                 os.truncate(file.fileno(), 4 * count)
         dist.barrier()
-        self._buffers = torch.from_file(str(path), shared=True, size=count, dtype=torch.float32).view(size, -1)
+        self._buffers = torch.from_file(str(path), shared=True, size=count, dtype=torch.float32).view(
+            size, -1
+        )
         self._buffers[rank].zero_()  # so that its pages are there
         dist.barrier()
         if rank == 0:
@@ -116,7 +132,12 @@ class Floor(System):
         if mode != "all_reduce_in_place":
             return None
         buffers = [buffer[: num_bytes // 4] for buffer in self._buffers]
-        pieces = list(zip(*(buffer.chunk(self._size)[self._rank].split(FLOOR_PIECE_BYTES // 4) for buffer in buffers), strict=True))
+        pieces = list(
+            zip(
+                *(buffer.chunk(self._size)[self._rank].split(FLOOR_PIECE_BYTES // 4) for buffer in buffers),
+                strict=True,
+            )
+        )
 
         def call() -> None:
             for first, second, *others in pieces:

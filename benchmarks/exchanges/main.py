@@ -1,4 +1,5 @@
-"""What each way to agree sends and what it does to the loss: two examples under every exchange, from the same seeds.
+"""What each way to agree sends and what it does to the loss: two examples under every exchange, from the same
+seeds.
 
 Four replicas in one process, in lockstep, so that every run repeats; nothing here is about seconds.
 
@@ -57,7 +58,8 @@ def job_of(kind: str) -> Job:
 
 
 def run(job: Job, plan: str) -> tuple[float, float, float]:
-    """Mean loss of the last steps, the first metric on held-out data, bytes per step that a rank hands in along dp."""
+    """Mean loss of the last steps, the first metric on held-out data, bytes per step that a rank hands in
+    along dp."""
     with Trainer(job, plan, devices="simulated", listener=QUIET) as trainer:
         losses = [trainer.step(batch) for batch in trainer.batches()]
         sent = trainer.summary(0.0, {}, None)
@@ -69,7 +71,9 @@ def run(job: Job, plan: str) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=["digits", "gpt"])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int)
@@ -85,7 +89,10 @@ def main() -> None:
         num_bytes = found[0][2]
         first = first or num_bytes
         losses, metrics = ([each[column] for each in found] for column in (0, 1))
-        print(f"| `{plan}` | {num_bytes:,.0f} | {num_bytes / first:.3f} | {_range(losses)} | {_range(metrics)} |", flush=True)
+        print(
+            f"| `{plan}` | {num_bytes:,.0f} | {num_bytes / first:.3f} | {_range(losses)} | {_range(metrics)} |",
+            flush=True,
+        )
 
 
 def _range(values: list[float]) -> str:

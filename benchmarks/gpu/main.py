@@ -1,4 +1,5 @@
-"""Everything that a GPU is needed for, in one command: tries it part by part, and writes one JSON file and one page.
+"""Everything that a GPU is needed for, in one command: tries it part by part, and writes one JSON file and
+one page.
 
     make gpu                                    all parts; PART="losses memory" picks, WHEELS=DIR has packages that are missing
     make gpu DEVICE=cpu                         the same code without a GPU: nothing is called passed then, but not run
@@ -46,8 +47,12 @@ PARTS = ("losses", "verify_gpt", "verify_small", "tests", "checkpoints", "memory
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--parts", nargs="*", default=[], metavar="PART", help=f"of {', '.join(PARTS)}; none: all")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="directory for gpu.json and gpu.md")
+    parser.add_argument(
+        "--parts", nargs="*", default=[], metavar="PART", help=f"of {', '.join(PARTS)}; none: all"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpu"), help="directory for gpu.json and gpu.md"
+    )
     arguments = parser.parse_args()
     problem = _problem(arguments.device, arguments.parts)
     if problem:
@@ -61,7 +66,10 @@ def main() -> int:
     failed = [row for part in parts for row in part["rows"] if row["status"] == "failed"]
     for row in failed:
         print(f"failed: {row['name']}: {row['text']}", file=sys.stderr)
-    print(f"{arguments.out / 'gpu.md'}: {sum(len(part['rows']) for part in parts)} rows, {len(failed)} failed", file=sys.stderr)
+    print(
+        f"{arguments.out / 'gpu.md'}: {sum(len(part['rows']) for part in parts)} rows, {len(failed)} failed",
+        file=sys.stderr,
+    )
     return 1 if failed else 0
 
 
@@ -78,7 +86,9 @@ def _problem(device: str, parts: list[str]) -> str:
     if tuple(int(number) for number in torch.__version__.split(".")[:2]) < LEAST_TORCH:
         return f"torch is {torch.__version__}, and {'.'.join(map(str, LEAST_TORCH))} or later is needed."
     if device == "cuda" and not torch.cuda.is_available():
-        return "No GPU is visible. make gpu DEVICE=cpu runs the same code on the CPU, and calls nothing passed."
+        return (
+            "No GPU is visible. make gpu DEVICE=cpu runs the same code on the CPU, and calls nothing passed."
+        )
     return ""
 
 
@@ -92,14 +102,20 @@ def _run(part: str, device: str) -> dict[str, Any]:
         problem = ""
         try:
             command = [sys.executable, str(Path(__file__).with_name("parts.py")), part, device, str(rows)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS
+            )
             problem = f"ended with {done.returncode}: {done.stdout[-3000:]}" if done.returncode else ""
         except subprocess.TimeoutExpired:
             problem = f"took longer than {SECONDS} s"
         found = [json.loads(line) for line in rows.read_text().splitlines()]
     if problem or not found:
         found.append({"name": part, "status": "failed", "text": problem or "gave nothing", "figures": {}})
-    return {"part": part, "seconds": round(time.monotonic() - began, 1), "rows": [as_found_on(device, row) for row in found]}
+    return {
+        "part": part,
+        "seconds": round(time.monotonic() - began, 1),
+        "rows": [as_found_on(device, row) for row in found],
+    }
 
 
 def as_found_on(device: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -112,8 +128,18 @@ def as_found_on(device: str, row: dict[str, Any]) -> dict[str, Any]:
 def _environment(device: str) -> dict[str, Any]:
     import torch
 
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] if device == "cuda" else []
-    return {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus, "machine": platform.machine()}
+    gpus = (
+        [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        if device == "cuda"
+        else []
+    )
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "machine": platform.machine(),
+    }
 
 
 if __name__ == "__main__":

@@ -18,11 +18,14 @@ def page(record: Mapping[str, Any]) -> str:
         "",
         f"{where}; torch {environment['torch']}, CUDA {environment['cuda']}, Python {environment['python']}, {environment['machine']}.",
         "",
-        ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "refused", "not run")) + ".",
+        ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "refused", "not run"))
+        + ".",
     ]
     for part in record["parts"]:
         lines += ["", f"## {part['part']}", "", f"{part['seconds']} s", "", "| | | |", "|---|---|---|"]
-        lines += [f"| {_cell(row['name'])} | {row['status']} | {_cell(row['text'])} |" for row in part["rows"]]
+        lines += [
+            f"| {_cell(row['name'])} | {row['status']} | {_cell(row['text'])} |" for row in part["rows"]
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -37,13 +37,22 @@ from meshloom.verify.run import verify
 
 ROOT = Path(__file__).parents[2]
 MAIN = ROOT / "examples/01_gpt_bytes.py"
-SMALL = ("02_digits", "03_data_parallel", "05_from_a_script", "06_tensor_parallel", "07_own_operator", "08_layers_on_devices", "09_grid")
+SMALL = (
+    "02_digits",
+    "03_data_parallel",
+    "05_from_a_script",
+    "06_tensor_parallel",
+    "07_own_operator",
+    "08_layers_on_devices",
+    "09_grid",
+)
 PLANS = ("dp=2", "tp=2", "pp=2,microbatches=2", "dp=2,zero=1", "dp=2,pp=2,tp=2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One fact. status: passed, failed, or refused (meshloom says in a sentence that it does not do this, on any device). figures: by name, in JSON."""
+    """One fact. status: passed, failed, or refused (meshloom says in a sentence that it does not do this, on
+    any device). figures: by name, in JSON."""
 
     name: str
     status: str
@@ -53,13 +62,21 @@ class Row:
 
 def losses(device: str) -> Iterator[Row]:
     """Float64 shows mistakes, float32 what is lost in ordinary training."""
-    # float64: sums in other orders. float32: 1e-7 of rounding, which AdamW's first steps (g / |g|) blow up for gradients close to zero.
+    # float64: sums in other orders. float32: 1e-7 of rounding, which AdamW's first steps (g / |g|) blow up
+    # for gradients close to zero.
     for dtype, steps, tolerance in ((torch.float64, 5, 1e-9), (torch.float32, 10, 5e-3)):
-        here, there = (_trained(_job(MAIN), "dp=1", each, steps=steps, dtype=dtype) for each in ("cpu", device))
+        here, there = (
+            _trained(_job(MAIN), "dp=1", each, steps=steps, dtype=dtype) for each in ("cpu", device)
+        )
         worst = max(abs(one - other) / abs(one) for one, other in zip(here, there, strict=True))
         name = f"{steps} steps of {MAIN.name} in {str(dtype).removeprefix('torch.')}"
         text = f"losses differ by {worst:.2g} of their value at most; {tolerance:g} is allowed"
-        yield Row(name=name, status=_status(worst <= tolerance), text=text, figures={"worst": worst, "cpu": here, "device": there})
+        yield Row(
+            name=name,
+            status=_status(worst <= tolerance),
+            text=text,
+            figures={"worst": worst, "cpu": here, "device": there},
+        )
 
 
 def verify_gpt(device: str) -> Iterator[Row]:
@@ -75,18 +92,34 @@ def tests(device: str) -> Iterator[Row]:
     """How many tests had a world on the device is counted: on the CPU alone a test says nothing of a GPU."""
     with tempfile.TemporaryDirectory() as directory:
         found = Path(directory, "junit.xml")
-        words = ["-m", "pytest", "-q", "--device", device, "-m", "not processes and not long and not slow", "-p", "no:cacheprovider"]
+        words = [
+            "-m",
+            "pytest",
+            "-q",
+            "--device",
+            device,
+            "-m",
+            "not processes and not long and not slow",
+            "-p",
+            "no:cacheprovider",
+        ]
         words += [f"--junitxml={found}", "tests", *_at_once()]
         done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
         if not found.exists():
             yield Row(name="pytest", status="failed", text=(done.stdout + done.stderr)[-2000:])
             return
         cases = list(ElementTree.parse(found).iter("testcase"))
-    on_device = [case for case in cases if any(each.get("name") == "device" for each in case.iter("property"))]
+    on_device = [
+        case for case in cases if any(each.get("name") == "device" for each in case.iter("property"))
+    ]
     for case in cases:
         problem = next((each for each in case if each.tag in ("failure", "error")), None)
         if problem is not None:
-            yield Row(name=f"{case.get('classname')}::{case.get('name')}", status="failed", text=(problem.get("message") or "")[:500])
+            yield Row(
+                name=f"{case.get('classname')}::{case.get('name')}",
+                status="failed",
+                text=(problem.get("message") or "")[:500],
+            )
     skipped = sum(case.find("skipped") is not None for case in cases)
     text = f"{len(cases)} tests, {len(on_device)} of them with a world on {device}, {skipped} skipped"
     yield Row(
@@ -116,18 +149,26 @@ def checkpoints(device: str) -> Iterator[Row]:
 
 
 def memory(device: str) -> Iterator[Row]:
-    """Workspaces of kernels and the allocator's rounding are not predicted (docs/memory.md), so a fifth is allowed, and 32 MiB for cuBLAS."""
+    """Workspaces of kernels and the allocator's rounding are not predicted (docs/memory.md), so a fifth is
+    allowed, and 32 MiB for cuBLAS."""
     for batch in (8, 32):
         job = replace(_job(MAIN), batch_size=batch)
         data = job.data()
-        batches = [default_collate([data[number * batch + each] for each in range(batch)]) for number in range(2)]
+        batches = [
+            default_collate([data[number * batch + each] for each in range(batch)]) for number in range(2)
+        ]
         predicted = predict_memory(capture(job, (batches[0], batches[1])), job.optimizer)
         followed = measure_memory(job, batches[:1], device=device).peak
         counted = _counted_peak(job, device) if device == "cuda" else followed
         allowed = 0.2 * predicted.peak + 32 * 2**20
         text = f"predicted {predicted.peak / 2**20:.1f} MiB (in {predicted.phase}), counted {counted / 2**20:.1f} MiB, tensors followed {followed / 2**20:.1f} MiB"
         figures = {"predicted": predicted.peak, "counted": counted, "followed": followed}
-        yield Row(name=f"a step of {MAIN.name}, batch {batch}", status=_status(abs(counted - predicted.peak) <= allowed), text=text, figures=figures)
+        yield Row(
+            name=f"a step of {MAIN.name}, batch {batch}",
+            status=_status(abs(counted - predicted.peak) <= allowed),
+            text=text,
+            figures=figures,
+        )
 
 
 PARTS: dict[str, Callable[[str], Iterator[Row]]] = {
@@ -141,15 +182,20 @@ PARTS: dict[str, Callable[[str], Iterator[Row]]] = {
 
 
 def _job(path: Path) -> ml.Job:
-    """Without evaluation, which takes longer than the steps; the main job's batches are small, because a CPU computes them too."""
+    """Without evaluation, which takes longer than the steps; the main job's batches are small, because a CPU
+    computes them too."""
     job = load_job(str(path))
     assert job is not None
     return replace(job, evaluate=None, batch_size=8 if path == MAIN else job.batch_size)
 
 
-def _trained(job: ml.Job, plan: str, device: str, *, steps: int, dtype: torch.dtype | None, **settings: Any) -> list[float]:
+def _trained(
+    job: ml.Job, plan: str, device: str, *, steps: int, dtype: torch.dtype | None, **settings: Any
+) -> list[float]:
     """The losses."""
-    with ml.Trainer(job, plan, devices=device, steps=steps, dtype=dtype, listener=QUIET, **settings, cache="off") as trainer:
+    with ml.Trainer(
+        job, plan, devices=device, steps=steps, dtype=dtype, listener=QUIET, **settings, cache="off"
+    ) as trainer:
         found = [trainer.step(batch) for batch in trainer.batches()]
         if "out" in settings:
             trainer.save()
@@ -160,14 +206,23 @@ def _verified(path: Path, device: str) -> Iterator[Row]:
     for plan in PLANS:
         name = f"{path.name} under {plan}"
         try:
-            report = verify(_job(path), ml.Plan.parse(plan), devices=_simulated(device), steps=1 if path == MAIN else 2)
+            report = verify(
+                _job(path), ml.Plan.parse(plan), devices=_simulated(device), steps=1 if path == MAIN else 2
+            )
         except ml.MeshloomError as refusal:
             yield Row(name=name, status="refused", text=str(refusal))
             continue
         assert report is not None
         worst = report.worst(1)
-        text = f"{report.devices}" + (f"; largest error {worst[0].error:.2g} ({worst[0].kind} of {worst[0].name})" if worst else "")
-        yield Row(name=name, status=_status(report.passed), text=text, figures={"worst": worst[0].error if worst else 0.0})
+        text = f"{report.devices}" + (
+            f"; largest error {worst[0].error:.2g} ({worst[0].kind} of {worst[0].name})" if worst else ""
+        )
+        yield Row(
+            name=name,
+            status=_status(report.passed),
+            text=text,
+            figures={"worst": worst[0].error if worst else 0.0},
+        )
 
 
 def _counted_peak(job: ml.Job, device: str) -> int:
@@ -193,7 +248,8 @@ def _status(is_right: bool) -> str:
 
 
 def main() -> int:
-    """Run one part, and write its rows: `main.py` starts this, a process for each part, because an error of a GPU's ends all that a process can do with it."""
+    """Run one part, and write its rows: `main.py` starts this, a process for each part, because an error of a
+    GPU's ends all that a process can do with it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("device", choices=("cpu", "cuda"))
@@ -201,7 +257,8 @@ def main() -> int:
     arguments = parser.parse_args()
     with arguments.rows.open("a") as file:
         for row in PARTS[arguments.part](arguments.device):
-            print(json.dumps(asdict(row)), file=file, flush=True)  # as they come: what a part found before it was stopped is not lost
+            # as they come: what a part found before it was stopped is not lost
+            print(json.dumps(asdict(row)), file=file, flush=True)
     return 0
 
 

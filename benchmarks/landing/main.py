@@ -1,7 +1,9 @@
-"""Backward of a divided program with its weights' gradients made in the bucket, beside autograd and a copy, step by step in turns.
+"""Backward of a divided program with its weights' gradients made in the bucket, beside autograd and a copy,
+step by step in turns.
 
-One rank of the benchmark GPT under tp=2, and of a wider one with few tokens, on one thread; what it would send to others is not sent. Seconds are those of the
-processor, not of the clock. Autograd is measured twice: what differs between the two is what the machine does by itself.
+One rank of the benchmark GPT under tp=2, and of a wider one with few tokens, on one thread; what it would
+send to others is not sent. Seconds are those of the processor, not of the clock. Autograd is measured twice:
+what differs between the two is what the machine does by itself.
 
     python benchmarks/landing/main.py
 """
@@ -55,16 +57,28 @@ class Silent:
 
 
 class Way:
-    """A step's chunks, forward and backward, from the same parameters. landing: whether gradients are made in place."""
+    """A step's chunks, forward and backward, from the same parameters. landing: whether gradients are made in
+    place."""
 
-    def __init__(self, part: Partition, model: nn.Module, batch: list[Tensor], dp: int, *, landing: bool) -> None:
+    def __init__(
+        self, part: Partition, model: nn.Module, batch: list[Tensor], dp: int, *, landing: bool
+    ) -> None:
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self.parameters = {name: nn.Parameter(take(pieces, 0, state[name].detach()).clone()) for name, pieces in part.parameters.items()}
+        self.parameters = {
+            name: nn.Parameter(take(pieces, 0, state[name].detach()).clone())
+            for name, pieces in part.parameters.items()
+        }
         self.buffers = {name: take(pieces, 0, state[name]).clone() for name, pieces in part.buffers.items()}
         self.batch = batch
         named = list(self.parameters.items())
-        self.exchange: Exchange = Alone(named) if dp == 1 else AllReduce(named, simulated_groups(1)[0], bucket_bytes=2**23, overlap=False)
-        self.program: Program = with_landing(part.programs[0], InPlace(self.exchange.room)) if landing else part.programs[0]
+        self.exchange: Exchange = (
+            Alone(named)
+            if dp == 1
+            else AllReduce(named, simulated_groups(1)[0], bucket_bytes=2**23, overlap=False)
+        )
+        self.program: Program = (
+            with_landing(part.programs[0], InPlace(self.exchange.room)) if landing else part.programs[0]
+        )
         for parameter in self.parameters.values():
             parameter.register_post_accumulate_grad_hook(self.exchange.gradient_ready)
 
@@ -84,11 +98,16 @@ class Way:
 
 def peak_bytes(step: Callable[[], Any]) -> int:
     """Most bytes that torch's CPU allocator handed out during a step, beyond what was there before it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         step()
     found: Any = profile.profiler
     now = most = 0
-    for event in sorted((each for each in found.kineto_results.events() if each.name() == "[memory]"), key=lambda each: each.start_ns()):
+    for event in sorted(
+        (each for each in found.kineto_results.events() if each.name() == "[memory]"),
+        key=lambda each: each.start_ns(),
+    ):
         now += event.nbytes()
         most = max(most, now)
     return most
@@ -98,7 +117,14 @@ def divided(samples: int, size: gpt.Size) -> tuple[Partition, nn.Module, list[Te
     """The benchmark GPT's loss of so many samples, over two ranks."""
     data = gpt.make_data(2 * samples, size)
     batches = [[data.tensors[0][:samples]], [data.tensors[0][samples:]]]
-    job = Job(model=lambda: gpt.make_model(size), loss=gpt.loss, optimizer=gpt.make_optimizer, data=lambda: data, batch_size=samples, steps=1)
+    job = Job(
+        model=lambda: gpt.make_model(size),
+        loss=gpt.loss,
+        optimizer=gpt.make_optimizer,
+        data=lambda: data,
+        batch_size=samples,
+        steps=1,
+    )
     layout = layout_of(capture(job, (batches[0], batches[1])), BUILT_IN)
     return partition(choose(layout, 2, rates_for(layout.program, 2))), gpt.make_model(size), batches[0]
 
@@ -117,14 +143,31 @@ def compare(size: gpt.Size, batch: int, num_chunks: int, dp: int) -> str:
         rounds.append([found[id(way)] for way in ways])
     seconds = [statistics.median(each) * 1e3 for each in zip(*rounds, strict=True)]
     ratios = [statistics.median(each[way] / each[0] for each in rounds) for way in range(len(ways))]
-    cells = [str(size.width), str(batch), str(dp), str(num_chunks), f"{seconds[0]:.1f}", f"{seconds[2]:.1f}", *(f"{each:.3f}" for each in ratios[1:])]
+    cells = [
+        str(size.width),
+        str(batch),
+        str(dp),
+        str(num_chunks),
+        f"{seconds[0]:.1f}",
+        f"{seconds[2]:.1f}",
+        *(f"{each:.3f}" for each in ratios[1:]),
+    ]
     return f"| {' | '.join([*cells, f'{peaks[0]:.1f}', f'{peaks[2]:.1f}'])} |"
 
 
 def main() -> None:
     """Print a table: every batch with every number of replicas and chunks."""
     torch.set_num_threads(1)
-    heads = ["width", "batch", "dp", "chunks", "autograd, ms", "landing, ms", "autograd again / autograd", "landing / autograd"]
+    heads = [
+        "width",
+        "batch",
+        "dp",
+        "chunks",
+        "autograd, ms",
+        "landing, ms",
+        "autograd again / autograd",
+        "landing / autograd",
+    ]
     heads += ["peak of autograd, MiB", "of landing, MiB"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for batch, num_chunks, dp in ((4, 1, 2), (4, 4, 2), (4, 4, 1), (16, 1, 2), (16, 4, 2)):

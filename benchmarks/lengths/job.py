@@ -33,16 +33,26 @@ class Texts(Dataset[Tensor]):
         return self._num_samples
 
     def __getitem__(self, index: int) -> Tensor:
-        longest = int(torch.randint(SHORTEST, LONGEST + 1, (1,), generator=torch.Generator().manual_seed(index // BATCH)))
+        longest = int(
+            torch.randint(
+                SHORTEST, LONGEST + 1, (1,), generator=torch.Generator().manual_seed(index // BATCH)
+            )
+        )
         generator = torch.Generator().manual_seed(1_000_000 + index)
-        length = int(torch.randint(SHORTEST, longest + 1, (1,), generator=generator)) if index % BATCH else longest
+        length = (
+            int(torch.randint(SHORTEST, longest + 1, (1,), generator=generator)) if index % BATCH else longest
+        )
         return torch.randint(SIZE.vocabulary, (length + 1,), generator=generator)
 
 
 def padded(samples: Sequence[Tensor], length: int | None = None) -> tuple[Tensor, Tensor]:
-    """The texts and the next tokens, -100 behind the end of each: both [batch, length]. Default: the longest's length."""
+    """The texts and the next tokens, -100 behind the end of each: both [batch, length]. Default: the
+    longest's length."""
     length = length or max(len(each) for each in samples) - 1
-    texts, following = torch.zeros(len(samples), length, dtype=torch.long), torch.full((len(samples), length), -100)
+    texts, following = (
+        torch.zeros(len(samples), length, dtype=torch.long),
+        torch.full((len(samples), length), -100),
+    )
     for row, each in enumerate(samples):
         texts[row, : len(each) - 1], following[row, : len(each) - 1] = each[:-1], each[1:]
     return texts, following
@@ -51,7 +61,9 @@ def padded(samples: Sequence[Tensor], length: int | None = None) -> tuple[Tensor
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Summed over the tokens that count, and how many those are."""
     texts, following = batch
-    total = F.cross_entropy(model(texts).flatten(0, 1), following.flatten(), ignore_index=-100, reduction="sum")
+    total = F.cross_entropy(
+        model(texts).flatten(0, 1), following.flatten(), ignore_index=-100, reduction="sum"
+    )
     return total, (following != -100).sum()
 
 

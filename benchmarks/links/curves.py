@@ -1,7 +1,8 @@
-"""Loss against wall time of the digits example under several exchanges, with even ranks and with one that is three times slower, by sleeping.
+"""Loss against wall time of the digits example under several exchanges, with even ranks and with one that is
+three times slower, by sleeping.
 
-Plans whose ranks wait for each other run in ranks on four hosts. Asynchronous ones are commands: server and first worker on host 0, a worker that
-joins on each of the others.
+Plans whose ranks wait for each other run in ranks on four hosts. Asynchronous ones are commands: server and
+first worker on host 0, a worker that joins on each of the others.
 """
 
 from __future__ import annotations
@@ -43,14 +44,27 @@ START_SECONDS, MOST_SECONDS = 60.0, 300.0
 
 
 def loss_curves(hosts: Sequence[Host]) -> list[dict[str, Any]]:
-    """A record per plan and kind of ranks: seconds and loss of every step or update, samples in each, the accuracy at the end."""
+    """A record per plan and kind of ranks: seconds and loss of every step or update, samples in each, the
+    accuracy at the end."""
     found: list[dict[str, Any]] = []
     for slower in (1.0, SLOWER):
         for exchange, plan in WAITING.items():
-            what = {"part": "curves", "slower": slower, "exchange": exchange, "plan": plan, "samples": SAMPLES * RANKS}
+            what = {
+                "part": "curves",
+                "slower": slower,
+                "exchange": exchange,
+                "plan": plan,
+                "samples": SAMPLES * RANKS,
+            }
             found.append(what | on_hosts(hosts, range(RANKS), _train, plan, slower)[0])
         for exchange, plan in PUSHING.items():
-            what = {"part": "curves", "slower": slower, "exchange": exchange, "plan": plan, "samples": SAMPLES}
+            what = {
+                "part": "curves",
+                "slower": slower,
+                "exchange": exchange,
+                "plan": plan,
+                "samples": SAMPLES,
+            }
             found.append(what | _push(hosts[:RANKS], plan, slower))
     return found
 
@@ -96,7 +110,19 @@ def _push(hosts: Sequence[Host], plan: str, slower: float) -> dict[str, Any]:
 
         records = place / "records"
         records.touch()
-        first = start(hosts[0], "--plan", plan, "--devices", "cpu", "--listen", address, "--out", f"{place}/out", "--json", str(records))
+        first = start(
+            hosts[0],
+            "--plan",
+            plan,
+            "--devices",
+            "cpu",
+            "--listen",
+            address,
+            "--out",
+            f"{place}/out",
+            "--json",
+            str(records),
+        )
         key = _until(first, place, lambda: next(iter(place.glob("out/**/worker.key")), None))
         for host in hosts[1:]:
             start(host, "--join", address, "--key", str(key))
@@ -143,7 +169,9 @@ def _until(run: subprocess.Popen[bytes], place: Path, found: Callable[[], Any]) 
     while not (what := found()):
         if run.poll() is not None or time.monotonic() > deadline:
             texts = "\n".join(path.read_text() for path in sorted(place.glob("text *")))
-            raise SystemExit(f"The workers of an asynchronous run were not there within {START_SECONDS:g} s.\n{texts}")
+            raise SystemExit(
+                f"The workers of an asynchronous run were not there within {START_SECONDS:g} s.\n{texts}"
+            )
         time.sleep(0.02)
     return what
 

@@ -1,7 +1,8 @@
 """The digits example whose loss sleeps where it trains, so that more ranks than cores mean something.
 
-`pushing` is for workers of an asynchronous plan, as commands of their own: what they sleep, and where they wait for each other before they begin, comes from
-their environment. Old gradients ask for a smaller learning rate and less momentum (docs/asynchronous.md).
+`pushing` is for workers of an asynchronous plan, as commands of their own: what they sleep, and where they
+wait for each other before they begin, comes from their environment. Old gradients ask for a smaller learning
+rate and less momentum (docs/asynchronous.md).
 """
 
 from __future__ import annotations
@@ -42,11 +43,17 @@ def pushing(steps: int, samples: int) -> ml.Job:
         _meet()
         return job.loss(model, batch)
 
-    return replace(job, loss=loss, batch_size=samples, optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.5, weight_decay=1e-4))
+    return replace(
+        job,
+        loss=loss,
+        batch_size=samples,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.5, weight_decay=1e-4),
+    )
 
 
 def _meet() -> None:
-    """Say in the folder of the meeting that this worker is there, and wait until the laboratory says that all are."""
+    """Say in the folder of the meeting that this worker is there, and wait until the laboratory says that all
+    are."""
     folder = Path(os.environ[MEETING])
     if not (folder / "begun").exists():
         (folder / f"here {os.getpid()}").touch()

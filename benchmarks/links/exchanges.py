@@ -1,6 +1,8 @@
-"""Seconds of one exchange against the number of hosts: the library's own all-reduce, those spelled out on messages, and parameter servers.
+"""Seconds of one exchange against the number of hosts: the library's own all-reduce, those spelled out on
+messages, and parameter servers.
 
-Three layouts, each in processes of its own: one rank on each of N hosts; two on each; N workers and k servers, all on hosts of their own.
+Three layouts, each in processes of its own: one rank on each of N hosts; two on each; N workers and k
+servers, all on hosts of their own.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ def time_exchanges(
 ) -> list[dict[str, Any]]:
     """A record per algorithm, and one per number of servers. hosts: as many as any of the layouts needs.
 
-    algorithms: of meshloom.core.costs, `gloo` for Gloo's own all-reduce, and `hosts` for what a plan takes by itself where there are two ranks on a host.
-    bytes_per_second: of a link, for the formulas; None: as a message was measured to travel.
+    algorithms: of meshloom.core.costs, `gloo` for Gloo's own all-reduce, and `hosts` for what a plan takes by
+    itself where there are two ranks on a host. bytes_per_second: of a link, for the formulas; None: as a
+    message was measured to travel.
     """
     records: list[dict[str, Any]] = []
     alone = [name for name in algorithms if name not in TWO_PER_HOST]
@@ -52,7 +55,9 @@ def time_exchanges(
         layouts.append(([number // 2 for number in range(2 * num_hosts)], pairs, 0))
     layouts += [(list(range(num_hosts + count)), ["server"], count) for count in servers]
     for places, names, count in layouts:
-        answer = on_hosts(hosts, places, _time_layout, names, places, count, num_bytes, rounds, slow_rounds)[0]
+        answer = on_hosts(hosts, places, _time_layout, names, places, count, num_bytes, rounds, slow_rounds)[
+            0
+        ]
         for name in names:
             seconds = answer["seconds"][name]
             rate = bytes_per_second or answer["message_bytes_per_second"]
@@ -69,14 +74,24 @@ def time_exchanges(
                     "latency_seconds": answer["latency_seconds"],
                     "message_bytes_per_second": answer["message_bytes_per_second"],
                     "bytes_per_second": rate,
-                    "formula": expected_seconds(name, num_bytes, num_hosts, count, answer["latency_seconds"], rate),
+                    "formula": expected_seconds(
+                        name, num_bytes, num_hosts, count, answer["latency_seconds"], rate
+                    ),
                 }
             )
     return records
 
 
-def expected_seconds(algorithm: str, num_bytes: int, num_hosts: int, num_servers: int, latency_seconds: float, bytes_per_second: float) -> float:
-    """By the formulas of R3.3 and of meshloom.core.costs. Gloo's own all-reduce is a ring; inside a host nothing takes time.
+def expected_seconds(
+    algorithm: str,
+    num_bytes: int,
+    num_hosts: int,
+    num_servers: int,
+    latency_seconds: float,
+    bytes_per_second: float,
+) -> float:
+    """By the formulas of R3.3 and of meshloom.core.costs. Gloo's own all-reduce is a ring; inside a host
+    nothing takes time.
 
     >>> [expected_seconds(name, 100, 4, 0, 0.0, 100.0) for name in ("gloo", "tree", "halving", "hosts")]
     [1.5, 4.0, 1.5, 1.5]
@@ -86,13 +101,24 @@ def expected_seconds(algorithm: str, num_bytes: int, num_hosts: int, num_servers
     link = latency_seconds, bytes_per_second
     if algorithm == "server":
         return server_seconds(num_bytes, num_hosts, *link, num_servers)
-    return {"tree": tree_seconds, "halving": halving_seconds}.get(algorithm, ring_seconds)(num_bytes, num_hosts, *link)
+    return {"tree": tree_seconds, "halving": halving_seconds}.get(algorithm, ring_seconds)(
+        num_bytes, num_hosts, *link
+    )
 
 
-def _time_layout(names: Sequence[str], places: Sequence[int], num_servers: int, num_bytes: int, rounds: int, slow_rounds: int) -> dict[str, Any]:
-    """On each rank: seconds of every round by algorithm, the same on all ranks, and what a message from rank 0 to another host takes."""
+def _time_layout(
+    names: Sequence[str],
+    places: Sequence[int],
+    num_servers: int,
+    num_bytes: int,
+    rounds: int,
+    slow_rounds: int,
+) -> dict[str, Any]:
+    """On each rank: seconds of every round by algorithm, the same on all ranks, and what a message from rank
+    0 to another host takes."""
     num_workers = len(places) - num_servers
-    transport = "auto" if len(set(places)) < len(places) else "gloo"  # shared memory inside hosts, but not between those that loopback pretends
+    # shared memory inside hosts, but not between those that loopback pretends
+    transport = "auto" if len(set(places)) < len(places) else "gloo"
     with open_world(Mesh(dp=len(places)), "cpu", 120.0, transport) as world, ExitStack() as closing:
         group = world.local[0].groups["dp"].group
         tensor, small = torch.empty(num_bytes // 4), torch.empty(4099)
@@ -126,19 +152,23 @@ def _exchange(reducing: Group | None, group: Group, num_workers: int, tensor: Te
 
 
 def _seconds(group: Group, exchange: Exchange, tensor: Tensor, num_workers: int) -> float:
-    """From when the first rank may begin to when the last is done, on the one clock of this machine; the sums are compared."""
+    """From when the first rank may begin to when the last is done, on the one clock of this machine; the sums
+    are compared."""
     tensor.fill_(group.rank + 1.0)
     group.barrier().wait()
     span = torch.tensor([-time.monotonic(), 0.0], dtype=torch.float64)
     exchange()
     span[1] = time.monotonic()
-    assert group.rank >= num_workers or bool((tensor == num_workers * (num_workers + 1) / 2).all()), "the sum over workers is wrong"
+    assert group.rank >= num_workers or bool((tensor == num_workers * (num_workers + 1) / 2).all()), (
+        "the sum over workers is wrong"
+    )
     group.all_reduce(span, "max").wait()
     return float(span.sum())
 
 
 def _message(group: Group, peer: int, tensor: Tensor) -> dict[str, float]:
-    """Seconds of a message of 4 bytes from rank 0 to `peer`, and bytes per second of `tensor`, medians; on the other ranks nothing that counts."""
+    """Seconds of a message of 4 bytes from rank 0 to `peer`, and bytes per second of `tensor`, medians; on
+    the other ranks nothing that counts."""
 
     def there_and_back(what: Tensor) -> float:
         began = time.monotonic()

@@ -1,7 +1,8 @@
-"""Jobs whose compute is sleeping, so that more ranks than cores are as fast as as many machines: links and waiting are what is measured.
+"""Jobs whose compute is sleeping, so that more ranks than cores are as fast as as many machines: links and
+waiting are what is measured.
 
-`links::work` hands on its input, and sleeps for every element of it, twice as long in backward. So its time divides as that of real layers does: over samples
-(dp), over stages (pp), over features (tp, by its rule).
+`links::work` hands on its input, and sleeps for every element of it, twice as long in backward. So its time
+divides as that of real layers does: over samples (dp), over stages (pp), over features (tp, by its rule).
 """
 
 from __future__ import annotations
@@ -69,10 +70,19 @@ class Chain(nn.Module):
         return x
 
 
-def sleeping_job(*, seconds: float, batch_size: int, width: int = WIDTH, hidden: int = HIDDEN, update_seconds: float = 0.0, steps: int) -> ml.Job:
+def sleeping_job(
+    *,
+    seconds: float,
+    batch_size: int,
+    width: int = WIDTH,
+    hidden: int = HIDDEN,
+    update_seconds: float = 0.0,
+    steps: int,
+) -> ml.Job:
     """A chain of blocks on random data.
 
-    seconds: of a sample, forward and backward through all blocks. update_seconds: slept in every optimizer step, which no plan divides.
+    seconds: of a sample, forward and backward through all blocks. update_seconds: slept in every optimizer
+        step, which no plan divides.
     """
 
     def data() -> TensorDataset:

@@ -2,7 +2,8 @@
 
 python benchmarks/links/main.py --json FILE --figures docs/figures        # everything, about 25 minutes
 python benchmarks/links/main.py exchange --hosts 2 3 4 --json -           # a part of it
-python benchmarks/links/main.py --records FILE ... --figures docs/figures # tables and pictures of what was measured before
+python benchmarks/links/main.py --records FILE ... --figures docs/figures # tables and pictures of what was
+measured before
 """
 
 from __future__ import annotations
@@ -38,21 +39,48 @@ Record = dict[str, Any]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--json", metavar="FILE", help="write one record per line to FILE; - is standard output")
-    parser.add_argument("--figures", metavar="DIR", type=Path, help="draw what the records have")
-    parser.add_argument("--records", metavar="FILE", nargs="+", type=Path, help="measure nothing, take what --json has written")
-    parser.add_argument(
-        "--hosts", type=int, nargs="+", default=[2, 3, 4, 5, 6, 7, 8], help="exchange, overlap and speedup: how many; default: 2 to 8"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--algorithms", nargs="+", default=["gloo", *ALGORITHMS, "hosts"], choices=["gloo", *ALGORITHMS, "hosts"])
-    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4, 8], help="exchange: servers; more than one only with the most hosts")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write one record per line to FILE; - is standard output"
+    )
+    parser.add_argument("--figures", metavar="DIR", type=Path, help="draw what the records have")
+    parser.add_argument(
+        "--records",
+        metavar="FILE",
+        nargs="+",
+        type=Path,
+        help="measure nothing, take what --json has written",
+    )
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        nargs="+",
+        default=[2, 3, 4, 5, 6, 7, 8],
+        help="exchange, overlap and speedup: how many; default: 2 to 8",
+    )
+    parser.add_argument(
+        "--algorithms",
+        nargs="+",
+        default=["gloo", *ALGORITHMS, "hosts"],
+        choices=["gloo", *ALGORITHMS, "hosts"],
+    )
+    parser.add_argument(
+        "--servers",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        help="exchange: servers; more than one only with the most hosts",
+    )
     parser.add_argument("--rounds", type=int, default=7, help="exchange: of each algorithm, in turns")
     parser.add_argument("--slow-rounds", type=int, default=2, help="exchange: of tree, halving and servers")
     parser.add_argument("--bytes", type=int, default=NUM_BYTES, help="exchange: of the tensor")
     parser.add_argument("--steps", type=int, default=3, help="overlap, traffic and speedup: of each run")
-    parser.add_argument("--megabits", type=float, default=200.0, help="per second, of every link in each direction")
+    parser.add_argument(
+        "--megabits", type=float, default=200.0, help="per second, of every link in each direction"
+    )
     arguments = parser.parse_args()
     if unknown := [part for part in arguments.parts if part not in PARTS]:
         parser.error(f"{', '.join(unknown)}: no such part. Parts are {', '.join(PARTS)}.")
@@ -81,7 +109,10 @@ def measure(arguments: argparse.Namespace) -> list[Record]:
         # What was measured of this machine lies at home, and would decide how models are divided.
         os.environ["HOME"] = stack.enter_context(tempfile.TemporaryDirectory())
         if reason:
-            print(f"Over loopback, where links are as fast as memory and formulas use the measured rate: {reason}.", file=sys.stderr)
+            print(
+                f"Over loopback, where links are as fast as memory and formulas use the measured rate: {reason}.",
+                file=sys.stderr,
+            )
             hosts = loopback(2 * most)
         else:
             hosts = stack.enter_context(network(2 * most, shape))
@@ -94,17 +125,29 @@ def measure(arguments: argparse.Namespace) -> list[Record]:
     return [record | {"links": place} for record in records]
 
 
-def measure_part(part: str, hosts: Sequence[Host], arguments: argparse.Namespace, bytes_per_second: float | None) -> list[Record]:
+def measure_part(
+    part: str, hosts: Sequence[Host], arguments: argparse.Namespace, bytes_per_second: float | None
+) -> list[Record]:
     """bytes_per_second: of a link; None: not known."""
     if part == "exchange":
         records: list[Record] = []
         for number in arguments.hosts:
-            servers = [count for count in arguments.servers if count == 1 or (number == max(arguments.hosts) and count <= number)]
+            servers = [
+                count
+                for count in arguments.servers
+                if count == 1 or (number == max(arguments.hosts) and count <= number)
+            ]
             rounds = arguments.rounds, arguments.slow_rounds
-            records += time_exchanges(hosts, number, arguments.algorithms, servers, arguments.bytes, *rounds, bytes_per_second)
+            records += time_exchanges(
+                hosts, number, arguments.algorithms, servers, arguments.bytes, *rounds, bytes_per_second
+            )
         return records
     if part == "overlap":
-        return [time_overlap(hosts, number, 2, arguments.steps) for number in (2, 3, 4) if number <= max(arguments.hosts)]
+        return [
+            time_overlap(hosts, number, 2, arguments.steps)
+            for number in (2, 3, 4)
+            if number <= max(arguments.hosts)
+        ]
     if part == "curves":
         return loss_curves(hosts)
     if part == "traffic":

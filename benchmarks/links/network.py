@@ -4,8 +4,8 @@
     host 1   eth0 ===== port1 -+- switch        === a link; `tc tbf` limits what leaves it at both ends
     host 2   eth0 ===== port2 /
 
-Nothing here has a name in the system: a namespace is held by a process that ends when our end of its pipe closes, and links end with their namespaces.
-So nothing is left however this process ends, be it by SIGKILL.
+Nothing here has a name in the system: a namespace is held by a process that ends when our end of its pipe
+closes, and links end with their namespaces. So nothing is left however this process ends, be it by SIGKILL.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ SWITCH = "switch"
 class Shape:
     """What every link does, in each direction by itself.
 
-    bits_per_second: of whole Ethernet frames, headers included: of 9014 bytes 8948 are payload of TCP over IPv4.
-    mtu: of jumbo frames. With 1500 bytes the packets of four hosts keep two cores so busy that they cannot fill their links.
-    burst_bytes: what may pass at once after a pause. Long enough for a timer of 250 Hz to keep up, short beside what is measured.
-    queue_seconds: what waits longer than this is dropped, as a switch would.
+    bits_per_second: of whole Ethernet frames, headers included: of 9014 bytes 8948 are payload of TCP over
+        IPv4.
+    mtu: of jumbo frames. With 1500 bytes the packets of four hosts keep two cores so busy that they cannot
+    fill their links. burst_bytes: what may pass at once after a pause. Long enough for a timer of 250 Hz to
+    keep up, short beside what is measured. queue_seconds: what waits longer than this is dropped, as a switch
+    would.
     """
 
     bits_per_second: float = 200e6
@@ -46,7 +48,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Host:
-    """One end of the network. holder: the process in its namespace; None: this machine itself, reached over loopback."""
+    """One end of the network. holder: the process in its namespace; None: this machine itself, reached over
+    loopback."""
 
     number: int
     holder: int | None = None
@@ -74,7 +77,15 @@ class Host:
     def counted(self) -> tuple[int, int]:
         """Bytes that have left by its interface, and packets: what its driver has counted since it exists."""
         path = Path("/proc", str(self.holder or "self"), "net/dev")
-        fields = next(line for line in path.read_text().splitlines() if line.strip().startswith(f"{self.interface}:")).split(":")[1].split()
+        fields = (
+            next(
+                line
+                for line in path.read_text().splitlines()
+                if line.strip().startswith(f"{self.interface}:")
+            )
+            .split(":")[1]
+            .split()
+        )
         return int(fields[8]), int(fields[9])
 
     def cut(self) -> None:
@@ -103,11 +114,14 @@ def why_not() -> str:
 
 @contextmanager
 def network(num_hosts: int, shape: Shape) -> Generator[list[Host]]:
-    """That many hosts, numbered from 0, which end with the context. Raises `subprocess.CalledProcessError` where one may not."""
+    """That many hosts, numbered from 0, which end with the context. Raises `subprocess.CalledProcessError`
+    where one may not."""
     assert 1 <= num_hosts <= 250
     with ExitStack() as stack:
         switch = stack.enter_context(_namespace())
-        _ip(switch, f"link add {SWITCH} mtu {shape.mtu} type bridge", f"link set {SWITCH} addrgenmode none up")
+        _ip(
+            switch, f"link add {SWITCH} mtu {shape.mtu} type bridge", f"link set {SWITCH} addrgenmode none up"
+        )
         hosts = [Host(number, stack.enter_context(_namespace()), switch) for number in range(num_hosts)]
         for host in hosts:
             _connect(host, switch, shape)
@@ -115,7 +129,8 @@ def network(num_hosts: int, shape: Shape) -> Generator[list[Host]]:
 
 
 def loopback(num_hosts: int) -> list[Host]:
-    """Hosts that are all this machine: no link is shaped, and what one counts of its interface is everybody's."""
+    """Hosts that are all this machine: no link is shaped, and what one counts of its interface is
+    everybody's."""
     return [Host(number) for number in range(num_hosts)]
 
 
@@ -123,24 +138,43 @@ def loopback(num_hosts: int) -> list[Host]:
 def _namespace() -> Generator[int]:
     """The process that holds a new namespace."""
     script = "echo; exec cat"  # says that the namespace is there, ends when its input does
-    with subprocess.Popen(["unshare", "--net", "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as holder:
+    with subprocess.Popen(
+        ["unshare", "--net", "sh", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as holder:
         assert holder.stdin and holder.stdout and holder.stderr
         try:
             if not holder.stdout.readline():
-                raise subprocess.CalledProcessError(holder.wait(), holder.args, stderr=holder.stderr.read().decode())
+                raise subprocess.CalledProcessError(
+                    holder.wait(), holder.args, stderr=holder.stderr.read().decode()
+                )
             yield holder.pid
         finally:
             holder.kill()
 
 
 def _connect(host: Host, switch: int, shape: Shape) -> None:
-    """Plug the host in. No packet is larger than the mtu, so that counters see headers as a wire does, and nothing but TCP and ARP is on it."""
+    """Plug the host in. No packet is larger than the mtu, so that counters see headers as a wire does, and
+    nothing but TCP and ARP is on it."""
     assert host.holder is not None
-    port, rate = f"port{host.number}", f"tbf rate {shape.bits_per_second:.0f}bit burst {shape.burst_bytes} latency {shape.queue_seconds * 1e3:.0f}ms"
-    _ip(switch, f"link add {port} mtu {shape.mtu} type veth peer name eth0 mtu {shape.mtu} netns {host.holder}")
+    port, rate = (
+        f"port{host.number}",
+        f"tbf rate {shape.bits_per_second:.0f}bit burst {shape.burst_bytes} latency {shape.queue_seconds * 1e3:.0f}ms",
+    )
+    _ip(
+        switch,
+        f"link add {port} mtu {shape.mtu} type veth peer name eth0 mtu {shape.mtu} netns {host.holder}",
+    )
     for place, device in ((switch, port), (host.holder, "eth0")):
         _ip(place, f"link set {device} addrgenmode none gso_max_segs 1")
-        subprocess.run([*within(place), "tc", "qdisc", "add", "dev", device, "root", *rate.split()], check=True, capture_output=True, text=True)
+        subprocess.run(
+            [*within(place), "tc", "qdisc", "add", "dev", device, "root", *rate.split()],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
     _ip(switch, f"link set {port} master {SWITCH}", f"link set {port} up")
     _ip(host.holder, f"address add {host.address}/24 dev eth0", "link set eth0 up", "link set lo up")
 

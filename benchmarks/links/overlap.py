@@ -1,4 +1,5 @@
-"""Seconds of a step where gradients travel while backward goes on, and where they travel after it; and the share of communication that is hidden."""
+"""Seconds of a step where gradients travel while backward goes on, and where they travel after it; and the
+share of communication that is hidden."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ SAMPLES = 4  # of each rank
 def time_overlap(hosts: Sequence[Host], num_hosts: int, rounds: int, steps: int) -> dict[str, Any]:
     """One record: medians of seconds per step over `rounds` runs of `steps` steps of each kind, in turns.
 
-    compute: of one rank alone with its share of the batch. hidden: the part of what communication adds to that which overlap takes off again.
+    compute: of one rank alone with its share of the batch. hidden: the part of what communication adds to
+        that which overlap takes off again.
     """
-    plans = {f"{name}": f"dp={num_hosts},bucket_bytes={BUCKET_BYTES},overlap={name}" for name in ("true", "false")}
+    plans = {
+        f"{name}": f"dp={num_hosts},bucket_bytes={BUCKET_BYTES},overlap={name}" for name in ("true", "false")
+    }
     found: dict[str, list[float]] = {"alone": [], **{name: [] for name in plans}}
     for _ in range(rounds):
         found["alone"] += run_on_hosts(hosts, _job(1, steps), "dp=1")["seconds"]
@@ -42,4 +46,10 @@ def time_overlap(hosts: Sequence[Host], num_hosts: int, rounds: int, steps: int)
 
 
 def _job(num_ranks: int, steps: int) -> ml.Job:
-    return sleeping_job(seconds=COMPUTE_SECONDS / SAMPLES, batch_size=SAMPLES * num_ranks, width=WIDTH, hidden=HIDDEN, steps=steps + 1)
+    return sleeping_job(
+        seconds=COMPUTE_SECONDS / SAMPLES,
+        batch_size=SAMPLES * num_ranks,
+        width=WIDTH,
+        hidden=HIDDEN,
+        steps=steps + 1,
+    )

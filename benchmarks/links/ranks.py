@@ -1,4 +1,5 @@
-"""Runs a function on ranks that live on given hosts: forked processes of one thread, which end with this one."""
+"""Runs a function on ranks that live on given hosts: forked processes of one thread, which end with this
+one."""
 
 from __future__ import annotations
 
@@ -21,12 +22,18 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def on_hosts(
-    hosts: Sequence[Host], places: Sequence[int], function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 600.0
+    hosts: Sequence[Host],
+    places: Sequence[int],
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout_seconds: float = 600.0,
 ) -> list[Any]:
-    """What `function(*arguments)` returns on each rank. places: by rank, the number of its host among `hosts`.
+    """What `function(*arguments)` returns on each rank. places: by rank, the number of its host among
+    `hosts`.
 
-    A rank has the environment that torchrun would give it. The first that fails ends all; its traceback is the error. This process may not have run
-    a backward, which leaves threads that a forked process does not have.
+    A rank has the environment that torchrun would give it. The first that fails ends all; its traceback is
+    the error. This process may not have run a backward, which leaves threads that a forked process does not
+    have.
     """
     context = multiprocessing.get_context("fork")  # torch is imported once
     port = PORT if hosts[0].holder is not None else free_port()
@@ -34,7 +41,13 @@ def on_hosts(
     try:
         for rank in range(len(places)):
             ours, theirs = context.Pipe(duplex=False)
-            ranks.append(context.Process(target=_rank, args=(theirs, hosts, places, rank, port, os.getpid(), function, arguments), daemon=True))
+            ranks.append(
+                context.Process(
+                    target=_rank,
+                    args=(theirs, hosts, places, rank, port, os.getpid(), function, arguments),
+                    daemon=True,
+                )
+            )
             ranks[-1].start()
             theirs.close()
             pipes.append(ours)

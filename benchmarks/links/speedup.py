@@ -1,4 +1,5 @@
-"""How much faster n ranks are than one, next to Amdahl's bound with the measured serial share, without and with communication.
+"""How much faster n ranks are than one, next to Amdahl's bound with the measured serial share, without and
+with communication.
 
 S(n) = T(1) / (T_serial + T_parallel / n)                                       R8.1
 S(n) = T(1) / (T_serial + T_parallel / n * bubble + T_communication(n))         bubble: (m + p - 1) / m along pp, else 1
@@ -22,11 +23,14 @@ SECONDS_PER_SAMPLE, UPDATE_SECONDS = 0.04, 0.1
 MICROBATCHES = 8
 
 
-def time_speedup(hosts: Sequence[Host], sizes: Sequence[int], steps: int, bytes_per_second: float | None) -> list[dict[str, Any]]:
+def time_speedup(
+    hosts: Sequence[Host], sizes: Sequence[int], steps: int, bytes_per_second: float | None
+) -> list[dict[str, Any]]:
     """A record per axis and number of ranks.
 
-    bytes_per_second: of a link; None: it is not known, and communication counts as nothing. T_communication is what the counted bytes take there, one
-    collective after another, nothing hidden; so no gradient travels during backward here. Latency is left out: it is a thousandth of that.
+    bytes_per_second: of a link; None: it is not known, and communication counts as nothing. T_communication
+    is what the counted bytes take there, one collective after another, nothing hidden; so no gradient travels
+    during backward here. Latency is left out: it is a thousandth of that.
     """
     alone = statistics.median(run_on_hosts(hosts, _job(steps), "dp=1")["seconds"])
     parallel = BATCH * SECONDS_PER_SAMPLE  # what is slept for samples; the rest nobody divides
@@ -35,7 +39,13 @@ def time_speedup(hosts: Sequence[Host], sizes: Sequence[int], steps: int, bytes_
         for n in sizes:
             run = run_on_hosts(hosts, _job(steps), plan_of(axis, n))
             seconds = statistics.median(run["seconds"])
-            sent = max(sum(count * sent_share(name, n) for name, count in rank[axis].items()) for rank in run["counted"]) / steps
+            sent = (
+                max(
+                    sum(count * sent_share(name, n) for name, count in rank[axis].items())
+                    for rank in run["counted"]
+                )
+                / steps
+            )
             communication = sent / bytes_per_second if bytes_per_second else 0.0
             bubble = (MICROBATCHES + n - 1) / MICROBATCHES if axis == "pp" else 1.0
             records.append(
@@ -68,7 +78,9 @@ def plan_of(axis: str, n: int) -> str:
 
 
 def _job(steps: int) -> ml.Job:
-    return sleeping_job(seconds=SECONDS_PER_SAMPLE, batch_size=BATCH, update_seconds=UPDATE_SECONDS, steps=steps + 1)
+    return sleeping_job(
+        seconds=SECONDS_PER_SAMPLE, batch_size=BATCH, update_seconds=UPDATE_SECONDS, steps=steps + 1
+    )
 
 
 def speedup(alone: float, parallel: float, n: int, bubble: float = 1.0, communication: float = 0.0) -> float:

@@ -36,7 +36,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     | 1 | 2 |
     """
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("|" + "|".join(cells) + "|" if cells[0] == "---" else "| " + " | ".join(cells) + " |" for cells in lines)
+    return "\n".join(
+        "|" + "|".join(cells) + "|" if cells[0] == "---" else "| " + " | ".join(cells) + " |"
+        for cells in lines
+    )
 
 
 def goals(records: Sequence[Record]) -> str:
@@ -47,10 +50,24 @@ def goals(records: Sequence[Record]) -> str:
     ring / formula, within 15 %: 1.100 (N=2): kept
     ring / Gloo's own, at most 1.03: 1.100 (N=2): MISSED
     """
-    of: dict[tuple[str, int, int], Record] = {(each["algorithm"], each["hosts"], each["servers"]): each for each in records}
-    ring = {f"N={hosts}": each["median"] / each["formula"] for (name, hosts, _), each in of.items() if name == "ring"}
-    one = {f"N={hosts}": each["median"] / each["formula"] for (name, hosts, servers), each in of.items() if name == "server" and servers == 1}
-    more = {f"N={hosts}, k={k}": each["median"] / each["formula"] for (name, hosts, k), each in of.items() if name == "server" and k > 1}
+    of: dict[tuple[str, int, int], Record] = {
+        (each["algorithm"], each["hosts"], each["servers"]): each for each in records
+    }
+    ring = {
+        f"N={hosts}": each["median"] / each["formula"]
+        for (name, hosts, _), each in of.items()
+        if name == "ring"
+    }
+    one = {
+        f"N={hosts}": each["median"] / each["formula"]
+        for (name, hosts, servers), each in of.items()
+        if name == "server" and servers == 1
+    }
+    more = {
+        f"N={hosts}, k={k}": each["median"] / each["formula"]
+        for (name, hosts, k), each in of.items()
+        if name == "server" and k > 1
+    }
     gloo = {
         f"N={hosts}": each["median"] / of["gloo", hosts, 0]["median"]
         for (name, hosts, _), each in of.items()
@@ -75,10 +92,20 @@ def _exchange(records: list[Record]) -> str:
     hosts = sorted({each["hosts"] for each in records})
     rows = []
     for name, servers in dict.fromkeys((each["algorithm"], each["servers"]) for each in records):
-        of = {each["hosts"]: each for each in records if (each["algorithm"], each["servers"]) == (name, servers)}
+        of = {
+            each["hosts"]: each for each in records if (each["algorithm"], each["servers"]) == (name, servers)
+        }
         named = f"{servers} server{'s' if servers > 1 else ''}" if servers else name
         rounds = max(len(each["seconds"]) for each in of.values())
-        rows.append([f"{named} ({rounds})", *(f"{_seconds(of[n]['median'])} / {_seconds(of[n]['formula'])}" if n in of else "" for n in hosts)])
+        rows.append(
+            [
+                f"{named} ({rounds})",
+                *(
+                    f"{_seconds(of[n]['median'])} / {_seconds(of[n]['formula'])}" if n in of else ""
+                    for n in hosts
+                ),
+            ]
+        )
     return table(["seconds, median (of rounds) / formula", *(f"N={n}" for n in hosts)], rows)
 
 
@@ -88,7 +115,11 @@ def _seconds(seconds: float) -> str:
 
 def _overlap(records: list[Record]) -> str:
     rows = [
-        [str(each["hosts"]), *(f"{each[name]:.2f}" for name in ("compute", "without_overlap", "with_overlap")), f"{each['hidden']:.0%}"]
+        [
+            str(each["hosts"]),
+            *(f"{each[name]:.2f}" for name in ("compute", "without_overlap", "with_overlap")),
+            f"{each['hidden']:.0%}",
+        ]
         for each in records
     ]
     return table(["N", "compute alone, s", "without overlap, s", "with overlap, s", "hidden"], rows)
@@ -99,7 +130,15 @@ def _curves(records: list[Record]) -> str:
     for each in records:
         ranks = "even" if each["slower"] == 1 else f"one {each['slower']:g} times slower"
         loss = statistics.mean(each["losses"][-SMOOTHED // each["samples"] :])
-        rows.append([f"`{each['plan']}`", ranks, f"{each['seconds'][-1]:.1f}", f"{loss:.3f}", f"{each['accuracy']:.3f}"])
+        rows.append(
+            [
+                f"`{each['plan']}`",
+                ranks,
+                f"{each['seconds'][-1]:.1f}",
+                f"{loss:.3f}",
+                f"{each['accuracy']:.3f}",
+            ]
+        )
     return table(["plan", "ranks", "seconds", f"loss, last {SMOOTHED} samples", "accuracy"], rows)
 
 
@@ -108,9 +147,22 @@ def _traffic(records: list[Record]) -> str:
     for each in records:
         for axis, predicted in each["predicted"].items():
             formula = f"{each['formula'][axis]:,.0f}" if axis in each["formula"] else ""
-            rows.append([f"`{each['plan']}`", axis, formula, f"{predicted:,.0f}", f"{each['counted'][axis]:,.0f}", "", "", ""])
+            rows.append(
+                [
+                    f"`{each['plan']}`",
+                    axis,
+                    formula,
+                    f"{predicted:,.0f}",
+                    f"{each['counted'][axis]:,.0f}",
+                    "",
+                    "",
+                    "",
+                ]
+            )
         rows[-1][-3:] = [f"{each['payload_on_wire']:,.0f}", f"{each['wire']:,.0f}", f"{each['overhead']:.2%}"]
-    return table(["plan", "axis", "formula", "predicted", "counted", "to be sent", "on the wires", "more"], rows)
+    return table(
+        ["plan", "axis", "formula", "predicted", "counted", "to be sent", "on the wires", "more"], rows
+    )
 
 
 def _speedup(records: list[Record]) -> str:
@@ -127,4 +179,6 @@ def _speedup(records: list[Record]) -> str:
         for each in records
     ]
     head = f"One rank: {records[0]['alone']:.2f} s, serial share {records[0]['serial_share']:.1%}.\n\n"
-    return head + table(["axis", "ranks", "seconds", "speed-up", "Amdahl", "with communication", "communication, s"], rows)
+    return head + table(
+        ["axis", "ranks", "seconds", "speed-up", "Amdahl", "with communication", "communication, s"], rows
+    )

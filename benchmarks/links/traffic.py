@@ -1,4 +1,5 @@
-"""Bytes of dp, pp and tp plans: by the formulas of R4.2 and R5.3, predicted by the program, counted in the run, and on the wires.
+"""Bytes of dp, pp and tp plans: by the formulas of R4.2 and R5.3, predicted by the program, counted in the
+run, and on the wires.
 
 A collective sends more or less than what is handed to it. Over Gloo, of n ranks each:
 
@@ -23,7 +24,13 @@ import gpt
 
 BATCH = 4
 CUT = "blocks.3"
-PLANS = ("dp=2", f"pp=2,microbatches=2,cuts={CUT}", "tp=2", f"pp=2,tp=2,microbatches=2,cuts={CUT}", "dp=2,tp=2")
+PLANS = (
+    "dp=2",
+    f"pp=2,microbatches=2,cuts={CUT}",
+    "tp=2",
+    f"pp=2,tp=2,microbatches=2,cuts={CUT}",
+    "dp=2,tp=2",
+)
 ELEMENT = 4  # bytes of a float32
 
 
@@ -65,20 +72,27 @@ def _totals(ranks: Sequence[Mapping[str, Mapping[str, int]]], steps: int) -> dic
 
 
 def sent_share(collective: str, size: int) -> float:
-    """Bytes that a rank sends on a wire for each byte that it hands in, `size` ranks on hosts of their own over Gloo.
+    """Bytes that a rank sends on a wire for each byte that it hands in, `size` ranks on hosts of their own
+    over Gloo.
 
     >>> sent_share("all_reduce", 4), sent_share("all_gather", 4), sent_share("send", 2)
     (1.5, 3.0, 1.0)
     """
-    shares = {"send": 1.0, "all_reduce": 2 * (size - 1) / size, "all_gather": size - 1.0, "reduce_scatter": (size - 1) / size}
+    shares = {
+        "send": 1.0,
+        "all_reduce": 2 * (size - 1) / size,
+        "all_gather": size - 1.0,
+        "reduce_scatter": (size - 1) / size,
+    }
     return shares[collective]
 
 
 def formula_bytes(plan: ml.Plan) -> dict[str, float]:
     """What R4.2 and R5.3 say of the benchmark GPT, bytes per step along each axis, all ranks.
 
-    pp: each cut's output per sample, times the batch, forward and backward, on each rank of tp. tp: in each block two pairs of a column and a row split,
-    one all-reduce forward and one backward each, on each rank; what the embeddings and the loss send comes to it.
+    pp: each cut's output per sample, times the batch, forward and backward, on each rank of tp. tp: in each
+    block two pairs of a column and a row split, one all-reduce forward and one backward each, on each rank;
+    what the embeddings and the loss send comes to it.
     dp: every gradient once, on each rank.
     """
     activations = BATCH * gpt.SMALL.length * gpt.SMALL.width * ELEMENT
@@ -88,7 +102,9 @@ def formula_bytes(plan: ml.Plan) -> dict[str, float]:
     if plan.tp > 1:
         found["tp"] = gpt.SMALL.blocks * 2 * 2 * activations * plan.tp
     if plan.dp > 1 and plan.tp == 1:
-        found["dp"] = sum(parameter.numel() for parameter in gpt.make_model().parameters()) * ELEMENT * plan.dp
+        found["dp"] = (
+            sum(parameter.numel() for parameter in gpt.make_model().parameters()) * ELEMENT * plan.dp
+        )
     return found
 
 

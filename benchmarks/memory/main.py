@@ -1,11 +1,14 @@
-"""Bytes of parameters and optimizer state on each rank of the benchmark GPT, at the start and while training, beside one device's.
+"""Bytes of parameters and optimizer state on each rank of the benchmark GPT, at the start and while training,
+beside one device's.
 
     python benchmarks/memory/main.py --json -
 
-Every rank is a process. All that torch allocates in it is followed from before the model is built (torch.profiler's memory events), so
-the peak of the start counts whatever is alive together: the whole model, its parts, and what reading the loss takes.
+Every rank is a process. All that torch allocates in it is followed from before the model is built
+(torch.profiler's memory events), so the peak of the start counts whatever is alive together: the whole model,
+its parts, and what reading the loss takes.
 
-Memory that several ranks have mapped is counted as the kernel does (Pss in /proc/self/smaps): a page that n of them use is 1/n of a page for each.
+Memory that several ranks have mapped is counted as the kernel does (Pss in /proc/self/smaps): a page that n
+of them use is 1/n of a page for each.
 """
 
 from __future__ import annotations
@@ -37,10 +40,17 @@ MIB = 2**20
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="write one record per rank to FILE; - is standard output")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write one record per rank to FILE; - is standard output"
+    )
     parser.add_argument("--plans", nargs="+", default=["dp=1", "tp=2", "dp=2", "dp=4"])
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--length", type=int, default=16, help="tokens of a sample; few, so that what is counted is not activations")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=16,
+        help="tokens of a sample; few, so that what is counted is not activations",
+    )
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         measure(arguments.plans[0], arguments.batch, arguments.length, Path(arguments.json))
@@ -48,10 +58,31 @@ def main() -> int:
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         for plan in arguments.plans:
-            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--log-dir", directory]
-            words = ["--plans", plan, "--batch", str(arguments.batch), "--length", str(arguments.length), "--json", directory]
+            launch = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--local-addr",
+                "127.0.0.1",
+                "--log-dir",
+                directory,
+            ]
+            words = [
+                "--plans",
+                plan,
+                "--batch",
+                str(arguments.batch),
+                "--length",
+                str(arguments.length),
+                "--json",
+                directory,
+            ]
             size = ml.Plan.parse(plan).mesh.size
-            code = subprocess.run([*launch, "--nproc-per-node", str(size), __file__, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+            code = subprocess.run(
+                [*launch, "--nproc-per-node", str(size), __file__, *words],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            ).returncode
             if code:
                 return code
             records += [json.loads(Path(directory, f"{rank}.json").read_text()) for rank in range(size)]
@@ -65,7 +96,10 @@ def main() -> int:
         )
     for plan in arguments.plans:
         together = sum(record["steady"] for record in records if record["plan"] == plan)
-        print(f"{plan:<6} all ranks: parameters and optimizer state {together / MIB:6.1f} MiB ({together / base:.3f})", file=sys.stderr)
+        print(
+            f"{plan:<6} all ranks: parameters and optimizer state {together / MIB:6.1f} MiB ({together / base:.3f})",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -82,7 +116,15 @@ def measure(plan: str, batch_size: int, length: int, directory: Path) -> None:
         (tokens,) = make_data(2 * batch_size).tensors
         return TensorDataset(tokens[:, : length + 1])
 
-    job = ml.Job(model=make_model, loss=loss, optimizer=optimizer, data=data, batch_size=batch_size, steps=2, shuffle=False)
+    job = ml.Job(
+        model=make_model,
+        loss=loss,
+        optimizer=optimizer,
+        data=data,
+        batch_size=batch_size,
+        steps=2,
+        shuffle=False,
+    )
     with (
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
         ml.Trainer(job, plan, devices="cpu", share=True, cache="off") as trainer,
@@ -92,8 +134,16 @@ def measure(plan: str, batch_size: int, length: int, directory: Path) -> None:
         for batch in trainer.batches():
             trainer.step(batch)
         steady = held([*trainer.replicas[0].model.parameters(), *state_of(made[-1])])
-        trainer.together(lambda replica: replica.check_identical(1))  # nobody lets go of memory before all have counted
-    record = {"plan": plan, "rank": rank, "batch": batch_size, "length": length, "start": peak_until(seen, OPENED), "steady": steady}
+        # nobody lets go of memory before all have counted
+        trainer.together(lambda replica: replica.check_identical(1))
+    record = {
+        "plan": plan,
+        "rank": rank,
+        "batch": batch_size,
+        "length": length,
+        "start": peak_until(seen, OPENED),
+        "steady": steady,
+    }
     (directory / f"{rank}.json").write_text(json.dumps(record))
 
 
@@ -103,7 +153,8 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def held(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' memory, each counted once, and this process's share of what it has in common with others."""
+    """Bytes of the tensors' memory, each counted once, and this process's share of what it has in common with
+    others."""
     sizes = {each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in tensors)}
     total = 0
     for start, stop, proportional in common_mappings():

@@ -1,4 +1,5 @@
-"""What autograd keeps for backward while a step runs, and what the process holds at most, as the number of microbatches grows.
+"""What autograd keeps for backward while a step runs, and what the process holds at most, as the number of
+microbatches grows.
 
 All ranks of the benchmark GPT run in this process (`devices="simulated"`); a microbatch is one sample.
 """
@@ -25,15 +26,25 @@ from meshloom.pipeline.schedules.schedule import Action
 def kept_bytes(names: Sequence[str], microbatches: Sequence[int], num_ranks: int) -> list[dict[str, Any]]:
     """A record per schedule and number of microbatches.
 
-    kept: [rank], most bytes at a time of tensors that autograd keeps, parameters left out. peak_rss: most that the process held in a step above what it
-    held before it.
+    kept: [rank], most bytes at a time of tensors that autograd keeps, parameters left out. peak_rss: most
+    that the process held in a step above what it held before it.
     """
     records: list[dict[str, Any]] = []
     for name in names:
         for number in microbatches:
             data = lambda number=number: make_data(2 * number)  # noqa: E731
-            job = ml.Job(model=make_model, loss=loss, optimizer=make_optimizer, data=data, batch_size=number, steps=2, shuffle=False)
-            with ml.Trainer(job, f"pp={num_ranks},microbatches={number},schedule={name}", devices="simulated", cache="off") as trainer:
+            job = ml.Job(
+                model=make_model,
+                loss=loss,
+                optimizer=make_optimizer,
+                data=data,
+                batch_size=number,
+                steps=2,
+                shuffle=False,
+            )
+            with ml.Trainer(
+                job, f"pp={num_ranks},microbatches={number},schedule={name}", devices="simulated", cache="off"
+            ) as trainer:
                 batches = trainer.batches()
                 trainer.step(next(batches))
                 watches = [Kept(replica.model.parameters()) for replica in trainer.replicas]
@@ -44,13 +55,20 @@ def kept_bytes(names: Sequence[str], microbatches: Sequence[int], num_ranks: int
                 trainer.step(batch)
                 peak = _status("VmHWM") - before
                 batches.close()
-            record: dict[str, Any] = {"system": "meshloom", "mode": "alive", "schedule": name, "ranks": num_ranks, "microbatches": number}
+            record: dict[str, Any] = {
+                "system": "meshloom",
+                "mode": "alive",
+                "schedule": name,
+                "ranks": num_ranks,
+                "microbatches": number,
+            }
             records.append(record | {"kept": [watch.most for watch in watches], "peak_rss": peak})
     return records
 
 
 class Kept:
-    """Counts what a rank's forwards save for backward until it is let go. most: bytes of distinct memory at a time."""
+    """Counts what a rank's forwards save for backward until it is let go. most: bytes of distinct memory at a
+    time."""
 
     def __init__(self, parameters: Any) -> None:
         self.most = 0
@@ -63,7 +81,9 @@ class Kept:
     def began(self, action: Action) -> None:
         """From now on, what is saved is counted."""
         if action.kind == "F":
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Saved(self, tensor), lambda saved: saved.tensor)
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: _Saved(self, tensor), lambda saved: saved.tensor
+            )
             self._hooks.__enter__()
 
     def ended(self, action: Action) -> None:
@@ -96,7 +116,8 @@ class _Saved:
 
 
 def _forget_peak() -> int:
-    """Give free memory back to the system and let its count of the most begin anew; bytes that are held now."""
+    """Give free memory back to the system and let its count of the most begin anew; bytes that are held
+    now."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")

@@ -1,4 +1,5 @@
-"""Pipelines: what the executor costs, how idle ranks are beside the formula, and a step beside PyTorch's pipelining.
+"""Pipelines: what the executor costs, how idle ranks are beside the formula, and a step beside PyTorch's
+pipelining.
 
 python benchmarks/pipeline/main.py --overhead --json -        # microseconds per action, one thread
 python benchmarks/pipeline/main.py --waiting --json -         # stages that sleep, 4 and 8 processes
@@ -37,11 +38,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for part in PARTS:
         parser.add_argument(f"--{part}", dest="part", action="store_const", const=part, help=f"see {part}.py")
-    parser.add_argument("--json", metavar="FILE", help="write one record per line to FILE; - is standard output")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="--waiting: in runs of their own; --alive takes the least")
-    parser.add_argument("--microbatches", type=int, nargs="+", help="default: 8 and 16 for --waiting, 4 and 8 for --gpt, 4, 16 and 64 for --alive")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write one record per line to FILE; - is standard output"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[4, 8],
+        help="--waiting: in runs of their own; --alive takes the least",
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        nargs="+",
+        help="default: 8 and 16 for --waiting, 4 and 8 for --gpt, 4, 16 and 64 for --alive",
+    )
     parser.add_argument("--bytes", type=int, default=256, help="--waiting: of the value between two stages")
-    parser.add_argument("--milliseconds", type=float, default=40.0, help="--waiting: forward of a microbatch through a rank's stages")
+    parser.add_argument(
+        "--milliseconds",
+        type=float,
+        default=40.0,
+        help="--waiting: forward of a microbatch through a rank's stages",
+    )
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="--gpt: steps of each system in a round")
@@ -59,7 +78,13 @@ def main() -> int:
         for ranks in arguments.ranks:
             for number in arguments.microbatches or [8, 16]:
                 records += on_ranks(
-                    time_schedules, ranks, arguments.schedules, number, arguments.rounds, arguments.bytes, arguments.milliseconds / 1e3
+                    time_schedules,
+                    ranks,
+                    arguments.schedules,
+                    number,
+                    arguments.rounds,
+                    arguments.bytes,
+                    arguments.milliseconds / 1e3,
                 )
     elif arguments.part == "gpt":
         from training import RANKS
@@ -87,11 +112,18 @@ def run_gpt(arguments: argparse.Namespace) -> None:
         Path(arguments.json).write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def on_ranks(function: Callable[..., list[dict[str, Any]]], size: int, *arguments: Any) -> list[dict[str, Any]]:
+def on_ranks(
+    function: Callable[..., list[dict[str, Any]]], size: int, *arguments: Any
+) -> list[dict[str, Any]]:
     """What `function(*arguments)` returns on rank 0 of `size` processes over Gloo, of one thread each."""
     context = multiprocessing.get_context("fork")  # torch is imported once
     with tempfile.TemporaryDirectory() as directory:
-        ranks = [context.Process(target=_rank, args=(rank, size, Path(directory), function, arguments), daemon=True) for rank in range(size)]
+        ranks = [
+            context.Process(
+                target=_rank, args=(rank, size, Path(directory), function, arguments), daemon=True
+            )
+            for rank in range(size)
+        ]
         for rank in ranks:
             rank.start()
         for rank in ranks:
@@ -101,7 +133,13 @@ def on_ranks(function: Callable[..., list[dict[str, Any]]], size: int, *argument
         return json.loads(Path(directory, "records.json").read_text())
 
 
-def _rank(rank: int, size: int, directory: Path, function: Callable[..., list[dict[str, Any]]], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int,
+    size: int,
+    directory: Path,
+    function: Callable[..., list[dict[str, Any]]],
+    arguments: tuple[Any, ...],
+) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=size)
     records = function(*arguments)
     if rank == 0:
@@ -127,8 +165,14 @@ def described(record: dict[str, Any], records: list[dict[str, Any]]) -> str:
     if record["system"] == "pipelining":
         return line
     same = ("schedule", "microbatches")
-    peer = next(each for each in records if each["system"] == "pipelining" and all(each[key] == record[key] for key in same))
-    paired = statistics.median(own / their for own, their in zip(record["rounds"], peer["rounds"], strict=True))
+    peer = next(
+        each
+        for each in records
+        if each["system"] == "pipelining" and all(each[key] == record[key] for key in same)
+    )
+    paired = statistics.median(
+        own / their for own, their in zip(record["rounds"], peer["rounds"], strict=True)
+    )
     bound = record["on_paper"] + record["update"]
     return f"{line}   {seconds['median'] / peer['seconds']['median']:.3f} ({paired:.3f}) of pipelining, {seconds['median'] / bound:.3f} of the bound"
 

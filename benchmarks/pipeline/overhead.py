@@ -1,4 +1,5 @@
-"""What the executor itself takes for one action: stages that compute nothing, a group that sends nothing, one thread."""
+"""What the executor itself takes for one action: stages that compute nothing, a group that sends nothing, one
+thread."""
 
 from __future__ import annotations
 
@@ -27,10 +28,12 @@ SPEC = tree_flatten(0)[1]
 
 
 def overheads(num_ranks: int = 4, num_microbatches: int = 32, rounds: int = 30) -> list[dict[str, Any]]:
-    """A record per schedule: microseconds per action of the rank whose actions take most, median and minimum over rounds.
+    """A record per schedule: microseconds per action of the rank whose actions take most, median and minimum
+    over rounds.
 
-    `executor`: stages are objects that hand over a tensor that is there. `with stages`: they are `StageRun`s of a program without operators,
-    so that giving, keeping and letting go of microbatches is in it, and a call of autograd on an empty graph.
+    `executor`: stages are objects that hand over a tensor that is there. `with stages`: they are `StageRun`s
+    of a program without operators, so that giving, keeping and letting go of microbatches is in it, and a
+    call of autograd on an empty graph.
     """
     records: list[dict[str, Any]] = []
     for name in SCHEDULES:
@@ -40,13 +43,24 @@ def overheads(num_ranks: int = 4, num_microbatches: int = 32, rounds: int = 30) 
             per_rank: list[list[float]] = []
             for rank in range(num_ranks):
                 stages: Any = {
-                    number: make(number, schedule.num_stages, num_microbatches, bool(schedule.split)) for number in schedule.stages_of(rank)
+                    number: make(number, schedule.num_stages, num_microbatches, bool(schedule.split))
+                    for number in schedule.stages_of(rank)
                 }
                 run = PipelineRun(schedule, Silent(rank, num_ranks), stages, crossings, torch.device("cpu"))
-                per_rank.append([microseconds / len(schedule.actions[rank]) for microseconds in timed(run, rounds)])
+                per_rank.append(
+                    [microseconds / len(schedule.actions[rank]) for microseconds in timed(run, rounds)]
+                )
             worst = max(per_rank, key=statistics.median)
             figures = {"median": statistics.median(worst), "minimum": min(worst)}
-            records.append({"schedule": name, "ranks": num_ranks, "microbatches": num_microbatches, "what": what, "microseconds_per_action": figures})
+            records.append(
+                {
+                    "schedule": name,
+                    "ranks": num_ranks,
+                    "microbatches": num_microbatches,
+                    "what": what,
+                    "microseconds_per_action": figures,
+                }
+            )
     return records
 
 
@@ -64,7 +78,10 @@ def timed(run: PipelineRun, rounds: int) -> list[float]:
 
 def chain(num_stages: int, meta: Meta = META) -> list[Crossing]:
     """A value from each stage to the next, with a gradient back."""
-    return [Crossing(value=f"x{stage + 1}", source=stage, destination=stage + 1, meta=meta) for stage in range(num_stages - 1)]
+    return [
+        Crossing(value=f"x{stage + 1}", source=stage, destination=stage + 1, meta=meta)
+        for stage in range(num_stages - 1)
+    ]
 
 
 class Nothing:
@@ -94,10 +111,15 @@ class Nothing:
         return {}
 
 
-def empty_stage(number: int, num_stages: int, num_microbatches: int, split: bool, meta: Meta = META) -> StageRun:
+def empty_stage(
+    number: int, num_stages: int, num_microbatches: int, split: bool, meta: Meta = META
+) -> StageRun:
     """A stage whose program has no operators: what comes in leaves."""
     crossings = chain(num_stages, meta)
-    incoming, outgoing = tuple(crossings[number - 1 : number] if number else ()), tuple(crossings[number : number + 1])
+    incoming, outgoing = (
+        tuple(crossings[number - 1 : number] if number else ()),
+        tuple(crossings[number : number + 1]),
+    )
     source = Input(value=f"x{number}", name="x", meta=meta)
     program = Program(
         parameters={}, buffers={}, constants={}, inputs=(source,), nodes=(), outputs=(Ref(source.value),), out_spec=SPEC,

@@ -1,4 +1,5 @@
-"""The benchmark GPT through torch.distributed.pipelining: blocks dealt out by hand, as its tutorial has it."""
+"""The benchmark GPT through torch.distributed.pipelining: blocks dealt out by hand, as its tutorial has
+it."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 
-# The fastest cuts at blocks, by their number and that of the stages: the head and the loss take about as long as half a block of the small
-# size, and as four and a half of GPT-2's.
+# The fastest cuts at blocks, by their number and that of the stages: the head and the loss take about as long
+# as half a block of the small size, and as four and a half of GPT-2's.
 BLOCKS = {(6, 2): (3, 3), (6, 4): (2, 2, 1, 1), (12, 2): (8, 4)}
 SCHEDULES: dict[str, type[Any]] = {
     "gpipe": schedules.ScheduleGPipe,
@@ -27,7 +28,9 @@ SCHEDULES: dict[str, type[Any]] = {
 class Part(nn.Module):
     """A run of the GPT's blocks, with what comes before the first and after the last."""
 
-    def __init__(self, whole: Any, first_block: int, num_blocks: int, *, is_first: bool, is_last: bool) -> None:
+    def __init__(
+        self, whole: Any, first_block: int, num_blocks: int, *, is_first: bool, is_last: bool
+    ) -> None:
         super().__init__()
         self.token, self.position = (whole.token, whole.position) if is_first else (None, None)
         self.blocks = nn.ModuleList(list(whole.blocks)[first_block : first_block + num_blocks])
@@ -43,20 +46,36 @@ class Part(nn.Module):
 
 
 def open_pipelining(
-    name: str, num_microbatches: int, make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer], size: Size = SMALL
+    name: str,
+    num_microbatches: int,
+    make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+    size: Size = SMALL,
 ) -> Callable[[Tensor], float]:
-    """Steps of this rank under a schedule: of tokens [batch, length + 1]; the mean loss where the last stage is, else 0."""
+    """Steps of this rank under a schedule: of tokens [batch, length + 1]; the mean loss where the last stage
+    is, else 0."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     kind = SCHEDULES[name]
     per_rank = 2 if name in ("interleaved", "zb-v") else 1
     count = num_ranks * per_rank
     mine = {"zb-v": (rank, count - 1 - rank)}.get(name, tuple(range(rank, count, num_ranks)))
     whole, blocks = make_model(size), BLOCKS[size.blocks, count]
-    parts = [Part(whole, sum(blocks[:stage]), blocks[stage], is_first=stage == 0, is_last=stage == count - 1) for stage in mine]
-    stages = [PipelineStage(part, stage, count, torch.device("cpu")) for part, stage in zip(parts, mine, strict=True)]
+    parts = [
+        Part(whole, sum(blocks[:stage]), blocks[stage], is_first=stage == 0, is_last=stage == count - 1)
+        for stage in mine
+    ]
+    stages = [
+        PipelineStage(part, stage, count, torch.device("cpu"))
+        for part, stage in zip(parts, mine, strict=True)
+    ]
     single = name in ("gpipe", "1f1b")
     schedule = kind(stages[0] if single else stages, num_microbatches, loss_fn=cross_entropy)
-    optimizer = make_optimizer([(f"{stage}.{key}", each) for part, stage in zip(parts, mine, strict=True) for key, each in part.named_parameters()])
+    optimizer = make_optimizer(
+        [
+            (f"{stage}.{key}", each)
+            for part, stage in zip(parts, mine, strict=True)
+            for key, each in part.named_parameters()
+        ]
+    )
 
     def step(tokens: Tensor) -> float:
         optimizer.zero_grad()

@@ -1,4 +1,5 @@
-"""Seconds per step of the benchmark GPT in two processes: meshloom's plans and torch.distributed.pipelining, schedule by schedule, in turns."""
+"""Seconds per step of the benchmark GPT in two processes: meshloom's plans and torch.distributed.pipelining,
+schedule by schedule, in turns."""
 
 from __future__ import annotations
 
@@ -23,13 +24,17 @@ RANKS, BATCH = 2, 16
 Prepare = Callable[[], Callable[[], float]]  # reads the next batch, which is not timed; then one step
 
 
-def time_systems(names: list[str], num_microbatches: int, num_rounds: int, num_steps: int) -> list[dict[str, Any]]:
-    """On each of the ranks. A round is a few steps of each system; the order is reversed from round to round, the first one warms up."""
+def time_systems(
+    names: list[str], num_microbatches: int, num_rounds: int, num_steps: int
+) -> list[dict[str, Any]]:
+    """On each of the ranks. A round is a few steps of each system; the order is reversed from round to round,
+    the first one warms up."""
     total = (num_rounds + 1) * num_steps
     with ExitStack() as stack:
         watches = {name: Watch() for name in names}
         prepare: dict[tuple[str, str], Prepare] = {}
-        for name in names:  # meshloom goes first: it joins the ranks that torchrun started, and the peer uses what is there
+        # meshloom goes first: it joins the ranks that torchrun started, and the peer uses what is there
+        for name in names:
             prepare["meshloom", name] = open_meshloom(name, num_microbatches, total, watches[name], stack)
         for name in names:
             prepare["pipelining", name] = open_peer(name, num_microbatches, total)
@@ -44,7 +49,13 @@ def time_systems(names: list[str], num_microbatches: int, num_rounds: int, num_s
                     watches[system[1]].clear()
             if number == 0:
                 for system, value in losses.items():  # all start from the same parameters and samples
-                    torch.testing.assert_close(value, losses["meshloom", names[0]], rtol=1e-5, atol=0.0, msg=lambda text, of=system: f"{of}: {text}")
+                    torch.testing.assert_close(
+                        value,
+                        losses["meshloom", names[0]],
+                        rtol=1e-5,
+                        atol=0.0,
+                        msg=lambda text, of=system: f"{of}: {text}",
+                    )
         records: list[dict[str, Any]] = []
         for (system, name), seconds in rounds.items():
             record: dict[str, Any] = {
@@ -55,7 +66,11 @@ def time_systems(names: list[str], num_microbatches: int, num_rounds: int, num_s
                 "batch": BATCH,
                 "microbatches": num_microbatches,
             }
-            record["seconds"] = {"median": statistics.median(seconds), "minimum": min(seconds), "maximum": max(seconds)}
+            record["seconds"] = {
+                "median": statistics.median(seconds),
+                "minimum": min(seconds),
+                "maximum": max(seconds),
+            }
             record["rounds"] = seconds
             if system == "meshloom":
                 record |= watches[name].figures(name, num_microbatches)
@@ -64,7 +79,8 @@ def time_systems(names: list[str], num_microbatches: int, num_rounds: int, num_s
 
 
 def time_round(prepare: Prepare, num_steps: int) -> tuple[float, float]:
-    """Seconds per step of the slower rank, and the first loss, of the rank where it is larger: that without the last stage may know none."""
+    """Seconds per step of the slower rank, and the first loss, of the rank where it is larger: that without
+    the last stage may know none."""
     seconds, losses = 0.0, list[float]()
     for _ in range(num_steps):
         step = prepare()
@@ -77,11 +93,25 @@ def time_round(prepare: Prepare, num_steps: int) -> tuple[float, float]:
     return both[0].item(), both[1].item()
 
 
-def open_meshloom(name: str, num_microbatches: int, num_steps: int, watch: Watch, stack: ExitStack) -> Prepare:
+def open_meshloom(
+    name: str, num_microbatches: int, num_steps: int, watch: Watch, stack: ExitStack
+) -> Prepare:
     """The job as its documentation says, stepped by hand."""
     data = lambda: make_data(BATCH * num_steps)  # noqa: E731
-    job = ml.Job(model=make_model, loss=loss, optimizer=make_optimizer, data=data, batch_size=BATCH, steps=num_steps, shuffle=False)
-    trainer = stack.enter_context(ml.Trainer(job, f"pp={RANKS},microbatches={num_microbatches},schedule={name}", devices="cpu", cache="off"))
+    job = ml.Job(
+        model=make_model,
+        loss=loss,
+        optimizer=make_optimizer,
+        data=data,
+        batch_size=BATCH,
+        steps=num_steps,
+        shuffle=False,
+    )
+    trainer = stack.enter_context(
+        ml.Trainer(
+            job, f"pp={RANKS},microbatches={num_microbatches},schedule={name}", devices="cpu", cache="off"
+        )
+    )
     listen(trainer.replicas[0], watch)
     batches = trainer.batches()
     stack.callback(batches.close)
@@ -137,7 +167,8 @@ class Watch:
         self._after.append(time.perf_counter() - self._ended)
 
     def figures(self, name: str, num_microbatches: int) -> dict[str, Any]:
-        """on_paper: the schedule's length for the medians of its actions' seconds, which are in `actions` by stage and kind.
+        """on_paper: the schedule's length for the medians of its actions' seconds, which are in `actions` by
+        stage and kind.
 
         update: seconds after the last action, of the rank that has least to wait for then.
         """
@@ -151,7 +182,13 @@ class Watch:
         schedule = make_schedule(name, RANKS, num_microbatches)
         kinds = sorted({(action.stage, action.kind) for action in takes})
         of_kind = {
-            f"{stage}{kind}": statistics.median(seconds for action, seconds in takes.items() if (action.stage, action.kind) == (stage, kind))
+            f"{stage}{kind}": statistics.median(
+                seconds for action, seconds in takes.items() if (action.stage, action.kind) == (stage, kind)
+            )
             for stage, kind in kinds
         }
-        return {"on_paper": run_on_paper(schedule, takes.__getitem__).length, "update": min(updates), "actions": of_kind}
+        return {
+            "on_paper": run_on_paper(schedule, takes.__getitem__).length,
+            "update": min(updates),
+            "actions": of_kind,
+        }

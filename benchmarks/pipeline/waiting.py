@@ -1,4 +1,5 @@
-"""Stages that wait instead of computing, so that what is measured is the executor: how much of a step ranks are idle, beside the formula."""
+"""Stages that wait instead of computing, so that what is measured is the executor: how much of a step ranks
+are idle, beside the formula."""
 
 from __future__ import annotations
 
@@ -22,14 +23,20 @@ from meshloom.program.ir.nodes import Meta
 PARTS = {"F": 1, "B": 2, "I": 1, "W": 1}  # of what a forward takes
 
 
-def time_schedules(names: list[str], num_microbatches: int, rounds: int, num_bytes: int, seconds: float) -> list[dict[str, Any]]:
+def time_schedules(
+    names: list[str], num_microbatches: int, rounds: int, num_bytes: int, seconds: float
+) -> list[dict[str, Any]]:
     """On each of the ranks; a record per schedule. They are timed in turns, the first round warms up.
 
-    num_bytes: of the value that goes from each stage to the next, and of its gradient. seconds: of a microbatch's forward through all stages of a rank.
+    num_bytes: of the value that goes from each stage to the next, and of its gradient. seconds: of a
+        microbatch's forward through all stages of a rank.
     """
     assert dist.group.WORLD is not None
     group = C10dGroup(dist.group.WORLD, [f"rank {rank}" for rank in range(dist.get_world_size())])
-    made = {name: Waiting(make_schedule(name, group.size, num_microbatches), group, num_bytes, seconds) for name in names}
+    made = {
+        name: Waiting(make_schedule(name, group.size, num_microbatches), group, num_bytes, seconds)
+        for name in names
+    }
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(rounds + 1):
         for name in names[:: -1 if number % 2 else 1]:
@@ -47,12 +54,15 @@ class Waiting:
         share = group.size / schedule.num_stages
         self.seconds = {kind: seconds * parts * share for kind, parts in PARTS.items()}
         meta = Meta(shape=(num_bytes // 4,), dtype=torch.float32, stride=(1,), requires_grad=True)
-        stages: Any = {number: Sleeper(number, schedule, self.seconds, meta) for number in schedule.stages_of(group.rank)}
+        stages: Any = {
+            number: Sleeper(number, schedule, self.seconds, meta) for number in schedule.stages_of(group.rank)
+        }
         crossings = [chain(schedule.num_stages, meta)] * schedule.num_microbatches
         self._run = PipelineRun(schedule, group, stages, crossings, torch.device("cpu"))
 
     def step(self) -> dict[str, float]:
-        """Seconds from the first start to the last end over all ranks, whose clock is one, and the mean share in which they are idle."""
+        """Seconds from the first start to the last end over all ranks, whose clock is one, and the mean share
+        in which they are idle."""
         watch = Watch()
         dist.barrier()
         self._run.run(watch)
@@ -65,11 +75,14 @@ class Waiting:
 
 
 class Sleeper:
-    """A stage for `PipelineRun` that keeps what an empty one does, and sleeps. It hands over one tensor again and again."""
+    """A stage for `PipelineRun` that keeps what an empty one does, and sleeps. It hands over one tensor again
+    and again."""
 
     def __init__(self, number: int, schedule: Schedule, seconds: Mapping[str, float], meta: Meta) -> None:
         self._seconds = seconds
-        self._stage = empty_stage(number, schedule.num_stages, schedule.num_microbatches, bool(schedule.split), meta)
+        self._stage = empty_stage(
+            number, schedule.num_stages, schedule.num_microbatches, bool(schedule.split), meta
+        )
         self.give, self.give_gradients = self._stage.give, self._stage.give_gradients
 
     def forward(self, microbatch: int) -> dict[str, Tensor]:
@@ -113,11 +126,21 @@ class Watch:
 def _record(waiting: Waiting, found: list[dict[str, float]]) -> dict[str, Any]:
     schedule = waiting.schedule
     paper = run_on_paper(schedule, lambda action: waiting.seconds[action.kind])
-    record: dict[str, Any] = {"system": "meshloom", "mode": "waiting", "schedule": schedule.name, "ranks": schedule.num_ranks}
+    record: dict[str, Any] = {
+        "system": "meshloom",
+        "mode": "waiting",
+        "schedule": schedule.name,
+        "ranks": schedule.num_ranks,
+    }
     record |= {"microbatches": schedule.num_microbatches, "stages": schedule.num_stages}
     for key, on_paper in (("seconds", paper.length), ("idle", paper.mean_idle_share)):
         values = [each[key] for each in found]
-        record[key] = {"median": statistics.median(values), "minimum": min(values), "maximum": max(values), "on_paper": on_paper}
+        record[key] = {
+            "median": statistics.median(values),
+            "minimum": min(values),
+            "maximum": max(values),
+            "on_paper": on_paper,
+        }
     if schedule.name in ("gpipe", "1f1b"):
         p, m = schedule.num_ranks, schedule.num_microbatches
         record["idle"]["formula"] = (p - 1) / (m + p - 1)

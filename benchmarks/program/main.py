@@ -1,9 +1,10 @@
-"""Seconds per training step of the benchmark GPT on one device: its program next to the module it was read from.
+"""Seconds per training step of the benchmark GPT on one device: its program next to the module it was read
+from.
 
     python benchmarks/program/main.py --json -
 
-Both run in one process of one thread, in turns: a round is a few steps of each, and the order is reversed from round to round. They
-have parameters of their own, start alike, and read the same batches.
+Both run in one process of one thread, in turns: a round is a few steps of each, and the order is reversed
+from round to round. They have parameters of their own, start alike, and read the same batches.
 """
 
 from __future__ import annotations
@@ -31,17 +32,26 @@ Forward = Callable[[list[Tensor]], Tensor]  # a batch -> its loss
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="write one record per line to FILE; - is standard output")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write one record per line to FILE; - is standard output"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2, help="steps of each in a round")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    records = [record for size in arguments.batches for record in time_both(size, arguments.rounds, arguments.steps)]
-    write_records(({key: value for key, value in record.items() if key != "rounds"} for record in records), arguments.json)
+    records = [
+        record for size in arguments.batches for record in time_both(size, arguments.rounds, arguments.steps)
+    ]
+    write_records(
+        ({key: value for key, value in record.items() if key != "rounds"} for record in records),
+        arguments.json,
+    )
     for eager, program in zip(records[::2], records[1::2], strict=True):
         ratio = program["seconds"]["median"] / eager["seconds"]["median"]
-        pairs = statistics.median(mine / theirs for mine, theirs in zip(program["rounds"], eager["rounds"], strict=True))
+        pairs = statistics.median(
+            mine / theirs for mine, theirs in zip(program["rounds"], eager["rounds"], strict=True)
+        )
         print(
             f"batch {eager['batch']:3}  {eager['part']:<16}  eager {eager['seconds']['median'] * 1e3:7.1f} ms"
             f"  program {program['seconds']['median'] * 1e3:7.1f} ms   ratio {ratio:.3f} (per round {pairs:.3f})",
@@ -52,7 +62,9 @@ def main() -> int:
 
 def time_both(batch_size: int, num_rounds: int, num_steps: int) -> list[dict[str, Any]]:
     """Records of eager and program, for the whole step and for its forward and backward."""
-    batches = [[each] for each in make_data(batch_size * num_steps * (num_rounds + 1)).tensors[0].split(batch_size)]
+    batches = [
+        [each] for each in make_data(batch_size * num_steps * (num_rounds + 1)).tensors[0].split(batch_size)
+    ]
     module, owner = make_model(), make_model()
     program = capture_module(make_model(), loss, (batches[0], batches[1]))
     parameters, buffers = dict(owner.named_parameters()), dict(owner.named_buffers())
@@ -60,7 +72,9 @@ def time_both(batch_size: int, num_rounds: int, num_steps: int) -> list[dict[str
         "eager": Stepper(module, lambda batch: loss(module, batch)),
         "program": Stepper(owner, lambda batch: run_program(program, parameters, buffers, batch)),
     }
-    seconds: dict[tuple[str, str], list[float]] = {(part, name): [] for part in ("step", "forward+backward") for name in systems}
+    seconds: dict[tuple[str, str], list[float]] = {
+        (part, name): [] for part in ("step", "forward+backward") for name in systems
+    }
     for number in range(num_rounds + 1):
         share = batches[number * num_steps : (number + 1) * num_steps]
         losses: dict[str, float] = {}

@@ -2,8 +2,9 @@
 
     python benchmarks/reading/main.py --json -
 
-LLaMA of one width at several depths, by shapes alone: read, priced, divided over tp and cut over pp as `meshloom describe --plan` does. Each depth runs in a process
-of its own, in turns, so that nothing that was read before helps.
+LLaMA of one width at several depths, by shapes alone: read, priced, divided over tp and cut over pp as
+`meshloom describe --plan` does. Each depth runs in a process of its own, in turns, so that nothing that was
+read before helps.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Samples:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="write one record per line to FILE; - is standard output")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write one record per line to FILE; - is standard output"
+    )
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 8, 32, 126])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--width", type=int, default=4096)
@@ -60,7 +63,9 @@ def main() -> int:
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # measure this depth here
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(arguments.one, arguments.width, arguments.tokens, Plan.parse(arguments.plan))))
+        print(
+            json.dumps(measure(arguments.one, arguments.width, arguments.tokens, Plan.parse(arguments.plan)))
+        )
         return 0
     rounds: dict[int, list[dict[str, Any]]] = {}
     for _ in range(arguments.rounds):
@@ -69,8 +74,14 @@ def main() -> int:
     records = [record_of(layers, found) for layers, found in rounds.items()]
     write_records(records, arguments.json)
     for record in records:
-        shares = ", ".join(f"{phase} {seconds:.1f} ({seconds / record['total']:.0%})" for phase, seconds in record["seconds"].items())
-        print(f"{record['layers']:4} layers  {record['total']:6.1f} s  {record['mebibytes']:6} MiB   {shares}", file=sys.stderr)
+        shares = ", ".join(
+            f"{phase} {seconds:.1f} ({seconds / record['total']:.0%})"
+            for phase, seconds in record["seconds"].items()
+        )
+        print(
+            f"{record['layers']:4} layers  {record['total']:6.1f} s  {record['mebibytes']:6} MiB   {shares}",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -80,7 +91,13 @@ def measure(layers: int, width: int, tokens: int, plan: Plan) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    config = LlamaConfig(num_hidden_layers=layers, hidden_size=width, intermediate_size=width * 43 // 16, num_attention_heads=32, use_cache=False)
+    config = LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=width * 43 // 16,
+        num_attention_heads=32,
+        use_cache=False,
+    )
     job = Job(
         model=lambda: LlamaForCausalLM(config),
         loss=lambda model, batch: model(**batch).loss,
@@ -96,14 +113,21 @@ def measure(layers: int, width: int, tokens: int, plan: Plan) -> dict[str, Any]:
     stages = staged(readings, plan, offers=False) if plan.pp > 1 else None
     shares_of(readings, plan, division, stages)
     total = time.process_time() - started
-    return {"seconds": readings.timings.seconds, "total": total, "mebibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
+    return {
+        "seconds": readings.timings.seconds,
+        "total": total,
+        "mebibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
 
 
 def record_of(layers: int, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Medians over the rounds."""
     return {
         "layers": layers,
-        "seconds": {phase: statistics.median(each["seconds"][phase] for each in rounds) for phase in rounds[0]["seconds"]},
+        "seconds": {
+            phase: statistics.median(each["seconds"][phase] for each in rounds)
+            for phase in rounds[0]["seconds"]
+        },
         "total": statistics.median(each["total"] for each in rounds),
         "mebibytes": max(each["mebibytes"] for each in rounds),
         "rounds": len(rounds),
@@ -111,7 +135,12 @@ def record_of(layers: int, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def _in_a_process(layers: int) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--one", str(layers)], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, *sys.argv[1:], "--one", str(layers)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -2,8 +2,9 @@
 
     python benchmarks/recompute/main.py --json -
 
-All settings run in one process of one thread, in turns: a round is a few forwards and backwards of each, and the order is reversed from round
-to round. They start alike, read the same batches, and must give the same gradients bit for bit.
+All settings run in one process of one thread, in turns: a round is a few forwards and backwards of each, and
+the order is reversed from round to round. They start alike, read the same batches, and must give the same
+gradients bit for bit.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ HOW = ("none", "full", "selective")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="write one record per line to FILE; - is standard output")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write one record per line to FILE; - is standard output"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[4])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=1, help="forwards and backwards of each in a round")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    records = [record for size in arguments.batches for record in compare(size, arguments.rounds, arguments.steps)]
+    records = [
+        record for size in arguments.batches for record in compare(size, arguments.rounds, arguments.steps)
+    ]
     records.append(overhead(arguments.rounds))
     write_records(records, arguments.json)
     for each in records[:-1]:
@@ -54,7 +59,10 @@ def main() -> int:
             f"   {each['seconds']['median'] * 1e3:7.1f} ms, {each['paid']['predicted']:+6.1%} predicted {each['paid']['measured']:+6.1%} measured",
             file=sys.stderr,
         )
-    print(f"beside computing: {records[-1]['microseconds']:.1f} us per operator that runs again", file=sys.stderr)
+    print(
+        f"beside computing: {records[-1]['microseconds']:.1f} us per operator that runs again",
+        file=sys.stderr,
+    )
     return 0
 
 
@@ -77,13 +85,17 @@ def compare(batch_size: int, num_rounds: int, num_steps: int) -> list[dict[str, 
     for how in HOW:
         predicted = recomputed(program, of_nodes, how, rates)
         memory = measure_memory(job_of(programs[how]), batches[:1])
-        paid = statistics.median(mine / plain for mine, plain in zip(rounds[how], rounds["none"], strict=True)) - 1
+        paid = (
+            statistics.median(mine / plain for mine, plain in zip(rounds[how], rounds["none"], strict=True))
+            - 1
+        )
         times = rounds[how]
         records.append(
             {
                 "recompute": how,
                 "batch": batch_size,
-                "kept_bytes": {"predicted": predicted.kept_bytes, "measured": memory.kept - 4},  # the loss is no activation
+                # the loss is no activation
+                "kept_bytes": {"predicted": predicted.kept_bytes, "measured": memory.kept - 4},
                 "peak_bytes": memory.peaks["backward"] - memory.parameters,
                 "paid": {"predicted": predicted.seconds / whole, "measured": paid},
                 "seconds": {"median": statistics.median(times), "minimum": min(times), "maximum": max(times)},
@@ -115,11 +127,17 @@ def check_alike(models: dict[str, nn.Module]) -> None:
 def job_of(program: Program) -> Job:
     """A job whose loss is the program."""
     base = Job(model=make_model, loss=loss, optimizer=make_optimizer, data=lambda: [0], batch_size=1, steps=1)
-    return replace(base, loss=lambda model, chunk: run_program(program, dict(model.named_parameters()), dict(model.named_buffers()), chunk))
+    return replace(
+        base,
+        loss=lambda model, chunk: run_program(
+            program, dict(model.named_parameters()), dict(model.named_buffers()), chunk
+        ),
+    )
 
 
 def overhead(num_rounds: int) -> dict[str, Any]:
-    """What running again takes per operator besides the operator itself, of a chain of operators on eight numbers."""
+    """What running again takes per operator besides the operator itself, of a chain of operators on eight
+    numbers."""
 
     class Chain(nn.Module):
         def __init__(self) -> None:

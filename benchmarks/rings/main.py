@@ -3,7 +3,8 @@
     python benchmarks/rings/main.py --ranks 2 4 --bytes 4096 65536 1048576 26214400
     python benchmarks/rings/main.py --ranks 2 --bytes 26214400 --chunks 131072 524288 2097152
 
-Systems take turns in every round, in an order that is reversed from round to round; the first round is not counted. The slowest rank counts.
+Systems take turns in every round, in an order that is reversed from round to round; the first round is not
+counted. The slowest rank counts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from meshloom.comm.torch.c10d import C10dGroup
 
 def main() -> None:
     """Measure, print a table, and the records as JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--bytes", type=int, nargs="+", default=[4 << 10, 64 << 10, 1 << 20, 25 << 20])
     parser.add_argument("--chunks", type=int, nargs="+", default=[CHUNK_BYTES], help="bytes sent at once")
@@ -40,7 +43,9 @@ def main() -> None:
     records = [record for size in request.ranks for record in _measured(size, request)]
     print(f"{'ranks':>5} {'bytes':>10} {'system':>20} {'ms':>9} {'/ Gloo':>7}")
     for each in records:
-        print(f"{each['ranks']:>5} {each['bytes']:>10} {each['system']:>20} {each['milliseconds']:>9.3f} {each['over_gloo']:>7.2f}")
+        print(
+            f"{each['ranks']:>5} {each['bytes']:>10} {each['system']:>20} {each['milliseconds']:>9.3f} {each['over_gloo']:>7.2f}"
+        )
     if request.json:
         with open(request.json, "w") as file:
             json.dump(records, file, indent=1)
@@ -51,7 +56,10 @@ def _measured(size: int, request: argparse.Namespace) -> list[dict[str, Any]]:
         port = listener.getsockname()[1]
     context = get_context("spawn")
     queue = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, size, port, request, queue), daemon=True) for rank in range(size)]
+    ranks = [
+        context.Process(target=_rank, args=(rank, size, port, request, queue), daemon=True)
+        for rank in range(size)
+    ]
     for rank in ranks:
         rank.start()
     records = queue.get(timeout=600)
@@ -77,7 +85,9 @@ def _rank(rank: int, size: int, port: int, request: argparse.Namespace, queue: A
         for chunk in request.chunks:
             name = algorithm if len(request.chunks) == 1 else f"{algorithm} {chunk >> 10} KiB"
             systems[name] = spelled_out(gloo(), algorithm, chunk_bytes=chunk)
-    records = [record for num_bytes in request.bytes for record in _compare(systems, num_bytes, request.rounds)]
+    records = [
+        record for num_bytes in request.bytes for record in _compare(systems, num_bytes, request.rounds)
+    ]
     if rank == 0:
         queue.put(records)
     dist.barrier()

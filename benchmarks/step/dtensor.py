@@ -1,4 +1,5 @@
-"""The benchmark GPT through DTensor: cut by hand into columns and rows, the vocabulary divided in the embedding, the head and the loss."""
+"""The benchmark GPT through DTensor: cut by hand into columns and rows, the vocabulary divided in the
+embedding, the head and the loss."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def wrap_dtensor(model: GPT) -> nn.Module:
     rows = {f"blocks.*.{name}": RowwiseParallel() for name in ("out", "down")}
     vocabulary = {
         "token": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),  # the loss works on the parts: `loss_parallel`
+        # the loss works on the parts: `loss_parallel`
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
     tied = model.head.weight is model.token.weight
     parallelize_module(model, mesh, {**columns, **rows, **vocabulary})

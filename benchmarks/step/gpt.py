@@ -24,7 +24,8 @@ class Size:
 
 
 SMALL = Size(vocabulary=2000, width=384, blocks=6, heads=6, length=128, tied=False)  # 12.2 million parameters
-GPT2 = Size(vocabulary=50257, width=768, blocks=12, heads=12, length=1024, tied=True)  # 124 million parameters
+# 124 million parameters
+GPT2 = Size(vocabulary=50257, width=768, blocks=12, heads=12, length=1024, tied=True)
 
 
 class Block(nn.Module):
@@ -41,8 +42,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.attention_norm(x)
-        # Heads are counted by their size, so that a peer that cuts q, k and v by hand finds its own number of them.
-        q, k, v = (each(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        # Heads are counted by their size, so that a peer that cuts q, k and v by hand finds its own number of
+        # them.
+        q, k, v = (
+            each(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
@@ -76,7 +81,11 @@ def make_model(size: Size = SMALL) -> GPT:
 
 def make_data(num_samples: int, size: Size = SMALL) -> TensorDataset:
     """Random tokens [length + 1]: what they are does not change how long a step takes."""
-    return TensorDataset(torch.randint(size.vocabulary, (num_samples, size.length + 1), generator=torch.Generator().manual_seed(1)))
+    return TensorDataset(
+        torch.randint(
+            size.vocabulary, (num_samples, size.length + 1), generator=torch.Generator().manual_seed(1)
+        )
+    )
 
 
 def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -91,6 +100,10 @@ def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimiz
 
 
 def make_fused_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """AdamW, all parameters of a group in one kernel. Such a kernel takes DTensors or plain tensors, so they are groups of their own."""
-    groups = [[(name, each) for name, each in named if isinstance(each, DTensor) == divided] for divided in (False, True)]
+    """AdamW, all parameters of a group in one kernel. Such a kernel takes DTensors or plain tensors, so they
+    are groups of their own."""
+    groups = [
+        [(name, each) for name, each in named if isinstance(each, DTensor) == divided]
+        for divided in (False, True)
+    ]
     return torch.optim.AdamW([{"params": group} for group in groups if group], lr=3e-4, fused=True)

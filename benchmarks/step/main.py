@@ -1,11 +1,13 @@
-"""Seconds per training step of the benchmark GPT on two CPU ranks: meshloom and its peers side by side, the peers over Gloo.
+"""Seconds per training step of the benchmark GPT on two CPU ranks: meshloom and its peers side by side, the
+peers over Gloo.
 
     python benchmarks/step/main.py --mode dp --json -        # data parallel, against DDP and FSDP2, and one rank alone with half of the batch
     python benchmarks/step/main.py --mode tp --json -        # tensor parallel, against DTensor's parallelize_module
     python benchmarks/step/main.py --mode pp --json -        # pipeline, 1F1B with 4 microbatches, against torch.distributed.pipelining
     python benchmarks/step/main.py --size gpt2 --mode tp --batches 2 --rounds 5 --steps 1 --json -     # GPT-2 (124 million), 1,024 tokens
 
-One pair of processes with one thread each hosts all systems, so that they meet the same machine. They are timed in
+One pair of processes with one thread each hosts all systems, so that they meet the same machine. They are
+timed in
 turns: a round is a few steps of each, and the order of the systems is reversed from round to round.
 """
 
@@ -51,20 +53,37 @@ BASE = {
     "pp": ("torch pipelining", "pipelining"),
 }  # mode -> the peer that ratios are taken to
 SIZES = {"small": SMALL, "gpt2": GPT2}
-Step = Callable[[], float]  # one step; the loss of the whole batch (meshloom) or of this rank's share (the others)
+# one step; the loss of the whole batch (meshloom) or of this rank's share (the others)
+Step = Callable[[], float]
 MakeOptimizer = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 Prepare = Callable[[], Step]  # read the next batch, which is not timed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="write one record per line to FILE; - is standard output")
-    parser.add_argument("--mode", choices=list(BASE), default="dp", help="how meshloom divides a step, and which peers it meets")
     parser.add_argument(
-        "--size", choices=list(SIZES), default="small", help="of the model: 12 million parameters, 128 tokens; or 124 million, 1,024 tokens"
+        "--json", metavar="FILE", help="write one record per line to FILE; - is standard output"
     )
-    parser.add_argument("--base-only", action="store_true", help="meshloom and the peer that ratios are taken to, and no other")
-    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True) in all systems, instead of its defaults")
+    parser.add_argument(
+        "--mode",
+        choices=list(BASE),
+        default="dp",
+        help="how meshloom divides a step, and which peers it meets",
+    )
+    parser.add_argument(
+        "--size",
+        choices=list(SIZES),
+        default="small",
+        help="of the model: 12 million parameters, 128 tokens; or 124 million, 1,024 tokens",
+    )
+    parser.add_argument(
+        "--base-only",
+        action="store_true",
+        help="meshloom and the peer that ratios are taken to, and no other",
+    )
+    parser.add_argument(
+        "--fused", action="store_true", help="AdamW(fused=True) in all systems, instead of its defaults"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16], help="global batch sizes")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="steps of each system in a round")
@@ -78,10 +97,14 @@ def main() -> int:
 
 def report(records: list[dict[str, Any]], target: str | None, base: str) -> None:
     """Records as JSON lines to `target`, and the ratios to standard error."""
-    write_records(({key: value for key, value in record.items() if key != "rounds"} for record in records), target)
+    write_records(
+        ({key: value for key, value in record.items() if key != "rounds"} for record in records), target
+    )
     for record in records:
         peer = next(other for other in records if other["mode"] == base and other["batch"] == record["batch"])
-        paired = statistics.median(own / theirs for own, theirs in zip(record["rounds"], peer["rounds"], strict=True))
+        paired = statistics.median(
+            own / theirs for own, theirs in zip(record["rounds"], peer["rounds"], strict=True)
+        )
         ratio = record["seconds"]["median"] / peer["seconds"]["median"]
         seconds = record["seconds"]
         print(
@@ -122,18 +145,32 @@ def run_rank(arguments: argparse.Namespace) -> None:
             training = Training(size=size, make_optimizer=optimizer, batch_size=batch_size, steps=total)
             rounds = time_systems(training, arguments.mode, arguments.rounds, base_only=arguments.base_only)
             for (system, mode), seconds in rounds.items():
-                summary = {"median": statistics.median(seconds), "minimum": min(seconds), "maximum": max(seconds)}
-                record = {"system": system, "mode": mode, "size": arguments.size, "ranks": RANKS, "batch": batch_size}
+                summary = {
+                    "median": statistics.median(seconds),
+                    "minimum": min(seconds),
+                    "maximum": max(seconds),
+                }
+                record = {
+                    "system": system,
+                    "mode": mode,
+                    "size": arguments.size,
+                    "ranks": RANKS,
+                    "batch": batch_size,
+                }
                 file.write(json.dumps({**record, "seconds": summary, "rounds": seconds}) + "\n")
                 file.flush()
 
 
-def time_systems(training: Training, mode: str, num_rounds: int, *, base_only: bool) -> dict[tuple[str, str], list[float]]:
+def time_systems(
+    training: Training, mode: str, num_rounds: int, *, base_only: bool
+) -> dict[tuple[str, str], list[float]]:
     """Seconds per step of each system in each round."""
     num_steps = training.steps // (num_rounds + 1)
     with ExitStack() as stack:
         # meshloom goes first: it joins the ranks that torchrun started, and the peers use what is there.
-        prepare: dict[tuple[str, str], Prepare] = {("meshloom", mode): open_meshloom(PLANS[mode], training, stack)}
+        prepare: dict[tuple[str, str], Prepare] = {
+            ("meshloom", mode): open_meshloom(PLANS[mode], training, stack)
+        }
         if not dist.is_initialized():
             dist.init_process_group("gloo")
             stack.callback(dist.destroy_process_group)
@@ -141,11 +178,17 @@ def time_systems(training: Training, mode: str, num_rounds: int, *, base_only: b
             prepare["torch ddp", "ddp"] = open_peer(wrap_ddp, training, shares(training))
             if not base_only:
                 prepare["torch fsdp2", "fsdp2"] = open_peer(wrap_fsdp2, training, shares(training))
-                prepare[HALF] = open_peer(lambda model: model, training, shares(training)) if dist.get_rank() == 0 else lambda: float
+                prepare[HALF] = (
+                    open_peer(lambda model: model, training, shares(training))
+                    if dist.get_rank() == 0
+                    else lambda: float
+                )
         elif mode == "pp":
             prepare["torch pipelining", "pipelining"] = open_pipeline(training)
         else:
-            prepare["torch dtensor", "dtensor"] = open_peer(wrap_dtensor, training, ([each] for each in training.batches()), around=loss_parallel)
+            prepare["torch dtensor", "dtensor"] = open_peer(
+                wrap_dtensor, training, ([each] for each in training.batches()), around=loss_parallel
+            )
         seconds: dict[tuple[str, str], list[float]] = {system: [] for system in prepare}
         for number in range(num_rounds + 1):
             losses = {}
@@ -175,11 +218,14 @@ def time_round(prepare: Prepare, num_steps: int) -> tuple[float, float]:
 
 
 def check_equal(losses: dict[tuple[str, str], float], base: tuple[str, str]) -> None:
-    """All systems start from the same parameters and samples, so the first loss is the same up to rounding."""
+    """All systems start from the same parameters and samples, so the first loss is the same up to
+    rounding."""
     for system, value in losses.items():
         if system == HALF:
             continue  # the other half's loss is not there
-        torch.testing.assert_close(value, losses[base], rtol=1e-5, atol=0.0, msg=lambda text, system=system: f"{system}: {text}")
+        torch.testing.assert_close(
+            value, losses[base], rtol=1e-5, atol=0.0, msg=lambda text, system=system: f"{system}: {text}"
+        )
 
 
 def open_meshloom(plan: str, training: Training, stack: ExitStack) -> Prepare:
@@ -193,7 +239,8 @@ def open_meshloom(plan: str, training: Training, stack: ExitStack) -> Prepare:
         steps=training.steps,
         shuffle=False,
     )
-    trainer = stack.enter_context(ml.Trainer(job, plan, devices="cpu", share=True, cache="off"))  # as `meshloom train` does
+    # as `meshloom train` does
+    trainer = stack.enter_context(ml.Trainer(job, plan, devices="cpu", share=True, cache="off"))
     batches = trainer.batches()
     stack.callback(batches.close)
 

@@ -1,6 +1,8 @@
-"""The digits with four workers of which one is three times slower: it sleeps three times as long for every sample, so that four workers mean something on two cores.
+"""The digits with four workers of which one is three times slower: it sleeps three times as long for every
+sample, so that four workers mean something on two cores.
 
-`waiting` is for plans whose steps wait for all workers, `pushing` for asynchronous ones: old gradients ask for a smaller rate and little momentum.
+`waiting` is for plans whose steps wait for all workers, `pushing` for asynchronous ones: old gradients ask
+for a smaller rate and little momentum.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Wall time until the digits are read, of four workers of which one is three times slower: who waits, who waits a little, who does not, and who divides the work.
+"""Wall time until the digits are read, of four workers of which one is three times slower: who waits, who
+waits a little, who does not, and who divides the work.
 
     python benchmarks/stragglers/main.py --json -
 
-Runs `meshloom train` on CPU processes under each plan, one after another in every round, and notes when an evaluation reaches each accuracy first. The clock
-starts with the first step, when all processes are there.
+Runs `meshloom train` on CPU processes under each plan, one after another in every round, and notes when an
+evaluation reaches each accuracy first. The clock starts with the first step, when all processes are there.
 """
 
 from __future__ import annotations
@@ -31,9 +32,13 @@ MOST_SECONDS = 120.0  # of a run
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE", help="write one record per line to FILE; - is standard output")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write one record per line to FILE; - is standard output"
+    )
     arguments = parser.parse_args()
     runs: dict[str, list[dict[float, float]]] = {kind: [] for kind in PLANS}
     for number in range(arguments.rounds):
@@ -54,12 +59,28 @@ def train(job: str, plan: str) -> dict[float, float]:
     with tempfile.TemporaryDirectory() as directory, Path(directory, "text").open("w") as text:
         records = Path(directory, "records")
         records.touch()
-        words = [sys.executable, "-m", "meshloom", "train", target, "--plan", plan, "--devices", "cpu", "--json", str(records)]
-        process = subprocess.Popen(words, stdout=text, stderr=text, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        words = [
+            sys.executable,
+            "-m",
+            "meshloom",
+            "train",
+            target,
+            "--plan",
+            plan,
+            "--devices",
+            "cpu",
+            "--json",
+            str(records),
+        ]
+        process = subprocess.Popen(
+            words, stdout=text, stderr=text, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         began: float | None = None
         try:
             with records.open() as lines:
-                while len(reached) < len(TARGETS) and (began is None or time.monotonic() < began + MOST_SECONDS):
+                while len(reached) < len(TARGETS) and (
+                    began is None or time.monotonic() < began + MOST_SECONDS
+                ):
                     line = lines.readline()
                     if not line.endswith("\n"):
                         if process.poll() is not None:
@@ -72,7 +93,11 @@ def train(job: str, plan: str) -> dict[float, float]:
                         began = time.monotonic()
                     if event["event"] == "evaluation" and began is not None:
                         accuracy = event["metrics"]["accuracy"]
-                        reached |= {each: time.monotonic() - began for each in TARGETS if each not in reached and accuracy >= each}
+                        reached |= {
+                            each: time.monotonic() - began
+                            for each in TARGETS
+                            if each not in reached and accuracy >= each
+                        }
         finally:
             process.send_signal(signal.SIGINT)
             process.wait()
@@ -82,7 +107,8 @@ def train(job: str, plan: str) -> dict[float, float]:
 
 
 def record(kind: str, target: float, runs: dict[str, list[dict[float, float]]]) -> dict[str, Any]:
-    """Median seconds over the rounds, and the ratio to `synchronous` of the same round; None where a round did not get there."""
+    """Median seconds over the rounds, and the ratio to `synchronous` of the same round; None where a round
+    did not get there."""
     mine, waited = ([each.get(target) for each in runs[name]] for name in (kind, "synchronous"))
     there = all(each is not None for each in (*mine, *waited))
     ratios = [a / b for a, b in zip(mine, waited, strict=True)] if there else []

@@ -1,4 +1,5 @@
-"""Four workers of which one is three times slower, by sleeping for every sample of its share, so that four ranks mean something on two cores.
+"""Four workers of which one is three times slower, by sleeping for every sample of its share, so that four
+ranks mean something on two cores.
 
 `job`: rank 3 is slow. `moving`: rank 3 at first, and rank 0 from its 61st step on.
 """
@@ -22,7 +23,9 @@ CHANGES_AFTER = 60  # steps, of `moving`
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(6400, 64, generator=generator), torch.randint(10, (6400,), generator=generator))
+    return TensorDataset(
+        torch.randn(6400, 64, generator=generator), torch.randint(10, (6400,), generator=generator)
+    )
 
 
 def job_with(slow_first: int, slow_later: int) -> Job:

@@ -28,7 +28,13 @@ def pipeline() -> Page:
         schedule = make_schedule(name, p, m)
         timed, peaks = run_on_paper(schedule, Durations.alike(p).of), most_in_flight(schedule)
         unit, top = 9.0 / timed.length, 4.9 - number * 2.3
-        page.words(left, top, f"schedule={name}: every rank waits {timed.mean_idle_share:.0%} of the time", at="left", bold=True)
+        page.words(
+            left,
+            top,
+            f"schedule={name}: every rank waits {timed.mean_idle_share:.0%} of the time",
+            at="left",
+            bold=True,
+        )
         page.words(left + 9.1, top, "holds at most", at="left", size=9.5)
         for rank in range(p):
             y = top - 0.58 - rank * (cell + 0.06)
@@ -36,8 +42,22 @@ def pipeline() -> Page:
             page.shade(left, y, unit * timed.length, cell)
             for action in schedule.actions[rank]:
                 start, seconds = timed.starts[action], timed.ends[action] - timed.starts[action]
-                page.box(left + unit * start, y, unit * seconds, cell, f"{action.microbatch}", colour=RANKS["FB".index(action.kind)], size=9)
-            page.words(left + 9.1, y + cell / 2, f"{peaks[rank]} microbatches" if peaks[rank] > 1 else "1 microbatch", at="left", size=9.5)
+                page.box(
+                    left + unit * start,
+                    y,
+                    unit * seconds,
+                    cell,
+                    f"{action.microbatch}",
+                    colour=RANKS["FB".index(action.kind)],
+                    size=9,
+                )
+            page.words(
+                left + 9.1,
+                y + cell / 2,
+                f"{peaks[rank]} microbatches" if peaks[rank] > 1 else "1 microbatch",
+                at="left",
+                size=9.5,
+            )
     page.box(left, 0.12, 0.3, 0.24, colour=RANKS[0])
     page.words(left + 0.4, 0.24, "forward of a microbatch", at="left", size=10)
     page.box(left + 2.6, 0.12, 0.3, 0.24, colour=RANKS[1])
@@ -94,19 +114,43 @@ def grid() -> Page:
             page.words(x + 2.15 * part + wide / 2, 3.55, f"tp={part}", size=10)
     for replica in range(mesh.dp):
         _, y = corner(mesh.rank(Place(dp=replica)))
-        page.words(0.1, y + high / 2, f"dp={replica}\n{('first', 'second')[replica]} half\nof the batch", at="left", size=9.5)
+        page.words(
+            0.1,
+            y + high / 2,
+            f"dp={replica}\n{('first', 'second')[replica]} half\nof the batch",
+            at="left",
+            size=9.5,
+        )
     for rank in range(mesh.size):
         x, y = corner(rank)
-        page.box(x, y, wide, high, f"rank {rank}", colour=RANKS[mesh.place(rank).pp * 2 + mesh.place(rank).tp], size=12)
+        page.box(
+            x,
+            y,
+            wide,
+            high,
+            f"rank {rank}",
+            colour=RANKS[mesh.place(rank).pp * 2 + mesh.place(rank).tp],
+            size=12,
+        )
     for axis, (colour, _, _) in zip(AXES, SENT, strict=True):
         for first, last in mesh.groups(axis):
             (x, y), (to_x, to_y) = corner(first), corner(last)
             if axis == "dp":
-                page.arrow((x + wide / 2, y - 0.03), (to_x + wide / 2, to_y + high + 0.03), both=True, colour=colour)
+                page.arrow(
+                    (x + wide / 2, y - 0.03), (to_x + wide / 2, to_y + high + 0.03), both=True, colour=colour
+                )
             elif axis == "tp":
-                page.arrow((x + wide + 0.03, y + high / 2), (to_x - 0.03, to_y + high / 2), both=True, colour=colour)
+                page.arrow(
+                    (x + wide + 0.03, y + high / 2), (to_x - 0.03, to_y + high / 2), both=True, colour=colour
+                )
             else:
-                page.arrow((x + wide - 0.2, y + high + 0.03), (to_x + 0.2, to_y + high + 0.03), both=True, colour=colour, bend=-0.1)
+                page.arrow(
+                    (x + wide - 0.2, y + high + 0.03),
+                    (to_x + 0.2, to_y + high + 0.03),
+                    both=True,
+                    colour=colour,
+                    bend=-0.1,
+                )
     for colour, x, words in SENT:
         page.arrow((x, 0.3), (x + 0.4, 0.3), both=True, colour=colour)
         page.words(x + 0.5, 0.3, words, at="left", size=10)
@@ -116,7 +160,14 @@ def grid() -> Page:
 
 def held() -> Page:
     """Elements that ranks hold under six plans, from simulated runs of a small model, as shares of one device's."""
-    plans = ("dp=1", "dp=4", "dp=4,zero=1", "dp=4,exchange=server,servers=2", "tp=4", "pp=4,microbatches=4,cuts=1+2+3")
+    plans = (
+        "dp=1",
+        "dp=4",
+        "dp=4,zero=1",
+        "dp=4,exchange=server,servers=2",
+        "tp=4",
+        "pp=4,microbatches=4,cuts=1+2+3",
+    )
     kinds = (("parameters", RANKS[0]), ("gradients", RANKS[1]), ("optimizer state", RANKS[2]))
     found = {plan: _held_under(plan) for plan in plans}
     whole = found["dp=1"][0]
@@ -134,7 +185,14 @@ def held() -> Page:
                 y += high
             page.words(x + rank * (wide + 0.03) + wide / 2, 0.78, f"{rank}", size=9)
     page.axes.plot([0.2, 10.0], [0.95 + bar] * 2, color=LINE, linewidth=0.6, linestyle=":")
-    page.words(0.35, 0.45, "rank (below each bar)   |   dotted: what one device holds", at="left", size=9.5, colour=QUIET)
+    page.words(
+        0.35,
+        0.45,
+        "rank (below each bar)   |   dotted: what one device holds",
+        at="left",
+        size=9.5,
+        colour=QUIET,
+    )
     for number, (name, colour) in enumerate(kinds):
         page.box(5.6 + 1.45 * number, 0.33, 0.25, 0.24, colour=colour)
         page.words(5.9 + 1.45 * number, 0.45, name, at="left", size=10)
@@ -143,15 +201,32 @@ def held() -> Page:
 
 def _held_under(plan: str) -> list[tuple[int, int, int]]:
     """By rank: elements of parameters, of the gradients that its backward makes, and of parameters whose optimizer state it keeps."""
-    blocks = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 32, bias=False)) for _ in range(4)))  # noqa: E731
+    blocks = lambda: nn.Sequential(  # noqa: E731
+        *(
+            nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 32, bias=False))
+            for _ in range(4)
+        )
+    )
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return (model(batch) - batch).pow(2).mean()
 
     data = list(torch.randn(64, 32, generator=torch.Generator().manual_seed(0)))
-    job = ml.Job(model=blocks, loss=loss, optimizer=lambda named: torch.optim.AdamW(named), data=lambda: data, batch_size=16, steps=1)
+    job = ml.Job(
+        model=blocks,
+        loss=loss,
+        optimizer=lambda named: torch.optim.AdamW(named),
+        data=lambda: data,
+        batch_size=16,
+        steps=1,
+    )
     with ml.Trainer(job, plan, devices="simulated") as trainer:
         trainer.fit()
-        here = [sum(each.numel() for each in replica.model.parameters() if not each.is_meta) for replica in trainer.replicas]
-        owned = [sum(each.stop - each.start for each in replica.exchange.owned) for replica in trainer.replicas]
+        here = [
+            sum(each.numel() for each in replica.model.parameters() if not each.is_meta)
+            for replica in trainer.replicas
+        ]
+        owned = [
+            sum(each.stop - each.start for each in replica.exchange.owned) for replica in trainer.replicas
+        ]
         return list(zip(here, here, owned, strict=True))

@@ -25,24 +25,61 @@ class Page:
         self.axes.axis("off")
 
     def box(
-        self, x: float, y: float, width: float, height: float, words: str = "", *, colour: str = NOTHING, size: float = 11, bold: bool = False
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        words: str = "",
+        *,
+        colour: str = NOTHING,
+        size: float = 11,
+        bold: bool = False,
     ) -> None:
         """Words in the middle of a box whose lower left corner is at (x, y)."""
-        self.axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor=LINE, linewidth=1.8 if bold else 0.8))
+        self.axes.add_patch(
+            Rectangle((x, y), width, height, facecolor=colour, edgecolor=LINE, linewidth=1.8 if bold else 0.8)
+        )
         self.words(x + width / 2, y + height / 2, words, size=size)
 
     def shade(self, x: float, y: float, width: float, height: float) -> None:
         """A box without border, for what lies behind others."""
         self.axes.add_patch(Rectangle((x, y), width, height, facecolor=NOTHING, linewidth=0))
 
-    def words(self, x: float, y: float, words: str, *, size: float = 11, at: str = "center", colour: str = "black", bold: bool = False) -> None:
+    def words(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        size: float = 11,
+        at: str = "center",
+        colour: str = "black",
+        bold: bool = False,
+    ) -> None:
         """at: what of the words is at x: center, left or right."""
         weight = "bold" if bold else "normal"
-        self.axes.text(x, y, words, fontsize=size, ha=at, va="center", color=colour, fontweight=weight, linespacing=1.35)
+        self.axes.text(
+            x, y, words, fontsize=size, ha=at, va="center", color=colour, fontweight=weight, linespacing=1.35
+        )
 
-    def arrow(self, start: tuple[float, float], end: tuple[float, float], *, both: bool = False, colour: str = LINE, bend: float = 0.0) -> None:
+    def arrow(
+        self,
+        start: tuple[float, float],
+        end: tuple[float, float],
+        *,
+        both: bool = False,
+        colour: str = LINE,
+        bend: float = 0.0,
+    ) -> None:
         """From one point to another. bend: how far the middle leaves the straight line, as a share of its length."""
-        style = {"arrowstyle": "<|-|>" if both else "-|>", "color": colour, "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0}
+        style = {
+            "arrowstyle": "<|-|>" if both else "-|>",
+            "color": colour,
+            "linewidth": 1.4,
+            "shrinkA": 0,
+            "shrinkB": 0,
+        }
         self.axes.annotate("", end, start, arrowprops={**style, "connectionstyle": f"arc3,rad={bend}"})
 
     def save(self, path: Path) -> None:

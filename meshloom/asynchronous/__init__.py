@@ -1,4 +1,5 @@
-"""Asynchronous training of a job: workers compute gradients at parameters of their own age, servers update with every push.
+"""Asynchronous training of a job: workers compute gradients at parameters of their own age, servers update
+with every push.
 
 protocol/        who computes what, and in which order all is done, as state machines without a clock
 messaging/       what carries their messages between processes that come and go

@@ -1,4 +1,5 @@
-"""A server or a worker, as its launcher starts it: `python -m meshloom.asynchronous DIRECTORY`, with its role in the environment."""
+"""A server or a worker, as its launcher starts it: `python -m meshloom.asynchronous DIRECTORY`, with its role
+in the environment."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from meshloom.launch.failure import leave, report_failure
 if __name__ == "__main__":
     role = launched_role()
     if role is None:
-        sys.exit("This program is started by meshloom train. To be a worker of a run, use meshloom train FILE --join HOST:PORT --key KEY.")
+        sys.exit(
+            "This program is started by meshloom train. To be a worker of a run, use meshloom train FILE --join HOST:PORT --key KEY."
+        )
     try:
         play(role)
     except BaseException as error:

@@ -1,4 +1,5 @@
-"""What an asynchronous run has come to so far: updates, their ages and losses, and what was lost, as progress lines and the lines at the end."""
+"""What an asynchronous run has come to so far: updates, their ages and losses, and what was lost, as progress
+lines and the lines at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ AGES_SHOWN = 100  # newest updates over which the age that is shown is averaged
 
 
 class RunAccount:
-    """steps: updates of the whole run. `num_updates`: made here, those that were lost later included. `lost`: updates."""
+    """steps: updates of the whole run. `num_updates`: made here, those that were lost later included. `lost`:
+    updates."""
 
     def __init__(self, job: Job, plan: Plan, steps: int) -> None:
         self.num_updates = 0
@@ -40,10 +42,21 @@ class RunAccount:
     def restored(self, version: int, lost: int) -> str:
         """All servers went back to a snapshot. Count what is lost; what that means, in a sentence."""
         self.lost += lost
-        consequence = f"the {how_many(lost, 'update')} after it are lost, and their samples are given out again" if lost else "no update is lost"
+        consequence = (
+            f"the {how_many(lost, 'update')} after it are lost, and their samples are given out again"
+            if lost
+            else "no update is lost"
+        )
         return f"all servers are at the snapshot of update {version} again: {consequence}"
 
-    def progress(self, update: Update, *, learning_rates: list[float], memory_bytes: int, virtual_seconds: float | None = None) -> Progress:
+    def progress(
+        self,
+        update: Update,
+        *,
+        learning_rates: list[float],
+        memory_bytes: int,
+        virtual_seconds: float | None = None,
+    ) -> Progress:
         """How the run stands after the newest update."""
         seconds = max(time.monotonic() - self.began, 1e-9)
         samples = self.num_updates * self._job.batch_size / self._plan.dp / seconds
@@ -61,8 +74,11 @@ class RunAccount:
             virtual_seconds=virtual_seconds,
         )
 
-    def lines(self, seconds: float, clock: str, ages: Counter[int], computing: dict[int, float], refused: int) -> list[str]:
-        """What a reader should know at the end. clock: what the seconds are of. computing: part of its time that each worker computed."""
+    def lines(
+        self, seconds: float, clock: str, ages: Counter[int], computing: dict[int, float], refused: int
+    ) -> list[str]:
+        """What a reader should know at the end. clock: what the seconds are of. computing: part of its time
+        that each worker computed."""
         total = max(1, ages.total())
         mean = sum(age * count for age, count in ages.items()) / total
         busy = " ".join(f"{worker}: {part:.0%}" for worker, part in sorted(computing.items()))
@@ -77,9 +93,15 @@ class RunAccount:
         return lines
 
     def summary(
-        self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None, shares: TimeShares, within: tuple[Traffic, Traffic] | None = None
+        self,
+        seconds: float,
+        evaluation: dict[str, float],
+        checkpoint: Path | None,
+        shares: TimeShares,
+        within: tuple[Traffic, Traffic] | None = None,
     ) -> Summary:
-        """Bytes of all workers together; shares of their time. within: inside divided workers, predicted and counted."""
+        """Bytes of all workers together; shares of their time. within: inside divided workers, predicted and
+        counted."""
         predicted = {"push": self.num_updates * self.push_bytes, "pull": self.num_updates * self.pull_bytes}
         return Summary(
             steps=self.num_updates,

@@ -1,4 +1,5 @@
-"""The command line's options for asynchronous plans: what they are, which of them go together, and the values that they mean."""
+"""The command line's options for asynchronous plans: what they are, which of them go together, and the values
+that they mean."""
 
 from __future__ import annotations
 
@@ -11,7 +12,18 @@ from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 
-_OF_A_RUN = ("steps", "out", "resume", "overwrite", "snapshot_every", "listen", "json", "step_seconds", "latency_seconds", "incidents")
+_OF_A_RUN = (
+    "steps",
+    "out",
+    "resume",
+    "overwrite",
+    "snapshot_every",
+    "listen",
+    "json",
+    "step_seconds",
+    "latency_seconds",
+    "incidents",
+)
 _OF_ASYNC = ("snapshot_every", "listen", "step_seconds", "latency_seconds", "incidents")
 
 
@@ -25,12 +37,23 @@ def add_asynchronous(train: argparse.ArgumentParser) -> None:
         "--listen", metavar="HOST:PORT",
         help=f"exchange=async on processes: where server 0 listens, and at the ports after it the others; port 0: any (default: {DEFAULT_LISTEN})",
     )  # fmt: skip
-    train.add_argument("--join", metavar="HOST:PORT", help="be a further worker of the asynchronous run whose server 0 listens there")
+    train.add_argument(
+        "--join",
+        metavar="HOST:PORT",
+        help="be a further worker of the asynchronous run whose server 0 listens there",
+    )
     train.add_argument("--key", metavar="FILE", help="with --join: the key file that the run has named")
     train.add_argument(
-        "--step-seconds", metavar="LIST", help="exchange=async on a virtual clock: what each worker needs for a share, like 1,1,1,3 (default: 1)"
+        "--step-seconds",
+        metavar="LIST",
+        help="exchange=async on a virtual clock: what each worker needs for a share, like 1,1,1,3 (default: 1)",
     )
-    train.add_argument("--latency-seconds", type=float, metavar="S", help="exchange=async on a virtual clock: what every message takes (default: 0)")
+    train.add_argument(
+        "--latency-seconds",
+        type=float,
+        metavar="S",
+        help="exchange=async on a virtual clock: what every message takes (default: 0)",
+    )
     train.add_argument(
         "--incidents", metavar="LIST",
         help="exchange=async on a virtual clock: who is killed, joins or leaves when, like kill:2@10+join:2@15+leave:1@20+server:0@30/5",
@@ -44,7 +67,9 @@ def check_asynchronous(arguments: argparse.Namespace, plan: Plan) -> None:
             raise PlanError("--join needs --key FILE, the key file that the run has named when it started.")
         for name in _OF_A_RUN:
             if getattr(arguments, name) is not None:
-                raise PlanError(f"{_flag(name)} is for the run itself, and --join takes part in one that is there. Leave {_flag(name)} out.")
+                raise PlanError(
+                    f"{_flag(name)} is for the run itself, and --join takes part in one that is there. Leave {_flag(name)} out."
+                )
         return
     if arguments.key is not None:
         raise PlanError("--key is for --join HOST:PORT. Leave it out, or say which run to join.")
@@ -52,8 +77,12 @@ def check_asynchronous(arguments: argparse.Namespace, plan: Plan) -> None:
         for name in _OF_ASYNC:
             if getattr(arguments, name) is not None:
                 raise PlanError(f"{_flag(name)} is for exchange=async, and the plan is {plan}. Leave it out.")
-    if arguments.listen is not None and (arguments.devices.startswith("simulated") or circumstances_of(arguments) is not None):
-        raise PlanError("--listen is for processes, and this run is simulated. Leave it out, or use --devices cpu.")
+    if arguments.listen is not None and (
+        arguments.devices.startswith("simulated") or circumstances_of(arguments) is not None
+    ):
+        raise PlanError(
+            "--listen is for processes, and this run is simulated. Leave it out, or use --devices cpu."
+        )
 
 
 def circumstances_of(arguments: argparse.Namespace) -> Circumstances | None:
@@ -61,9 +90,13 @@ def circumstances_of(arguments: argparse.Namespace) -> Circumstances | None:
     if arguments.step_seconds is None and arguments.latency_seconds is None and arguments.incidents is None:
         return None
     try:
-        step_seconds = tuple(float(each) for each in arguments.step_seconds.split(",")) if arguments.step_seconds else ()
+        step_seconds = (
+            tuple(float(each) for each in arguments.step_seconds.split(",")) if arguments.step_seconds else ()
+        )
     except ValueError:
-        raise PlanError(f"--step-seconds {arguments.step_seconds} must be seconds joined by commas, like 1,1,1,3.") from None
+        raise PlanError(
+            f"--step-seconds {arguments.step_seconds} must be seconds joined by commas, like 1,1,1,3."
+        ) from None
     return Circumstances(
         step_seconds=step_seconds,
         latency_seconds=arguments.latency_seconds or 0.0,
@@ -78,7 +111,9 @@ def settings_of(arguments: argparse.Namespace, job: Job) -> AsynchronousSettings
         out=Path(arguments.out) if arguments.out is not None else None,
         resume=Path(arguments.resume) if arguments.resume is not None else None,
         overwrite=bool(arguments.overwrite),
-        snapshot_every=arguments.snapshot_every if arguments.snapshot_every is not None else DEFAULT_SNAPSHOT_EVERY,
+        snapshot_every=arguments.snapshot_every
+        if arguments.snapshot_every is not None
+        else DEFAULT_SNAPSHOT_EVERY,
         circumstances=circumstances_of(arguments) or Circumstances(),
         listen=arguments.listen if arguments.listen is not None else DEFAULT_LISTEN,
         timeout_seconds=arguments.timeout,

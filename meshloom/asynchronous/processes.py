@@ -1,4 +1,5 @@
-"""A run of an asynchronous plan on processes: servers and workers are started and watched, what server 0 tells is shown, snapshots that are due are looked at.
+"""A run of an asynchronous plan on processes: servers and workers are started and watched, what server 0
+tells is shown, snapshots that are due are looked at.
 
     launcher (here)     server 0, 1, ...                    worker 0, 1, ...
     progress         <- updates, who came and went       <- gradients
@@ -52,11 +53,28 @@ class ProcessRun:
     `next_step` is the number of updates that are made, `model` what was looked at last.
     """
 
-    def __init__(self, job: Job, plan: Plan, settings: AsynchronousSettings, listener: Listener, target: str, words: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        settings: AsynchronousSettings,
+        listener: Listener,
+        target: str,
+        words: tuple[str, ...] = (),
+    ) -> None:
         if settings.circumstances != Circumstances():
-            raise PlanError("Speeds, latencies and incidents are of a virtual clock. Use --devices simulated, or leave them out.")
+            raise PlanError(
+                "Speeds, latencies and incidents are of a virtual clock. Use --devices simulated, or leave them out."
+            )
         plan.check_batch(job.batch_size)
-        self._job, self._plan, self._settings, self._listener, self._target, self._words = job, plan, settings, listener, target, words
+        self._job, self._plan, self._settings, self._listener, self._target, self._words = (
+            job,
+            plan,
+            settings,
+            listener,
+            target,
+            words,
+        )
         shares = PushShares(job, plan)
         replica = WorkerReplica(job, plan, torch.device("cpu"), settings.dtype)
         self._inspection = Inspection(job, plan, settings, replica)
@@ -87,14 +105,24 @@ class ProcessRun:
         return self._inspection.model
 
     def fit(self) -> Summary:
-        """Train to the last update. Raises `EndedError` when a process fails or a signal comes, `TrainingError` when no worker is left."""
+        """Train to the last update. Raises `EndedError` when a process fails or a signal comes,
+        `TrainingError` when no worker is left."""
         with noted_signals() as signals, _run_directory(self._settings.out) as directory:
             plan = self._plan
             program = RoleCommand(
-                module="meshloom.asynchronous", target=self._target, words=self._words, plan=str(plan), settings=self._settings.to_json()
+                module="meshloom.asynchronous",
+                target=self._target,
+                words=self._words,
+                plan=str(plan),
+                settings=self._settings.to_json(),
             )
             with ElasticProcesses(
-                program, directory, self._settings.listen, num_servers=plan.servers, num_workers=plan.dp, ranks_per_worker=inner_plan(plan).mesh.size
+                program,
+                directory,
+                self._settings.listen,
+                num_servers=plan.servers,
+                num_workers=plan.dp,
+                ranks_per_worker=inner_plan(plan).mesh.size,
             ) as processes:
                 self._listener.note(
                     f"servers at {', '.join(processes.addresses)}; to join: --join {processes.addresses[0]} --key {processes.worker_key}"
@@ -107,20 +135,27 @@ class ProcessRun:
                 while self._look(directory):  # what they have written goes with the processes
                     _end_at(signals)
                     time.sleep(0.02)
-        computing = {worker: tally["computing"] / max(tally["seconds"], 1e-9) for worker, tally in self._tallies.items()}
+        computing = {
+            worker: tally["computing"] / max(tally["seconds"], 1e-9)
+            for worker, tally in self._tallies.items()
+        }
         late = self._count("late")
         for line in self._account.lines(seconds, "processes", self._ages, computing, late):
             self._listener.note(line)
         return self._summary(seconds)
 
     def record(self) -> dict[str, Any]:
-        """For a program: updates by age, updates lost, pushes refused, share of its time in which each worker computed, messages and connections refused."""
+        """For a program: updates by age, updates lost, pushes refused, share of its time in which each worker
+        computed, messages and connections refused."""
         return {
             "ages": {str(age): count for age, count in sorted(self._ages.items())},
             "lost": self._account.lost,
             "refused": self._count("late"),
             "refused_messages": self._count("refused"),
-            "computing": {str(worker): tally["computing"] / max(tally["seconds"], 1e-9) for worker, tally in sorted(self._tallies.items())},
+            "computing": {
+                str(worker): tally["computing"] / max(tally["seconds"], 1e-9)
+                for worker, tally in sorted(self._tallies.items())
+            },
         }
 
     def _follow(self, processes: ElasticProcesses, directory: Path, signals: list[int]) -> None:
@@ -176,7 +211,8 @@ class ProcessRun:
                 case "finished":
                     self._finished = True
                     self._ages = Counter({int(age): count for age, count in event["ages"].items()})
-                case "note" if event["text"] not in self._noted:  # a server that is started again says it again
+                # a server that is started again says it again
+                case "note" if event["text"] not in self._noted:
                     self._noted.add(event["text"])
                     self._listener.note(event["text"])
                 case "serving":
@@ -192,13 +228,16 @@ class ProcessRun:
 
     def _newest(self, version: int) -> None:
         settings, job = self._settings, self._job
-        if version > max([self._seen, *self._due]) and (settings.evaluates(job, version) or settings.saves(job, version)):
+        if version > max([self._seen, *self._due]) and (
+            settings.evaluates(job, version) or settings.saves(job, version)
+        ):
             self._due.append(version)
 
     def _restored(self, version: int, lost: int) -> None:
         if self._account.num_updates == 0 and not lost:
             return  # the start
-        lost = max(lost, self.next_step - version)  # server 0 may have been killed before it had written down the newest
+        # server 0 may have been killed before it had written down the newest
+        lost = max(lost, self.next_step - version)
         self.next_step = version
         self._listener.note(self._account.restored(version, lost))
 
@@ -220,7 +259,8 @@ class ProcessRun:
     # --- Snapshots that are due.
 
     def _look(self, directory: Path) -> bool:
-        """Take up the next snapshot that is due if none is being looked at, and tell what came of the last; whether there is something left."""
+        """Take up the next snapshot that is due if none is being looked at, and tell what came of the last;
+        whether there is something left."""
         if self._looking is not None and not self._looking.is_alive():
             look, self._looking = self._looking, None
             look.join()
@@ -246,33 +286,49 @@ class ProcessRun:
 
     def _summary(self, seconds: float) -> Summary:
         there = max(sum(tally["seconds"] for tally in self._tallies.values()), 1e-9)
-        compute, data = (sum(tally[name] for tally in self._tallies.values()) / there for name in ("computing", "reading"))
+        compute, data = (
+            sum(tally[name] for tally in self._tallies.values()) / there for name in ("computing", "reading")
+        )
         rest = max(0.0, 1 - compute - data)
         bounded = (
             self._plan.staleness is not None
         )  # then what is not spent with servers is spent waiting for slower workers, and cannot be told apart
         newest = {who: self._counts[who, start] for who, start in sorted(self._counts)}
-        self._account.push_bytes, self._account.pull_bytes = (sum(counts[f"{what}_once"] for counts in newest.values()) for what in ("push", "pull"))
+        self._account.push_bytes, self._account.pull_bytes = (
+            sum(counts[f"{what}_once"] for counts in newest.values()) for what in ("push", "pull")
+        )
         self._account.bytes.update(push=self._count("push"), pull=self._count("pull"))
-        shares = TimeShares(compute=compute, communication=0.0 if bounded else rest, waiting=rest if bounded else 0.0, data=data)
+        shares = TimeShares(
+            compute=compute,
+            communication=0.0 if bounded else rest,
+            waiting=rest if bounded else 0.0,
+            data=data,
+        )
         return self._account.summary(seconds, self._evaluation, self._saved, shares)
 
 
 def _end_at(signals: Sequence[int]) -> None:
     if signals:
-        raise EndedError(f"Stopped by {signal.Signals(signals[0]).name}; all processes have ended.", 128 + signals[0])
+        raise EndedError(
+            f"Stopped by {signal.Signals(signals[0]).name}; all processes have ended.", 128 + signals[0]
+        )
 
 
 @contextmanager
 def _run_directory(out: Path | None) -> Generator[Path]:
-    """A directory of this run alone, that only its user can read, beside its checkpoints if it has any; gone when the run ends."""
+    """A directory of this run alone, that only its user can read, beside its checkpoints if it has any; gone
+    when the run ends."""
     try:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-        directory = Path(tempfile.mkdtemp(prefix=".servers-" if out is not None else "meshloom-servers-", dir=out)).resolve()
+        directory = Path(
+            tempfile.mkdtemp(prefix=".servers-" if out is not None else "meshloom-servers-", dir=out)
+        ).resolve()
         (directory / "due").mkdir()
     except OSError as error:
-        raise CheckpointError(f"There is no room for the servers' snapshots in {out or tempfile.gettempdir()}: {error.strerror}.") from None
+        raise CheckpointError(
+            f"There is no room for the servers' snapshots in {out or tempfile.gettempdir()}: {error.strerror}."
+        ) from None
     try:
         yield directory
     finally:

@@ -1,7 +1,9 @@
-"""A run of an asynchronous plan on simulated devices: workers, servers and their messages on a virtual clock, the arithmetic in this process.
+"""A run of an asynchronous plan on simulated devices: workers, servers and their messages on a virtual clock,
+the arithmetic in this process.
 
-`steps` are updates: each is one worker's push, the mean over its share of a batch at the full learning rate. Evaluation and checkpoints look at a snapshot,
-which is of one version on all servers; they take no virtual time.
+`steps` are updates: each is one worker's push, the mean over its share of a batch at the full learning rate.
+Evaluation and checkpoints look at a snapshot, which is of one version on all servers; they take no virtual
+time.
 """
 
 from __future__ import annotations
@@ -36,14 +38,23 @@ from meshloom.telemetry.summary import Summary, TimeShares
 
 
 class AsynchronousRun:
-    """A job under a plan with exchange=async. `next_step` is the number of updates that are made, `model` what was last looked at."""
+    """A job under a plan with exchange=async. `next_step` is the number of updates that are made, `model`
+    what was last looked at."""
 
-    def __init__(self, job: Job, plan: Plan, world: World, settings: AsynchronousSettings, listener: Listener) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, world: World, settings: AsynchronousSettings, listener: Listener
+    ) -> None:
         if world.mesh.size != len(world.local):
             raise DeviceError(
                 "exchange=async starts its own processes, or simulates them in one. Use meshloom train without torchrun, or --devices simulated."
             )
-        self._job, self._plan, self._world, self._settings, self._listener = job, plan, world, settings, listener
+        self._job, self._plan, self._world, self._settings, self._listener = (
+            job,
+            plan,
+            world,
+            settings,
+            listener,
+        )
         self._device = world.local[0].device
         self._shares = PushShares(job, plan)
         self._replica = self._build_replica()
@@ -54,7 +65,8 @@ class AsynchronousRun:
             listener.note(start.note)
         self.next_step = start.version
         self._storages = [
-            Storage(snapshots={start.version: start.snapshot(self._replica, number)}, newest=start.version) for number in range(plan.servers)
+            Storage(snapshots={start.version: start.snapshot(self._replica, number)}, newest=start.version)
+            for number in range(plan.servers)
         ]
         self._newest = start.version, start.state  # snapshot that all servers have
         self._held: dict[int, Parameters] = {}
@@ -67,7 +79,12 @@ class AsynchronousRun:
         if not self._plan.reads:
             return WorkerReplica(self._job, self._plan, self._device, self._settings.dtype)
         devices = "simulated:cuda" if self._device.type == "cuda" else "simulated"
-        return TeamReplica(self._job, self._plan, world_in_one_process(inner_plan(self._plan).mesh, devices), self._settings.dtype)
+        return TeamReplica(
+            self._job,
+            self._plan,
+            world_in_one_process(inner_plan(self._plan).mesh, devices),
+            self._settings.dtype,
+        )
 
     @property
     def model(self) -> torch.nn.Module:
@@ -91,7 +108,9 @@ class AsynchronousRun:
 
     def batches(self) -> NoReturn:
         """There are none that all workers take together. Raises `PlanError`."""
-        raise PlanError("exchange=async has no steps that all workers take together, so there is no loop of one's own. Use Trainer.fit().")
+        raise PlanError(
+            "exchange=async has no steps that all workers take together, so there is no loop of one's own. Use Trainer.fit()."
+        )
 
     def step(self, batch: object) -> NoReturn:
         """Nor such steps. Raises `PlanError`."""
@@ -139,12 +158,16 @@ class AsynchronousRun:
         return self._inspection.save(version, self._contents(version), state)
 
     def account(self) -> list[str]:
-        """What a reader should know at the end: virtual time, the workers' shares of it, ages, losses. A sentence each."""
+        """What a reader should know at the end: virtual time, the workers' shares of it, ages, losses. A
+        sentence each."""
         cluster = self._cluster
-        return self._account.lines(cluster.seconds, "virtual clock", self.ages, self._computing(), cluster.head.refused)
+        return self._account.lines(
+            cluster.seconds, "virtual clock", self.ages, self._computing(), cluster.head.refused
+        )
 
     def record(self) -> dict[str, Any]:
-        """The same for a program: virtual seconds, updates by age, updates lost, pushes refused, share of its time in which each worker computed."""
+        """The same for a program: virtual seconds, updates by age, updates lost, pushes refused, share of its
+        time in which each worker computed."""
         cluster = self._cluster
         return {
             "virtual_seconds": cluster.seconds,
@@ -160,13 +183,24 @@ class AsynchronousRun:
         there = max(sum(cluster.present.values()), 1e-9)
         compute = sum(cluster.busy.values()) / there
         hops = 2 if self._plan.servers == 1 else 4  # push, (staged, give,) part
-        communication = min(1 - compute, self._account.num_updates * hops * self._settings.circumstances.latency_seconds / there)
-        shares = TimeShares(compute=compute, communication=communication, waiting=max(0.0, 1 - compute - communication), data=0.0)
+        communication = min(
+            1 - compute,
+            self._account.num_updates * hops * self._settings.circumstances.latency_seconds / there,
+        )
+        shares = TimeShares(
+            compute=compute,
+            communication=communication,
+            waiting=max(0.0, 1 - compute - communication),
+            data=0.0,
+        )
         within = self._replica.traffic() if isinstance(self._replica, TeamReplica) else None
         return self._account.summary(seconds, evaluation, checkpoint, shares, within)
 
     def _computing(self) -> dict[int, float]:
-        return {worker: self._cluster.busy[worker] / max(there, 1e-9) for worker, there in self._cluster.present.items()}
+        return {
+            worker: self._cluster.busy[worker] / max(there, 1e-9)
+            for worker, there in self._cluster.present.items()
+        }
 
     # --- The cluster.
 
@@ -182,9 +216,18 @@ class AsynchronousRun:
 
     def _hold(self, number: int, content: Content | None) -> Parameters:
         parameters = Parameters(
-            self._job, number, self._plan.servers, whole=self._replica.whole, device=self._device, dtype=self._settings.dtype, content=content
+            self._job,
+            number,
+            self._plan.servers,
+            whole=self._replica.whole,
+            device=self._device,
+            dtype=self._settings.dtype,
+            content=content,
         )
-        others = [self._replica.model, *(held.model for server, held in self._held.items() if server != number)]
+        others = [
+            self._replica.model,
+            *(held.model for server, held in self._held.items() if server != number),
+        ]
         if any(parameters.model is model for model in others):
             raise JobError(
                 "Job(model=...) returned the same module twice. Let the function build a new one at every call: servers and workers have their own."
@@ -194,10 +237,16 @@ class AsynchronousRun:
 
     def _compute(self, worker: int, task: Task) -> Computed:
         account = self._account
-        account.bytes["pull"] += (pulled := sum(_num_bytes(part.values) + _num_bytes((part.buffers or {}).values()) for part in task.parts))
+        account.bytes["pull"] += (
+            pulled := sum(
+                _num_bytes(part.values) + _num_bytes((part.buffers or {}).values()) for part in task.parts
+            )
+        )
         self._replica.load([part.values for part in task.parts], task.parts[0].buffers)
         computed = self._replica.compute(worker, self._shares.read(task.share))
-        account.bytes["push"] += (pushed := sum(map(_num_bytes, computed.gradients)) + _num_bytes(computed.changes.values()))
+        account.bytes["push"] += (
+            pushed := sum(map(_num_bytes, computed.gradients)) + _num_bytes(computed.changes.values())
+        )
         account.pull_bytes, account.push_bytes = account.pull_bytes or pulled, account.push_bytes or pushed
         return computed
 
@@ -206,7 +255,12 @@ class AsynchronousRun:
         self._account.updated(update)
         rates = self._held[0].learning_rates()
         self._listener.step(
-            self._account.progress(update, learning_rates=rates, memory_bytes=self._world.memory_bytes(), virtual_seconds=self._cluster.seconds)
+            self._account.progress(
+                update,
+                learning_rates=rates,
+                memory_bytes=self._world.memory_bytes(),
+                virtual_seconds=self._cluster.seconds,
+            )
         )
 
     def _restored(self, event: Restored) -> None:

@@ -41,11 +41,21 @@ def play(role: Role) -> None:
             _be_rank(role, job, plan, signals)
 
 
-def join(job: Job, target: str, words: tuple[str, ...], plan: Plan | None, address: str, key: Path, timeout_seconds: float) -> None:
+def join(
+    job: Job,
+    target: str,
+    words: tuple[str, ...],
+    plan: Plan | None,
+    address: str,
+    key: Path,
+    timeout_seconds: float,
+) -> None:
     """Be a further worker of the run whose server 0 is at HOST:PORT.
 
-    target, words: the job's FILE.py:NAME, and its sys.argv after its name. plan: what the user says it is; None: nothing.
-    Raises `PlanError` or `JobError` if it is another run, `EndpointError` if the key is another's, `PeerLostError` if servers stay away so long.
+    target, words: the job's FILE.py:NAME, and its sys.argv after its name. plan: what the user says it is;
+        None: nothing.
+    Raises `PlanError` or `JobError` if it is another run, `EndpointError` if the key is another's,
+    `PeerLostError` if servers stay away so long.
     """
     role = Role(
         kind="worker", target=target, words=words, plan="", settings="", number=0, start=1, directory=str(key.parent),
@@ -57,13 +67,16 @@ def join(job: Job, target: str, words: tuple[str, ...], plan: Plan | None, addre
 
 
 def _work(role: Role, job: Job, plan: Plan | None, signals: list[int]) -> None:
-    """Be a worker, or start its ranks if it has several. plan: what the user says the run's is; None: nothing."""
+    """Be a worker, or start its ranks if it has several. plan: what the user says the run's is; None:
+    nothing."""
     description = _ask(role, signals)
     if description is None:
         return
     there = Plan.parse(description.plan)
     if plan is not None and plan != there:
-        raise PlanError(f"The run at {role.addresses[0]} has the plan {there}, and the command line says --plan {plan}. Leave it out when joining.")
+        raise PlanError(
+            f"The run at {role.addresses[0]} has the plan {there}, and the command line says --plan {plan}. Leave it out when joining."
+        )
     inner = inner_plan(there)
     if inner.mesh.size > 1:
         command = [sys.executable, "-m", "meshloom.asynchronous", role.directory]
@@ -76,7 +89,8 @@ def _alone(job: Job, plan: Plan) -> Computing:
     """On what a worker of one rank computes."""
     if not plan.reads:
         return WorkerReplica(job, plan, torch.device("cpu"), None)
-    from meshloom.asynchronous.roles.worker_team import TeamReplica  # what reads programs takes long to import, and other workers do without
+    # what reads programs takes long to import, and other workers do without
+    from meshloom.asynchronous.roles.worker_team import TeamReplica
     from meshloom.launch.one_process import world_in_one_process
 
     return TeamReplica(job, plan, world_in_one_process(inner_plan(plan).mesh, "cpu"), None)
@@ -96,9 +110,13 @@ def _be_rank(role: Role, job: Job, plan: Plan, signals: list[int]) -> None:
         replica.close()
 
 
-def _worker(role: Role, job: Job, plan: Plan, description: RunDescription, signals: list[int], replica: Computing) -> WorkerProcess:
+def _worker(
+    role: Role, job: Job, plan: Plan, description: RunDescription, signals: list[int], replica: Computing
+) -> WorkerProcess:
     key = read_worker_key(Path(role.key))
-    return WorkerProcess(job, plan, description, role.addresses[0], key, role.timeout_seconds, signals, tell, replica)
+    return WorkerProcess(
+        job, plan, description, role.addresses[0], key, role.timeout_seconds, signals, tell, replica
+    )
 
 
 def _ask(role: Role, signals: list[int]) -> RunDescription | None:

@@ -38,7 +38,8 @@ __all__ = ["Checkpoint", "Piece", "check_same_data", "find", "fingerprint_of", "
 def find(directory: Path) -> Path:
     """The checkpoint that `directory` is, or the last one written of the run whose directory it is.
 
-    One that was damaged later is found as well, unless a whole one is newer: to go on from an older one is not for the program to decide.
+    One that was damaged later is found as well, unless a whole one is newer: to go on from an older one is
+    not for the program to decide.
     """
     if (directory / META).exists():
         return directory
@@ -51,19 +52,31 @@ def find(directory: Path) -> Path:
         raise CheckpointError(f"There is no directory {directory} to resume from.")
     if directory.name.startswith("step-"):
         raise CheckpointError(f"{directory} has no {META}, so it is no whole checkpoint. {_other(directory)}")
-    raise CheckpointError(f"There is no checkpoint in {directory} (none was saved to the end). Start without --resume, or give another directory.")
+    raise CheckpointError(
+        f"There is no checkpoint in {directory} (none was saved to the end). Start without --resume, or give another directory."
+    )
 
 
 def passed_over(found: Path) -> str:
-    """A line about later checkpoints beside `found` that cannot be told from unfinished ones; "" if there are none."""
-    later = [path for path in step_directories(found.parent) if not (path / META).exists() and named_step(path) > named_step(found)]
-    return f"{later[-1]} has no {META}, so it cannot be read; going on from the one before it, {found}." if later else ""
+    """A line about later checkpoints beside `found` that cannot be told from unfinished ones; "" if there are
+    none."""
+    later = [
+        path
+        for path in step_directories(found.parent)
+        if not (path / META).exists() and named_step(path) > named_step(found)
+    ]
+    return (
+        f"{later[-1]} has no {META}, so it cannot be read; going on from the one before it, {found}."
+        if later
+        else ""
+    )
 
 
 class Checkpoint:
     """A whole checkpoint of one step.
 
-    path: its directory. meta: what its meta.json says. step: updates done. values: what was given to `save`. plan_text: the plan it was saved under.
+    path: its directory. meta: what its meta.json says. step: updates done. values: what was given to `save`.
+        plan_text: the plan it was saved under.
     """
 
     def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
@@ -80,7 +93,8 @@ class Checkpoint:
     def open(path: Path, checksums: bool = True) -> Checkpoint:
         """Open the checkpoint that `find(path)` finds, once it is known to be whole.
 
-        checksums: read all files and compare; otherwise sizes only, for who computes them of what it reads (`resuming.py`).
+        checksums: read all files and compare; otherwise sizes only, for who computes them of what it reads
+            (`resuming.py`).
         """
         path = find(path)
         problem = _problem(path, checksums)
@@ -91,16 +105,23 @@ class Checkpoint:
         return Checkpoint(path, meta)
 
     def check(self, fingerprint: Mapping[str, str]) -> None:
-        """Raise `CheckpointError` naming the first parameter that this job and the checkpoint do not have alike."""
+        """Raise `CheckpointError` naming the first parameter that this job and the checkpoint do not have
+        alike."""
         for name, here in fingerprint.items():
             there = self._fingerprint.get(name)
             if there is None:
-                raise CheckpointError(f"{self.path} is of another model: it has no parameter {name}, which is {here} in this job.")
+                raise CheckpointError(
+                    f"{self.path} is of another model: it has no parameter {name}, which is {here} in this job."
+                )
             if there != here:
-                raise CheckpointError(f"{self.path} is of another model: parameter {name} is {there} in it and {here} in this job.")
+                raise CheckpointError(
+                    f"{self.path} is of another model: parameter {name} is {there} in it and {here} in this job."
+                )
         for name, there in self._fingerprint.items():
             if name not in fingerprint:
-                raise CheckpointError(f"{self.path} is of another model: its parameter {name} ({there}) is not in this job.")
+                raise CheckpointError(
+                    f"{self.path} is of another model: its parameter {name} ({there}) is not in this job."
+                )
 
     def check_data(self, job: Job) -> None:
         """Raise `CheckpointError` if `job` draws its batches otherwise than the one that was saved."""
@@ -130,13 +151,18 @@ class Checkpoint:
         return f"{_damaged(self.path / file)} {_other(self.path)}"
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` of the flattened tensor `key`: flat, on the CPU. Only they are read from the disk."""
+        """Elements `start` to `stop` of the flattened tensor `key`: flat, on the CPU. Only they are read from
+        the disk."""
         parts: list[Tensor] = []
         position = start
         for file, first, last in self.parts(key):
-            if (first <= position < last and position < stop) or (first <= start == stop <= last and not parts):
+            if (first <= position < last and position < stop) or (
+                first <= start == stop <= last and not parts
+            ):
                 end = min(stop, last)
-                parts.append(self._open(file).get_slice(piece_name(key, first, last))[position - first : end - first])
+                parts.append(
+                    self._open(file).get_slice(piece_name(key, first, last))[position - first : end - first]
+                )
                 position = end
         if position != stop or not parts:
             raise CheckpointError(f"{self.path} has no elements {position} to {stop} of {key}.")
@@ -148,7 +174,9 @@ class Checkpoint:
 
     def _entry(self, key: str) -> Mapping[str, Any]:
         if key not in self._pieces:
-            raise CheckpointError(f"{self.path} has nothing called {key}. It was saved with another optimizer.")
+            raise CheckpointError(
+                f"{self.path} has nothing called {key}. It was saved with another optimizer."
+            )
         return self._pieces[key]
 
     def _open(self, file: str) -> Any:
@@ -158,7 +186,8 @@ class Checkpoint:
 
 
 def check_same_data(there: Mapping[str, Any], here: Mapping[str, Any], whose: str) -> None:
-    """Raise `CheckpointError` naming the first setting of `here` that is another one in `there`, a checkpoint's values. whose: the settings are."""
+    """Raise `CheckpointError` naming the first setting of `here` that is another one in `there`, a
+    checkpoint's values. whose: the settings are."""
     for name, value in here.items():
         if there[name] != value:
             raise CheckpointError(
@@ -173,8 +202,14 @@ def _problem(path: Path, checksums: bool) -> str | None:
     if meta is None:
         return f"{path / META} is damaged: it is not what was written."
     if meta["version"] != VERSION:
-        return f"{path} has version {meta['version']} of the format, and this meshloom reads version {VERSION}."
-    named = {MODEL, *meta["files"], *(file for piece in meta["pieces"].values() for file, _, _ in piece["parts"])}
+        return (
+            f"{path} has version {meta['version']} of the format, and this meshloom reads version {VERSION}."
+        )
+    named = {
+        MODEL,
+        *meta["files"],
+        *(file for piece in meta["pieces"].values() for file, _, _ in piece["parts"]),
+    }
     for name in sorted(named):
         if not _lies_in(path, name):
             return f"{path / META} names the file {name}, which does not lie in this directory: a checkpoint has no files elsewhere."
@@ -194,7 +229,8 @@ def _damaged(file: Path) -> str:
 
 
 def _lies_in(path: Path, name: str) -> bool:
-    """Whether a checkpoint's file of that name is in its directory: a checkpoint may come from somebody who would like others' files to be read."""
+    """Whether a checkpoint's file of that name is in its directory: a checkpoint may come from somebody who
+    would like others' files to be read."""
     file = path / name
     return name not in ("", ".", "..") and Path(name).name == name and file.resolve().parent == path.resolve()
 
@@ -208,5 +244,12 @@ def _checksum(file: Path) -> int:
 
 
 def _other(path: Path) -> str:
-    whole = next((each for each in committed(path.parent) if each != path and _problem(each, checksums=True) is None), None)
-    return f"The newest other whole checkpoint is {whole}." if whole else f"There is no other whole checkpoint in {path.parent}."
+    whole = next(
+        (each for each in committed(path.parent) if each != path and _problem(each, checksums=True) is None),
+        None,
+    )
+    return (
+        f"The newest other whole checkpoint is {whole}."
+        if whole
+        else f"There is no other whole checkpoint in {path.parent}."
+    )

@@ -1,6 +1,7 @@
 """The CRC-32 of bytes that were read in any order, from those of their parts.
 
-CRC-32 takes bytes for a polynomial over GF(2) and keeps its remainder; `first` before n further bytes counts times x^(8n).
+CRC-32 takes bytes for a polynomial over GF(2) and keeps its remainder; `first` before n further bytes counts
+times x^(8n).
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@
         state-00003-of-00004.safetensors
         meta.json                              written last: with it the checkpoint is whole
 
-While it is written its name is `.saving-step-00000100`; one that is being removed is called `.removed-step-...`. Tied
+While it is written its name is `.saving-step-00000100`; one that is being removed is called
+`.removed-step-...`. Tied
 parameters stand in model.safetensors once under each name, as copies, so that it loads with
 `model.load_state_dict(safetensors.torch.load_file(path), strict=True)`.
 """
@@ -35,7 +36,8 @@ _STEP = re.compile(r"step-\d+")
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `start` to `stop` of a flattened tensor of `shape`, which is known as `key`: `tensor` [stop - start].
+    """Elements `start` to `stop` of a flattened tensor of `shape`, which is known as `key`: `tensor` [stop -
+    start].
 
     On the meta device it is still to come, from a `Stream`.
     """
@@ -47,7 +49,9 @@ class Piece:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert self.tensor.shape == (self.stop - self.start,), f"{self.key}: {tuple(self.tensor.shape)} for {self.start} to {self.stop}"
+        assert self.tensor.shape == (self.stop - self.start,), (
+            f"{self.key}: {tuple(self.tensor.shape)} for {self.start} to {self.stop}"
+        )
 
     @property
     def name(self) -> str:
@@ -133,25 +137,40 @@ def committed(directory: Path) -> list[Path]:
 
 
 def last_order(directory: Path) -> int:
-    """The number of the checkpoint in a run directory that was written last; they are numbered as they are written, from 1."""
+    """The number of the checkpoint in a run directory that was written last; they are numbered as they are
+    written, from 1."""
     return max((order for order, _ in _orders(directory)), default=0)
 
 
 def step_directories(directory: Path) -> list[Path]:
-    """Everything in a run directory that is called like a checkpoint, whole or not, and what a crash left whole but unnamed; lowest step first."""
+    """Everything in a run directory that is called like a checkpoint, whole or not, and what a crash left
+    whole but unnamed; lowest step first."""
     found = {*directory.glob("step-*"), *checkpoint_directories(directory)}
-    return sorted((path for path in found if path.is_dir() and _STEP.fullmatch(named_step(path))), key=named_step)
+    return sorted(
+        (path for path in found if path.is_dir() and _STEP.fullmatch(named_step(path))), key=named_step
+    )
 
 
 def named_step(path: Path) -> str:
-    """The name of a checkpoint's directory, which says its step, also while it is being written: names sort as steps do."""
+    """The name of a checkpoint's directory, which says its step, also while it is being written: names sort
+    as steps do."""
     return path.name.removeprefix(SAVING)
 
 
 def _orders(directory: Path) -> list[tuple[int, Path]]:
-    return [(meta["order"], path) for path in checkpoint_directories(directory) if (meta := read_meta(path)) is not None]
+    return [
+        (meta["order"], path)
+        for path in checkpoint_directories(directory)
+        if (meta := read_meta(path)) is not None
+    ]
 
 
 def checkpoint_directories(directory: Path) -> list[Path]:
-    """What has a meta.json in a run directory. One that was killed between that and its renaming is a checkpoint too."""
-    return [path for pattern in ("step-*", f"{SAVING}step-*") for path in sorted(directory.glob(pattern)) if (path / META).exists()]
+    """What has a meta.json in a run directory. One that was killed between that and its renaming is a
+    checkpoint too."""
+    return [
+        path
+        for pattern in ("step-*", f"{SAVING}step-*")
+        for path in sorted(directory.glob(pattern))
+        if (path / META).exists()
+    ]

@@ -1,4 +1,5 @@
-"""Plain Python values as JSON, and back without loss: what JSON lacks is an object with one key that says what it is.
+"""Plain Python values as JSON, and back without loss: what JSON lacks is an object with one key that says
+what it is.
 
 Nothing is pickled: only values are read back, never code.
 """
@@ -19,7 +20,8 @@ class NotPlainError(ValueError):
 
 
 def to_json(value: Any, where: str = "") -> Any:
-    """Encode None, booleans, numbers, strings, small tensors, and lists, tuples, sets and dicts of them. Raises `NotPlainError`.
+    """Encode None, booleans, numbers, strings, small tensors, and lists, tuples, sets and dicts of them.
+    Raises `NotPlainError`.
 
     >>> to_json({"lr": 0.1, "betas": (0.9, math.inf)})
     {'dict': [['lr', 0.1], ['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
@@ -31,12 +33,24 @@ def to_json(value: Any, where: str = "") -> Any:
     if isinstance(value, list):
         return [to_json(each, f"{where}[{index}]") for index, each in enumerate(value)]
     if isinstance(value, tuple | set | frozenset):
-        return {"tuple" if isinstance(value, tuple) else "set": [to_json(each, f"{where}[{index}]") for index, each in enumerate(value)]}
+        return {
+            "tuple" if isinstance(value, tuple) else "set": [
+                to_json(each, f"{where}[{index}]") for index, each in enumerate(value)
+            ]
+        }
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        return {kind: [[to_json(key, where), to_json(each, f"{where}.{key}" if where else str(key))] for key, each in value.items()]}
+        return {
+            kind: [
+                [to_json(key, where), to_json(each, f"{where}.{key}" if where else str(key))]
+                for key, each in value.items()
+            ]
+        }
     if isinstance(value, Tensor) and value.numel() <= 1000:
-        return {"tensor": to_json(value.detach().cpu().tolist(), where), "dtype": str(value.dtype).removeprefix("torch.")}
+        return {
+            "tensor": to_json(value.detach().cpu().tolist(), where),
+            "dtype": str(value.dtype).removeprefix("torch."),
+        }
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
         return to_json(value.item(), where)
     raise NotPlainError(f"{where or 'it'} is a {type(value).__name__}")

@@ -1,11 +1,13 @@
-"""Resumes on all ranks: rank 0 alone reads the checkpoint's files, each byte once, and hands their tensors over, one at a time.
+"""Resumes on all ranks: rank 0 alone reads the checkpoint's files, each byte once, and hands their tensors
+over, one at a time.
 
     files                        rank 0                          every rank
     model         ------------>  embed.weight  -- broadcast -->  its part of embed.weight
     state-0, -1   ------------>  its momentum  -- broadcast -->  its elements of that
 
-So no rank has more than its own state and one whole tensor besides, and only rank 0 needs to see the directory. Checksums are those of the bytes as
-they are read: damage is known when all is handed over, and what was loaded by then is given up with the error that every rank raises.
+So no rank has more than its own state and one whole tensor besides, and only rank 0 needs to see the
+directory. Checksums are those of the bytes as they are read: damage is known when all is handed over, and
+what was loaded by then is given up with the error that every rank raises.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from meshloom.core.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    """What a rank does with what comes. It keeps no tensor that it is given, nor a part of one without copying it.
+    """What a rank does with what comes. It keeps no tensor that it is given, nor a part of one without
+    copying it.
 
     weight: a parameter or buffer by name. state: a key's tensor. finish: when all has come.
     """
@@ -42,7 +45,8 @@ class Loader:
 
 
 def open_together(directory: Path, group: Group) -> Steps[Checkpoint]:
-    """The checkpoint that rank 0 finds in `directory`, on every rank; sizes are checked, checksums not yet. Its files can be read on rank 0."""
+    """The checkpoint that rank 0 finds in `directory`, on every rank; sizes are checked, checksums not yet.
+    Its files can be read on rank 0."""
     opened = yield from on_first(group, lambda: Checkpoint.open(directory, checksums=False), CheckpointError)
     path, meta = yield from share(group, [str(opened.path), opened.meta] if opened else None)
     return opened or Checkpoint(Path(path), meta)
@@ -73,9 +77,15 @@ def hand_over(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group
 
 
 def _bring(
-    entry: TensorEntry, read: Callable[[Tensor], None] | None, take: Callable[[str, Tensor], None], group: Group, *, pass_over: bool
+    entry: TensorEntry,
+    read: Callable[[Tensor], None] | None,
+    take: Callable[[str, Tensor], None],
+    group: Group,
+    *,
+    pass_over: bool,
 ) -> Steps[Exception | None]:
-    """Bring one tensor to this rank's `take`; what went wrong. read: fills its bytes, on rank 0. pass_over: only let it go by, with the others."""
+    """Bring one tensor to this rank's `take`; what went wrong. read: fills its bytes, on rank 0. pass_over:
+    only let it go by, with the others."""
     flat = empty_bytes(entry)
     problem = None if read is None or pass_over else _attempt(partial(read, flat))
     if flat.numel():
@@ -94,13 +104,18 @@ class _Files:
         self._checkpoint = checkpoint
         self._facts: dict[str, Any] = checkpoint.meta["files"]
         self._absent: str | None = None  # what meta.json speaks of and no file has
-        self._readers = {name: TensorReader(checkpoint.path / name, facts["bytes"]) for name, facts in self._facts.items()}
+        self._readers = {
+            name: TensorReader(checkpoint.path / name, facts["bytes"]) for name, facts in self._facts.items()
+        }
 
     def table(self, keys: Sequence[str]) -> list[list[Any]]:
-        """What will be handed over: kind, name, shape and dtype of each. What a damaged file does not tell, is left out."""
+        """What will be handed over: kind, name, shape and dtype of each. What a damaged file does not tell,
+        is left out."""
         weights = self._entries(MODEL)
         table = [["weight", each.name, list(each.shape), DTYPES[each.dtype]] for each in weights.values()]
-        self._absent = next((name for name in self._checkpoint.meta["fingerprint"] if name not in weights), None)
+        self._absent = next(
+            (name for name in self._checkpoint.meta["fingerprint"] if name not in weights), None
+        )
         for key in keys:
             file, start, stop = self._checkpoint.parts(key)[0]
             if entry := self._entries(file).get(piece_name(key, start, stop)):
@@ -122,7 +137,9 @@ class _Files:
             name = piece_name(entry.name, start, stop)
             found = self._entries(file).get(name)
             if found is None or found != TensorEntry(name, (stop - start,), entry.dtype):
-                raise CheckpointError(f"{self._checkpoint.path / file} does not hold {name} as {entry.dtype}.")
+                raise CheckpointError(
+                    f"{self._checkpoint.path / file} does not hold {name} as {entry.dtype}."
+                )
             if start == position:
                 self._readers[file].read(name, into[start * size : stop * size])
             elif stop > position:  # some of it was in an earlier piece
@@ -131,10 +148,13 @@ class _Files:
                 into[position * size : stop * size] = piece[(position - start) * size :]
             position = max(position, stop)
         if position * size != len(into):
-            raise CheckpointError(f"{self._checkpoint.path} has no elements {position} to {len(into) // size} of {entry.name}.")
+            raise CheckpointError(
+                f"{self._checkpoint.path} has no elements {position} to {len(into) // size} of {entry.name}."
+            )
 
     def damage(self) -> str | None:
-        """What is wrong with the first file that does not have the bytes that were written; the rest of each is read for it."""
+        """What is wrong with the first file that does not have the bytes that were written; the rest of each
+        is read for it."""
         for name, reader in sorted(self._readers.items()):
             try:
                 intact = reader.checksum() == self._facts[name]["crc32"]
@@ -144,7 +164,11 @@ class _Files:
                 return str(error)
             if not intact:
                 return self._checkpoint.damaged(name)
-        return f"{self._checkpoint.path} has no tensor {self._absent}, of which its {META} speaks." if self._absent else None
+        return (
+            f"{self._checkpoint.path} has no tensor {self._absent}, of which its {META} speaks."
+            if self._absent
+            else None
+        )
 
     def _entries(self, file: str) -> Mapping[str, TensorEntry]:
         return self._readers[file].entries if file in self._readers else {}
@@ -161,7 +185,8 @@ def _attempt(action: Callable[[], None]) -> Exception | None:
 
 
 def _raise_first(group: Group, problem: Exception | None) -> Steps[None]:
-    """Raise on every rank what the first rank that has a problem says; what others say may be a consequence of it."""
+    """Raise on every rank what the first rank that has a problem says; what others say may be a consequence
+    of it."""
     mine = (str(problem) or type(problem).__name__) if problem else None
     everyone = yield from collect(group, mine)
     said = next((each for each in everyone if each is not None), None)

@@ -1,4 +1,5 @@
-"""The directory that a run saves to, looked at before its first step: nothing of an earlier run is lost unasked, and it can be written."""
+"""The directory that a run saves to, looked at before its first step: nothing of an earlier run is lost
+unasked, and it can be written."""
 
 from __future__ import annotations
 
@@ -12,25 +13,36 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 
 
-def open_directory(directory: Path | None, group: Group, *, resume: Path | None, overwrite: bool) -> Steps[list[Path]]:
+def open_directory(
+    directory: Path | None, group: Group, *, resume: Path | None, overwrite: bool
+) -> Steps[list[Path]]:
     """The checkpoints of an earlier run that this run's first one replaces. Every rank of `group` calls it.
 
-    directory: None: nothing is saved. resume: what the run goes on from. overwrite: whether an earlier run's checkpoints may go.
+    directory: None: nothing is saved. resume: what the run goes on from. overwrite: whether an earlier run's
+        checkpoints may go.
     Raises the same `CheckpointError` on every rank if they may not, or if some rank cannot write.
     """
     everyone = yield from collect(group, None if directory is None else str(directory.absolute()))
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
-            raise CheckpointError(f"Rank {rank} saves to {theirs} and rank 0 to {everyone[0]}. Give all ranks one directory that they share.")
+            raise CheckpointError(
+                f"Rank {rank} saves to {theirs} and rank 0 to {everyone[0]}. Give all ranks one directory that they share."
+            )
     if directory is None:
         if overwrite:
-            raise CheckpointError("--overwrite (overwrite=True) is about checkpoints in --out (out=), which this run does not have. Leave it out.")
+            raise CheckpointError(
+                "--overwrite (overwrite=True) is about checkpoints in --out (out=), which this run does not have. Leave it out."
+            )
         return []
     goes_on = resume is not None and directory.resolve() in (resume.resolve(), resume.resolve().parent)
     if goes_on and overwrite:
-        raise CheckpointError(f"--resume {resume} goes on with the checkpoints in {directory}, and --overwrite replaces them. Leave one of them out.")
+        raise CheckpointError(
+            f"--resume {resume} goes on with the checkpoints in {directory}, and --overwrite replaces them. Leave one of them out."
+        )
     earlier = step_directories(directory) if group.rank == 0 and not goes_on else []
-    refused: str | None = yield from share(group, _refusal(directory, earlier) if earlier and not overwrite else None)
+    refused: str | None = yield from share(
+        group, _refusal(directory, earlier) if earlier and not overwrite else None
+    )
     if refused is not None:
         raise CheckpointError(refused)
     yield from try_saving(directory, group)

@@ -4,8 +4,10 @@
     rank r                          |    state-r                  |              |
                                   all meet                      all meet     from here on it is the newest
 
-All ranks write into one directory, which they must share. Nothing counts before meta.json is there, and that is written when
-everything else is on the disk. What a crash leaves unfinished is removed, and what it left unnamed is named, by the next save.
+All ranks write into one directory, which they must share. Nothing counts before meta.json is there, and that
+is written when
+everything else is on the disk. What a crash leaves unfinished is removed, and what it left unnamed is named,
+by the next save.
 """
 
 from __future__ import annotations
@@ -60,29 +62,47 @@ def save(
     keep: int,
     replaced: Sequence[Path] = (),
 ) -> Steps[Path]:
-    """Save as `directory`/step-..., and remove all but the `keep` that were saved last. Every rank of `group` calls it.
+    """Save as `directory`/step-..., and remove all but the `keep` that were saved last. Every rank of `group`
+    calls it.
 
     replaced: what goes too once the new one is whole; of rank 0.
-    weights: by name, in full shape; of rank 0, the others' are not looked at, but where they come one by one all ranks take part.
-    pieces: what this rank has of the optimizer's state. A piece that several ranks have is written by one of them.
+    weights: by name, in full shape; of rank 0, the others' are not looked at, but where they come one by one
+    all ranks take part. pieces: what this rank has of the optimizer's state. A piece that several ranks have
+    is written by one of them.
     streams: from which, one after another, those pieces come that are not here yet.
     values: anything JSON holds; of rank 0.
-    Raises the same `CheckpointError` on every rank when any of them cannot write; nothing but older checkpoints is left then.
+    Raises the same `CheckpointError` on every rank when any of them cannot write; nothing but older
+    checkpoints is left then.
     """
     rank = group.rank
     temporary = directory / f"{SAVING}{step_name(step)}"
     problem = _attempt(rank, directory, 0, lambda: _prepare(directory, temporary)) if rank == 0 else None
     try:
-        everyone = yield from collect(group, {"problem": problem, "pieces": [_identity(piece) for piece in pieces]})
-        writers = _writers([[(key, start, stop, tuple(shape), size) for key, start, stop, shape, size in each["pieces"]] for each in everyone])
+        everyone = yield from collect(
+            group, {"problem": problem, "pieces": [_identity(piece) for piece in pieces]}
+        )
+        writers = _writers(
+            [
+                [(key, start, stop, tuple(shape), size) for key, start, stop, shape, size in each["pieces"]]
+                for each in everyone
+            ]
+        )
         problem = _first_problem(everyone)
         files: dict[str, Any] = {}
         if problem is None:
             mine = {piece.name: piece.tensor for piece in pieces if writers[_identity(piece)] == rank}
-            problem = yield from _write(directory, temporary, state_name(rank, group.size), mine, streams, group, files)
+            problem = yield from _write(
+                directory, temporary, state_name(rank, group.size), mine, streams, group, files
+            )
             coming = [weights] if isinstance(weights, Stream) else []
-            tensors = {each.name: each.on_meta() for each in weights.entries} if isinstance(weights, Stream) else weights
-            found = yield from _write(directory, temporary, MODEL if rank == 0 else None, tensors, coming, group, files)
+            tensors = (
+                {each.name: each.on_meta() for each in weights.entries}
+                if isinstance(weights, Stream)
+                else weights
+            )
+            found = yield from _write(
+                directory, temporary, MODEL if rank == 0 else None, tensors, coming, group, files
+            )
             problem = problem or found
         everyone = yield from collect(group, {"problem": problem, "files": files})
         problem = _first_problem(everyone)
@@ -97,7 +117,9 @@ def save(
                 "files": {name: facts for each in everyone for name, facts in each["files"].items()},
                 "pieces": _index(writers, group.size),
             }
-            problem = _attempt(rank, directory, 0, lambda: _commit(directory, temporary, body, keep, replaced))
+            problem = _attempt(
+                rank, directory, 0, lambda: _commit(directory, temporary, body, keep, replaced)
+            )
         sentence = None
         if rank == 0 and problem is not None:
             _discard(temporary)
@@ -113,7 +135,8 @@ def save(
 
 
 def try_saving(directory: Path, group: Group) -> Steps[None]:
-    """Write a few bytes into `directory` the way `save` does, and remove them. Every rank of `group` calls it.
+    """Write a few bytes into `directory` the way `save` does, and remove them. Every rank of `group` calls
+    it.
 
     Raises the same `CheckpointError` on every rank when any of them cannot.
     """
@@ -123,13 +146,17 @@ def try_saving(directory: Path, group: Group) -> Steps[None]:
     try:
         found = _first_problem((yield from collect(group, {"problem": problem})))
         if found is None:
-            problem = yield from _write(directory, probe, state_name(rank, group.size), {"probe": torch.zeros(1)}, [], group, {})
+            problem = yield from _write(
+                directory, probe, state_name(rank, group.size), {"probe": torch.zeros(1)}, [], group, {}
+            )
         found = found or _first_problem((yield from collect(group, {"problem": problem})))
     finally:
         if rank == 0:
             shutil.rmtree(probe, ignore_errors=True)
     if found is not None:
-        raise CheckpointError(f"Rank {found['rank']} cannot save in {directory}: {found['reason']}. Give a directory that it can write to.")
+        raise CheckpointError(
+            f"Rank {found['rank']} cannot save in {directory}: {found['reason']}. Give a directory that it can write to."
+        )
 
 
 def _make_probe(directory: Path, probe: Path) -> None:
@@ -161,7 +188,9 @@ def _index(writers: Mapping[Identity, int], num_ranks: int) -> dict[str, Any]:
     """By key: the shape of the whole, and where its parts are, as [file, start, stop]."""
     index: dict[str, Any] = {}
     for (key, start, stop, shape, _), rank in sorted(writers.items(), key=lambda item: item[0][:3]):
-        index.setdefault(key, {"shape": list(shape), "parts": []})["parts"].append([state_name(rank, num_ranks), start, stop])
+        index.setdefault(key, {"shape": list(shape), "parts": []})["parts"].append(
+            [state_name(rank, num_ranks), start, stop]
+        )
     return index
 
 
@@ -179,11 +208,19 @@ def _prepare(directory: Path, temporary: Path) -> None:
 
 
 def _write(
-    directory: Path, temporary: Path, name: str | None, at_hand: Mapping[str, Any], streams: Sequence[Stream], group: Group, files: dict[str, Any]
+    directory: Path,
+    temporary: Path,
+    name: str | None,
+    at_hand: Mapping[str, Any],
+    streams: Sequence[Stream],
+    group: Group,
+    files: dict[str, Any],
 ) -> Steps[dict[str, Any] | None]:
-    """Write one file of this rank, and tell `files` of it; what the others should know if that fails. name: None: this rank only takes part in streams.
+    """Write one file of this rank, and tell `files` of it; what the others should know if that fails. name:
+    None: this rank only takes part in streams.
 
-    at_hand: by name; what is only a shape comes from the streams. A rank that cannot write goes on with the others to the end of the streams.
+    at_hand: by name; what is only a shape comes from the streams. A rank that cannot write goes on with the
+        others to the end of the streams.
     """
     needed = sum(getattr(tensor, "nbytes", 0) for tensor in at_hand.values())
     coming = [each for stream in streams for each in stream.entries if each.name in at_hand]
@@ -196,14 +233,18 @@ def _write(
 
     def begin() -> None:
         if not temporary.is_dir():
-            raise CheckpointError(f"it does not see {temporary}, which rank 0 made; all ranks must save to one directory that they share")
+            raise CheckpointError(
+                f"it does not see {temporary}, which rank 0 made; all ranks must save to one directory that they share"
+            )
         made.append(_File(temporary / str(name), at_hand, coming))
 
     try:
         if name is not None:
             do(begin)
         for stream in streams:
-            yield from stream.run(lambda key, tensor: do(lambda: made[0].take(key, tensor)) if name is not None else None)
+            yield from stream.run(
+                lambda key, tensor: do(lambda: made[0].take(key, tensor)) if name is not None else None
+            )
         if name is not None:
             do(lambda: files.update({name: made[0].close()}))
     finally:
@@ -213,7 +254,8 @@ def _write(
 
 
 class _File:
-    """A file of what is at hand and of what comes, in the order in which it comes, wider elements before narrower ones otherwise."""
+    """A file of what is at hand and of what comes, in the order in which it comes, wider elements before
+    narrower ones otherwise."""
 
     def __init__(self, path: Path, at_hand: Mapping[str, Any], coming: Sequence[TensorEntry]) -> None:
         self._coming = {each.name for each in coming}
@@ -228,7 +270,8 @@ class _File:
         self._file = TensorFile(path, self._left)
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """The next that comes; what belongs before it is written before it. What another rank writes is passed over."""
+        """The next that comes; what belongs before it is written before it. What another rank writes is
+        passed over."""
         if name in self._coming:
             self._add_here()
             self._left.pop(0)
@@ -249,14 +292,18 @@ class _File:
             self._file.add(name, self._here.pop(name))
 
 
-def _commit(directory: Path, temporary: Path, body: Mapping[str, Any], keep: int, replaced: Sequence[Path]) -> None:
+def _commit(
+    directory: Path, temporary: Path, body: Mapping[str, Any], keep: int, replaced: Sequence[Path]
+) -> None:
     """Make the checkpoint count: from the rename of meta.json on it does."""
     for name, facts in body["files"].items():
         path = temporary / name
         size = path.stat().st_size if path.exists() else None
         if size != facts["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes instead of {facts['bytes']}"
-            raise CheckpointError(f"{name}, which another rank wrote, {found}; all ranks must save to one directory that they share")
+            raise CheckpointError(
+                f"{name}, which another rank wrote, {found}; all ranks must save to one directory that they share"
+            )
     part = temporary / f"{META}.part"
     with part.open("x") as file:
         file.write(meta_text(body))
@@ -324,7 +371,13 @@ def _first_problem(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any] | No
 
 
 def _sentence(directory: Path, step: int, problem: Mapping[str, Any]) -> str:
-    room = f" It needs {amount(problem['needed'])} there, and {amount(problem['free'])} are free." if problem["free"] is not None else ""
+    room = (
+        f" It needs {amount(problem['needed'])} there, and {amount(problem['free'])} are free."
+        if problem["free"] is not None
+        else ""
+    )
     older = committed(directory)
-    previous = f"The checkpoint before it is whole: {older[0]}." if older else "There is no earlier checkpoint."
+    previous = (
+        f"The checkpoint before it is whole: {older[0]}." if older else "There is no earlier checkpoint."
+    )
     return f"Rank {problem['rank']} cannot save step {step} in {directory}: {problem['reason']}.{room} {previous}"

@@ -1,9 +1,11 @@
 """Writes a safetensors file whose tensors come one by one, so that nobody holds all of them at once.
 
-    length of the header, 8 bytes | header, JSON: name -> dtype, shape, where | elements of the first, of the second, ...
+    length of the header, 8 bytes | header, JSON: name -> dtype, shape, where | elements of the first, of the
+    second, ...
 
-The header says where everything will lie, so shapes are known beforehand. By hand rather than by the library, which wants all tensors at once, refuses
-those that share memory (tied ones, slices of one bucket), and would have the file read again for its checksum.
+The header says where everything will lie, so shapes are known beforehand. By hand rather than by the library,
+which wants all tensors at once, refuses those that share memory (tied ones, slices of one bucket), and would
+have the file read again for its checksum.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class TensorEntry:
     def of(name: str, tensor: Any) -> TensorEntry:
         """Raises `CheckpointError` for what is no tensor."""
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{name} is of type {type(tensor).__name__}, and a checkpoint holds tensors only")
+            raise CheckpointError(
+                f"{name} is of type {type(tensor).__name__}, and a checkpoint holds tensors only"
+            )
         return TensorEntry(name, tuple(tensor.shape), tensor.dtype)
 
     def on_meta(self) -> Tensor:
@@ -73,7 +77,8 @@ class TensorEntry:
 class Stream:
     """Tensors that several ranks put together, one after another.
 
-    entries: those that this rank is given, in this order. run: hands each to its argument, by name; every rank calls it.
+    entries: those that this rank is given, in this order. run: hands each to its argument, by name; every
+        rank calls it.
     """
 
     entries: Sequence[TensorEntry]
@@ -86,15 +91,22 @@ def widest_first(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
 
 
 class TensorFile:
-    """A new file with these entries, in this order; `add` takes their tensors in the same order, and `close` says its size and checksum."""
+    """A new file with these entries, in this order; `add` takes their tensors in the same order, and `close`
+    says its size and checksum."""
 
     def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
         header: dict[str, Any] = {}
         position = 0
         for each in entries:
             if each.dtype not in DTYPES:
-                raise CheckpointError(f"{each.name} is {each.dtype}, and a checkpoint holds only {', '.join(DTYPES.values())}")
-            header[each.name] = {"dtype": DTYPES[each.dtype], "shape": list(each.shape), "data_offsets": [position, position + each.num_bytes]}
+                raise CheckpointError(
+                    f"{each.name} is {each.dtype}, and a checkpoint holds only {', '.join(DTYPES.values())}"
+                )
+            header[each.name] = {
+                "dtype": DTYPES[each.dtype],
+                "shape": list(each.shape),
+                "data_offsets": [position, position + each.num_bytes],
+            }
             position += each.num_bytes
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
@@ -106,7 +118,9 @@ class TensorFile:
     def add(self, name: str, tensor: Tensor) -> None:
         """The next entry's elements."""
         entry = self._left.pop()
-        assert entry == TensorEntry.of(name, tensor), f"{name} {tuple(tensor.shape)} {tensor.dtype} comes where {entry} is expected"
+        assert entry == TensorEntry.of(name, tensor), (
+            f"{name} {tuple(tensor.shape)} {tensor.dtype} comes where {entry} is expected"
+        )
         self._write(tensor_bytes(tensor))
 
     def close(self) -> dict[str, int]:
@@ -130,7 +144,9 @@ class TensorFile:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Write a new file of tensors that are at hand; its size and checksum."""
-    file = TensorFile(path, entries := widest_first([TensorEntry.of(name, tensor) for name, tensor in tensors.items()]))
+    file = TensorFile(
+        path, entries := widest_first([TensorEntry.of(name, tensor) for name, tensor in tensors.items()])
+    )
     try:
         for each in entries:
             file.add(each.name, tensors[each.name])

@@ -1,6 +1,8 @@
-"""Reads the tensors of a safetensors file in any order, each byte once, and knows the whole file's checksum from that.
+"""Reads the tensors of a safetensors file in any order, each byte once, and knows the whole file's checksum
+from that.
 
-The counterpart of `tensor_file.py`. The file is open only while something is read, because a checkpoint may have one for each of a thousand ranks.
+The counterpart of `tensor_file.py`. The file is open only while something is read, because a checkpoint may
+have one for each of a thousand ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ NAMED_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
 class TensorReader:
     """A file of `size` bytes.
 
-    entries: what it says that it holds, by name; none where that cannot be understood, so that the file is a damaged one.
+    entries: what it says that it holds, by name; none where that cannot be understood, so that the file is a
+        damaged one.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -35,11 +38,13 @@ class TensorReader:
         self.entries: Mapping[str, TensorEntry] = {}
         try:
             self.entries = self._header()
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, EOFError):  # all that damaged text can lead to
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, EOFError):
+            # all that damaged text can lead to
             self._starts = {}
 
     def read(self, name: str, into: memoryview) -> None:
-        """The bytes of a tensor. Raises `EOFError` if the file ends before, and `CheckpointError` if it cannot be read."""
+        """The bytes of a tensor. Raises `EOFError` if the file ends before, and `CheckpointError` if it
+        cannot be read."""
         self._read(self._starts[name], into)
 
     def checksum(self) -> int:

@@ -17,7 +17,8 @@ JSON_HELP = "write records as JSON lines to FILE; - is standard output"
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """What the command line asks for. `words` of it are the job file's own: what follows `--`. A mistake ends the process, as is usual."""
+    """What the command line asks for. `words` of it are the job file's own: what follows `--`. A mistake ends
+    the process, as is usual."""
     own = list(words)
     theirs: list[str] | None = None
     if "--" in own:
@@ -43,30 +44,53 @@ def parser() -> argparse.ArgumentParser:
         description="Train a single-device PyTorch job on many devices, and prove that the result is the same.",
         epilog="What follows -- is for the job file, which finds it in sys.argv: meshloom train job.py --plan dp=2 -- --lr 0.5",
     )
-    verbs = made.add_subparsers(dest="verb", required=True, metavar="train | verify | plan | describe | calibrate | report")
+    verbs = made.add_subparsers(
+        dest="verb", required=True, metavar="train | verify | plan | describe | calibrate | report"
+    )
     _add_runs(
         verbs.add_parser("train", help="train a job under a plan"),
         verbs.add_parser("verify", help="run a job under a plan and on one device, and compare"),
     )
-    _add_plan(verbs.add_parser("plan", help="price the plans that the devices allow, and say which to take and why"))
-    _add_describe(verbs.add_parser("describe", help="print what a job's model is made of and what a step of it costs"))
+    _add_plan(
+        verbs.add_parser("plan", help="price the plans that the devices allow, and say which to take and why")
+    )
+    _add_describe(
+        verbs.add_parser("describe", help="print what a job's model is made of and what a step of it costs")
+    )
     _add_calibrate(verbs.add_parser("calibrate", help="measure what this machine does, for predictions"))
-    _add_report(verbs.add_parser("report", help="say what a run has left in its directory, or draw a step of it"))
+    _add_report(
+        verbs.add_parser("report", help="say what a run has left in its directory, or draw a step of it")
+    )
     return made
 
 
 def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -> None:
     for verb in (train, verify):
         verb.add_argument(
-            "target", metavar="FILE.py[:NAME]", help="the file that holds the job; NAME is a Job or a function that returns one (default: job)"
+            "target",
+            metavar="FILE.py[:NAME]",
+            help="the file that holds the job; NAME is a Job or a function that returns one (default: job)",
         )
-        verb.add_argument("--plan", help="like dp=4,microbatches=2 or dp=4,shares=measured (default: one replica per GPU, or dp=1)")
         verb.add_argument(
-            "--memory", metavar="SIZE", help="what a rank may hold when the model is divided over pp or tp, like 8GiB: the plan's memory_bytes"
+            "--plan",
+            help="like dp=4,microbatches=2 or dp=4,shares=measured (default: one replica per GPU, or dp=1)",
         )
-        verb.add_argument("--devices", default="auto", help="auto, cuda, cpu, simulated, or simulated:cuda (default: auto)")
+        verb.add_argument(
+            "--memory",
+            metavar="SIZE",
+            help="what a rank may hold when the model is divided over pp or tp, like 8GiB: the plan's memory_bytes",
+        )
+        verb.add_argument(
+            "--devices", default="auto", help="auto, cuda, cpu, simulated, or simulated:cuda (default: auto)"
+        )
         verb.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
-        verb.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="how long a rank waits for another (default: 600)")
+        verb.add_argument(
+            "--timeout",
+            type=float,
+            default=600.0,
+            metavar="SECONDS",
+            help="how long a rank waits for another (default: 600)",
+        )
         verb.add_argument("--json", metavar="FILE", help=JSON_HELP)
         verb.add_argument("--oversubscribe", action="store_true", help=OVERSUBSCRIBE_HELP)
         verb.add_argument(
@@ -75,57 +99,122 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
         )  # fmt: skip
     train.add_argument("--steps", type=int, help="steps of the whole run, instead of the job's")
     train.add_argument("--out", metavar="DIR", help="write checkpoints here")
-    train.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from this checkpoint")
+    train.add_argument(
+        "--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from this checkpoint"
+    )
     train.add_argument(
         "--overwrite", action="store_true", default=None,
         help="begin anew although DIR holds an earlier run's checkpoints; they go once this run has saved its first",
     )  # fmt: skip
     train.add_argument("--cache", default="auto", metavar="DIR", help=CACHE_HELP)
-    train.add_argument("--timings", action="store_true", help="say at the end what each phase of the start and of the run took, in seconds")
+    train.add_argument(
+        "--timings",
+        action="store_true",
+        help="say at the end what each phase of the start and of the run took, in seconds",
+    )
     add_asynchronous(train)
     verify.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")
-    verify.add_argument("--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)")
+    verify.add_argument(
+        "--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)"
+    )
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("target", metavar="FILE.py[:NAME]", help="as for train")
     plan.add_argument("--plan", metavar="PLAN", help="price this plan alone")
-    plan.add_argument("--devices", default="auto", metavar="DEVICES", help="auto, cpu, or at most how many ranks (default: one per core, up to 8)")
-    plan.add_argument("--ranks", type=int, metavar="N", help="plans of at most N ranks; they share cores if there are fewer")
-    plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, like 8GiB (default: its share of the host's memory)")
+    plan.add_argument(
+        "--devices",
+        default="auto",
+        metavar="DEVICES",
+        help="auto, cpu, or at most how many ranks (default: one per core, up to 8)",
+    )
+    plan.add_argument(
+        "--ranks", type=int, metavar="N", help="plans of at most N ranks; they share cores if there are fewer"
+    )
+    plan.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="what a rank may hold, like 8GiB (default: its share of the host's memory)",
+    )
     plan.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
     plan.add_argument("--oversubscribe", action="store_true", help=OVERSUBSCRIBE_HELP)
-    plan.add_argument("--machine", metavar="FILE", help="the machine to price for (default: this one; it is measured first if it was not)")
-    plan.add_argument("--try", type=int, metavar="N", help="train a few steps under the N plans that look fastest, and recommend by what they took")
-    plan.add_argument("--trial", help=argparse.SUPPRESS)  # for our own ranks: where rank 0 writes what a step took
+    plan.add_argument(
+        "--machine",
+        metavar="FILE",
+        help="the machine to price for (default: this one; it is measured first if it was not)",
+    )
+    plan.add_argument(
+        "--try",
+        type=int,
+        metavar="N",
+        help="train a few steps under the N plans that look fastest, and recommend by what they took",
+    )
+    # for our own ranks: where rank 0 writes what a step took
+    plan.add_argument("--trial", help=argparse.SUPPRESS)
     plan.add_argument("--trial-steps", type=int, default=1, help=argparse.SUPPRESS)
-    plan.add_argument("--companion", help=argparse.SUPPRESS)  # for our own companions: the descriptors of two pipes
+    # for our own companions: the descriptors of two pipes
+    plan.add_argument("--companion", help=argparse.SUPPRESS)
     plan.add_argument("--json", metavar="FILE", help=JSON_HELP)
 
 
 def _add_describe(describe: argparse.ArgumentParser) -> None:
     describe.add_argument("target", metavar="FILE.py[:NAME]", help="as for train")
-    describe.add_argument("--batch", type=int, metavar="N", help="describe a batch of N samples (default: the job's batch_size)")
     describe.add_argument(
-        "--plan", metavar="PLAN", help="say how this plan divides the model over tp and cuts it over pp, and what ranks send (such as tp=2 or pp=4)"
+        "--batch", type=int, metavar="N", help="describe a batch of N samples (default: the job's batch_size)"
+    )
+    describe.add_argument(
+        "--plan",
+        metavar="PLAN",
+        help="say how this plan divides the model over tp and cuts it over pp, and what ranks send (such as tp=2 or pp=4)",
     )
     describe.add_argument("--memory", metavar="SIZE", help="as for train")
     describe.add_argument("--oversubscribe", action="store_true", help=OVERSUBSCRIBE_HELP)
-    describe.add_argument("--depth", type=int, metavar="N", help="show N levels of blocks (default: until blocks repeat)")
-    describe.add_argument("--machine", metavar="FILE", help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)")
+    describe.add_argument(
+        "--depth", type=int, metavar="N", help="show N levels of blocks (default: until blocks repeat)"
+    )
+    describe.add_argument(
+        "--machine",
+        metavar="FILE",
+        help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)",
+    )
     describe.add_argument("--cache", default="auto", metavar="DIR", help=CACHE_HELP)
-    describe.add_argument("--timings", action="store_true", help="say what reading, pricing, dividing and cutting the model took")
+    describe.add_argument(
+        "--timings",
+        action="store_true",
+        help="say what reading, pricing, dividing and cutting the model took",
+    )
     describe.add_argument("--json", metavar="FILE", help=JSON_HELP)
 
 
 def _add_calibrate(calibrate: argparse.ArgumentParser) -> None:
-    calibrate.add_argument("--devices", default="auto", choices=["auto", "cpu", "cuda"], help="what to measure (default: GPUs if there are any)")
+    calibrate.add_argument(
+        "--devices",
+        default="auto",
+        choices=["auto", "cpu", "cuda"],
+        help="what to measure (default: GPUs if there are any)",
+    )
     calibrate.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
-    calibrate.add_argument("--ranks", type=int, help="ranks that measure together (default: one per GPU; on the CPU one per core, at most 8)")
-    calibrate.add_argument("--out", metavar="FILE", help="write the measurements here (default: ~/.cache/meshloom/machines/HOST-DEVICE.json)")
-    calibrate.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="how long a rank waits for another (default: 60)")
-    calibrate.add_argument("--part", help=argparse.SUPPRESS)  # for our own ranks: where their part of the measurements goes
-    calibrate.add_argument("--company", help=argparse.SUPPRESS)  # the same for ranks of which there are not most
+    calibrate.add_argument(
+        "--ranks",
+        type=int,
+        help="ranks that measure together (default: one per GPU; on the CPU one per core, at most 8)",
+    )
+    calibrate.add_argument(
+        "--out",
+        metavar="FILE",
+        help="write the measurements here (default: ~/.cache/meshloom/machines/HOST-DEVICE.json)",
+    )
+    calibrate.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long a rank waits for another (default: 60)",
+    )
+    # for our own ranks: where their part of the measurements goes
+    calibrate.add_argument("--part", help=argparse.SUPPRESS)
+    # the same for ranks of which there are not most
+    calibrate.add_argument("--company", help=argparse.SUPPRESS)
     calibrate.add_argument("--json", metavar="FILE", help=JSON_HELP)
 
 
@@ -135,5 +224,7 @@ def _add_report(report: argparse.ArgumentParser) -> None:
         "--timeline", metavar="FILE", nargs="?", const="-",
         help="what every rank did and when: FILE.svg, FILE.png, FILE.json (for Perfetto); without FILE, or with -, in the terminal",
     )  # fmt: skip
-    report.add_argument("--step", type=int, metavar="N", help="the timeline of step N (default: the newest that was recorded)")
+    report.add_argument(
+        "--step", type=int, metavar="N", help="the timeline of step N (default: the newest that was recorded)"
+    )
     report.add_argument("--json", metavar="FILE", help=JSON_HELP)

@@ -1,6 +1,7 @@
 """The command line: text becomes values, one call is made, the result becomes text or JSON.
 
-What a verb does is imported when it is known which one it is: a launcher and a description start in two thirds of the time.
+What a verb does is imported when it is known which one it is: a launcher and a description start in two
+thirds of the time.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report(arguments)
         check_target(arguments.target)
         if getattr(arguments, "hang_seconds", 0) < 0:
-            raise PlanError(f"--hang-seconds {arguments.hang_seconds:g} must be more than 0, or 0 to wait for ever.")
+            raise PlanError(
+                f"--hang-seconds {arguments.hang_seconds:g} must be more than 0, or 0 to wait for ever."
+            )
         if arguments.verb in ("describe", "plan"):
             return _run_here(arguments)
         plan = plan_of(arguments)

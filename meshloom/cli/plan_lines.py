@@ -14,5 +14,11 @@ LOG_WIDTH = 200  # columns of a table that goes to a file or a pipe
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
     """The plan that was asked for, or that the devices suggest."""
-    plan = Plan.parse(arguments.plan) if arguments.plan else Plan() if arguments.verb == "describe" else Plan(dp=default_ranks(arguments.devices))
+    plan = (
+        Plan.parse(arguments.plan)
+        if arguments.plan
+        else Plan()
+        if arguments.verb == "describe"
+        else Plan(dp=default_ranks(arguments.devices))
+    )
     return replace(plan, memory_bytes=num_bytes_of(arguments.memory)) if arguments.memory else plan

@@ -17,9 +17,15 @@ from meshloom.report.records import Records
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
-    """Measure with ranks of our own, or as one of those that were started; the first of them writes and prints."""
+    """Measure with ranks of our own, or as one of those that were started; the first of them writes and
+    prints."""
     started = time.perf_counter()
-    request = CalibrationRequest(devices=arguments.devices, ranks=arguments.ranks, transport=arguments.transport, timeout_seconds=arguments.timeout)
+    request = CalibrationRequest(
+        devices=arguments.devices,
+        ranks=arguments.ranks,
+        transport=arguments.transport,
+        timeout_seconds=arguments.timeout,
+    )
     if arguments.company:
         company = measure_company(request)
         if is_first_rank():
@@ -37,7 +43,12 @@ def calibrate(arguments: argparse.Namespace) -> int:
     save(machine, path)
     console = Console(stderr=arguments.json == "-")
     print_machine(machine, console)
-    console.print(f"written to {path} ({time.perf_counter() - started:.1f} s of measuring)", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"written to {path} ({time.perf_counter() - started:.1f} s of measuring)",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     with ExitStack() as stack:
         records = Records(arguments.json, stack)
         for record in machine_records(machine):

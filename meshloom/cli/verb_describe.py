@@ -39,9 +39,13 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
     here = next((each for each in known if each.is_file()), None)
     directory = cache_directory(arguments.cache)
     readings = Readings(job, Cache(directory) if directory else None)
-    description = describe(readings, batch_size=arguments.batch, machine=given or (load(here) if here else None))
+    description = describe(
+        readings, batch_size=arguments.batch, machine=given or (load(here) if here else None)
+    )
     stream = sys.stderr if arguments.json == "-" else sys.stdout
-    print_description(description, Console(file=stream, width=None if stream.isatty() else LOG_WIDTH), arguments.depth)
+    print_description(
+        description, Console(file=stream, width=None if stream.isatty() else LOG_WIDTH), arguments.depth
+    )
     for record in description_records(description, arguments.depth):
         records.write(**record)
     division = divided(readings, plan, batch_size=arguments.batch, machine=given) if plan.tp > 1 else None
@@ -53,7 +57,14 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
         print("", *lines_of(stages), sep="\n", file=stream)
         records.write("stages", **stages_record(stages))
     if plan.mesh.size > 1 and has_shares(plan):
-        shares = shares_of(readings, plan, division, stages, batch_size=arguments.batch, optimizer_factor=description.optimizer_factor)
+        shares = shares_of(
+            readings,
+            plan,
+            division,
+            stages,
+            batch_size=arguments.batch,
+            optimizer_factor=description.optimizer_factor,
+        )
         print("", *lines_of_ranks(shares), sep="\n", file=stream)
         records.write("ranks", plan=str(plan), ranks=[asdict(each) for each in shares])
     if readings.stored and not arguments.timings:
@@ -61,6 +72,10 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
     if arguments.timings:
         seconds = {"start": started, **readings.timings.seconds}
         told = ", ".join(f"{phase} {taken:.1f}" for phase, taken in seconds.items())
-        print(f"\nCPU seconds: {told}; {sum(seconds.values()):.1f} in all.", *readings.timings.notes, file=stream)
+        print(
+            f"\nCPU seconds: {told}; {sum(seconds.values()):.1f} in all.",
+            *readings.timings.notes,
+            file=stream,
+        )
         records.write("timings", plan=str(plan), seconds=seconds)
     return 0

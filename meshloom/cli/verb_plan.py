@@ -33,7 +33,9 @@ def advise(arguments: argparse.Namespace, job: Job, records: Records) -> int:
     )  # fmt: skip
     tries: int | None = vars(arguments)["try"]  # a word that is no attribute's
     if tries and wish.machine:
-        raise PlanError(f"--try trains on this machine, and --machine {wish.machine} prices plans for another. Leave one of them out.")
+        raise PlanError(
+            f"--try trains on this machine, and --machine {wish.machine} prices plans for another. Leave one of them out."
+        )
     plans = [Plan.parse(arguments.plan)] if arguments.plan else None
     for plan in plans or ():
         check_plan(job, plan)
@@ -43,9 +45,13 @@ def advise(arguments: argparse.Namespace, job: Job, records: Records) -> int:
     if isinstance(devices, int):
         return devices
     with console.status("") as status:
-        found = advise_beside(job, arguments.target, devices, words=arguments.words, plans=plans, tell=status.update)
+        found = advise_beside(
+            job, arguments.target, devices, words=arguments.words, plans=plans, tell=status.update
+        )
         if tries:
-            measured = try_plans(finalists(found, tries), arguments.target, arguments.transport, status.update, arguments.words)
+            measured = try_plans(
+                finalists(found, tries), arguments.target, arguments.transport, status.update, arguments.words
+            )
             if isinstance(measured, int):
                 return measured
             found = tried(found, measured)

@@ -10,7 +10,12 @@ from pathlib import Path
 from rich.console import Console
 
 from meshloom.cli.plan_lines import LOG_WIDTH
-from meshloom.report.directory import print_run_directory, read_run_directory, run_directory_records, show_timeline
+from meshloom.report.directory import (
+    print_run_directory,
+    read_run_directory,
+    run_directory_records,
+    show_timeline,
+)
 from meshloom.report.records import Records
 
 

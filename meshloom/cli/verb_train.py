@@ -30,7 +30,15 @@ def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Ti
     if arguments.join is not None:
         from meshloom.asynchronous.start_role import join
 
-        join(job, arguments.target, arguments.words, plan if arguments.plan else None, arguments.join, Path(arguments.key), arguments.timeout)
+        join(
+            job,
+            arguments.target,
+            arguments.words,
+            plan if arguments.plan else None,
+            arguments.join,
+            Path(arguments.key),
+            arguments.timeout,
+        )
         return 0
     terminal = Terminal(Console(stderr=arguments.json == "-"))
     listener = listener_for(terminal, records)
@@ -80,7 +88,13 @@ def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Ti
 
 
 def _train_on_processes(
-    arguments: argparse.Namespace, job: Job, plan: Plan, why: str, listener: Listener, terminal: Terminal, records: Records
+    arguments: argparse.Namespace,
+    job: Job,
+    plan: Plan,
+    why: str,
+    listener: Listener,
+    terminal: Terminal,
+    records: Records,
 ) -> int:
     """The launcher's part: servers and workers are processes that it starts."""
     from meshloom.asynchronous.processes import ProcessRun
@@ -100,7 +114,11 @@ def _train_on_processes(
 def _announce(trainer: Trainer, terminal: Terminal, records: Records) -> None:
     job, plan = trainer.job, trainer.plan
     model = trainer.asynchronous.model if trainer.asynchronous else trainer.replicas[0].model
-    parameters = sum(each.numel() for each in model.parameters()) if trainer.asynchronous else trainer.replicas[0].num_parameters()
+    parameters = (
+        sum(each.numel() for each in model.parameters())
+        if trainer.asynchronous
+        else trainer.replicas[0].num_parameters()
+    )
     announce_start(job, plan, model, parameters, trainer.steps, trainer.next_step, terminal)
     engine = trainer.replicas[0].engine if trainer.replicas else None
     division = engine.division if engine else None
@@ -109,8 +127,25 @@ def _announce(trainer: Trainer, terminal: Terminal, records: Records) -> None:
     staging = engine.staging if isinstance(engine, ProgramEngine) else None
     if staging is not None and staging.choice is not None and staging.rates is not None:
         crossings = [[each for stage in staging.first for each in stage.incoming]] * len(staging.sizes)
-        found = stage_plan(plan, staging.schedule(len(staging.sizes)), staging.choice, crossings, staging.sizes, staging.rates)
+        found = stage_plan(
+            plan,
+            staging.schedule(len(staging.sizes)),
+            staging.choice,
+            crossings,
+            staging.sizes,
+            staging.rates,
+        )
         for line in lines_of(found):
             terminal.event(line)
         records.write("stages", **stages_record(found))
-    record_start(job, plan, trainer.world.kind, trainer.world.why, model, parameters, trainer.steps, trainer.next_step, records)
+    record_start(
+        job,
+        plan,
+        trainer.world.kind,
+        trainer.world.why,
+        model,
+        parameters,
+        trainer.steps,
+        trainer.next_step,
+        records,
+    )

@@ -7,8 +7,9 @@ Of a piece of three chunks, in a ring (`>` a chunk is sent, `+` the one that cam
     step 1      > > >       the first chunk goes on as soon as it is added, while the second is still arriving
                 + + +
 
-What is to be received is asked for a few chunks ahead, so that the sender never waits to be asked. Writing into a tensor that is still being sent
-cannot happen: what arrives for elements that this rank has sent was made from what it sent.
+What is to be received is asked for a few chunks ahead, so that the sender never waits to be asked. Writing
+into a tensor that is still being sent cannot happen: what arrives for elements that this rank has sent was
+made from what it sent.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from meshloom.comm.moves import Move
 CHUNK_BYTES = 2**20  # docs/rings.md has what others take
 _AHEAD = 8  # chunks that are asked for before they are needed
 
-Waits = Generator[Work, None, None]  # an operation that goes on; it yields each work that it needs to be over, and is resumed when it was waited for
+# an operation that goes on; it yields each work that it needs to be over, and is resumed when it was waited
+# for
+Waits = Generator[Work, None, None]
 
 
 def in_chunks(moves: Sequence[Move], chunk: int) -> list[Move]:
-    """The same moves in pieces of at most `chunk` elements, in an order that can be followed one after another: a send stands where what it sends is there.
+    """The same moves in pieces of at most `chunk` elements, in an order that can be followed one after
+    another: a send stands where what it sends is there.
 
     Messages between two ranks keep their order, and so do the chunks that arrive.
 
@@ -50,7 +54,10 @@ def in_chunks(moves: Sequence[Move], chunk: int) -> list[Move]:
                 slots.append([])
                 changed.slots.append(len(arriving))
                 continue
-            slot = max((each.slot(piece) for each in written if each.start < piece.stop and piece.start < each.stop), default=0)
+            slot = max(
+                (each.slot(piece) for each in written if each.start < piece.stop and piece.start < each.stop),
+                default=0,
+            )
             if move.kind == "send":
                 slot = newest[move.peer] = max(slot, newest.get(move.peer, 0))
             else:
@@ -58,7 +65,10 @@ def in_chunks(moves: Sequence[Move], chunk: int) -> list[Move]:
             slots[slot].append(piece)
         if changed.slots:
             written.append(changed)
-    return [*slots[0], *(each for piece, then in zip(arriving, slots[1:], strict=True) for each in (piece, *then))]
+    return [
+        *slots[0],
+        *(each for piece, then in zip(arriving, slots[1:], strict=True) for each in (piece, *then)),
+    ]
 
 
 def carry_out(group: Group, chunks: Sequence[Move], flat: Tensor, op: ReduceOp) -> Waits:
@@ -76,7 +86,8 @@ def carry_out(group: Group, chunks: Sequence[Move], flat: Tensor, op: ReduceOp) 
     def ask(move: Move | None) -> None:
         nonlocal num_asked
         if move is not None:
-            row = scratch[num_asked % _AHEAD]  # free again: chunks are taken in the order in which they were asked for
+            # free again: chunks are taken in the order in which they were asked for
+            row = scratch[num_asked % _AHEAD]
             into = row[: move.stop - move.start] if move.kind == "add" else flat[move.start : move.stop]
             asked.append((group.recv(into, move.peer), into))
             num_asked += 1
@@ -100,7 +111,8 @@ def carry_out(group: Group, chunks: Sequence[Move], flat: Tensor, op: ReduceOp) 
 
 
 def combine(total: Tensor, other: Tensor, op: ReduceOp) -> None:
-    """Take `other` into `total`, elementwise. Raises what torch raises for a dtype that cannot be so combined."""
+    """Take `other` into `total`, elementwise. Raises what torch raises for a dtype that cannot be so
+    combined."""
     if op == "max":
         torch.maximum(total, other, out=total)
     elif op == "min":

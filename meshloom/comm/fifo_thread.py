@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 
 class FifoThread:
-    """Whoever makes it ends it. It does not keep a process from ending: what other ranks never join would do so for ever."""
+    """Whoever makes it ends it. It does not keep a process from ending: what other ranks never join would do
+    so for ever."""
 
     def __init__(self, name: str) -> None:
         self._line: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -1,6 +1,7 @@
 """What a rank sends and receives in a collective, as a list: the same list is counted, drawn and carried out.
 
-Every element is summed up on one rank, in one order, and goes from there to the others, so that all ranks hold the same bits.
+Every element is summed up on one rank, in one order, and goes from there to the others, so that all ranks
+hold the same bits.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ Kind = Literal["send", "add", "receive", "divide"]
 class Move:
     """One thing that a rank does with elements `start` to `stop` of its flat tensor.
 
-    kind: send them to `peer`, add what `peer` sends to them (or take the larger, the smaller), receive them from `peer`, or divide them by the
-        number of ranks, which has no peer.
+    kind: send them to `peer`, add what `peer` sends to them (or take the larger, the smaller), receive them
+        from `peer`, or divide them by the number of ranks, which has no peer.
     """
 
     kind: Kind
@@ -26,7 +27,9 @@ class Move:
     stop: int
 
     def __str__(self) -> str:
-        peer = {"send": f" to {self.peer}", "add": f" from {self.peer}", "receive": f" from {self.peer}"}.get(self.kind, "")
+        peer = {"send": f" to {self.peer}", "add": f" from {self.peer}", "receive": f" from {self.peer}"}.get(
+            self.kind, ""
+        )
         return f"{self.kind} [{self.start}:{self.stop}]{peer}"
 
 
@@ -34,8 +37,8 @@ class Move:
 class AllReduceMoves:
     """A rank's part in an all-reduce.
 
-    reduce: until every element's sum is on one rank. owned: the elements (start, stop) whose sums this rank then has; none if they are equal.
-    gather: until every rank has all of them.
+    reduce: until every element's sum is on one rank. owned: the elements (start, stop) whose sums this rank
+    then has; none if they are equal. gather: until every rank has all of them.
     """
 
     reduce: Sequence[Move]

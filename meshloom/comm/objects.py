@@ -1,6 +1,7 @@
 """Small Python values between ranks: each helper is a generator that yields where it waits for the others.
 
-Every rank of the group calls the same helper. Each yields twice whatever the values are: once for their sizes, once for
+Every rank of the group calls the same helper. Each yields twice whatever the values are: once for their
+sizes, once for
 their bytes. The tensors that travel lie on the CPU.
 """
 
@@ -28,7 +29,8 @@ T = TypeVar("T")
 
 
 def share(group: Group, value: Any, source: int = 0) -> Steps[Any]:
-    """Rank `source`'s JSON value, on every rank (what the others hand in is ignored). Tuples come back as lists, on the source too.
+    """Rank `source`'s JSON value, on every rank (what the others hand in is ignored). Tuples come back as
+    lists, on the source too.
 
     >>> from meshloom.comm.simulated import simulated_groups
     >>> from meshloom.comm.steps import run_in_steps
@@ -54,7 +56,8 @@ def share_bytes(group: Group, value: bytes, source: int = 0) -> Steps[bytes]:
 
 
 def on_first(group: Group, make: Callable[[], T], error: type[MeshloomError]) -> Steps[T | None]:
-    """What `make` gives on rank 0, there; None on the others. A `MeshloomError` that it raises is raised on all, elsewhere as `error`."""
+    """What `make` gives on rank 0, there; None on the others. A `MeshloomError` that it raises is raised on
+    all, elsewhere as `error`."""
     made: T | None = None
     refused: MeshloomError | None = None
     if group.rank == 0:
@@ -82,32 +85,53 @@ def collect(group: Group, value: Any) -> Steps[list[Any]]:
     work = group.all_gather(gathered, padded)
     yield
     work.wait()
-    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(gathered.view(group.size, longest), sizes.tolist(), strict=True)]
+    return [
+        json.loads(row[:size].numpy().tobytes())
+        for row, size in zip(gathered.view(group.size, longest), sizes.tolist(), strict=True)
+    ]
 
 
-def agree(group: Group, facts: Mapping[str, Any], way_out: str = "", error: type[MeshloomError] = CollectiveError) -> Steps[None]:
-    """Raise `error` on every rank if a JSON fact of any rank differs from rank 0's; the message names the first such rank and fact.
+def agree(
+    group: Group, facts: Mapping[str, Any], way_out: str = "", error: type[MeshloomError] = CollectiveError
+) -> Steps[None]:
+    """Raise `error` on every rank if a JSON fact of any rank differs from rank 0's; the message names the
+    first such rank and fact.
 
     way_out: a sentence that ends the message.
     """
     everyone = yield from collect(group, dict(facts))
     for rank, theirs in enumerate(everyone):
         for name in [*everyone[0], *(name for name in theirs if name not in everyone[0])]:
-            here, there = (json.dumps(known[name]) if name in known else "not there" for known in (theirs, everyone[0]))
+            here, there = (
+                json.dumps(known[name]) if name in known else "not there" for known in (theirs, everyone[0])
+            )
             if here != there:
-                raise error(f"Ranks disagree: {name} is {here} on rank {rank} and {there} on rank 0. {way_out}".rstrip())
+                raise error(
+                    f"Ranks disagree: {name} is {here} on rank {rank} and {there} on rank 0. {way_out}".rstrip()
+                )
 
 
 def scatter_objects(group: Group, values: Sequence[Any] | None, source: int = 0) -> Steps[Any]:
-    """`values[rank]` of rank `source`, where the others pass None: any Python objects that can be pickled, tensors included.
+    """`values[rank]` of rank `source`, where the others pass None: any Python objects that can be pickled,
+    tensors included.
 
-    Only ever between the ranks of one job, which trust each other: where they talk over a network and have a secret, what is pickled is signed, and nothing is
-    unpickled that another rank has not signed for this one. Raises `DataError` on the source for what cannot be pickled.
+    Only ever between the ranks of one job, which trust each other: where they talk over a network and have a
+    secret, what is pickled is signed, and nothing is unpickled that another rank has not signed for this one.
+    Raises `DataError` on the source for what cannot be pickled.
     """
     handed = group.rank == source
-    pickled = [_bytes(_signed(group.secret, source, rank, _pickled(value))) for rank, value in enumerate(values or ())] if handed else []
+    pickled = (
+        [
+            _bytes(_signed(group.secret, source, rank, _pickled(value)))
+            for rank, value in enumerate(values or ())
+        ]
+        if handed
+        else []
+    )
     if handed and len(pickled) != group.size:
-        raise CollectiveError(f"scatter_objects of {len(pickled)} values to {group.size} ranks. Give one value per rank.")
+        raise CollectiveError(
+            f"scatter_objects of {len(pickled)} values to {group.size} ranks. Give one value per rank."
+        )
     size = torch.empty(1, dtype=torch.int64)
     work = group.scatter(size, [torch.tensor([part.numel()]) for part in pickled] if handed else None, source)
     yield
@@ -160,16 +184,33 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type):
-            return NotImplemented if _is_importable(value) else _by_fields(value, value.__module__, value.__qualname__)
-        if type(value) is Tensor and value.layout == torch.strided and value.untyped_storage().nbytes() > value.nbytes:
-            return value.detach().clone().requires_grad_(value.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return (
+                NotImplemented
+                if _is_importable(value)
+                else _by_fields(value, value.__module__, value.__qualname__)
+            )
+        if (
+            type(value) is Tensor
+            and value.layout == torch.strided
+            and value.untyped_storage().nbytes() > value.nbytes
+        ):
+            return (
+                value.detach()
+                .clone()
+                .requires_grad_(value.requires_grad)
+                .__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            )
         return NotImplemented
 
 
 def _by_fields(kind: Any, module: str, name: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _like_dataclass, (module, name, [field.name for field in dataclasses.fields(kind)])
-    return (collections.namedtuple, (name.rpartition(".")[2], kind._fields)) if hasattr(kind, "_fields") else NotImplemented
+    return (
+        (collections.namedtuple, (name.rpartition(".")[2], kind._fields))
+        if hasattr(kind, "_fields")
+        else NotImplemented
+    )
 
 
 def _is_importable(kind: type) -> bool:
@@ -190,7 +231,9 @@ def _like_dataclass(module: str, name: str, fields: Sequence[str]) -> type:
             "none. Define it at the top of a module."
         )
 
-    return dataclasses.make_dataclass(name.rpartition(".")[2], fields, namespace={"__getattr__": missing, "__module__": module})
+    return dataclasses.make_dataclass(
+        name.rpartition(".")[2], fields, namespace={"__getattr__": missing, "__module__": module}
+    )
 
 
 def _pickled(value: Any) -> bytes:

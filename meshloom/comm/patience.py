@@ -1,4 +1,5 @@
-"""How a rank waits for what a thread of its group does: it looks for a rank that left, and says what failed."""
+"""How a rank waits for what a thread of its group does: it looks for a rank that left, and says what
+failed."""
 
 from __future__ import annotations
 

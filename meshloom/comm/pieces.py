@@ -18,7 +18,8 @@ Runs = tuple[Interval, ...]  # of indices, in order, none empty, none touching t
 class Pieces:
     """Who holds what of a tensor of `shape`. held: rank -> dim -> its runs of indices; None: all of that dim.
 
-    ends: of each dim, if its indices are sections of several: how many there are before each of them, and in all. Such pieces can only be counted.
+    ends: of each dim, if its indices are sections of several: how many there are before each of them, and in
+        all. Such pieces can only be counted.
     """
 
     shape: tuple[int, ...]
@@ -38,9 +39,13 @@ class Pieces:
         """
         if self.ends is not None:
             dims = zip(self.ends, self.held[rank], strict=True)
-            return tuple(ends[-1] if runs is None else sum(ends[stop] - ends[start] for start, stop in runs) for ends, runs in dims)
+            return tuple(
+                ends[-1] if runs is None else sum(ends[stop] - ends[start] for start, stop in runs)
+                for ends, runs in dims
+            )
         return tuple(
-            size if runs is None else sum(stop - start for start, stop in runs) for size, runs in zip(self.shape, self.held[rank], strict=True)
+            size if runs is None else sum(stop - start for start, stop in runs)
+            for size, runs in zip(self.shape, self.held[rank], strict=True)
         )
 
     def num_elements(self, rank: int) -> int:
@@ -63,8 +68,12 @@ class Pieces:
         return _is_shared(self)
 
     def meeting(self, rank: int, other: Pieces, others_rank: int) -> Pieces:
-        """What `rank` holds here and `others_rank` holds there, as pieces in which every rank holds just that."""
-        both = tuple(_common(mine, theirs) for mine, theirs in zip(self.held[rank], other.held[others_rank], strict=True))
+        """What `rank` holds here and `others_rank` holds there, as pieces in which every rank holds just
+        that."""
+        both = tuple(
+            _common(mine, theirs)
+            for mine, theirs in zip(self.held[rank], other.held[others_rank], strict=True)
+        )
         return Pieces(self.shape, (both,) * self.num_ranks, self.ends)
 
 
@@ -87,7 +96,9 @@ def take(pieces: Pieces, rank: int, tensor: Tensor) -> Tensor:
     for dim, runs in enumerate(pieces.held[rank]):
         if runs is not None:
             parts = [tensor.narrow(dim, start, stop - start) for start, stop in runs]
-            tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+            tensor = (
+                parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+            )
     return tensor
 
 
@@ -121,7 +132,9 @@ def embed(inner: Pieces, outer: Pieces, rank: int, part: Tensor) -> Tensor:
     return part if inner == outer else take(outer, rank, place(inner, rank, part)).clone()
 
 
-def _blocks(held: Sequence[Runs | None], shape: Sequence[int], whole: Tensor, part: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _blocks(
+    held: Sequence[Runs | None], shape: Sequence[int], whole: Tensor, part: Tensor
+) -> list[tuple[Tensor, Tensor]]:
     """Pairs of equal blocks of a whole tensor and of a part of it."""
     pairs = [(whole, part)]
     for dim, runs in enumerate(held):
@@ -193,7 +206,9 @@ def _owned(pieces: Pieces) -> Pieces:
     return Pieces(pieces.shape, tuple(rows), pieces.ends)
 
 
-def _left_over(mine: tuple[Runs | None, ...], theirs: tuple[Runs | None, ...], shape: Sequence[int]) -> tuple[Runs | None, ...] | None:
+def _left_over(
+    mine: tuple[Runs | None, ...], theirs: tuple[Runs | None, ...], shape: Sequence[int]
+) -> tuple[Runs | None, ...] | None:
     """What is left of `mine` without `theirs`; None: nothing. Only where that is a block again."""
     if not _meet(mine, theirs):
         return mine
@@ -205,4 +220,6 @@ def _left_over(mine: tuple[Runs | None, ...], theirs: tuple[Runs | None, ...], s
     if len(open_dims) > 1:
         raise ValueError("what two ranks hold of a tensor overlaps in more than one dim")
     dim = open_dims[0]
-    return tuple(_without(full[each], others[each]) if each == dim else runs for each, runs in enumerate(mine))
+    return tuple(
+        _without(full[each], others[each]) if each == dim else runs for each, runs in enumerate(mine)
+    )

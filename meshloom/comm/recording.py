@@ -17,8 +17,10 @@ class Count:
     """What one rank spent on one kind of operation.
 
     calls: operations started.
-    bytes: payload that this rank handed in (of a scatter, the source alone hands in; a receiver hands in nothing).
-    seconds: time for which the caller was held up, starting and waiting; not the time for which the operation was under way.
+    bytes: payload that this rank handed in (of a scatter, the source alone hands in; a receiver hands in
+        nothing).
+    seconds: time for which the caller was held up, starting and waiting; not the time for which the operation
+        was under way.
     """
 
     calls: int = 0
@@ -68,13 +70,19 @@ class RecordedGroup(Group):
         return self._start("all_reduce", tensor.nbytes, lambda: self.group.all_reduce(tensor, op))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return self._start("reduce_scatter", tensor.nbytes, lambda: self.group.reduce_scatter(output, tensor, op))
+        return self._start(
+            "reduce_scatter", tensor.nbytes, lambda: self.group.reduce_scatter(output, tensor, op)
+        )
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         return self._start("all_gather", tensor.nbytes, lambda: self.group.all_gather(output, tensor))
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
-        return self._start("all_to_all", tensor.nbytes, lambda: self.group.all_to_all(output, tensor, output_sizes, sizes))
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Work:
+        return self._start(
+            "all_to_all", tensor.nbytes, lambda: self.group.all_to_all(output, tensor, output_sizes, sizes)
+        )
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
         return self._start("gather", tensor.nbytes, lambda: self.group.gather(outputs, tensor, destination))

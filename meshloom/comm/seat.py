@@ -25,11 +25,14 @@ class Seat(Protocol):
     @property
     def groups(self) -> Mapping[Axis, RecordedGroup]: ...
     @property
-    def statistics(self) -> RecordedGroup: ...  # the ranks along dp again; for what is exchanged inside forward and backward
+    # the ranks along dp again; for what is exchanged inside forward and backward
+    def statistics(self) -> RecordedGroup: ...
     @property
-    def world(self) -> Group: ...  # all ranks, CPU tensors; for decisions, reports and checkpoints, not counted as traffic of the plan
+    # all ranks, CPU tensors; for decisions, reports and checkpoints, not counted as traffic of the plan
+    def world(self) -> Group: ...
     @property
-    def team(self) -> Group | None: ...  # this replica's ranks in order of pp, then of tp, likewise, if there are several
+    # this replica's ranks in order of pp, then of tp, likewise, if there are several
+    def team(self) -> Group | None: ...
     @property
     def readers(self) -> Group: ...  # the ranks along dp, likewise
     @property

@@ -1,6 +1,7 @@
 """Groups of ranks that live in one process: an operation is done when the last rank has started it.
 
-Nothing is sent. The tensors that the ranks handed in may lie on different devices (one process over several GPUs); sums
+Nothing is sent. The tensors that the ranks handed in may lie on different devices (one process over several
+GPUs); sums
 are taken in rank order on the first rank's device.
 """
 
@@ -45,9 +46,12 @@ class _Meeting:
         self.aborted = False
         self.started = [0] * size
         self.open: dict[int, list[_Call | None]] = {}
-        self.mail: dict[tuple[int, int], deque[Tensor]] = {}  # (source, destination) -> sent, not yet received
-        self.expected: dict[tuple[int, int], deque[tuple[Tensor, list[bool]]]] = {}  # and where it is to go, in the order asked for
-        self.under_way: list[deque[_UnderWay]] = [deque() for _ in range(size)]  # of each rank, in the order of their start
+        # (source, destination) -> sent, not yet received
+        self.mail: dict[tuple[int, int], deque[Tensor]] = {}
+        # and where it is to go, in the order asked for
+        self.expected: dict[tuple[int, int], deque[tuple[Tensor, list[bool]]]] = {}
+        # of each rank, in the order of their start
+        self.under_way: list[deque[_UnderWay]] = [deque() for _ in range(size)]
 
     def join(self, rank: int, call: _Call, run: Callable[[list[Any]], None]) -> Work:
         """Add a rank's call to its number; the last rank to come runs it."""
@@ -59,7 +63,9 @@ class _Meeting:
         calls[rank] = call
         for other, theirs in enumerate(calls):
             if theirs and (theirs.name, theirs.arguments) != (call.name, call.arguments):
-                raise CollectiveError(f"Operation {number} differs: rank {other} calls {theirs}, rank {rank} calls {call}.")
+                raise CollectiveError(
+                    f"Operation {number} differs: rank {other} calls {theirs}, rank {rank} calls {call}."
+                )
         if None not in calls:
             with torch.no_grad():
                 run([theirs.tensors for theirs in calls if theirs])
@@ -67,7 +73,8 @@ class _Meeting:
         return _SimulatedWork(self, rank, lambda: number not in self.open, lambda: self._missing(number))
 
     def advance(self) -> None:
-        """Let the operations that take several messages go on, the first of each rank, until none of them can."""
+        """Let the operations that take several messages go on, the first of each rank, until none of them
+        can."""
         moved = True
         with torch.no_grad():
             while moved:
@@ -86,7 +93,9 @@ class _Meeting:
 
 
 class _SimulatedWork(Work):
-    def __init__(self, meeting: _Meeting, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+    def __init__(
+        self, meeting: _Meeting, rank: int, ready: Callable[[], bool], what: Callable[[], str]
+    ) -> None:
         self._meeting, self._rank, self._ready, self._what = meeting, rank, ready, what
 
     def wait(self) -> None:
@@ -147,7 +156,9 @@ class SimulatedGroup(Group):
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         def run(pairs: list[tuple[Tensor, Tensor]]) -> None:
-            for slice_, (mine, _) in zip(_reduce([each for _, each in pairs], op).view(self.size, -1), pairs, strict=True):
+            for slice_, (mine, _) in zip(
+                _reduce([each for _, each in pairs], op).view(self.size, -1), pairs, strict=True
+            ):
                 mine.view(-1).copy_(slice_)
 
         return self._join("reduce_scatter", (tensor.numel(), tensor.dtype, op), (output, tensor), run)
@@ -160,7 +171,9 @@ class SimulatedGroup(Group):
 
         return self._join("all_gather", (tensor.numel(), tensor.dtype), (output, tensor), run)
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Work:
         def run(calls: list[tuple[Tensor, Tensor, Sequence[int], Sequence[int]]]) -> None:
             sent = [theirs.split(list(counts)) for _, theirs, _, counts in calls]
             for rank, (mine, _, expected, _) in enumerate(calls):
@@ -215,10 +228,16 @@ class SimulatedGroup(Group):
                 received.append(True)
             return bool(done)
 
-        return _SimulatedWork(self._meeting, self._rank, ready, lambda: f"rank {self._rank} waits for a message that rank {source} will not send.")
+        return _SimulatedWork(
+            self._meeting,
+            self._rank,
+            ready,
+            lambda: f"rank {self._rank} waits for a message that rank {source} will not send.",
+        )
 
     def go_on(self, what: str, steps: Waits) -> Work:
-        """Begin an operation of several messages. It goes on, after this rank's before it, whenever any rank of the group waits."""
+        """Begin an operation of several messages. It goes on, after this rank's before it, whenever any rank
+        of the group waits."""
         operation = _UnderWay(steps)
         self._meeting.under_way[self._rank].append(operation)
 
@@ -226,12 +245,19 @@ class SimulatedGroup(Group):
             self._meeting.advance()
             return operation.over
 
-        return _SimulatedWork(self._meeting, self._rank, ready, lambda: f"{what} on rank {self._rank} waits for messages that will not come.")
+        return _SimulatedWork(
+            self._meeting,
+            self._rank,
+            ready,
+            lambda: f"{what} on rank {self._rank} waits for messages that will not come.",
+        )
 
     def abort(self) -> None:
         self._meeting.aborted = True
 
-    def _join(self, name: str, arguments: tuple[Any, ...], tensors: Any, run: Callable[[list[Any]], None]) -> Work:
+    def _join(
+        self, name: str, arguments: tuple[Any, ...], tensors: Any, run: Callable[[list[Any]], None]
+    ) -> Work:
         return self._meeting.join(self._rank, _Call(name, arguments, tensors), run)
 
 

@@ -8,7 +8,8 @@ Two ways, both deterministic and free of deadlock:
                     rank 1                  compute, start -> yield       wait, update -> return
 
     Turns.run       a rank is a function that waits in the middle of its work (batch statistics inside a forward). Each
-                    has a thread, exactly one of them runs at any time, and a wait hands over to the next rank.
+                    has a thread, exactly one of them runs at any time, and a wait hands over to the next
+                    rank.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 
 
-def run_in_steps(ranks: Sequence[Steps[T]], advance: Callable[[Sequence[Steps[T]]], list[tuple[bool, Any]]] | None = None) -> list[T]:
+def run_in_steps(
+    ranks: Sequence[Steps[T]], advance: Callable[[Sequence[Steps[T]]], list[tuple[bool, Any]]] | None = None
+) -> list[T]:
     """Advance every generator to its next yield, in rank order, until all have returned; their results.
 
     `advance` replaces how one round is run. Raises `CollectiveError` if one returns while others still wait.
@@ -42,7 +45,9 @@ def run_in_steps(ranks: Sequence[Steps[T]], advance: Callable[[Sequence[Steps[T]
             if all(finished):
                 return [result for _, result in round_]
             if any(finished):
-                raise CollectiveError(f"Rank {finished.index(True)} finished while rank {finished.index(False)} still waits for it.")
+                raise CollectiveError(
+                    f"Rank {finished.index(True)} finished while rank {finished.index(False)} still waits for it."
+                )
     finally:
         for rank in ranks:
             rank.close()
@@ -93,7 +98,9 @@ class Turns:
                     self._baton.notify_all()
                 del self._names[threading.get_ident()]
 
-        threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}") for rank in range(len(functions))]
+        threads = [
+            threading.Thread(target=body, args=(rank,), name=f"rank {rank}") for rank in range(len(functions))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -103,11 +110,13 @@ class Turns:
         return results
 
     def run_steps(self, ranks: Sequence[Steps[T]]) -> list[T]:
-        """The same for generators, each of which runs to its end and hands over where it waits inside, not where it yields."""
+        """The same for generators, each of which runs to its end and hands over where it waits inside, not
+        where it yields."""
         return self.run([lambda rank=rank: run_in_steps([rank])[0] for rank in ranks])
 
     def wait_for(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Let the others run until `ready()`. Raises `CollectiveError` with `what()` when none of them can make it so."""
+        """Let the others run until `ready()`. Raises `CollectiveError` with `what()` when none of them can
+        make it so."""
         rank = self._names[threading.get_ident()]
         self._in_vain = 0  # who comes here has got on, and that may be what another waits for
         with preserved_draws():

@@ -1,9 +1,11 @@
-"""The shared-memory transport as a backend of torch.distributed: DDP, FSDP2, DTensor, pipelining and checkpoints run on it unchanged.
+"""The shared-memory transport as a backend of torch.distributed: DDP, FSDP2, DTensor, pipelining and
+checkpoints run on it unchanged.
 
     import meshloom.comm.torch_backend
     torch.distributed.init_process_group("shm")                  or "cpu:shm,cuda:nccl"
 
-For the ranks of one host. Tensors on a GPU travel through pinned host memory, so that several ranks may share one GPU.
+For the ranks of one host. Tensors on a GPU travel through pinned host memory, so that several ranks may share
+one GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tensors in windows: memory of each rank that all ranks of its group have mapped, so that they read and write it where it lies.
+"""Tensors in windows: memory of each rank that all ranks of its group have mapped, so that they read and
+write it where it lies.
 
 window of rank 0   [ a a a a | b b .. | c c c ]     extents one behind the other, each at a multiple of 64 bytes
 window of rank 1   [ a a a a | b b .. | c c c ]     the same layout
@@ -32,7 +33,8 @@ class Windows(Protocol):
     """A group whose ranks can have memory in common."""
 
     def window(self, num_bytes: int, owner: int | None = None) -> Window:
-        """New memory of `num_bytes` on each rank, or on `owner` alone, zeros. An operation of the group: all ranks make it together, of one size."""
+        """New memory of `num_bytes` on each rank, or on `owner` alone, zeros. An operation of the group: all
+        ranks make it together, of one size."""
         ...
 
 
@@ -52,7 +54,8 @@ def windows_of(group: Group) -> Windows | None:
 
 
 def allocation(windows: Windows | None, rank: int) -> Callable[[Sequence[Extent]], list[Tensor]]:
-    """What makes flat tensors of zeros: in a new window, in this rank's part, or each for itself if there are no windows."""
+    """What makes flat tensors of zeros: in a new window, in this rank's part, or each for itself if there are
+    no windows."""
     if windows is None:
         return separate
     return lambda extents: in_window(windows.window(window_bytes(extents)), rank, extents)

@@ -2,8 +2,9 @@
 
     DIRECTORY/reading-PLACE-DIGEST      magic | hash of all that follows | length of the header | header | content
 
-PLACE is what the result is of, DIGEST that of all parts of what it depends on, which stand in the header once more. Nothing is believed because of its name: the hash
-and every part are compared, and the file and the directory have to be this user's alone. What cannot be written or read is no error.
+PLACE is what the result is of, DIGEST that of all parts of what it depends on, which stand in the header once
+more. Nothing is believed because of its name: the hash and every part are compared, and the file and the
+directory have to be this user's alone. What cannot be written or read is no error.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _STALE_SECONDS = 3600.0  # of a file that was not written to its end
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """content: None if there is nothing to be believed. why: then the reason; refused: a file was there that is not believed."""
+    """content: None if there is nothing to be believed. why: then the reason; refused: a file was there that
+    is not believed."""
 
     content: bytes | None
     why: str = ""
@@ -35,7 +37,8 @@ class CacheEntry:
 
 
 class Cache:
-    """Of one directory, which need not be there. most_bytes: of what is kept there the least used goes first."""
+    """Of one directory, which need not be there. most_bytes: of what is kept there the least used goes
+    first."""
 
     def __init__(self, directory: Path, most_bytes: int = MOST_BYTES) -> None:
         self.directory = directory
@@ -93,7 +96,10 @@ class Cache:
     def _what_changed(self, kind: str, place: str, parts: Mapping[str, str]) -> str:
         """Since the newest that was kept for the same place."""
         try:
-            kept = sorted(self.directory.glob(f"{kind}-{digest_of(place)[:16]}-*"), key=lambda each: -each.stat().st_mtime)
+            kept = sorted(
+                self.directory.glob(f"{kind}-{digest_of(place)[:16]}-*"),
+                key=lambda each: -each.stat().st_mtime,
+            )
             there = _parts(_read(kept[0])) if kept else None
         except (OSError, _ForeignError):
             there = None
@@ -148,7 +154,9 @@ def _read(path: Path) -> bytes:
 
 def _parts(body: bytes) -> dict[str, str]:
     try:
-        return json.loads(body[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")])["parts"]
+        return json.loads(
+            body[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")]
+        )["parts"]
     except (ValueError, KeyError, TypeError) as error:
         raise _ForeignError(str(error)) from error
 
@@ -167,8 +175,11 @@ def _write(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             if not name:
-                with suppress(FileExistsError):  # Python follows the link that /proc has only where it is given a directory, too
-                    os.link(f"/proc/self/fd/{file.fileno()}", path, src_dir_fd=file.fileno(), follow_symlinks=True)
+                # Python follows the link that /proc has only where it is given a directory, too
+                with suppress(FileExistsError):
+                    os.link(
+                        f"/proc/self/fd/{file.fileno()}", path, src_dir_fd=file.fileno(), follow_symlinks=True
+                    )
         if name:
             os.replace(name, path)
     except BaseException:

@@ -1,7 +1,8 @@
 """Compiled modules under the names that they have without `torch.compile`.
 
-`torch.compile(module)` puts a module around the one that it compiles, so that all names below it get a further part (`_orig_mod`), in checkpoints,
-errors and reports. Here the inner one takes its place and is called through what was compiled, as after `module.compile()`.
+`torch.compile(module)` puts a module around the one that it compiles, so that all names below it get a
+further part (`_orig_mod`), in checkpoints, errors and reports. Here the inner one takes its place and is
+called through what was compiled, as after `module.compile()`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from torch import nn
 
 
 def named_as_written(model: nn.Module) -> nn.Module:
-    """The model with the module inside in the place of every compiled one; the same computations are compiled.
+    """The model with the module inside in the place of every compiled one; the same computations are
+    compiled.
 
     >>> import torch
     >>> model = named_as_written(torch.compile(nn.Sequential(torch.compile(nn.Linear(3, 2), backend="eager")), backend="eager"))
@@ -28,7 +30,8 @@ def named_as_written(model: nn.Module) -> nn.Module:
 
 
 def without_compilation(model: nn.Module) -> list[str]:
-    """Let modules that are `named_as_written` be called as they were written; the names of those that were compiled."""
+    """Let modules that are `named_as_written` be called as they were written; the names of those that were
+    compiled."""
     names: list[str] = []
     for name, module in model.named_modules():
         each: Any = module

@@ -1,6 +1,7 @@
 """Seconds of an exchange of gradients by formula, and which algorithm is the fastest.
 
-N ranks hand in S bytes each; a message takes `a` seconds plus its bytes at B bytes/s, in both directions at once. Adding is taken to be free.
+N ranks hand in S bytes each; a message takes `a` seconds plus its bytes at B bytes/s, in both directions at
+once. Adding is taken to be free.
 
     ring            2(N-1) a  +  2(N-1)/N S/B                                 Patarasuk & Yuan, 2009
     tree            2 log2 N (a + S/B)                                        Thakur, Rabenseifner & Gropp, 2005
@@ -44,9 +45,10 @@ def choose_algorithm(
 ) -> AlgorithmChoice:
     """The algorithm that takes least, of those that are spelled out and the library's own.
 
-    latency_seconds, bytes_per_second: of a message over the slowest link in use: between hosts, or inside if there is one host.
-    inside_latency_seconds, inside_bytes_per_second: of a message inside a host, where that differs. Ranks are as many on each host.
-    own_seconds: what the library's own all-reduce was measured to take. It is chosen where none is faster.
+    latency_seconds, bytes_per_second: of a message over the slowest link in use: between hosts, or inside if
+    there is one host. inside_latency_seconds, inside_bytes_per_second: of a message inside a host, where that
+    differs. Ranks are as many on each host. own_seconds: what the library's own all-reduce was measured to
+    take. It is chosen where none is faster.
     measured: algorithm -> what it was measured to take, instead of its formula.
 
     >>> choose_algorithm(64 * 2**20, 5, 5, 1e-3, 128 * 2**20).reason
@@ -55,19 +57,28 @@ def choose_algorithm(
     'all_reduce: 1 KiB over 5 ranks, 3 ms against 6.03 ms (halving), 6.05 ms (tree), 8.01 ms (ring)'
     """
     if num_hosts < 1 or num_ranks % num_hosts:
-        raise MachineError(f"{num_ranks} ranks are not as many on each of {num_hosts} hosts. Give a number of hosts that divides the ranks.")
+        raise MachineError(
+            f"{num_ranks} ranks are not as many on each of {num_hosts} hosts. Give a number of hosts that divides the ranks."
+        )
     link = latency_seconds, bytes_per_second
     found = {
-        name: seconds(num_bytes, num_ranks, *link) for name, seconds in (("ring", ring_seconds), ("halving", halving_seconds), ("tree", tree_seconds))
+        name: seconds(num_bytes, num_ranks, *link)
+        for name, seconds in (("ring", ring_seconds), ("halving", halving_seconds), ("tree", tree_seconds))
     }
     if 1 < num_hosts < num_ranks:
         inside = inside_latency_seconds or latency_seconds, inside_bytes_per_second or bytes_per_second
-        found["hierarchical"] = hierarchical_seconds(num_bytes, num_hosts, num_ranks // num_hosts, *link, *inside)
+        found["hierarchical"] = hierarchical_seconds(
+            num_bytes, num_hosts, num_ranks // num_hosts, *link, *inside
+        )
     found |= measured
     if own_seconds is not None:
         found = {"all_reduce": own_seconds, **found}
     best = min(found, key=lambda name: found[name])
-    others = ", ".join(f"{_duration(found[name])} ({name})" for name in sorted(found, key=lambda name: found[name]) if name != best)
+    others = ", ".join(
+        f"{_duration(found[name])} ({name})"
+        for name in sorted(found, key=lambda name: found[name])
+        if name != best
+    )
     reason = f"{best}: {_size(num_bytes)} over {num_ranks} ranks, {_duration(found[best])} against {others}"
     return AlgorithmChoice(algorithm=best, seconds=found[best], reason=reason)
 
@@ -91,15 +102,20 @@ def tree_seconds(num_bytes: float, num_ranks: int, latency_seconds: float, bytes
     return 2 * _log2(num_ranks) * (latency_seconds + num_bytes / bytes_per_second)
 
 
-def halving_seconds(num_bytes: float, num_ranks: int, latency_seconds: float, bytes_per_second: float) -> float:
-    """Of recursive halving and doubling; the ranks above a power of two are folded in with two messages of all bytes.
+def halving_seconds(
+    num_bytes: float, num_ranks: int, latency_seconds: float, bytes_per_second: float
+) -> float:
+    """Of recursive halving and doubling; the ranks above a power of two are folded in with two messages of
+    all bytes.
 
     >>> halving_seconds(8, 4, 1.0, 1.0), halving_seconds(8, 5, 1.0, 1.0)
     (16.0, 34.0)
     """
     power = 1 << (num_ranks.bit_length() - 1)
     folding = 2 * (latency_seconds + num_bytes / bytes_per_second) if power < num_ranks else 0.0
-    return folding + 2 * _log2(power) * latency_seconds + 2 * (power - 1) / power * num_bytes / bytes_per_second
+    return (
+        folding + 2 * _log2(power) * latency_seconds + 2 * (power - 1) / power * num_bytes / bytes_per_second
+    )
 
 
 def hierarchical_seconds(
@@ -122,8 +138,11 @@ def hierarchical_seconds(
     return inside + ring_seconds(num_bytes, num_hosts, latency_seconds, bytes_per_second)
 
 
-def server_seconds(num_bytes: float, num_workers: int, latency_seconds: float, bytes_per_second: float, num_servers: int = 1) -> float:
-    """Of a push and a pull of all workers at servers that divide the bytes evenly, each with a link of its own.
+def server_seconds(
+    num_bytes: float, num_workers: int, latency_seconds: float, bytes_per_second: float, num_servers: int = 1
+) -> float:
+    """Of a push and a pull of all workers at servers that divide the bytes evenly, each with a link of its
+    own.
 
     >>> server_seconds(8, 4, 0.0, 1.0), server_seconds(8, 4, 0.0, 1.0, num_servers=2)
     (64.0, 32.0)

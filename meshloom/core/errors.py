@@ -22,7 +22,8 @@ class JobError(MeshloomError):
 
 
 class CaptureError(MeshloomError):
-    """A loss that cannot be read as a program: what it does depends on more than its tensors, or is not written in tensors."""
+    """A loss that cannot be read as a program: what it does depends on more than its tensors, or is not
+    written in tensors."""
 
     exit_code = 2
 
@@ -56,7 +57,8 @@ class DataError(MeshloomError):
 
 
 class TrainingError(MeshloomError):
-    """A step that cannot go on: a loss that is not finite, a gradient that arrived twice, drifting replicas."""
+    """A step that cannot go on: a loss that is not finite, a gradient that arrived twice, drifting
+    replicas."""
 
 
 class CollectiveError(MeshloomError):
@@ -64,7 +66,8 @@ class CollectiveError(MeshloomError):
 
 
 class EndpointError(MeshloomError):
-    """An address that cannot be listened on or joined, or a key that is missing, open to others, or of another job."""
+    """An address that cannot be listened on or joined, or a key that is missing, open to others, or of
+    another job."""
 
     exit_code = 2
 

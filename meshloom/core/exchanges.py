@@ -1,6 +1,8 @@
-"""The registry of exchanges: every way in which replicas can agree, as an entry of plain values, and the checks of a plan's settings that follow from it.
+"""The registry of exchanges: every way in which replicas can agree, as an entry of plain values, and the
+checks of a plan's settings that follow from it.
 
-An exchange is a file in `exchange/` and its entry here. The entry names the function that opens it, since this room imports none of those above it.
+An exchange is a file in `exchange/` and its entry here. The entry names the function that opens it, since
+this room imports none of those above it.
 """
 
 from __future__ import annotations
@@ -45,15 +47,16 @@ class ExchangeSettings(Protocol):
 class ExchangeEntry:
     """An exchange that a plan can name.
 
-    factory: module and name of what opens it, given a `Setup` (`exchange/registry.py`); "": it is no step that replicas take together (`asynchronous/`).
-    What it is predicted to send is said by what is opened.
+    factory: module and name of what opens it, given a `Setup` (`exchange/registry.py`); "": it is no step
+    that replicas take together (`asynchronous/`). What it is predicted to send is said by what is opened.
     agreement: how replicas agree, as the end of a sentence.
     settings: of a plan that are for it; a plan of another exchange may not set them.
     algorithm: whether it is the all-reduce by the algorithm of its name.
     sums: whether every replica gets the sum of all gradients, so that gradients can be compressed.
     independent: whether replicas take local steps, each from its own parameters.
     no_zero: why zero=1 does not go with it, and what to do, as the end of a sentence; "": it does.
-    breaks_promise: the setting of a plan because of which it need not equal one device, with its value; "" if it promises to.
+    breaks_promise: the setting of a plan because of which it need not equal one device, with its value; "" if
+        it promises to.
     """
 
     factory: str
@@ -73,7 +76,8 @@ class ExchangeEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionEntry:
-    """A way to make gradients smaller. factory: module and name of what makes its `Reduction` of a group, and of the number behind its name, if it has one.
+    """A way to make gradients smaller. factory: module and name of what makes its `Reduction` of a group, and
+    of the number behind its name, if it has one.
 
     number: reads that; `default` is taken where none is given. allows: which numbers are possible.
     """
@@ -135,9 +139,17 @@ COMPRESSIONS: Mapping[str, CompressionEntry] = {
     "none": CompressionEntry(factory="meshloom.exchange.buckets.reduction:Exact"),
     "bf16": CompressionEntry(factory="meshloom.exchange.buckets.bf16:BF16"),
     "powersgd": CompressionEntry(  # by default as Vogels et al., who use 1 to 4
-        factory="meshloom.exchange.buckets.powersgd:PowerSGD", number=int, default=4, allows=lambda rank: rank >= 1
+        factory="meshloom.exchange.buckets.powersgd:PowerSGD",
+        number=int,
+        default=4,
+        allows=lambda rank: rank >= 1,
     ),
-    "topk": CompressionEntry(factory="meshloom.exchange.buckets.topk:TopK", number=float, default=0.01, allows=lambda share: 0 < share <= 1),
+    "topk": CompressionEntry(
+        factory="meshloom.exchange.buckets.topk:TopK",
+        number=float,
+        default=0.01,
+        allows=lambda share: 0 < share <= 1,
+    ),
 }
 
 
@@ -166,9 +178,13 @@ def check_exchange(plan: ExchangeSettings, defaults: Mapping[str, Any]) -> None:
                 f"compress={plan.compress} makes smaller what replicas send each other, and dp=1. Use dp=2 or more, or leave compress out."
             )
     if plan.dp == 1 and entry.synchronous and exchange != "all_reduce":
-        raise PlanError(f"exchange={exchange} is between replicas, and dp=1. Use dp=2 or more, or leave exchange out.")
+        raise PlanError(
+            f"exchange={exchange} is between replicas, and dp=1. Use dp=2 or more, or leave exchange out."
+        )
     if entry.synchronous and plan.servers > plan.dp:
-        raise PlanError(f"servers={plan.servers} share the ranks of dp={plan.dp} replicas. Use servers={plan.dp} or less.")
+        raise PlanError(
+            f"servers={plan.servers} share the ranks of dp={plan.dp} replicas. Use servers={plan.dp} or less."
+        )
     if plan.zero and entry.no_zero:
         raise PlanError(f"zero={plan.zero} {entry.no_zero.format(exchange)}")
     if plan.sync_batch_norm and (entry.independent or not entry.synchronous):
@@ -185,17 +201,25 @@ def _check_ranges(plan: ExchangeSettings) -> None:
     if plan.staleness is not None and plan.staleness < 0:
         raise PlanError(f"staleness={plan.staleness} must be 0 or more, or inf.")
     if not (math.isfinite(plan.outer_learning_rate) and plan.outer_learning_rate > 0):
-        raise PlanError(f"outer_learning_rate={plan.outer_learning_rate} must be more than 0, like outer_learning_rate=0.7.")
+        raise PlanError(
+            f"outer_learning_rate={plan.outer_learning_rate} must be more than 0, like outer_learning_rate=0.7."
+        )
     if not 0 <= plan.outer_momentum < 1:
-        raise PlanError(f"outer_momentum={plan.outer_momentum} must be at least 0 and less than 1, like outer_momentum=0.9.")
+        raise PlanError(
+            f"outer_momentum={plan.outer_momentum} must be at least 0 and less than 1, like outer_momentum=0.9."
+        )
 
 
 def _check_belongs(plan: ExchangeSettings, defaults: Mapping[str, Any]) -> None:
     """A setting that its exchange does not look at is a mistake."""
     for name in dict.fromkeys(name for entry in EXCHANGES.values() for name in entry.settings):
         if getattr(plan, name) != defaults[name] and name not in EXCHANGES[plan.exchange].settings:
-            ways = " or ".join(f"exchange={each}" for each, entry in EXCHANGES.items() if name in entry.settings)
-            raise PlanError(f"{name}={getattr(plan, name)} is for {ways}, and this plan has exchange={plan.exchange}. Use that, or leave {name} out.")
+            ways = " or ".join(
+                f"exchange={each}" for each, entry in EXCHANGES.items() if name in entry.settings
+            )
+            raise PlanError(
+                f"{name}={getattr(plan, name)} is for {ways}, and this plan has exchange={plan.exchange}. Use that, or leave {name} out."
+            )
 
 
 def complete_compress(text: str) -> str:
@@ -229,4 +253,6 @@ def exempt_setting(plan: ExchangeSettings) -> str:
     >>> exempt_setting(Plan(dp=2, exchange="local_sgd", local_steps=8)), exempt_setting(Plan(dp=2, exchange="server"))
     ('local_steps=8', '')
     """
-    return EXCHANGES[plan.exchange].breaks_promise(plan) or (f"compress={plan.compress}" if plan.compress != "none" else "")
+    return EXCHANGES[plan.exchange].breaks_promise(plan) or (
+        f"compress={plan.compress}" if plan.compress != "none" else ""
+    )

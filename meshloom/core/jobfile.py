@@ -28,15 +28,20 @@ def check_target(target: str) -> tuple[Path, str]:
         as_module = Path(*text.split(".")).with_suffix(".py")
         path = as_module if as_module.is_file() else path
     if not path.is_file():
-        raise JobError(f"There is no file {path}. Give the Python file that holds the job, as FILE.py or FILE.py:NAME.")
+        raise JobError(
+            f"There is no file {path}. Give the Python file that holds the job, as FILE.py or FILE.py:NAME."
+        )
     if path.suffix != ".py":
-        raise JobError(f"{path} is not a Python file. Give the file that holds the job, as FILE.py or FILE.py:NAME.")
+        raise JobError(
+            f"{path} is not a Python file. Give the file that holds the job, as FILE.py or FILE.py:NAME."
+        )
     return path, name
 
 
 @contextmanager
 def as_program(target: str, words: Sequence[str]) -> Generator[None]:
-    """A process as the job file would find it if it were the program: sys.argv is its name and `words`, not what meshloom was started with."""
+    """A process as the job file would find it if it were the program: sys.argv is its name and `words`, not
+    what meshloom was started with."""
     before = sys.argv
     sys.argv = [str(check_target(target)[0]), *words]
     try:
@@ -57,9 +62,15 @@ def load_job(target: str) -> Job | None:
     found = getattr(module, name)
     if inspect.isfunction(found):
         parameters = inspect.signature(found).parameters.values()
-        needed = [each.name for each in parameters if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        needed = [
+            each.name
+            for each in parameters
+            if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        ]
         if needed:
-            raise JobError(f"{path}:{name} needs arguments ({', '.join(needed)}). Name a function that can be called without any and returns a Job.")
+            raise JobError(
+                f"{path}:{name} needs arguments ({', '.join(needed)}). Name a function that can be called without any and returns a Job."
+            )
         found = found()
         if found is None:
             return None
@@ -69,7 +80,8 @@ def load_job(target: str) -> Job | None:
 
 
 def _load(path: Path) -> ModuleType:
-    """Run the file. It finds what stands beside it, as under `python FILE`, and what is in the working directory, as under `python -m`."""
+    """Run the file. It finds what stands beside it, as under `python FILE`, and what is in the working
+    directory, as under `python -m`."""
     file, here = path.resolve(), Path.cwd()
     top = file.parent  # above the packages that the file is in
     while (top / "__init__.py").is_file():
@@ -85,7 +97,8 @@ def _load(path: Path) -> ModuleType:
         importlib.import_module(name.rpartition(".")[0])
         if name in sys.modules:  # the package imports it itself
             return sys.modules[name]
-    # Where it is in no package, a name of its own, so that a file called random.py does not hide the library's.
+    # Where it is in no package, a name of its own, so that a file called random.py does not hide the
+    # library's.
     name = name or f"meshloom_job_{file.stem}"
     specification = importlib.util.spec_from_file_location(name, file)
     assert specification and specification.loader
@@ -96,7 +109,8 @@ def _load(path: Path) -> ModuleType:
 
 
 def _module_name(file: Path, root: Path) -> str | None:
-    """As what `python -m` would run the file in the directory `root`, which is on the path; None if it is in no package there."""
+    """As what `python -m` would run the file in the directory `root`, which is on the path; None if it is in
+    no package there."""
     if root not in file.parents:
         return None
     *packages, last = file.relative_to(root).with_suffix("").parts
@@ -107,7 +121,8 @@ def _module_name(file: Path, root: Path) -> str | None:
     except ValueError:
         return None
     places = [Path(each).resolve() for each in found.submodule_search_locations or ()] if found else []
-    return ".".join([*packages, last]) if root.resolve() / packages[0] in places else None  # and not another package of this name
+    # and not another package of this name
+    return ".".join([*packages, last]) if root.resolve() / packages[0] in places else None
 
 
 def _advice(path: Path, module: Any) -> str:

@@ -2,7 +2,8 @@
 
     rank = (pp * size_dp + dp) * size_tp + tp
 
-so that the ranks of one tensor-parallel group, which talk most, are neighbours, and the stages of a pipeline, which
+so that the ranks of one tensor-parallel group, which talk most, are neighbours, and the stages of a pipeline,
+which
 talk least, are farthest apart. For `Mesh(dp=2, pp=2, tp=2)`:
 
               dp=0      dp=1
@@ -34,7 +35,9 @@ class MeshCoordinates:
     tp: int = 0
 
     def __str__(self) -> str:
-        return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES if axis == "dp" or getattr(self, axis))
+        return ",".join(
+            f"{axis}={getattr(self, axis)}" for axis in AXES if axis == "dp" or getattr(self, axis)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +84,15 @@ class Mesh:
         """The ranks that differ from `rank` along `axis` only, itself included, in axis order."""
         here = self.place(rank)
         coordinates = {name: getattr(here, name) for name in AXES}
-        return tuple(self.rank(MeshCoordinates(**{**coordinates, axis: index})) for index in range(getattr(self, axis)))
+        return tuple(
+            self.rank(MeshCoordinates(**{**coordinates, axis: index})) for index in range(getattr(self, axis))
+        )
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups along `axis`, each once, in order of their first rank."""
-        return tuple(self.group_of(axis, rank) for rank in range(self.size) if getattr(self.place(rank), axis) == 0)
+        return tuple(
+            self.group_of(axis, rank) for rank in range(self.size) if getattr(self.place(rank), axis) == 0
+        )
 
     def teams(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each replica, in order of pp, then of tp.
@@ -94,7 +101,11 @@ class Mesh:
         ((0, 2), (1, 3))
         """
         return tuple(
-            tuple(self.rank(MeshCoordinates(dp=replica, pp=pp, tp=tp)) for pp in range(self.pp) for tp in range(self.tp))
+            tuple(
+                self.rank(MeshCoordinates(dp=replica, pp=pp, tp=tp))
+                for pp in range(self.pp)
+                for tp in range(self.tp)
+            )
             for replica in range(self.dp)
         )
 

@@ -1,7 +1,9 @@
-"""The mode in which each module trains: as the model was built; a model handed over in evaluation mode trains in training mode.
+"""The mode in which each module trains: as the model was built; a model handed over in evaluation mode trains
+in training mode.
 
-`from_pretrained` returns whole models in evaluation mode, and whoever trains them calls `model.train()`: so does meshloom. Modules that are in
-evaluation mode when the whole model is not were put there on purpose (batch norm that keeps its statistics), so they stay.
+`from_pretrained` returns whole models in evaluation mode, and whoever trains them calls `model.train()`: so
+does meshloom. Modules that are in evaluation mode when the whole model is not were put there on purpose
+(batch norm that keeps its statistics), so they stay.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from meshloom.core.errors import TrainingError
 
 
 def as_trained(model: nn.Module) -> nn.Module:
-    """`model` in the mode that it trains in. Its own `training` is the whole model's, whatever that of a new part put into it.
+    """`model` in the mode that it trains in. Its own `training` is the whole model's, whatever that of a new
+    part put into it.
 
     >>> model = as_trained(nn.Sequential(nn.Dropout(), nn.Dropout().eval()))
     >>> [each.training for each in model.modules()]
@@ -36,9 +39,11 @@ class Modes:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Every module is in the mode that it trains in, whatever was called between steps (`model.eval()`, `model.train()`).
+        """Every module is in the mode that it trains in, whatever was called between steps (`model.eval()`,
+        `model.train()`).
 
-        Raises `TrainingError` if a part of the model was put into evaluation mode since the newest step: programs that were read before would not know.
+        Raises `TrainingError` if a part of the model was put into evaluation mode since the newest step:
+        programs that were read before would not know.
         """
         if self._model.training:
             for (name, module, trains), left in zip(self._built, self._left, strict=True):

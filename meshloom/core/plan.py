@@ -1,6 +1,7 @@
 """What is done in parallel, as a value: frozen, with a text form and JSON both ways.
 
-`dp=4,microbatches=2,zero=1` is a plan; so is `{"dp": 4, "microbatches": 2, "zero": 1}`. Fields at their default are
+`dp=4,microbatches=2,zero=1` is a plan; so is `{"dp": 4, "microbatches": 2, "zero": 1}`. Fields at their
+default are
 left out of both. The same plan is checked, priced, executed and verified; there is no second description.
 """
 
@@ -28,8 +29,10 @@ PLACEMENTS = ("column", "row", "vocabulary", "heads", "channels", "experts", "re
 class ScheduleEntry:
     """A schedule that a plan can name.
 
-    builder: module and name of a function: (ranks, microbatches, stages per rank, durations or None) -> `Schedule`.
-    stages_per_rank: those that it works with; the default of one that works with `any_number`. split: whether backward comes in two halves.
+    builder: module and name of a function: (ranks, microbatches, stages per rank, durations or None) ->
+        `Schedule`.
+    stages_per_rank: those that it works with; the default of one that works with `any_number`. split: whether
+        backward comes in two halves.
     """
 
     builder: str
@@ -87,24 +90,33 @@ class Plan:
     overlap: gradients travel while backward is still computing earlier layers.
     bucket_bytes: gradients travel in pieces of about this many bytes.
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
-    tp_placements: pattern of module names -> how the parameters of those modules and of all inside are divided over tp: `column` (out
-        features), `row` (in features), `vocabulary`, `heads`, `channels`, `experts`, `dim0`, `dim1`, ..., or `replicated`. Others are chosen by cost.
-    memory_bytes: what a rank along pp and tp may hold of parameters, gradients, optimizer state and kept activations; cuts and division are chosen so.
-        0: no limit. As text also with a unit: memory_bytes=8GiB.
+    tp_placements: pattern of module names -> how the parameters of those modules and of all inside are
+        divided over tp: `column` (out features), `row` (in features), `vocabulary`, `heads`, `channels`,
+        `experts`, `dim0`, `dim1`, ..., or `replicated`. Others are chosen by cost.
+    memory_bytes: what a rank along pp and tp may hold of parameters, gradients, optimizer state and kept
+        activations; cuts and division are chosen so. 0: no limit. As text also with a unit:
+        memory_bytes=8GiB.
     schedule: in which order the ranks along pp compute: gpipe, 1f1b, interleaved, zb-h1 or zb-v.
     virtual_stages: stages of each rank along pp. 0: as many as the schedule has at least.
-    cuts: modules that begin the stages after the first, in order: cuts=blocks.4+blocks.8. Empty: chosen so that the slowest stage is fastest.
-    recompute: what backward needs of forward is kept (none), computed again block by block (full), or computed again where that is cheap (selective).
-    exchange: how replicas agree. all_reduce: all get the sum of gradients and make the same update; ring, tree, halving, hierarchical: the same, by
-        this algorithm instead of the library's own. server: some ranks update for all, once a step.
-        async: servers update with every push. local_sgd, diloco: replicas take independent local steps, and every `local_steps` they average parameters.
-    servers: ranks that are servers too: the first of the replicas, over which the elements are divided evenly.
-    staleness: how many steps the fastest worker may be ahead of the slowest; None: any number. 0 makes exchange=async to exchange=server.
-    rate_by_age: with exchange=async, learning rates are divided by the age of the gradient's parameters: the updates made since, if more than one.
-    local_steps: steps that each replica takes between averages.
-    outer_learning_rate, outer_momentum: of diloco's outer step, Nesterov momentum on the averaged change of parameters.
-    compress: gradients travel as bf16, as matrices of low rank (powersgd:4) or as their largest elements (topk:0.01, a share of them).
-    shares: how a batch is divided over replicas: even, in proportions given by hand (3+3+3+1), or in proportion to measured speed (measured).
+    cuts: modules that begin the stages after the first, in order: cuts=blocks.4+blocks.8. Empty: chosen so
+    that the slowest stage is fastest. recompute: what backward needs of forward is kept (none), computed
+    again block by block (full), or computed again where that is cheap (selective). exchange: how replicas
+        agree. all_reduce: all get the sum of gradients and make the same update; ring, tree, halving,
+        hierarchical: the same, by this algorithm instead of the library's own. server: some ranks update for
+            all, once a step.
+        async: servers update with every push. local_sgd, diloco: replicas take independent local steps, and
+            every `local_steps` they average parameters.
+    servers: ranks that are servers too: the first of the replicas, over which the elements are divided
+        evenly.
+    staleness: how many steps the fastest worker may be ahead of the slowest; None: any number. 0 makes
+    exchange=async to exchange=server. rate_by_age: with exchange=async, learning rates are divided by the age
+    of the gradient's parameters: the updates made since, if more than one. local_steps: steps that each
+    replica takes between averages.
+    outer_learning_rate, outer_momentum: of diloco's outer step, Nesterov momentum on the averaged change of
+        parameters.
+    compress: gradients travel as bf16, as matrices of low rank (powersgd:4) or as their largest elements
+    (topk:0.01, a share of them). shares: how a batch is divided over replicas: even, in proportions given by
+    hand (3+3+3+1), or in proportion to measured speed (measured).
 
     >>> Plan(dp=4, microbatches=2)
     Plan('dp=4,microbatches=2')
@@ -154,18 +166,24 @@ class Plan:
             if expected is float and type(value) is int:
                 object.__setattr__(self, field.name, float(value))
             elif type(value) is not expected and not (field.name == "staleness" and type(value) is int):
-                raise PlanError(f"{field.name}={value!r} must be {_describe(expected)}, like {field.name}={_text(field.default)}.")
+                raise PlanError(
+                    f"{field.name}={value!r} must be {_describe(expected)}, like {field.name}={_text(field.default)}."
+                )
         for name in ("dp", "pp", "tp", "microbatches", "bucket_bytes"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)} must be 1 or more.")
         if self.memory_bytes < 0:
             raise PlanError(f"memory_bytes={self.memory_bytes} must be 0 (no limit) or more.")
         if self.zero not in (0, 1):
-            raise PlanError(f"zero={self.zero} is not available. Use zero=0 (replicated) or zero=1 (optimizer state divided over dp).")
+            raise PlanError(
+                f"zero={self.zero} is not available. Use zero=0 (replicated) or zero=1 (optimizer state divided over dp)."
+            )
         for pattern, value in self.tp_placements.items():
             _check_placement(pattern, value)
         if self.tp_placements and self.tp == 1:
-            raise PlanError(f"tp_placements={_text(self.tp_placements)} divides over tp, and tp=1. Use tp=2 or more, or leave tp_placements out.")
+            raise PlanError(
+                f"tp_placements={_text(self.tp_placements)} divides over tp, and tp=1. Use tp=2 or more, or leave tp_placements out."
+            )
         if self.memory_bytes and self.tp == 1 and self.pp == 1:
             raise PlanError(
                 f"memory_bytes={self.memory_bytes} is what a division over pp or tp has to keep to, and both are 1. "
@@ -174,24 +192,39 @@ class Plan:
         self._check_pipeline()
         self._check_exchange()
         if self.sync_batch_norm and self.reads:
-            why = next(f"{name}={getattr(self, name)}" for name in ("tp", "pp", "recompute") if getattr(self, name) not in (1, "none"))
-            raise PlanError(f"sync_batch_norm=true works on modules, and {why} computes operators. Leave {why} out, or use sync_batch_norm=false.")
+            why = next(
+                f"{name}={getattr(self, name)}"
+                for name in ("tp", "pp", "recompute")
+                if getattr(self, name) not in (1, "none")
+            )
+            raise PlanError(
+                f"sync_batch_norm=true works on modules, and {why} computes operators. Leave {why} out, or use sync_batch_norm=false."
+            )
 
     def _check_pipeline(self) -> None:
         for name, known in (("schedule", tuple(SCHEDULES)), ("recompute", RECOMPUTE)):
             known_word(name, getattr(self, name), known)
-        if not all(isinstance(each, str) and each and not any(mark in each for mark in ",+= ") for each in self.cuts):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not all(
+            isinstance(each, str) and each and not any(mark in each for mark in ",+= ") for each in self.cuts
+        ):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PlanError(f"cuts={self.cuts!r} must be names of modules, like cuts=blocks.4+blocks.8.")
         if self.pp == 1:
             for field in fields(self):
-                if field.name in ("schedule", "virtual_stages", "cuts") and getattr(self, field.name) != field.default:
+                if (
+                    field.name in ("schedule", "virtual_stages", "cuts")
+                    and getattr(self, field.name) != field.default
+                ):
                     raise PlanError(
                         f"{field.name}={_text(getattr(self, field.name))} is for a pipeline, and pp=1. Use pp=2 or more, or leave {field.name} out."
                     )
         usual, any_more = SCHEDULES[self.schedule].stages_per_rank, SCHEDULES[self.schedule].any_number
         if self.virtual_stages not in (0, usual) and not (any_more and self.virtual_stages > usual):
             allowed = f"{usual} or more" if any_more else usual
-            way_out = "Leave virtual_stages out." if any_more else "Leave virtual_stages out, or use schedule=interleaved."
+            way_out = (
+                "Leave virtual_stages out."
+                if any_more
+                else "Leave virtual_stages out, or use schedule=interleaved."
+            )
             raise PlanError(
                 f"virtual_stages={self.virtual_stages} does not go with schedule={self.schedule}, which has {allowed} on each rank. {way_out}"
             )
@@ -241,7 +274,8 @@ class Plan:
         return self.dp * self.microbatches
 
     def sizes(self, num_samples: int, shares: Sequence[int] = ()) -> list[int]:
-        """Samples of each chunk of a batch, in order of chunks. shares: of the replicas, relative; default: this plan's, even when they are measured.
+        """Samples of each chunk of a batch, in order of chunks. shares: of the replicas, relative; default:
+        this plan's, even when they are measured.
 
         >>> Plan(dp=2, microbatches=2).sizes(10), Plan(dp=2, microbatches=2, shares="4+1").sizes(10)
         ([3, 3, 2, 2], [4, 4, 1, 1])
@@ -249,12 +283,19 @@ class Plan:
         shares = shares or fixed_shares(self.shares)
         if not shares:
             return chunk_sizes(num_samples, self.num_chunks)
-        return [size for mine in apportion(num_samples, shares) for size in chunk_sizes(mine, self.microbatches)]
+        return [
+            size for mine in apportion(num_samples, shares) for size in chunk_sizes(mine, self.microbatches)
+        ]
 
     def largest_share(self, num_samples: int) -> list[int]:
-        """Samples of each microbatch, those without any left out, of the replica that has most of a batch: the first of them."""
+        """Samples of each microbatch, those without any left out, of the replica that has most of a batch:
+        the first of them."""
         sizes, m = self.sizes(num_samples), self.microbatches
-        return [size for size in max((sizes[start : start + m] for start in range(0, len(sizes), m)), key=sum) if size]
+        return [
+            size
+            for size in max((sizes[start : start + m] for start in range(0, len(sizes), m)), key=sum)
+            if size
+        ]
 
     def check_batch(self, batch_size: int) -> None:
         """Raise `PlanError` if a batch of `batch_size` samples cannot be run under this plan."""
@@ -262,7 +303,11 @@ class Plan:
             raise PlanError(
                 f"dp={self.dp} x microbatches={self.microbatches} cuts a batch of {batch_size} samples into {self.num_chunks:,} chunks, of which at least "
                 f"{self.num_chunks - batch_size:,} are empty. "
-                + (f"Use dp={batch_size} or less." if self.dp > batch_size else f"Use at most {batch_size // self.dp} microbatches.")
+                + (
+                    f"Use dp={batch_size} or less."
+                    if self.dp > batch_size
+                    else f"Use at most {batch_size // self.dp} microbatches."
+                )
             )
         if self.sync_batch_norm and not all(self.sizes(batch_size)):
             cut, way_out = "", f"Use at most {batch_size} chunks"
@@ -280,7 +325,9 @@ class Plan:
         for part in text.split(","):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not key or not value:
-                raise PlanError(f"{part.strip()!r} in plan {text!r} is not key=value. A plan looks like dp=4,microbatches=2.")
+                raise PlanError(
+                    f"{part.strip()!r} in plan {text!r} is not key=value. A plan looks like dp=4,microbatches=2."
+                )
             if key in settings:
                 raise PlanError(f"{key} stands twice in plan {text!r}.")
             settings[key] = _value(key, value)
@@ -307,7 +354,11 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Settings that differ from their default, dp always."""
         return {
-            field.name: dict(value) if isinstance(value, Pairs) else list(value) if isinstance(value, tuple) else value
+            field.name: dict(value)
+            if isinstance(value, Pairs)
+            else list(value)
+            if isinstance(value, tuple)
+            else value
             for field in fields(self)
             if (value := getattr(self, field.name)) != field.default or field.name == "dp"
         }
@@ -336,8 +387,15 @@ def _known(key: str) -> None:
 
 
 def _check_placement(pattern: object, value: object) -> None:
-    if not isinstance(pattern, str) or not isinstance(value, str) or not pattern or any(mark in pattern for mark in ",+:= "):
-        raise PlanError(f"tp_placements={pattern!r}:{value!r} must be a pattern of module names and how to divide them, like blocks.*.up:column.")
+    if (
+        not isinstance(pattern, str)
+        or not isinstance(value, str)
+        or not pattern
+        or any(mark in pattern for mark in ",+:= ")
+    ):
+        raise PlanError(
+            f"tp_placements={pattern!r}:{value!r} must be a pattern of module names and how to divide them, like blocks.*.up:column."
+        )
     if value not in PLACEMENTS and not (value.startswith("dim") and value.removeprefix("dim").isdecimal()):
         near = difflib.get_close_matches(value, PLACEMENTS, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(PLACEMENTS)}, dim0, dim1, ..."
@@ -349,7 +407,9 @@ def _pairs(key: str, text: str) -> Pairs:
     for part in text.split("+"):
         pattern, colon, value = (piece.strip() for piece in part.partition(":"))
         if not colon or not pattern or not value:
-            raise PlanError(f"{part.strip()!r} in {key}={text} is not pattern:value. Pairs look like {key}=blocks.*.up:column+head:vocabulary.")
+            raise PlanError(
+                f"{part.strip()!r} in {key}={text} is not pattern:value. Pairs look like {key}=blocks.*.up:column+head:vocabulary."
+            )
         if pattern in found:
             raise PlanError(f"{pattern} stands twice in {key}={text}.")
         found[pattern] = value
@@ -374,7 +434,9 @@ def _value(key: str, text: str) -> int | float | bool | str | Pairs | tuple[str,
     try:
         return float(text) if isinstance(default, float) else int(text)
     except ValueError:
-        raise PlanError(f"{key}={text} must be {_describe(type(default))}, like {key}={_text(default)}.") from None
+        raise PlanError(
+            f"{key}={text} must be {_describe(type(default))}, like {key}={_text(default)}."
+        ) from None
 
 
 def _text(value: object) -> str:

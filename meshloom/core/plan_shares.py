@@ -1,4 +1,5 @@
-"""The setting that says how much of a batch each replica gets: its text, what it goes with, and the samples that it comes to.
+"""The setting that says how much of a batch each replica gets: its text, what it goes with, and the samples
+that it comes to.
 
 shares=even        as many for each, larger chunks first (default)
 shares=3+3+3+1     in these proportions
@@ -29,14 +30,17 @@ class ShareSettings(Protocol):
 
 
 def apportion(num_samples: int, shares: Sequence[int]) -> list[int]:
-    """Samples of each replica, in proportion to `shares`: the exact quotas rounded down, what is left to the largest remainders, then to the first.
+    """Samples of each replica, in proportion to `shares`: the exact quotas rounded down, what is left to the
+    largest remainders, then to the first.
 
     >>> apportion(64, (3, 3, 3, 1)), apportion(66, (1, 1, 1, 1)), apportion(2, (1, 5, 5))
     ([19, 19, 19, 7], [17, 17, 16, 16], [0, 1, 1])
     """
     total = sum(shares)
     sizes = [num_samples * share // total for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda replica: (-(num_samples * shares[replica] % total), replica))
+    by_remainder = sorted(
+        range(len(shares)), key=lambda replica: (-(num_samples * shares[replica] % total), replica)
+    )
     for replica in by_remainder[: num_samples - sum(sizes)]:
         sizes[replica] += 1
     return sizes
@@ -74,11 +78,17 @@ def check_shares(plan: ShareSettings) -> None:
         return
     given = fixed_shares(plan.shares)
     if plan.dp == 1:
-        raise PlanError(f"shares={plan.shares} divides batches over replicas, and dp=1. Use dp=2 or more, or leave shares out.")
+        raise PlanError(
+            f"shares={plan.shares} divides batches over replicas, and dp=1. Use dp=2 or more, or leave shares out."
+        )
     if given and len(given) != plan.dp:
-        raise PlanError(f"shares={plan.shares} is for {len(given)} replicas, and dp={plan.dp}. Give one number for each replica.")
+        raise PlanError(
+            f"shares={plan.shares} is for {len(given)} replicas, and dp={plan.dp}. Give one number for each replica."
+        )
     if not EXCHANGES[plan.exchange].synchronous:
-        raise PlanError(f"shares={plan.shares} is for steps taken together; with exchange=async fast workers push more often. Leave shares out.")
+        raise PlanError(
+            f"shares={plan.shares} is for steps taken together; with exchange=async fast workers push more often. Leave shares out."
+        )
     if EXCHANGES[plan.exchange].independent:
         raise PlanError(
             f"shares={plan.shares} would not keep the mean: with exchange={plan.exchange} every replica's parameters count the same, however many "

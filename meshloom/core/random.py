@@ -1,8 +1,11 @@
 """Random draws belong to (seed, step, chunk, n), never to the order of execution.
 
-A chunk's forward starts from the seed of (seed, step, chunk), on whichever rank it runs. With `KeyedDraws` every random
-operation n in it is seeded anew from the one before, so that a draw does not depend on how many numbers the earlier ones
-took. The chain lives in torch's own CPU generator (its `initial_seed`), so that activation checkpointing, which
+A chunk's forward starts from the seed of (seed, step, chunk), on whichever rank it runs. With `KeyedDraws`
+every random
+operation n in it is seeded anew from the one before, so that a draw does not depend on how many numbers the
+earlier ones
+took. The chain lives in torch's own CPU generator (its `initial_seed`), so that activation checkpointing,
+which
 saves and restores that generator, repeats the same draws.
 """
 
@@ -10,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,14 +35,16 @@ def derive(*parts: int | str) -> int:
 
 
 def seed_everything(value: int) -> None:
-    """Seed torch (every device), `random` and numpy, so that whatever the user's code draws from is decided."""
+    """Seed torch (every device), `random` and numpy, so that whatever the user's code draws from is
+    decided."""
     seed_torch(value)
     random.seed(value)
     numpy.random.seed(value % 2**32)
 
 
 def seed_torch(value: int) -> None:
-    """torch.manual_seed; on a machine without accelerators only what there is to seed, which is forty times as fast."""
+    """torch.manual_seed; on a machine without accelerators only what there is to seed, which is forty times
+    as fast."""
     if torch.accelerator.is_available():
         torch.manual_seed(value)
     else:
@@ -93,7 +98,8 @@ class Rows:
 class KeyedDraws(TorchDispatchMode):
     """Seed every random operation by its number within the chunk.
 
-    With `rows`, a draw whose first dim is k per sample is the slice of the draw for all `rows.total` samples, so that ranks that
+    With `rows`, a draw whose first dim is k per sample is the slice of the draw for all `rows.total` samples,
+    so that ranks that
     share a chunk draw what one device would. `seen`, if given, receives a digest of every draw.
     Operations that are handed a generator of their own are left alone.
     """
@@ -103,7 +109,9 @@ class KeyedDraws(TorchDispatchMode):
         self.rows = rows
         self.seen = seen
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
@@ -144,20 +152,25 @@ def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows | N
     def enlarge(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape[:1] != like.shape[:1]:
             return value
-        full = value.new_ones((rows.total * per_sample, *value.shape[1:]))  # a valid probability, weight, deviation and rate
+        # a valid probability, weight, deviation and rate
+        full = value.new_ones((rows.total * per_sample, *value.shape[1:]))
         full[start:stop] = value
         return full
 
     enlarged = [enlarge(value) for value in args]
     full = func(*enlarged, **{key: enlarge(value) for key, value in kwargs.items()})
-    cut: Callable[[Any], Any] = lambda value: value[start:stop].clone() if isinstance(value, Tensor) and value.ndim else value  # noqa: E731
+
+    def cut(value: Any) -> Any:
+        return value[start:stop].clone() if isinstance(value, Tensor) and value.ndim else value
+
     if full is enlarged[0]:  # an in-place draw, such as bernoulli_
         args[0].copy_(full[start:stop])
         return args[0]
     return tuple(cut(value) for value in full) if isinstance(full, tuple) else cut(full)
 
 
-# How many numbers a draw takes from the generator depends on the values of its arguments, so every row is seeded by itself.
+# How many numbers a draw takes from the generator depends on the values of its arguments, so every row is
+# seeded by itself.
 _TAKES_AS_IT_NEEDS = {
     torch.ops.aten.poisson.default,
     torch.ops.aten.binomial.default,
@@ -175,18 +188,27 @@ def _draw_row_by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any], row
     drawn = torch.empty_like(args[0])
     for row in range(num_rows):
         seed_torch(derive(chain, "row", first + row))
-        drawn[row : row + 1] = func(*(value[row : row + 1] if isinstance(value, Tensor) else value for value in args), **kwargs)
+        drawn[row : row + 1] = func(
+            *(value[row : row + 1] if isinstance(value, Tensor) else value for value in args), **kwargs
+        )
     seed_torch(chain)
-    return args[0] if func is torch.ops.aten.rrelu_with_noise_.default else drawn  # in place, through the rows
+    # in place, through the rows
+    return args[0] if func is torch.ops.aten.rrelu_with_noise_.default else drawn
 
 
 def _digest(func: Any, args: Sequence[Any], drawn: Any) -> str:
-    """What was drawn, without what was computed from it: a dropout's mask and not its output, which differs by rounding."""
-    outputs = [value for value in (drawn if isinstance(drawn, tuple | list) else [drawn]) if isinstance(value, Tensor)]
+    """What was drawn, without what was computed from it: a dropout's mask and not its output, which differs
+    by rounding."""
+    outputs = [
+        value
+        for value in (drawn if isinstance(drawn, tuple | list) else [drawn])
+        if isinstance(value, Tensor)
+    ]
     parts = [value for value in outputs if value.dtype == torch.bool] or outputs
     inputs = [value for value in args if isinstance(value, Tensor) and value.is_floating_point()]
     if parts is outputs and func not in _DRAWS_ALONE and any(value is not drawn for value in inputs):
-        return f"{func} {[list(value.shape) for value in parts]}"  # computed from a tensor: the numbers carry its rounding
+        # computed from a tensor: the numbers carry its rounding
+        return f"{func} {[list(value.shape) for value in parts]}"
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         flat = part.detach().to("cpu").contiguous().reshape(-1)

@@ -17,7 +17,8 @@ from meshloom.core.plan import Plan
 
 @dataclass(frozen=True)
 class Chunk:
-    """Chunk `index` of the global batch of step `step`, which has `batch` samples: what `collate` made of `samples` of them, None of none."""
+    """Chunk `index` of the global batch of step `step`, which has `batch` samples: what `collate` made of
+    `samples` of them, None of none."""
 
     step: int
     batch: int
@@ -40,7 +41,8 @@ class ChunkRange:
 
 
 def cut_batch(num_samples: int, plan: Plan, shares: Sequence[int] = ()) -> list[ChunkRange]:
-    """All chunks of a batch of `num_samples`, in order: contiguous, larger ones first within a share. shares: as of `Plan.sizes`.
+    """All chunks of a batch of `num_samples`, in order: contiguous, larger ones first within a share. shares:
+    as of `Plan.sizes`.
 
     >>> cut_batch(3, Plan(dp=2))
     [ChunkRange(index=0, start=0, stop=2), ChunkRange(index=1, start=2, stop=3)]
@@ -48,7 +50,10 @@ def cut_batch(num_samples: int, plan: Plan, shares: Sequence[int] = ()) -> list[
     [ChunkRange(index=0, start=0, stop=1), ChunkRange(index=1, start=1, stop=5)]
     """
     sizes = plan.sizes(num_samples, shares)
-    return [ChunkRange(index, stop - size, stop) for index, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True))]
+    return [
+        ChunkRange(index, stop - size, stop)
+        for index, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True))
+    ]
 
 
 def share_of(replica: int, cuts: list[ChunkRange], plan: Plan) -> list[ChunkRange]:
@@ -66,9 +71,11 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, step: int) -> Steps[list[Chunk]]:
-        """This replica's chunks of `step`, in order, empty ones included; all replicas of the plan call it together.
+        """This replica's chunks of `step`, in order, empty ones included; all replicas of the plan call it
+        together.
 
-        The step after the last one read is at hand; any other makes the reader go there. Raises `DataError` with the
+        The step after the last one read is at hand; any other makes the reader go there. Raises `DataError`
+        with the
         sample and the user's line when the job's dataset or `collate` fails.
         """
 

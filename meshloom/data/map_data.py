@@ -1,6 +1,8 @@
-"""Map-style data: which samples a step reads is a function of (seed, step), so a position is a step and nothing more.
+"""Map-style data: which samples a step reads is a function of (seed, step), so a position is a step and
+nothing more.
 
-Each replica reads its own samples only. A sample's draws (augmentation) belong to (seed, epoch, index): they are the same
+Each replica reads its own samples only. A sample's draws (augmentation) belong to (seed, epoch, index): they
+are the same
 whichever rank or worker reads it, and after a resume.
 """
 
@@ -84,7 +86,17 @@ class Batches:
 class MapReader(Reader):
     """The chunks of one replica, read by one loader for the whole run."""
 
-    def __init__(self, dataset: Any, num_samples: int, job: Job, plan: Plan, shares: Shares, replica: int, start_step: int, stop_step: int) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        num_samples: int,
+        job: Job,
+        plan: Plan,
+        shares: Shares,
+        replica: int,
+        start_step: int,
+        stop_step: int,
+    ) -> None:
         self._source = ChunkSource(dataset, job)
         self._num_samples = num_samples
         self._batches = Batches(job, num_samples)
@@ -93,7 +105,11 @@ class MapReader(Reader):
         self._shares = shares
         self._replica = replica
         self._stop_step = stop_step
-        for step in (start_step, start_step + self._batches.per_epoch - 1 - start_step % self._batches.per_epoch):  # the latter may be short
+        # the latter may be short
+        for step in (
+            start_step,
+            start_step + self._batches.per_epoch - 1 - start_step % self._batches.per_epoch,
+        ):
             if step < stop_step:
                 plan.check_batch(self._batches.size(step))
         self._go_to(start_step)
@@ -108,7 +124,16 @@ class MapReader(Reader):
         if step != self._next_step:
             self._go_to(step)
         cuts = self._cuts(step, self._batches.size(step))
-        chunks = [Chunk(step, self._batches.size(step), cut.index, cut.samples, next(self._items) if cut.samples else None) for cut in cuts]
+        chunks = [
+            Chunk(
+                step,
+                self._batches.size(step),
+                cut.index,
+                cut.samples,
+                next(self._items) if cut.samples else None,
+            )
+            for cut in cuts
+        ]
         self._next_step = step + 1
         return chunks
 
@@ -136,8 +161,16 @@ class MapReader(Reader):
 EVALUATION = -1  # the epoch that draws belong to while evaluation data is read
 
 
-def map_chunks(dataset: Any, job: Job, plan: Plan, replica: int, shares: Sequence[int] = (), num_batches: int | None = None) -> Iterator[Chunk]:
-    """The chunks of `replica` of one pass over `dataset` in order, those with samples. Arguments: of `evaluation_chunks`."""
+def map_chunks(
+    dataset: Any,
+    job: Job,
+    plan: Plan,
+    replica: int,
+    shares: Sequence[int] = (),
+    num_batches: int | None = None,
+) -> Iterator[Chunk]:
+    """The chunks of `replica` of one pass over `dataset` in order, those with samples. Arguments: of
+    `evaluation_chunks`."""
     starts = range(0, len(dataset), job.batch_size)[:num_batches]
     batches = [range(start, min(start + job.batch_size, len(dataset))) for start in starts]
     requests = [

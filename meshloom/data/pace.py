@@ -19,7 +19,8 @@ LEAST_STEPS = 3  # a median of fewer may be that of a first step, in which much 
 
 
 class Pace:
-    """Of the newest `EVERY_STEPS` steps of one rank. along_dp: the groups in which it waits for other replicas while it computes."""
+    """Of the newest `EVERY_STEPS` steps of one rank. along_dp: the groups in which it waits for other
+    replicas while it computes."""
 
     def __init__(self, along_dp: Sequence[RecordedGroup], device: torch.device) -> None:
         self._along_dp = along_dp
@@ -34,7 +35,8 @@ class Pace:
     def end(self, num_samples: int) -> None:
         """The rank has nothing left to compute before the exchange; `num_samples` of its share."""
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # kernels; collectives have streams of their own
+            # kernels; collectives have streams of their own
+            torch.cuda.current_stream(self._device).synchronize()
         if num_samples:
             self._seconds.append((time.monotonic() - self._held_up() - self._began) / num_samples)
 

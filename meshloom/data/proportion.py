@@ -23,9 +23,11 @@ class Proposal:
 
 
 def fastest_sizes(num_samples: int, seconds_per_sample: Sequence[float]) -> tuple[int, ...]:
-    """Samples of each replica, at least one, such that max(samples * seconds per sample) is as small as it can be.
+    """Samples of each replica, at least one, such that max(samples * seconds per sample) is as small as it
+    can be.
 
-    Who would be done first with one more gets one more. No such step is needed below the time that fractions of samples would take: the start.
+    Who would be done first with one more gets one more. No such step is needed below the time that fractions
+    of samples would take: the start.
 
     >>> fastest_sizes(16, [1.0, 1.0, 1.0, 3.0]), fastest_sizes(3, [1.0, 9.0, 9.0])
     ((5, 5, 5, 1), (1, 1, 1))
@@ -34,13 +36,16 @@ def fastest_sizes(num_samples: int, seconds_per_sample: Sequence[float]) -> tupl
     seconds = (num_samples - len(seconds_per_sample)) / sum(1 / each for each in seconds_per_sample)
     sizes = [max(1, int(seconds / each)) for each in seconds_per_sample]
     while sum(sizes) < num_samples:
-        next_replica = min(range(len(sizes)), key=lambda replica: (sizes[replica] + 1) * seconds_per_sample[replica])
+        next_replica = min(
+            range(len(sizes)), key=lambda replica: (sizes[replica] + 1) * seconds_per_sample[replica]
+        )
         sizes[next_replica] += 1
     return tuple(sizes)
 
 
 def propose(sizes: Sequence[int], seconds_per_sample: Sequence[float]) -> Proposal | None:
-    """Other sizes of the same batch, if the slowest replica is predicted to be done sooner by `LEAST_GAIN` or more. sizes: now, of each replica.
+    """Other sizes of the same batch, if the slowest replica is predicted to be done sooner by `LEAST_GAIN` or
+    more. sizes: now, of each replica.
 
     >>> propose([4, 4, 4, 4], [1.0, 1.0, 1.0, 3.0])
     Proposal(sizes=(5, 5, 5, 1), reason='replica 3 takes 3.0x as long per sample as replica 0')
@@ -51,7 +56,9 @@ def propose(sizes: Sequence[int], seconds_per_sample: Sequence[float]) -> Propos
         return None
     slow, fast = (seconds_per_sample.index(extreme(seconds_per_sample)) for extreme in (max, min))
     ratio = seconds_per_sample[slow] / seconds_per_sample[fast]
-    return Proposal(sizes=best, reason=f"replica {slow} takes {ratio:.1f}x as long per sample as replica {fast}")
+    return Proposal(
+        sizes=best, reason=f"replica {slow} takes {ratio:.1f}x as long per sample as replica {fast}"
+    )
 
 
 def _slowest(sizes: Sequence[int], seconds_per_sample: Sequence[float]) -> float:

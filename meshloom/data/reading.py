@@ -1,6 +1,8 @@
-"""Runs the job's dataset and `collate`, here or in worker processes, so that what they draw and how they fail is known.
+"""Runs the job's dataset and `collate`, here or in worker processes, so that what they draw and how they fail
+is known.
 
-Every sample and every `collate` starts from a seed of its own in the CPU generators of torch, `random` and numpy. An
+Every sample and every `collate` starts from a seed of its own in the CPU generators of torch, `random` and
+numpy. An
 exception becomes a `ReadFailure` on the spot, since one that crosses a process loses its traceback.
 """
 
@@ -32,7 +34,8 @@ from meshloom.core.random import derive, preserved_draws
 
 
 def seed_draws(value: int) -> None:
-    """Seed the CPU generators: 10 us, where `torch.manual_seed`, which visits every kind of device, takes 200."""
+    """Seed the CPU generators: 10 us, where `torch.manual_seed`, which visits every kind of device, takes
+    200."""
     torch.default_generator.manual_seed(value)
     random.seed(value)
     numpy.random.seed(value % 2**32)
@@ -48,7 +51,8 @@ class ReadFailure:
 
     @staticmethod
     def of(what: str, error: Exception) -> ReadFailure:
-        """`what` names the sample or the chunk; the sentence adds the user's source line and the exception."""
+        """`what` names the sample or the chunk; the sentence adds the user's source line and the
+        exception."""
         frames = traceback.extract_tb(error.__traceback__)
         frame = next((frame for frame in reversed(frames) if _is_users(frame.filename)), frames[-1])
         text = "".join(traceback.format_exception(error))
@@ -67,7 +71,13 @@ class WorkerError(Exception):
     """The traceback of an exception in a worker process, as text."""
 
 
-_NOT_USERS = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parents[1]), "<"})
+_NOT_USERS = tuple(
+    {
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        str(Path(__file__).parents[1]),
+        "<",
+    }
+)
 
 
 def _is_users(filename: str) -> bool:
@@ -96,10 +106,14 @@ class Collation:
         return data
 
 
-def read_ahead(source: Dataset[Any], num_workers: int, requests: Iterable[Any] | None = None) -> Generator[Any, None, None]:
-    """`source[request]` of each request (all of `source`, if iterable), in order, read by `num_workers` forked processes or here.
+def read_ahead(
+    source: Dataset[Any], num_workers: int, requests: Iterable[Any] | None = None
+) -> Generator[Any, None, None]:
+    """`source[request]` of each request (all of `source`, if iterable), in order, read by `num_workers`
+    forked processes or here.
 
-    The caller's generators are left as they were. Raises the `DataError` of a `ReadFailure`. Closing the iterator ends the processes.
+    The caller's generators are left as they were. Raises the `DataError` of a `ReadFailure`. Closing the
+    iterator ends the processes.
     """
     loader: DataLoader[Any] = DataLoader(
         source,
@@ -108,10 +122,12 @@ def read_ahead(source: Dataset[Any], num_workers: int, requests: Iterable[Any] |
         num_workers=num_workers,
         collate_fn=_unchanged,
         generator=torch.Generator(),  # or the loader would draw from the caller's
-        multiprocessing_context=multiprocessing.get_context("fork") if num_workers else None,  # nothing of a job is pickled
+        # nothing of a job is pickled
+        multiprocessing_context=multiprocessing.get_context("fork") if num_workers else None,
         worker_init_fn=partial(_end_with, os.getpid()),
     )
-    # Nothing below may be left holding the loader's iterator, an exception's traceback included: its processes end with it.
+    # Nothing below may be left holding the loader's iterator, an exception's traceback included: its
+    # processes end with it.
     iterator = _without_handler(loader)
     try:
         while True:
@@ -136,7 +152,8 @@ def read_ahead(source: Dataset[Any], num_workers: int, requests: Iterable[Any] |
 
 
 def _without_handler(loader: DataLoader[Any]) -> Any:
-    """The loader's iterator. Torch lets a worker that ends raise an error wherever the main thread is then, in a destructor too; here it does where data is read."""
+    """The loader's iterator. Torch lets a worker that ends raise an error wherever the main thread is then,
+    in a destructor too; here it does where data is read."""
     before = signal.getsignal(signal.SIGCHLD)
     iterator = iter(loader)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) != before:
@@ -148,13 +165,16 @@ def _how_ended(iterator: Any) -> str:
     """Which of the loader's processes was killed, in a sentence; "" if none was."""
     for worker in getattr(iterator, "_workers", ()):
         if worker.exitcode is not None and worker.exitcode < 0:
-            hint = " (the system does that when memory runs out)" if -worker.exitcode == signal.SIGKILL else ""
+            hint = (
+                " (the system does that when memory runs out)" if -worker.exitcode == signal.SIGKILL else ""
+            )
             return f"process {worker.pid} was killed by {signal.Signals(-worker.exitcode).name}{hint}."
     return ""
 
 
 def _end_with(parent: int, _worker: int) -> None:
-    """End this process at the moment when `parent` ends, also by kill -9: it holds copies of the parent's connections, which peers watch.
+    """End this process at the moment when `parent` ends, also by kill -9: it holds copies of the parent's
+    connections, which peers watch.
 
     Not by a signal at the parent's death: that one comes at the end of the parent's *thread*.
     """

@@ -1,4 +1,5 @@
-"""The first batches of a job, for whoever wants to look at what it trains on: no run notices that they were read."""
+"""The first batches of a job, for whoever wants to look at what it trains on: no run notices that they were
+read."""
 
 from __future__ import annotations
 
@@ -19,16 +20,20 @@ from meshloom.data.stream_data import stream_batches
 
 
 def first_batches(job: Job, count: int, size: int | None = None) -> list[Any]:
-    """The first `count` batches of `size` samples each (default: the global batch), as `collate` makes them; epoch after epoch if one is too short.
+    """The first `count` batches of `size` samples each (default: the global batch), as `collate` makes them;
+    epoch after epoch if one is too short.
 
-    Samples, their order and their draws are those of training, and so are batches of the default size up to the first short one, which is left
-    out here. The data is built anew and read in this process; generators are left as they were. Raises `DataError` when the data has less than
-    `size` samples, cannot be read, or can be read only once: a stream that is its own iterator and is not built anew.
+    Samples, their order and their draws are those of training, and so are batches of the default size up to
+    the first short one, which is left out here. The data is built anew and read in this process; generators
+    are left as they were. Raises `DataError` when the data has less than `size` samples, cannot be read, or
+    can be read only once: a stream that is its own iterator and is not built anew.
     """
     whole = replace(job, batch_size=size or job.batch_size, drop_last=True)
     dataset = build_dataset(job.data, job.seed)
     with preserved_draws():
-        read = _from_stream(dataset, whole) if is_stream(dataset, "Job(data=...)") else _from_map(dataset, whole)
+        read = (
+            _from_stream(dataset, whole) if is_stream(dataset, "Job(data=...)") else _from_map(dataset, whole)
+        )
         batches: list[Any] = []
         for batch in islice(read, count):
             if isinstance(batch, ReadFailure):
@@ -52,7 +57,11 @@ def _from_map(dataset: Any, job: Job) -> Iterator[Any]:
 
 
 def _from_stream(dataset: Any, job: Job) -> Iterator[Any]:
-    if not isinstance(dataset, IterableDataset) and iter(dataset) is dataset and build_dataset(job.data, job.seed) is dataset:
+    if (
+        not isinstance(dataset, IterableDataset)
+        and iter(dataset) is dataset
+        and build_dataset(job.data, job.seed) is dataset
+    ):
         raise DataError(
             f"Job(data=...) returns the same {type(dataset).__name__} each time, which can be read only once, and looking at its first samples would take them "
             "from training. Build it in the function, or make it an IterableDataset."

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 
-Record = Sequence[tuple[int, Sequence[int]]]  # first step (counted from 0) and shares from there on, in order of steps
+# first step (counted from 0) and shares from there on, in order of steps
+Record = Sequence[tuple[int, Sequence[int]]]
 
 
 class Shares:
@@ -24,7 +25,9 @@ class Shares:
         self._record: list[tuple[int, tuple[int, ...]]] = []
         self._asked = -1  # the last step whose shares somebody knows
         if record and plan.shares != "measured":
-            raise PlanError(f"Recorded shares are for a plan with shares=measured, and this one has shares={plan.shares}. Leave the record out.")
+            raise PlanError(
+                f"Recorded shares are for a plan with shares=measured, and this one has shares={plan.shares}. Leave the record out."
+            )
         self.go_on(record)
 
     def go_on(self, record: Record) -> None:
@@ -54,15 +57,21 @@ class Shares:
 
     def change(self, step: int, shares: Sequence[int]) -> None:
         """From `step` on, which is free, replicas have these shares."""
-        assert step >= self.first_free, f"the shares of step {step} are to change, and those of step {self._asked} were looked up already"
+        assert step >= self.first_free, (
+            f"the shares of step {step} are to change, and those of step {self._asked} were looked up already"
+        )
         self._add(step, tuple(shares))
 
     def _add(self, step: int, shares: tuple[int, ...]) -> None:
         known = f"Recorded shares {'+'.join(map(str, shares))} from step {step}"
         if len(shares) != self._plan.dp:
-            raise PlanError(f"{known} are for {len(shares)} replicas, and dp={self._plan.dp}. Use dp={len(shares)}, or leave the record out.")
+            raise PlanError(
+                f"{known} are for {len(shares)} replicas, and dp={self._plan.dp}. Use dp={len(shares)}, or leave the record out."
+            )
         if not any(shares) or any(share < 0 for share in shares):
             raise PlanError(f"{known} are no shares: give 0 or more to each replica, and something to one.")
         if self._record and step <= self._record[-1][0]:
-            raise PlanError(f"{known} come after those from step {self._record[-1][0]}. Give them in the order of steps.")
+            raise PlanError(
+                f"{known} come after those from step {self._record[-1][0]}. Give them in the order of steps."
+            )
         self._record.append((step, shares))

@@ -3,8 +3,10 @@
     rank 0   read a batch, cut, collate every chunk -> scatter -> chunks 0 .. m-1
     rank r                                          -> scatter -> chunks r*m .. r*m + m-1
 
-When the stream ends, the next epoch begins with a new `iter()`, told its number through `set_epoch` if it has one. A
-position in a stream is a number of batches: going there reads from the beginning and throws away, every sample under the
+When the stream ends, the next epoch begins with a new `iter()`, told its number through `set_epoch` if it has
+one. A
+position in a stream is a number of batches: going there reads from the beginning and throws away, every
+sample under the
 seed it had, since a stream has no other way to say where it is.
 """
 
@@ -31,9 +33,12 @@ Sample = tuple[str, Any]  # what an error calls it, and the sample itself
 
 
 class StepSource(IterableDataset[Any]):
-    """A stream whose items are the chunks of whole steps: a list of `Chunk`, or the `ReadFailure` to read it."""
+    """A stream whose items are the chunks of whole steps: a list of `Chunk`, or the `ReadFailure` to read
+    it."""
 
-    def __init__(self, dataset: Any, job: Job, plan: Plan, shares: Shares, start_step: int, stop_step: int) -> None:
+    def __init__(
+        self, dataset: Any, job: Job, plan: Plan, shares: Shares, start_step: int, stop_step: int
+    ) -> None:
         self._dataset = dataset
         self._job = job
         self._plan = plan
@@ -108,7 +113,16 @@ def _dry(epoch: int, num_samples: int, job: Job) -> str:
 class StreamReader(Reader):
     """The chunks of one replica, dealt out by rank 0 of `group`, which alone opens the stream."""
 
-    def __init__(self, dataset: Any, job: Job, plan: Plan, shares: Shares, group: Group, start_step: int, stop_step: int) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        job: Job,
+        plan: Plan,
+        shares: Shares,
+        group: Group,
+        start_step: int,
+        stop_step: int,
+    ) -> None:
         if job.num_workers > 1:
             raise JobError(
                 f"num_workers={job.num_workers} would read every sample of an iterable dataset {job.num_workers} times. "
@@ -142,7 +156,10 @@ class StreamReader(Reader):
             return share
         chunks = next(self._items)
         self._plan.check_batch(sum(chunk.samples for chunk in chunks))
-        shares = [chunks[replica * self._plan.microbatches :][: self._plan.microbatches] for replica in range(self._group.size)]
+        shares = [
+            chunks[replica * self._plan.microbatches :][: self._plan.microbatches]
+            for replica in range(self._group.size)
+        ]
         if self._group.size > 1:
             yield from scatter_objects(self._group, [None, *shares[1:]])
         return shares[0]
@@ -155,7 +172,10 @@ class StreamReader(Reader):
             self.close()
         self._next_step = step
         if self._group.rank == 0:
-            self._items = read_ahead(StepSource(self._dataset, self._job, self._plan, self._shares, step, self._stop_step), self._job.num_workers)
+            self._items = read_ahead(
+                StepSource(self._dataset, self._job, self._plan, self._shares, step, self._stop_step),
+                self._job.num_workers,
+            )
         else:
             self._items = _nothing()
 

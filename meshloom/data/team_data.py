@@ -13,10 +13,21 @@ from meshloom.data.shares import Shares
 
 
 def open_team_reader(
-    job: Job, plan: Plan, readers: Group, team: Group, start_step: int, stop_step: int, shares: Shares | None = None
+    job: Job,
+    plan: Plan,
+    readers: Group,
+    team: Group,
+    start_step: int,
+    stop_step: int,
+    shares: Shares | None = None,
 ) -> Steps[Reader]:
-    """As `open_reader`, for a rank of `team`, whose first rank reads. readers: the ranks with its place in the other replicas."""
-    reader = (yield from open_reader(job, plan, readers, start_step, stop_step, shares)) if team.rank == 0 else None
+    """As `open_reader`, for a rank of `team`, whose first rank reads. readers: the ranks with its place in
+    the other replicas."""
+    reader = (
+        (yield from open_reader(job, plan, readers, start_step, stop_step, shares))
+        if team.rank == 0
+        else None
+    )
     num_samples: int | None = yield from share(team, reader.num_samples if reader else None)
     return TeamReader(reader, num_samples, team)
 

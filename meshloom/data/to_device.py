@@ -15,14 +15,19 @@ from torch.nn.utils.rnn import PackedSequence
 def to_device(tree: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
     """`tree` with every tensor on `device`; floating-point ones as `dtype`, if given.
 
-    Goes into mappings, lists, tuples, named tuples and dataclasses. Other objects are moved by their own `to(device)`, if they
+    Goes into mappings, lists, tuples, named tuples and dataclasses. Other objects are moved by their own
+    `to(device)`, if they
     have one; what is not made of tensors stays as it is.
 
     >>> to_device({"x": torch.ones(2), "names": ["a", "b"]}, "cpu", torch.float64)
     {'x': tensor([1., 1.], dtype=torch.float64), 'names': ['a', 'b']}
     """
     if isinstance(tree, Tensor):
-        return tree.to(device=device, dtype=dtype if dtype and tree.is_floating_point() else tree.dtype, non_blocking=True)
+        return tree.to(
+            device=device,
+            dtype=dtype if dtype and tree.is_floating_point() else tree.dtype,
+            non_blocking=True,
+        )
     if isinstance(tree, PackedSequence):
         packed: Any = tree
         packed = packed.to(device)
@@ -41,7 +46,8 @@ def to_device(tree: Any, device: torch.device | str, dtype: torch.dtype | None =
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         same_kind = copy.copy(tree)
         for field in dataclasses.fields(tree):
-            object.__setattr__(same_kind, field.name, to_device(getattr(tree, field.name), device, dtype))  # frozen ones too
+            # frozen ones too
+            object.__setattr__(same_kind, field.name, to_device(getattr(tree, field.name), device, dtype))
         return same_kind
     if hasattr(tree, "to") and not isinstance(tree, type):
         return tree.to(device)

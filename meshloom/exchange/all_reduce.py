@@ -21,7 +21,8 @@ from meshloom.program.operators.fused_grad_accumulation import Room
 
 
 def open_all_reduce(setup: Setup) -> Exchange:
-    """The sum of all gradients, for every replica or (zero=1, and where replicas have one copy of the parameters) for the owner of each part."""
+    """The sum of all gradients, for every replica or (zero=1, and where replicas have one copy of the
+    parameters) for the owner of each part."""
     plan, windows, settings = setup.plan, setup.windows, setup.bucket_settings
     if plan.compress != "none":
         return AllReduce(setup.dense, setup.group, reduction=setup.reduction(), **settings)
@@ -34,7 +35,8 @@ def open_all_reduce(setup: Setup) -> Exchange:
 class AllReduce(Exchange):
     """Gradients are summed over `group`, bucket by bucket, while backward goes on.
 
-    Behind a bucket's gradients travels one number per parameter: on how many ranks it was used. Where that is none, the
+    Behind a bucket's gradients travels one number per parameter: on how many ranks it was used. Where that is
+    none, the
     gradient is None, as on one device.
 
     reduction: of the group, how the sums are made: exactly, or smaller.

@@ -1,7 +1,7 @@
 """Where replicas keep the parameters of which each owns slices, and how the owners' updates reach the others.
 
-Parameters lie in flat buckets laid out like those of the gradients, so that a rank's share of a bucket is one contiguous piece of both.
-Their shapes, names and identity stay.
+Parameters lie in flat buckets laid out like those of the gradients, so that a rank's share of a bucket is one
+contiguous piece of both. Their shapes, names and identity stay.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Copies(ABC):
 
     @abstractmethod
     def computed(self) -> None:
-        """This rank has computed its chunks; nobody has updated anything yet. Raises `TrainingError` if parameters changed meanwhile."""
+        """This rank has computed its chunks; nobody has updated anything yet. Raises `TrainingError` if
+        parameters changed meanwhile."""
 
     @abstractmethod
     def publish(self) -> Steps[None]:
@@ -70,7 +71,10 @@ class OneEach(Copies):
 
     def publish(self) -> Steps[None]:
         own = [segment(flat, self._group) for flat in self._flats]
-        works = [self._group.all_gather(flat, part if self._group.is_in_place else part.clone()) for flat, part in zip(self._flats, own, strict=True)]
+        works = [
+            self._group.all_gather(flat, part if self._group.is_in_place else part.clone())
+            for flat, part in zip(self._flats, own, strict=True)
+        ]
         yield
         for work in works:
             work.wait()

@@ -1,13 +1,15 @@
-"""DiLoCo: rounds of local steps, at the end of which an outer optimizer steps on how far the replicas moved on average.
+"""DiLoCo: rounds of local steps, at the end of which an outer optimizer steps on how far the replicas moved
+on average.
 
-Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023), algorithm 1.
+Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023),
+    algorithm 1.
 
     d  =  parameters at the round's beginning - mean of the replicas' parameters       (lines 10-12)
     momentum  <-  outer_momentum * momentum + d                                        Nesterov (line 14)
     parameters  <-  those at the beginning - outer_learning_rate * (d + outer_momentum * momentum)
 
-With outer_learning_rate=1 and outer_momentum=0 this is local SGD. The parameters at the beginning and the momentum take as much memory as two
-models on each replica.
+With outer_learning_rate=1 and outer_momentum=0 this is local SGD. The parameters at the beginning and the
+momentum take as much memory as two models on each replica.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from meshloom.exchange.registry import Named, Setup
 
 def open_diloco(setup: Setup) -> Exchange:
     """As the plan's settings say."""
-    return open_local_sgd(setup, OuterStep(learning_rate=setup.plan.outer_learning_rate, momentum=setup.plan.outer_momentum))
+    return open_local_sgd(
+        setup, OuterStep(learning_rate=setup.plan.outer_learning_rate, momentum=setup.plan.outer_momentum)
+    )
 
 
 class OuterStep(RoundEnd):

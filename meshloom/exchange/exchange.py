@@ -27,7 +27,8 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.program.operators.fused_grad_accumulation import Room
 
-Give = Callable[[str, Tensor | None], Steps[None]]  # takes a tensor by the name of its parameter; None: it was not used
+# takes a tensor by the name of its parameter; None: it was not used
+Give = Callable[[str, Tensor | None], Steps[None]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Ownership(Protocol):
 class Exchange(ABC):
     """How the replicas of one place agree on gradients and parameters.
 
-    What is not abstract is, as it stands here, that of an exchange in which every replica makes the same update of everything.
+    What is not abstract is, as it stands here, that of an exchange in which every replica makes the same
+    update of everything.
     """
 
     @property
@@ -85,7 +87,8 @@ class Exchange(ABC):
 
     @property
     def one_copy(self) -> bool:
-        """Whether `owners` have one copy of the parameters in common: what is written of them on one rank is written on all."""
+        """Whether `owners` have one copy of the parameters in common: what is written of them on one rank is
+        written on all."""
         return False
 
     def open(self) -> Steps[None]:
@@ -97,26 +100,32 @@ class Exchange(ABC):
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
 
-    def begin_last_chunk(self) -> None:  # noqa: B027  (most need not know)
+    def begin_last_chunk(self) -> None:  # noqa: B027
         """The next backward is this rank's last one of the step: gradients that are ready may travel."""
 
     def room(self, parameter: Tensor) -> Room | None:
-        """Where a gradient may be added up without a copy, `.grad` then being that room; None: in a `.grad` like any other."""
+        """Where a gradient may be added up without a copy, `.grad` then being that room; None: in a `.grad`
+        like any other."""
         return None
 
-    def gradient_ready(self, parameter: nn.Parameter) -> None:  # noqa: B027  (it may stay where autograd put it)
-        """Take `parameter.grad`, if there is one (of a sum, not a mean), add it up, and start sending when it is complete.
+    def gradient_ready(self, parameter: nn.Parameter) -> None:  # noqa: B027
+        """Take `parameter.grad`, if there is one (of a sum, not a mean), add it up, and start sending when it
+        is complete.
 
-        Called when all of a chunk's gradient is there, or once when all of the last one's is. What lies in the parameter's room is not copied.
+        Called when all of a chunk's gradient is there, or once when all of the last one's is. What lies in
+        the parameter's room is not copied.
         """
 
     @abstractmethod
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
-        """Gradient of each owned slice (flat, same order as `owned`), summed over all chunks and divided by `weight` (float64 []).
+        """Gradient of each owned slice (flat, same order as `owned`), summed over all chunks and divided by
+        `weight` (float64 []).
 
-        The weight is that of the global batch, or of this replica's share where replicas are `independent`. One of exactly 1 costs nothing.
+        The weight is that of the global batch, or of this replica's share where replicas are `independent`.
+        One of exactly 1 costs nothing.
 
-        None for a parameter that no chunk of any rank used. Gradients of rows may be sparse (`exchange/sparse_gradients.py`).
+        None for a parameter that no chunk of any rank used. Gradients of rows may be sparse
+        (`exchange/sparse_gradients.py`).
         """
 
     def publish(self) -> Steps[None]:
@@ -126,7 +135,8 @@ class Exchange(ABC):
 
     @abstractmethod
     def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
-        """Give what `finish` returned as whole gradients, one after another, on every rank: for inspection. At most a bucket of them is gathered at a time."""
+        """Give what `finish` returned as whole gradients, one after another, on every rank: for inspection.
+        At most a bucket of them is gathered at a time."""
 
     def bytes_per_step(self) -> dict[str, int]:
         """Bytes that one step hands to each kind of collective (finish and publish), by its name."""
@@ -157,7 +167,8 @@ class Exchange(ABC):
         return True
 
     def settle(self, *, early: bool) -> Steps[bool]:
-        """Make them hold the same, if that is due or `early`; whether parameters got values that no update made."""
+        """Make them hold the same, if that is due or `early`; whether parameters got values that no update
+        made."""
         return False
         yield
 
@@ -168,7 +179,8 @@ class Exchange(ABC):
 
     @property
     def state(self) -> Mapping[str, Tensor] | None:
-        """What checkpoints keep of each parameter besides, by its name, in its shape; {}: nothing yet. None: nothing ever."""
+        """What checkpoints keep of each parameter besides, by its name, in its shape; {}: nothing yet. None:
+        nothing ever."""
         return None
 
     def load(self, state: Mapping[str, Tensor]) -> None:

@@ -6,8 +6,9 @@ Source: Stich, "Local SGD Converges Fast and Communicates Little" (2019).
     replica 1    step  step  step -> mean -> step  step ...         a *round* is `local_steps` steps and the mean that ends it
     replica 2    step  step  step /         \\ step  step ...
 
-Each steps with the user's optimizer on the mean gradient of its own share, and keeps the optimizer's state to itself. The mean is a plain one: a
-replica with a larger share counts no more than others. A round can be ended early: a checkpoint, and the end of the run, need one model.
+Each steps with the user's optimizer on the mean gradient of its own share, and keeps the optimizer's state to
+itself. The mean is a plain one: a replica with a larger share counts no more than others. A round can be
+ended early: a checkpoint, and the end of the run, need one model.
 """
 
 from __future__ import annotations
@@ -60,16 +61,29 @@ class TakeMean(RoundEnd):
 def open_local_sgd(setup: Setup, end: RoundEnd | None = None) -> Exchange:
     """As the plan's settings say. end: of a round; default: every replica goes on from the mean."""
     steps = setup.plan.local_steps
-    return LocalSGD(setup.alone(), setup.named, setup.group, local_steps=steps, end=end or TakeMean(), apart=setup.apart)
+    return LocalSGD(
+        setup.alone(), setup.named, setup.group, local_steps=steps, end=end or TakeMean(), apart=setup.apart
+    )
 
 
 class LocalSGD(Exchange):
-    """Replicas of `group` step by the gradients of `inner`, each its own, and average parameters at the end of a round.
+    """Replicas of `group` step by the gradients of `inner`, each its own, and average parameters at the end
+    of a round.
 
-    named: the trainable parameters. apart: names of those that other groups hold too, and average apart from others, so that the same bits come out.
+    named: the trainable parameters. apart: names of those that other groups hold too, and average apart from
+        others, so that the same bits come out.
     """
 
-    def __init__(self, inner: Exchange, named: Named, group: Group, *, local_steps: int, end: RoundEnd, apart: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        inner: Exchange,
+        named: Named,
+        group: Group,
+        *,
+        local_steps: int,
+        end: RoundEnd,
+        apart: Collection[str] = (),
+    ) -> None:
         self._inner = inner
         self._group = group
         self._local_steps = local_steps
@@ -132,7 +146,9 @@ class LocalSGD(Exchange):
         yield from self._inner.each_gradient(gradients, partial(self._give_mean, give))
 
     def bytes_so_far(self) -> dict[str, int]:
-        num_bytes = sum(parameter.numel() * _precision(parameter.dtype).itemsize for _, parameter in self._named)
+        num_bytes = sum(
+            parameter.numel() * _precision(parameter.dtype).itemsize for _, parameter in self._named
+        )
         return {"all_reduce": num_bytes * self._times}
 
     def _set(self, values: Sequence[Tensor]) -> None:
@@ -148,11 +164,16 @@ class LocalSGD(Exchange):
         work = self._group.all_reduce(flat)
         yield
         work.wait()
-        yield from give(name, flat[:-1].div(self._group.size).view(parameter.shape) if bool(flat[-1]) else None)
+        yield from give(
+            name, flat[:-1].div(self._group.size).view(parameter.shape) if bool(flat[-1]) else None
+        )
 
     def _means(self) -> Steps[list[Tensor]]:
         self._times += 1
-        flats = [torch.cat([each.detach().reshape(-1).to(_precision(each.dtype)) for _, each in pairs]) for pairs in self._kinds.values()]
+        flats = [
+            torch.cat([each.detach().reshape(-1).to(_precision(each.dtype)) for _, each in pairs])
+            for pairs in self._kinds.values()
+        ]
         works = [self._group.all_reduce(flat) for flat in flats]
         yield
         for work in works:

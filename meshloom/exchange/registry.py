@@ -26,8 +26,8 @@ class Setup:
     """What an exchange is opened with.
 
     named, frozen: what this rank holds of the trainable parameters, and of the others. group: the replicas.
-    apart: as for `GradientBuckets`. windows: the group, if its ranks can have memory in common. may_share: whether they may have one copy of the
-    parameters then.
+    apart: as for `GradientBuckets`. windows: the group, if its ranks can have memory in common. may_share:
+    whether they may have one copy of the parameters then.
     sparse: names of parameters with sparse gradients; kept, insisted: of these, as for `WithSparse`.
     """
 

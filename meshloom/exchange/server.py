@@ -1,4 +1,5 @@
-"""Some ranks are parameter servers: all ranks send them their gradients, they update, and send everybody the new values.
+"""Some ranks are parameter servers: all ranks send them their gradients, they update, and send everybody the
+new values.
 
                         pushed: gradients           pulled: parameters
     rank 0, server 0    [ 0+1+2+3 |         ]       [ updated | <------ ]
@@ -6,9 +7,9 @@
     rank 2, worker      [ to 0    | to 1    ]       [ from 0  | from 1  ]
     rank 3, worker      [ to 0    | to 1    ]       [ from 0  | from 1  ]
 
-Once a step, on the mean over all ranks. Servers compute a share of the batch like the others. A server needs room for what all ranks send it,
-dp / servers times the gradients, and adds it up in rank order (Li et al., "Scaling Distributed Machine Learning with the Parameter Server", 2014,
-with a barrier in each step).
+Once a step, on the mean over all ranks. Servers compute a share of the batch like the others. A server needs
+room for what all ranks send it, dp / servers times the gradients, and adds it up in rank order (Li et al.,
+"Scaling Distributed Machine Learning with the Parameter Server", 2014, with a barrier in each step).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def open_server(setup: Setup) -> Exchange:
 
 
 class Server(Sharded):
-    """The first `num_servers` ranks of `group` own everything, divided evenly by bytes; the others own nothing."""
+    """The first `num_servers` ranks of `group` own everything, divided evenly by bytes; the others own
+    nothing."""
 
     def __init__(
         self,
@@ -48,7 +50,11 @@ class Server(Sharded):
         buckets = self._buckets.buckets
         is_server = group.rank < num_servers
         # [ranks, n] per bucket: where a server receives its share of everybody's gradients.
-        self._pushed = [bucket.flat.new_zeros(group.size, bucket.flat.numel() // num_servers) for bucket in buckets if is_server]
+        self._pushed = [
+            bucket.flat.new_zeros(group.size, bucket.flat.numel() // num_servers)
+            for bucket in buckets
+            if is_server
+        ]
         self._parameters = [move_into_flat(bucket) for bucket in buckets]
 
     def publish(self) -> Steps[None]:
@@ -62,7 +68,9 @@ class Server(Sharded):
         bucket.flat[bucket.length :].zero_()
         for server in range(self._num_owners):
             rows = list(self._pushed[bucket.number]) if server == self._group.rank else None
-            self._works.append(self._group.gather(rows, share_of(bucket.flat, server, self._num_owners), server))
+            self._works.append(
+                self._group.gather(rows, share_of(bucket.flat, server, self._num_owners), server)
+            )
 
     def _add_up(self) -> list[Tensor]:
         for pushed in self._pushed:
@@ -78,7 +86,11 @@ class Server(Sharded):
     def _pull(self, flats: Sequence[Tensor]) -> Steps[None]:
         """Everybody gets each server's share of tensors that are laid out like the buckets."""
         servers = range(self._num_owners)
-        works = [self._group.broadcast(share_of(flat, server, self._num_owners), server) for flat in flats for server in servers]
+        works = [
+            self._group.broadcast(share_of(flat, server, self._num_owners), server)
+            for flat in flats
+            for server in servers
+        ]
         yield
         for work in works:
             work.wait()

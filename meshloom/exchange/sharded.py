@@ -1,4 +1,5 @@
-"""What exchanges have in common in which elements have one owner each: some ranks own everything, divided evenly by bytes, and the others nothing."""
+"""What exchanges have in common in which elements have one owner each: some ranks own everything, divided
+evenly by bytes, and the others nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +37,13 @@ class Sharded(Exchange):
         self._num_owners = num_owners
         self._works: list[Work] = []
         self._buckets = GradientBuckets(
-            named, bucket_bytes=bucket_bytes, start=self._start, overlap=overlap, multiple=num_owners, apart=apart, allocate=allocate
+            named,
+            bucket_bytes=bucket_bytes,
+            start=self._start,
+            overlap=overlap,
+            multiple=num_owners,
+            apart=apart,
+            allocate=allocate,
         )
         self._used = Used(self._buckets.buckets, group)
         self._is_used: list[bool] = []
@@ -71,7 +78,8 @@ class Sharded(Exchange):
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
         self._buckets.start_rest()
         self._computed()
-        # Started here and not before: who has waited for it knows that nobody computes with the old parameters any more.
+        # Started here and not before: who has waited for it knows that nobody computes with the old
+        # parameters any more.
         self._works.append(self._used.start())
         yield
         for work in self._works:
@@ -86,7 +94,8 @@ class Sharded(Exchange):
 
     def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
         is_used = iter(self._is_used)
-        for bucket, share in zip_longest(self._buckets.buckets, self._mine.shares(gradients, self._sums)):  # who owns nothing has no shares
+        # who owns nothing has no shares
+        for bucket, share in zip_longest(self._buckets.buckets, self._mine.shares(gradients, self._sums)):
             whole = torch.zeros_like(bucket.flat)
             yield from self._gather(whole, share)
             yield from give_bucket(bucket, whole, is_used, give)
@@ -107,4 +116,5 @@ class Sharded(Exchange):
 
     @abstractmethod
     def _gather(self, whole: Tensor, share: Tensor | None) -> Steps[None]:
-        """Make a flat tensor of zeros, laid out like a bucket, that of all owners' shares, of which this rank's is `share`."""
+        """Make a flat tensor of zeros, laid out like a bucket, that of all owners' shares, of which this
+        rank's is `share`."""

@@ -18,7 +18,8 @@ from meshloom.exchange.exchange import Give, Slice
 
 
 class OwnedSlices:
-    """What one owner has of buckets whose lengths are multiples of `num_owners`; nothing if `owner` is none of them."""
+    """What one owner has of buckets whose lengths are multiples of `num_owners`; nothing if `owner` is none
+    of them."""
 
     def __init__(self, buckets: Sequence[Bucket], owner: int, num_owners: int) -> None:
         self.slices: list[Slice] = []
@@ -32,13 +33,19 @@ class OwnedSlices:
             for entry in bucket.entries:
                 start, stop = max(entry.start, first), min(entry.stop, first + length)
                 if start < stop and owner < num_owners:
-                    self.slices.append(Slice(entry.name, entry.parameter, start - entry.start, stop - entry.start))
+                    self.slices.append(
+                        Slice(entry.name, entry.parameter, start - entry.start, stop - entry.start)
+                    )
                     self._positions.append((index, start - first, stop - first, number))
                 number += 1
 
     def gradients(self, shares: Sequence[Tensor], is_used: Sequence[bool]) -> list[Tensor | None]:
-        """Of each slice, its elements of the owner's share [n] of each bucket; None if the parameter is not used. is_used: of every entry."""
-        return [shares[index][start:stop] if is_used[number] else None for index, start, stop, number in self._positions]
+        """Of each slice, its elements of the owner's share [n] of each bucket; None if the parameter is not
+        used. is_used: of every entry."""
+        return [
+            shares[index][start:stop] if is_used[number] else None
+            for index, start, stop, number in self._positions
+        ]
 
     def shares(self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
         """The inverse: the owner's share of each bucket, as those in `like`, zero elsewhere."""
@@ -79,13 +86,17 @@ def share_of(flat: Tensor, owner: int, num_owners: int) -> Tensor:
 
 
 def give_bucket(bucket: Bucket, flat: Tensor, is_used: Iterator[bool], give: Give) -> Steps[None]:
-    """Give the whole gradients in a flat one that is laid out like `bucket`. is_used: of every entry, beginning with its first."""
+    """Give the whole gradients in a flat one that is laid out like `bucket`. is_used: of every entry,
+    beginning with its first."""
     for entry in bucket.entries:
-        yield from give(entry.name, flat[entry.start : entry.stop].view(entry.parameter.shape) if next(is_used) else None)
+        yield from give(
+            entry.name, flat[entry.start : entry.stop].view(entry.parameter.shape) if next(is_used) else None
+        )
 
 
 def move_into_flat(bucket: Bucket) -> Tensor:
-    """A bucket of the parameters' values, which the parameters then share. Their shapes, names and identity stay."""
+    """A bucket of the parameters' values, which the parameters then share. Their shapes, names and identity
+    stay."""
     flat = torch.zeros_like(bucket.flat)
     for entry in bucket.entries:
         view = flat[entry.start : entry.stop].view(entry.parameter.shape)

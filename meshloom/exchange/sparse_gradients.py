@@ -1,11 +1,13 @@
-"""Gradients of few rows (`nn.Embedding(sparse=True)`) travel as the rows' numbers and values, or dense where that is shorter.
+"""Gradients of few rows (`nn.Embedding(sparse=True)`) travel as the rows' numbers and values, or dense where
+that is shorter.
 
     rank 0    rows 7, 2       values [2, width]       counts: 2, 1, 0   (all ranks learn them first, and so decide alike)
     rank 1    row  7          values [1, width]       sum: row 2 of rank 0, row 7 of rank 0 + that of rank 1
     rank 2    not used
 
-Every rank gets all rows and adds them up in the order of ranks, so the sum has the same bits everywhere. Which rows were used is part of the gradient,
-also where a row's values are 0: an optimizer such as SparseAdam updates those rows and no others. All other parameters are left to another exchange.
+Every rank gets all rows and adds them up in the order of ranks, so the sum has the same bits everywhere.
+Which rows were used is part of the gradient, also where a row's values are 0: an optimizer such as SparseAdam
+updates those rows and no others. All other parameters are left to another exchange.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ NOT_USED = -1
 class WithSparse(Exchange):
     """`inner` for dense gradients; those of `named` are sparse, with one sparse dim: the first.
 
-    group: the replicas; None: this replica agrees with itself alone. Where `inner` has owners, each owns an even share of the elements of `named` too.
-    kept: of whose gradients the optimizer wants to see the sparse form, by name: `finish` gives these as sparse tensors, of the parameter's shape where all of
-    it is owned, else of one dim. insisted: where it takes no other, so that a dense gradient is an error.
+    group: the replicas; None: this replica agrees with itself alone. Where `inner` has owners, each owns an
+    even share of the elements of `named` too. kept: of whose gradients the optimizer wants to see the sparse
+    form, by name: `finish` gives these as sparse tensors, of the parameter's shape where all of it is owned,
+    else of one dim. insisted: where it takes no other, so that a dense gradient is an error.
     """
 
     def __init__(
@@ -45,8 +48,13 @@ class WithSparse(Exchange):
         self._kept, self._insisted = frozenset(kept), frozenset(insisted)
         self._num_owners = inner.num_owners
         here = group.rank if group is not None and inner.owners is not None else 0
-        self._shares = [[_share(name, each, owner, self._num_owners) for name, each in self._named] for owner in range(self._num_owners)]
-        self._mine = [each for each in self._shares[here] if each.start < each.stop] if here < self._num_owners else []
+        self._shares = [
+            [_share(name, each, owner, self._num_owners) for name, each in self._named]
+            for owner in range(self._num_owners)
+        ]
+        self._mine = (
+            [each for each in self._shares[here] if each.start < each.stop] if here < self._num_owners else []
+        )
         self._arrived: dict[int, list[Tensor]] = {}  # by id of the parameter, of every chunk so far
         self._whole: dict[str, Tensor | None] = {}  # of the newest step, averaged
         self._sent: Counter[str] = Counter()
@@ -149,7 +157,11 @@ class WithSparse(Exchange):
             )
         sparse = [_of_rows(each) for each in arrived]
         return (
-            _coalesced(torch.cat([each.indices()[0] for each in sparse]), torch.cat([each.values() for each in sparse]), parameter)
+            _coalesced(
+                torch.cat([each.indices()[0] for each in sparse]),
+                torch.cat([each.values() for each in sparse]),
+                parameter,
+            )
             if sparse
             else None
         )
@@ -157,18 +169,27 @@ class WithSparse(Exchange):
     def _sum(self, mine: Sequence[Tensor | None], group: Group) -> Steps[list[Tensor | None]]:
         """Of all ranks, the same bits on each."""
         device = self._named[0][1].device
-        counts = torch.tensor([NOT_USED if each is None else each.values().shape[0] for each in mine], dtype=torch.int64, device=device)
+        counts = torch.tensor(
+            [NOT_USED if each is None else each.values().shape[0] for each in mine],
+            dtype=torch.int64,
+            device=device,
+        )
         everyone = counts.new_empty(group.size * len(mine))
         work = group.all_gather(everyone, counts)
         yield
         work.wait()
         self._sent["all_gather"] += counts.nbytes
         table: list[list[int]] = everyone.view(group.size, len(mine)).T.tolist()
-        sums = [self._start(each, parameter, used, group) for each, (_, parameter), used in zip(mine, self._named, table, strict=True)]
+        sums = [
+            self._start(each, parameter, used, group)
+            for each, (_, parameter), used in zip(mine, self._named, table, strict=True)
+        ]
         yield
         return [each.finish() if each is not None else None for each in sums]
 
-    def _start(self, mine: Tensor | None, parameter: nn.Parameter, counts: list[int], group: Group) -> _Rows | _Dense | None:
+    def _start(
+        self, mine: Tensor | None, parameter: nn.Parameter, counts: list[int], group: Group
+    ) -> _Rows | _Dense | None:
         """counts: of rows, by rank."""
         most = max(counts)
         if most == NOT_USED:
@@ -193,14 +214,19 @@ class WithSparse(Exchange):
         at = (total.indices()[0][:, None] * width + torch.arange(width, device=total.device)).reshape(-1)
         inside = (at >= owned.start) & (at < owned.stop)
         values = total.values().reshape(-1)[inside]
-        # Not marked as coalesced, although it is: adding such a one of one dim to a view, torch 2.13 writes beyond the view (twice its offset).
-        return torch.sparse_coo_tensor((at[inside] - owned.start)[None], values, (owned.stop - owned.start,), check_invariants=False)
+        # Not marked as coalesced, although it is: adding such a one of one dim to a view, torch 2.13 writes
+        # beyond the view (twice its offset).
+        return torch.sparse_coo_tensor(
+            (at[inside] - owned.start)[None], values, (owned.stop - owned.start,), check_invariants=False
+        )
 
 
 class _Rows:
     """A sum that is gathered as rows; what a rank has fewer than the others is filled up."""
 
-    def __init__(self, mine: Tensor | None, parameter: nn.Parameter, counts: Sequence[int], group: Group) -> None:
+    def __init__(
+        self, mine: Tensor | None, parameter: nn.Parameter, counts: Sequence[int], group: Group
+    ) -> None:
         self._parameter, self._counts = parameter, [max(0, count) for count in counts]
         most, width, own = max(self._counts), _width(parameter), self._counts[group.rank]
         indices = torch.zeros(most, dtype=torch.int64, device=parameter.device)
@@ -208,8 +234,14 @@ class _Rows:
         if mine is not None:
             indices[:own] = mine.indices()[0]
             values[:own] = mine.values().reshape(own, width)
-        self._indices, self._values = indices.new_empty(group.size * most), values.new_empty(group.size * most * width)
-        self._works = [group.all_gather(self._indices, indices), group.all_gather(self._values, values.view(-1))]
+        self._indices, self._values = (
+            indices.new_empty(group.size * most),
+            values.new_empty(group.size * most * width),
+        )
+        self._works = [
+            group.all_gather(self._indices, indices),
+            group.all_gather(self._values, values.view(-1)),
+        ]
 
     def finish(self) -> Tensor:
         for work in self._works:
@@ -228,7 +260,9 @@ class _Dense:
 
     def __init__(self, mine: Tensor | None, parameter: nn.Parameter, group: Group) -> None:
         self._parameter = parameter
-        self._flat = torch.zeros(len(parameter), _width(parameter) + 1, dtype=parameter.dtype, device=parameter.device)
+        self._flat = torch.zeros(
+            len(parameter), _width(parameter) + 1, dtype=parameter.dtype, device=parameter.device
+        )
         if mine is not None:
             rows = mine.indices()[0]
             self._flat[rows, :-1] = mine.values().reshape(len(rows), -1)
@@ -238,7 +272,9 @@ class _Dense:
     def finish(self) -> Tensor:
         self._work.wait()
         rows = self._flat[:, -1].nonzero()[:, 0]
-        return _coalesced(rows, self._flat[rows, :-1].reshape(-1, *self._parameter.shape[1:]), self._parameter)
+        return _coalesced(
+            rows, self._flat[rows, :-1].reshape(-1, *self._parameter.shape[1:]), self._parameter
+        )
 
 
 def _share(name: str, parameter: nn.Parameter, owner: int, num_owners: int) -> Slice:

@@ -1,6 +1,8 @@
-"""Every replica receives one dp-th of the summed gradients, owns and updates that, and the others get to see it (ZeRO-1).
+"""Every replica receives one dp-th of the summed gradients, owns and updates that, and the others get to see
+it (ZeRO-1).
 
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 1.
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
+    stage 1.
 
                  bucket of gradients          bucket of parameters
     rank 0       [ sum | ... | ... ]          [ updated | <- gathered ------> ]
@@ -26,10 +28,11 @@ from meshloom.exchange.sharded import Sharded
 
 
 class ZeroOne(Sharded):
-    """Gradients are reduce-scattered over `group`; where parameters lie and how updates become visible, `copies` knows.
+    """Gradients are reduce-scattered over `group`; where parameters lie and how updates become visible,
+    `copies` knows.
 
-    windows: `group`, if its ranks can have memory in common. Then, and where the group works in place, gradients are summed where they lie, a rank's
-        share in its place.
+    windows: `group`, if its ranks can have memory in common. Then, and where the group works in place,
+        gradients are summed where they lie, a rank's share in its place.
     copies: makes the home of the parameters, of the gradients' buckets and the group.
     """
 
@@ -45,9 +48,19 @@ class ZeroOne(Sharded):
         copies: Callable[[Sequence[Bucket], Group], Copies] = OneEach,
     ) -> None:
         allocate = allocation(windows, group.rank)
-        super().__init__(named, group, group.size, bucket_bytes=bucket_bytes, overlap=overlap, apart=apart, allocate=allocate)
+        super().__init__(
+            named,
+            group,
+            group.size,
+            bucket_bytes=bucket_bytes,
+            overlap=overlap,
+            apart=apart,
+            allocate=allocate,
+        )
         shares = [segment(bucket.flat, group) for bucket in self._buckets.buckets]
-        self._gradients = shares if windows or group.is_in_place else [torch.zeros_like(share) for share in shares]
+        self._gradients = (
+            shares if windows or group.is_in_place else [torch.zeros_like(share) for share in shares]
+        )
         self._copies = copies(self._buckets.buckets, group)
 
     @property

@@ -22,8 +22,9 @@ from meshloom.launch.transport import Hosts, Transports
 class RankGroups:
     """The groups of one rank, to be closed together.
 
-    store: for this alone; ranks meet in it. secret: what they know and the store does not. device: where tensors of groups lie that have NCCL.
-    timeout: how long a rank waits for another, in making a group and in each of its operations.
+    store: for this alone; ranks meet in it. secret: what they know and the store does not. device: where
+    tensors of groups lie that have NCCL. timeout: how long a rank waits for another, in making a group and in
+    each of its operations.
     process_groups: those of torch.distributed that this rank is in.
     """
 
@@ -38,7 +39,13 @@ class RankGroups:
         activity: Activity,
         secret: bytes = b"",
     ) -> None:
-        self._mesh, self._rank, self._store, self._transports, self._secret = mesh, rank, store, transports, secret
+        self._mesh, self._rank, self._store, self._transports, self._secret = (
+            mesh,
+            rank,
+            store,
+            transports,
+            secret,
+        )
         self._device, self._timeout, self._activity = device, timeout, activity
         self.process_groups: list[dist.ProcessGroup] = []
         self._open: list[ShmGroup | HostsGroup | SpelledOutGroup] = []
@@ -47,13 +54,15 @@ class RankGroups:
     def connect(self, members: Iterable[Sequence[int]], backend: str, algorithm: str = "") -> Group:
         """Make a group of each of `members`, which all ranks do together; the one that this rank is in.
 
-        members: ascending ranks. backend: of torch.distributed; where it is gloo alone, shared memory takes its place as far as it reaches.
-        algorithm: by which its ranks add up, one of `ALGORITHMS`; "": by that of what they talk through.
+        members: ascending ranks. backend: of torch.distributed; where it is gloo alone, shared memory takes
+        its place as far as it reaches. algorithm: by which its ranks add up, one of `ALGORITHMS`; "": by that
+        of what they talk through.
         """
         self._rounds += 1
         mine: C10dGroup | ShmGroup | HostsGroup | None = None
         mine_of: Sequence[int] = ()
-        activity = Activity() if algorithm else self._activity  # what a thread waits for does not hold up this rank
+        # what a thread waits for does not hold up this rank
+        activity = Activity() if algorithm else self._activity
         for ranks in members:
             hosts = self._transports.layers(ranks) if backend == "gloo" else None
             if hosts is None:
@@ -73,13 +82,21 @@ class RankGroups:
             group.close()
         self._open.clear()
 
-    def _over_network(self, ranks: Sequence[int], backend: str, activity: Activity | None = None) -> C10dGroup | None:
+    def _over_network(
+        self, ranks: Sequence[int], backend: str, activity: Activity | None = None
+    ) -> C10dGroup | None:
         process_group = dist.new_group(list(ranks), self._timeout, backend)
         if self._rank not in ranks:
             return None
         assert isinstance(process_group, dist.ProcessGroup)
         self.process_groups.append(process_group)
-        return C10dGroup(process_group, self._names(ranks), self._device if "nccl" in backend else None, activity or self._activity, self._secret)
+        return C10dGroup(
+            process_group,
+            self._names(ranks),
+            self._device if "nccl" in backend else None,
+            activity or self._activity,
+            self._secret,
+        )
 
     def _within_host(self, ranks: Sequence[int], use: str, activity: Activity | None = None) -> ShmGroup:
         hosts = self._transports.hosts
@@ -96,8 +113,12 @@ class RankGroups:
         self._open.append(group)
         return group
 
-    def _spelled_out(self, group: C10dGroup | ShmGroup | HostsGroup, ranks: Sequence[int], algorithm: str) -> SpelledOutGroup:
-        at = {number: host for host, numbers in enumerate(self._transports.layout(ranks)) for number in numbers}
+    def _spelled_out(
+        self, group: C10dGroup | ShmGroup | HostsGroup, ranks: Sequence[int], algorithm: str
+    ) -> SpelledOutGroup:
+        at = {
+            number: host for host, numbers in enumerate(self._transports.layout(ranks)) for number in numbers
+        }
         made = spelled_out(
             group,
             algorithm,
@@ -114,11 +135,15 @@ class RankGroups:
         in_background = Activity()  # what threads wait for does not hold up this rank
         between: C10dGroup | None = None
         for column in zip(*hosts, strict=True):
-            between = self._over_network([ranks[number] for number in column], "gloo", in_background) or between
+            between = (
+                self._over_network([ranks[number] for number in column], "gloo", in_background) or between
+            )
         if whole is None:
             return None
         assert between
-        here = next(members for host in hosts if self._rank in (members := [ranks[number] for number in host]))
+        here = next(
+            members for host in hosts if self._rank in (members := [ranks[number] for number in host])
+        )
         group = HostsGroup(
             hosts,
             HostsParts(

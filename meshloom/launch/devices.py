@@ -13,15 +13,19 @@ from meshloom.launch.names import counted, visible_gpus
 from meshloom.machine.cores import cores
 
 Kind = Literal["cuda", "cpu", "simulated"]
-PROCESSES_PER_CORE = 8  # each has Python and torch, 0.3 GiB and seconds of a core to start; more only wait for each other
-MOST_SIMULATED = 256  # ranks in one process: each has what it trains, an optimizer and, where a model is read, a thread
+# each has Python and torch, 0.3 GiB and seconds of a core to start; more only wait for each other
+PROCESSES_PER_CORE = 8
+# ranks in one process: each has what it trains, an optimizer and, where a model is read, a thread
+MOST_SIMULATED = 256
 DEVICES = ("auto", "cuda", "cpu", "simulated", "simulated:cuda")
 
 
 def choose_devices(mesh: Mesh, devices: str = "auto", oversubscribe: bool = False) -> tuple[Kind, str]:
-    """Where the ranks of `mesh` go on this machine, and a line that says why: for cuda and cpu, `run_ranks` starts them if there are several.
+    """Where the ranks of `mesh` go on this machine, and a line that says why: for cuda and cpu, `run_ranks`
+    starts them if there are several.
 
-    GPUs if there is one for each rank; otherwise CPU processes if there is a core for each; otherwise simulated.
+    GPUs if there is one for each rank; otherwise CPU processes if there is a core for each; otherwise
+    simulated.
     oversubscribe: whether ranks may be more than this machine can reasonably run.
     Raises `DeviceError` when what was asked for is not there, or if there are more ranks than that.
     """
@@ -29,8 +33,12 @@ def choose_devices(mesh: Mesh, devices: str = "auto", oversubscribe: bool = Fals
     num_gpus, num_cores, size = torch.cuda.device_count(), cores(), mesh.size
     ranks, on_cores = counted(size, "rank"), counted(num_cores, "core")
     if devices == "cuda" and size > num_gpus:
-        instead = "devices=cpu or devices=simulated" + (f", or a plan of at most {counted(num_gpus, 'rank')}" if num_gpus else "")
-        raise DeviceError(f"devices=cuda needs {counted(size, 'GPU')}, one for each rank, and {visible_gpus(num_gpus)}. Use {instead}.")
+        instead = "devices=cpu or devices=simulated" + (
+            f", or a plan of at most {counted(num_gpus, 'rank')}" if num_gpus else ""
+        )
+        raise DeviceError(
+            f"devices=cuda needs {counted(size, 'GPU')}, one for each rank, and {visible_gpus(num_gpus)}. Use {instead}."
+        )
     if devices == "simulated:cuda" and not num_gpus:
         raise DeviceError("devices=simulated:cuda needs a GPU, and none is visible. Use devices=simulated.")
     reason = "asked for" if devices != "auto" else visible_gpus(num_gpus)
@@ -43,13 +51,23 @@ def choose_devices(mesh: Mesh, devices: str = "auto", oversubscribe: bool = Fals
     check_ranks(size, "simulated", oversubscribe)
     if devices == "auto":
         reason += f", and {ranks} are more than {on_cores}"
-    return "simulated", f"simulated: {ranks} in one process on {counted(num_gpus, 'GPU') if ':' in devices else on_cores} ({reason})"
+    return (
+        "simulated",
+        f"simulated: {ranks} in one process on {counted(num_gpus, 'GPU') if ':' in devices else on_cores} ({reason})",
+    )
 
 
 def choose_for_workers(
-    num_servers: int, num_workers: int, devices: str = "auto", virtual: bool = False, *, ranks_per_worker: int = 1, oversubscribe: bool = False
+    num_servers: int,
+    num_workers: int,
+    devices: str = "auto",
+    virtual: bool = False,
+    *,
+    ranks_per_worker: int = 1,
+    oversubscribe: bool = False,
 ) -> tuple[Kind, str]:
-    """Where an asynchronous run goes: processes of this machine if there is a core for each worker (servers mostly wait), otherwise simulated.
+    """Where an asynchronous run goes: processes of this machine if there is a core for each worker (servers
+    mostly wait), otherwise simulated.
 
     virtual: whether something was said of a virtual clock. oversubscribe: as for `choose_devices`.
     Raises `DeviceError` when what was asked for cannot be.
@@ -57,14 +75,25 @@ def choose_for_workers(
     check_devices(devices)
     on_cores = counted(cores(), "core")
     if devices == "cuda":
-        raise DeviceError("exchange=async trains on CPU processes or simulated devices, not on devices=cuda. Use devices=cpu or devices=simulated.")
+        raise DeviceError(
+            "exchange=async trains on CPU processes or simulated devices, not on devices=cuda. Use devices=cpu or devices=simulated."
+        )
     who = f"{counted(num_servers, 'server')} and {counted(num_workers, 'worker')}"
     if devices == "cpu" or (devices == "auto" and not virtual and num_workers <= cores()):
         check_ranks(num_servers + num_workers * ranks_per_worker, "cpu", oversubscribe)
         reason = "asked for" if devices == "cpu" else "a core for each worker"
-        return "cpu", f"cpu: {who} as processes on {on_cores}, {counted(threads_per_rank(num_workers), 'thread')} each ({reason})"
+        return (
+            "cpu",
+            f"cpu: {who} as processes on {on_cores}, {counted(threads_per_rank(num_workers), 'thread')} each ({reason})",
+        )
     check_ranks(num_servers + num_workers * ranks_per_worker, "simulated", oversubscribe)
-    reason = "asked for" if devices != "auto" else "on a virtual clock" if virtual else f"{counted(num_workers, 'worker')} are more than {on_cores}"
+    reason = (
+        "asked for"
+        if devices != "auto"
+        else "on a virtual clock"
+        if virtual
+        else f"{counted(num_workers, 'worker')} are more than {on_cores}"
+    )
     return "simulated", f"simulated: {who} in one process ({reason})"
 
 
@@ -77,11 +106,14 @@ def check_ranks(size: int, kind: Kind, oversubscribe: bool) -> None:
         why = f"{size:,} simulated ranks would all be in this process, each with what it trains and an optimizer, and {most} are the most that make sense"
     else:
         why = f"{size:,} processes on {counted(cores(), 'core')} would mostly wait for each other, at 0.3 GiB each, and {most} are the most that make sense"
-    raise DeviceError(f"{why}. Use a plan of at most {most} ranks, or, if you mean it, --oversubscribe (in Python oversubscribe=True).")
+    raise DeviceError(
+        f"{why}. Use a plan of at most {most} ranks, or, if you mean it, --oversubscribe (in Python oversubscribe=True)."
+    )
 
 
 def default_ranks(devices: str = "auto") -> int:
-    """How many ranks to use when no plan says it: those that were started, else one for each GPU, else one."""
+    """How many ranks to use when no plan says it: those that were started, else one for each GPU, else
+    one."""
     check_devices(devices)
     seat = current_seat()
     if seat:

@@ -1,4 +1,5 @@
-"""What a process was told by whoever started it: torchrun, Slurm, or our launcher. Only this file reads the environment."""
+"""What a process was told by whoever started it: torchrun, Slurm, or our launcher. Only this file reads the
+environment."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def is_first_rank() -> bool:
 
 
 def launched_plan() -> str | None:
-    """The text of the plan that the launcher decided on; None if this process is not a rank of our launcher."""
+    """The text of the plan that the launcher decided on; None if this process is not a rank of our
+    launcher."""
     return os.environ.get("MESHLOOM_PLAN")
 
 
@@ -52,7 +54,8 @@ def launched_transport(transport: str) -> str:
 
 
 def launched_secret() -> bytes:
-    """What the ranks of this run know and their network does not: from our launcher, or from the user under another. b"": nothing.
+    """What the ranks of this run know and their network does not: from our launcher, or from the user under
+    another. b"": nothing.
 
     Raises `DeviceError` if it can be guessed.
     """
@@ -63,12 +66,15 @@ def read_secret(environment: Mapping[str, str]) -> bytes:
     """The same, of this environment."""
     secret = environment.get("MESHLOOM_SECRET", "")
     if secret and len(secret) < LEAST_SECRET:
-        raise DeviceError(f"MESHLOOM_SECRET has {len(secret)} characters and can be guessed: give {LEAST_SECRET} or more ($(openssl rand -hex 32)).")
+        raise DeviceError(
+            f"MESHLOOM_SECRET has {len(secret)} characters and can be guessed: give {LEAST_SECRET} or more ($(openssl rand -hex 32))."
+        )
     return secret.encode()
 
 
 def launched_role() -> Role | None:
-    """What this process is in an asynchronous run; None if no launcher has started it as a server or worker of one."""
+    """What this process is in an asynchronous run; None if no launcher has started it as a server or worker
+    of one."""
     text = os.environ.get("MESHLOOM_ROLE")
     return Role.from_json(text) if text else None
 
@@ -80,7 +86,8 @@ def report_descriptor() -> int | None:
 
 
 def scratch_directory() -> str | None:
-    """Where this rank and its data workers may put files that our launcher removes at the end; None if there is none."""
+    """Where this rank and its data workers may put files that our launcher removes at the end; None if there
+    is none."""
     return os.environ.get(SCRATCH)
 
 
@@ -91,7 +98,8 @@ def activity_descriptor() -> int | None:
 
 
 def cache_directory(said: str) -> Path | None:
-    """Where readings and choices are kept for later runs. said: auto (what the environment says, else the user's cache), off, or a directory; None: nowhere."""
+    """Where readings and choices are kept for later runs. said: auto (what the environment says, else the
+    user's cache), off, or a directory; None: nowhere."""
     wanted = os.environ.get("MESHLOOM_CACHE", "auto") if said == "auto" else said
     if wanted == "off":
         return None
@@ -102,7 +110,8 @@ def cache_directory(said: str) -> Path | None:
 
 
 def launching_seconds() -> float:
-    """From when our launcher began until this process did; 0 if it has none. What either did until now it computed, without waiting."""
+    """From when our launcher began until this process did; 0 if it has none. What either did until now it
+    computed, without waiting."""
     began = os.environ.get("MESHLOOM_BEGAN")
     return max(0.0, _began() - float(began)) if began else 0.0
 
@@ -117,14 +126,17 @@ def wants_full_traceback() -> bool:
 
 
 def threads_per_rank(num_ranks: int) -> int:
-    """How many threads each of `num_ranks` processes of this machine gets: what the user has said, or their share of the cores."""
+    """How many threads each of `num_ranks` processes of this machine gets: what the user has said, or their
+    share of the cores."""
     said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2" is for nested regions
     return int(said) if said.isdecimal() and int(said) else max(1, cores() // num_ranks)
 
 
 def allocator_is_set() -> bool:
     """Whether the user has told glibc's allocator what to do, in one of its two ways."""
-    return any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    return any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,13 +158,22 @@ def current_seat() -> LaunchedRank | None:
 
 
 def read_seat(environment: Mapping[str, str]) -> LaunchedRank | None:
-    """This process's seat: from the user's own init_process_group, from torchrun or something like it, or from srun; None if it is no rank."""
+    """This process's seat: from the user's own init_process_group, from torchrun or something like it, or
+    from srun; None if it is no rank."""
     try:
         if dist.is_available() and dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
             local_rank = int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", rank)))
             local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
-            return LaunchedRank(rank=rank, size=size, local_rank=local_rank, local_size=local_size, address="", port=0, hosts_store=False)
+            return LaunchedRank(
+                rank=rank,
+                size=size,
+                local_rank=local_rank,
+                local_size=local_size,
+                address="",
+                port=0,
+                hosts_store=False,
+            )
         if "RANK" in environment and "WORLD_SIZE" in environment:
             rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
             return LaunchedRank(
@@ -182,20 +203,28 @@ def read_seat(environment: Mapping[str, str]) -> LaunchedRank | None:
                 hosts_store=environment["SLURM_PROCID"] == "0",
             )
     except KeyError as missing:
-        raise DeviceError(f"RANK and WORLD_SIZE are set, but {missing.args[0]} is not. Start with torchrun, or set all of them.") from None
+        raise DeviceError(
+            f"RANK and WORLD_SIZE are set, but {missing.args[0]} is not. Start with torchrun, or set all of them."
+        ) from None
     except ValueError as error:
-        raise DeviceError(f"The environment of this rank holds something that is not a number: {error}.") from None
+        raise DeviceError(
+            f"The environment of this rank holds something that is not a number: {error}."
+        ) from None
     return None
 
 
 def _slurm_port(secret: bytes, job: int, step: int) -> int:
-    """Where rank 0 of a step listens. All tasks know it and nobody else does, who could listen there first and be taken for rank 0."""
+    """Where rank 0 of a step listens. All tasks know it and nobody else does, who could listen there first
+    and be taken for rank 0."""
     if not secret:
         raise DeviceError(
             "Ranks that srun starts need a secret in common, from which follows the port where they meet, and with which they sign: before srun, "
             "export MESHLOOM_SECRET=$(openssl rand -hex 32). Or set MASTER_PORT, if nobody else can log in to the nodes."
         )
-    return 15000 + int.from_bytes(hmac.digest(secret, f"port of {job}.{step}".encode(), "sha256")[:8], "big") % 15000
+    return (
+        15000
+        + int.from_bytes(hmac.digest(secret, f"port of {job}.{step}".encode(), "sha256")[:8], "big") % 15000
+    )
 
 
 def first_host(nodes: str) -> str:
@@ -208,7 +237,9 @@ def first_host(nodes: str) -> str:
     return "".join(part or "" for part in found.groups()) if found else nodes
 
 
-def rank_environment(rank: int, size: int, port: int, secret: str, devices: str, plan_text: str, transport: str = "auto") -> dict[str, str]:
+def rank_environment(
+    rank: int, size: int, port: int, secret: str, devices: str, plan_text: str, transport: str = "auto"
+) -> dict[str, str]:
     """The whole environment of a rank that this process starts; the store listens on `port` of this machine.
 
     secret: what its ranks sign with. Only this user can read a process's environment.
@@ -226,7 +257,8 @@ def rank_environment(rank: int, size: int, port: int, secret: str, devices: str,
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is hosted by whoever started the ranks, as under torchrun
+        # the store is hosted by whoever started the ranks, as under torchrun
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "MESHLOOM_PLAN": plan_text,
         "MESHLOOM_SECRET": secret,
         "MESHLOOM_DEVICES": devices,
@@ -248,5 +280,6 @@ def with_role(environment: Mapping[str, str], role: Role) -> dict[str, str]:
 
 
 def with_report(environment: Mapping[str, str], descriptor: int, activity: int) -> dict[str, str]:
-    """`environment` of a rank that reports to its launcher on `descriptor`, and writes what it is doing to the file `activity`."""
+    """`environment` of a rank that reports to its launcher on `descriptor`, and writes what it is doing to
+    the file `activity`."""
     return {**environment, "MESHLOOM_REPORT_FD": str(descriptor), "MESHLOOM_ACTIVITY_FD": str(activity)}

@@ -1,4 +1,5 @@
-"""What ended a process, in one message: the error, the rank and its place, the lines of the user's own code."""
+"""What ended a process, in one message: the error, the rank and its place, the lines of the user's own
+code."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ from meshloom.launch.names import capital, rank_name
 def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:
     """Tell the launcher, or whoever reads stderr, what ended this process; the exit code that belongs to it.
 
-    One message: the error, this rank and its place, and the lines of the user's own code that led to it, the deepest last; the whole
-    traceback where the error is not in the user's code, and where `MESHLOOM_TRACEBACK=full` asks for it. What meshloom explains
+    One message: the error, this rank and its place, and the lines of the user's own code that led to it, the
+    deepest last; the whole traceback where the error is not in the user's code, and where
+    `MESHLOOM_TRACEBACK=full` asks for it. What meshloom explains
     itself has that last line alone. `mesh` gives the place under torchrun; our launcher's plan says it too.
     """
     if isinstance(error, KeyboardInterrupt):
@@ -40,7 +42,11 @@ def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:
     if not tell({"event": "failed", **vars(failure)}):
         # One short line of each rank that only noticed: the cause is in another rank's message.
         first_line, _, _ = failure.message.partition("\n")
-        text = f"{failure.kind} on {failure.who}: {first_line}" if failure.consequence and failure.who else str(failure)
+        text = (
+            f"{failure.kind} on {failure.who}: {first_line}"
+            if failure.consequence and failure.who
+            else str(failure)
+        )
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     return failure.exit_code
 
@@ -64,11 +70,19 @@ def _failure_of(error: BaseException, mesh: Mesh | None) -> Failure:
 
 
 def _lost_data_worker(error: BaseException) -> DataError | None:
-    """What torch raises when a data worker ends, wherever the main thread is at that moment, in one sentence; None: it was something else."""
+    """What torch raises when a data worker ends, wherever the main thread is at that moment, in one sentence;
+    None: it was something else."""
     each: BaseException | None = error
     while each is not None and not isinstance(each, MeshloomError | KeyboardInterrupt):
-        if found := re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: ([\w ]+)|exited unexpectedly)", str(each)):
-            hint = " (the system does that when memory runs out)" if found[3] and found[3].startswith("Killed") else ""
+        if found := re.search(
+            r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: ([\w ]+)|exited unexpectedly)",
+            str(each),
+        ):
+            hint = (
+                " (the system does that when memory runs out)"
+                if found[3] and found[3].startswith("Killed")
+                else ""
+            )
             how = f"was killed by a signal: {found[3].strip()}{hint}" if found[3] else "ended unexpectedly"
             return DataError(
                 f"A process that reads data for this rank (process {found[1]}, of Job(num_workers=...)) {how}. Go on from a checkpoint with --resume; "
@@ -79,26 +93,36 @@ def _lost_data_worker(error: BaseException) -> DataError | None:
 
 
 def _report_exit(error: SystemExit) -> int:
-    """`sys.exit` in the job: its text is printed, as Python does, but once; a launcher is told why its rank ends."""
+    """`sys.exit` in the job: its text is printed, as Python does, but once; a launcher is told why its rank
+    ends."""
     if not error.code:
         return 0
     text = "" if isinstance(error.code, int) else str(error.code)
     code = error.code if isinstance(error.code, int) else 1
-    failure = replace(_failure_of(error, None), message=text or f"the job left with exit code {code}.", traceback="", exit_code=code)
+    failure = replace(
+        _failure_of(error, None),
+        message=text or f"the job left with exit code {code}.",
+        traceback="",
+        exit_code=code,
+    )
     if not tell({"event": "failed", **vars(failure)}) and text:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     return code
 
 
 def report_stop(text: str, exit_code: int, *, main: bool) -> None:
-    """Tell the launcher, or whoever reads stderr, that this rank ends as it was asked to. main: it speaks for all."""
-    said = Failure(who="", kind="", message=text, line="", traceback="", consequence=False, exit_code=exit_code)
+    """Tell the launcher, or whoever reads stderr, that this rank ends as it was asked to. main: it speaks for
+    all."""
+    said = Failure(
+        who="", kind="", message=text, line="", traceback="", consequence=False, exit_code=exit_code
+    )
     if not tell({"event": "failed", **vars(said)}) and main:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def leave(exit_code: int) -> None:
-    """End this process now. An ordinary exit would first wait for operations under way, which a rank that has failed never completes."""
+    """End this process now. An ordinary exit would first wait for operations under way, which a rank that has
+    failed never completes."""
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -127,8 +151,8 @@ class Failure:
 
     who: the rank, "" if there is only one.
     kind, message: of the error; `kind` is "" where there was none, and the message a predicate of `who`.
-    line, traceback: where, as far as that helps: a line of the user's for each step of the way, and Python's own account, without its last line.
-    consequence: whether another rank's failure is the cause.
+    line, traceback: where, as far as that helps: a line of the user's for each step of the way, and Python's
+    own account, without its last line. consequence: whether another rank's failure is the cause.
     """
 
     who: str
@@ -154,7 +178,8 @@ def _indented(text: str) -> str:
 
 
 def own_line(error: BaseException) -> str:
-    """The deepest line of the user's own code in the traceback, "file:number: text"; "" if there is none. A cause comes before what it led to."""
+    """The deepest line of the user's own code in the traceback, "file:number: text"; "" if there is none. A
+    cause comes before what it led to."""
     chain = [(_frames(each), _worker_frames(each)) for each in _chain(error)]
     for others in (_installed(), _OURS):  # what is installed may be the user's own package
         for trace in [*(told for _, told in reversed(chain)), *(frames for frames, _ in reversed(chain))]:
@@ -165,7 +190,8 @@ def own_line(error: BaseException) -> str:
 
 
 def own_lines(error: BaseException) -> str:
-    """Every line of the user's own code on the way to the error, the deepest last, and its causes; "" where the error is not in the user's code."""
+    """Every line of the user's own code on the way to the error, the deepest last, and its causes; "" where
+    the error is not in the user's code."""
     found: list[str] = []
     theirs = False  # whether the last frame that is meshloom's or the user's is the user's
     for number, each in enumerate(chain := _chain(error)):
@@ -173,16 +199,25 @@ def own_lines(error: BaseException) -> str:
             how = "caused by" if each is chain[number - 1].__cause__ else "while handling"
             found.append(f"{how} {': '.join(filter(None, _told(each)))}")
         frames = [
-            frame for frame in [*_frames(each), *_worker_frames(each)] if frame[0].startswith(_MESHLOOM) or not frame[0].startswith(_installed())
+            frame
+            for frame in [*_frames(each), *_worker_frames(each)]
+            if frame[0].startswith(_MESHLOOM) or not frame[0].startswith(_installed())
         ]
         lines = [_line(frame) for frame in frames if not frame[0].startswith(_MESHLOOM)]
         theirs = not frames[-1][0].startswith(_MESHLOOM) if frames else theirs
         # A function that calls itself may be a thousand lines.
-        found += lines if len(lines) <= _MOST_LINES else [*lines[: _MOST_LINES // 2], "...", *lines[-_MOST_LINES // 2 :]]
+        found += (
+            lines
+            if len(lines) <= _MOST_LINES
+            else [*lines[: _MOST_LINES // 2], "...", *lines[-_MOST_LINES // 2 :]]
+        )
     *_, last = [("", 0), *_frames(chain[-1])]
     if last[0].startswith(_AUTOGRAD) and not theirs:
         return "\n".join(
-            [*found, "in backward, where no line of yours runs. torch.autograd.set_detect_anomaly(True) in the job file shows which one led to it."]
+            [
+                *found,
+                "in backward, where no line of yours runs. torch.autograd.set_detect_anomaly(True) in the job file shows which one led to it.",
+            ]
         )
     return "\n".join(found) if theirs else ""
 
@@ -190,7 +225,9 @@ def own_lines(error: BaseException) -> str:
 def _chain(error: BaseException) -> list[BaseException]:
     """The error, what caused it, what caused that, ..."""
     chain = [error]
-    while (before := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__)) and before not in chain:
+    while (
+        before := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__)
+    ) and before not in chain:
         chain.append(before)
     return chain
 
@@ -198,13 +235,21 @@ def _chain(error: BaseException) -> list[BaseException]:
 def _frames(error: BaseException) -> list[Frame]:
     """Where it passed, the deepest last; for what could not be parsed, that too."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    return [*frames, (error.filename, error.lineno or 0)] if isinstance(error, SyntaxError) and error.filename else frames
+    return (
+        [*frames, (error.filename, error.lineno or 0)]
+        if isinstance(error, SyntaxError) and error.filename
+        else frames
+    )
 
 
 def _worker_frames(error: BaseException) -> list[Frame]:
     """A data worker's traceback arrives as text."""
     text = str(error)
-    return [(name, int(number)) for name, number in re.findall(r'File "([^"]+)", line (\d+)', text)] if _TRACEBACK in text else []
+    return (
+        [(name, int(number)) for name, number in re.findall(r'File "([^"]+)", line (\d+)', text)]
+        if _TRACEBACK in text
+        else []
+    )
 
 
 def _told(error: BaseException) -> tuple[str, str]:
@@ -220,7 +265,9 @@ def _told(error: BaseException) -> tuple[str, str]:
 
 def _stack(error: BaseException) -> str:
     """Python's own account, without the last line, which is the error."""
-    return "".join(traceback.format_exception(error)).removesuffix("".join(traceback.format_exception_only(error)))
+    return "".join(traceback.format_exception(error)).removesuffix(
+        "".join(traceback.format_exception_only(error))
+    )
 
 
 Frame = tuple[str, int]  # file, line

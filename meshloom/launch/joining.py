@@ -45,15 +45,25 @@ from meshloom.machine.cores import cores
 FAREWELL_SECONDS = 5.0  # how long a rank that is done waits for the others before its connections close
 
 
-def join(mesh: Mesh, seat: LaunchedRank, devices: str, timeout: timedelta, transport: str = "auto", algorithm: str = "") -> World:
+def join(
+    mesh: Mesh,
+    seat: LaunchedRank,
+    devices: str,
+    timeout: timedelta,
+    transport: str = "auto",
+    algorithm: str = "",
+) -> World:
     """Meet the other ranks in the store, agree on devices and on what to talk through, connect.
 
     algorithm: of `open_world`.
-    Raises `PeerLostError` if the others do not come within `timeout`, `DeviceError` for an algorithm where ranks have GPUs.
+    Raises `PeerLostError` if the others do not come within `timeout`, `DeviceError` for an algorithm where
+    ranks have GPUs.
     """
     tell({"event": "joining"})
-    if scratch := scratch_directory():  # data workers have sockets there, which they leave behind when they are killed
-        # No documented setting says so: `tempfile.tempdir` would move the user's own files too, and names of sockets below a directory more may be too long.
+    # data workers have sockets there, which they leave behind when they are killed
+    if scratch := scratch_directory():
+        # No documented setting says so: `tempfile.tempdir` would move the user's own files too, and names of
+        # sockets below a directory more may be too long.
         multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined]
     activity = _open_activity()
     activity.enter("joining")
@@ -74,16 +84,34 @@ def join(mesh: Mesh, seat: LaunchedRank, devices: str, timeout: timedelta, trans
             )
         both = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         if ours:
-            dist.init_process_group(both, store=dist.PrefixStore("world", store), rank=seat.rank, world_size=seat.size, timeout=timeout)
+            dist.init_process_group(
+                both,
+                store=dist.PrefixStore("world", store),
+                rank=seat.rank,
+                world_size=seat.size,
+                timeout=timeout,
+            )
         transports = agreed_transports(signed, mesh, launched_transport(transport), why_not())
-        connections = RankGroups(mesh, seat.rank, dist.PrefixStore("groups", store), transports, device, timeout, activity, signed.key("groups"))
+        connections = RankGroups(
+            mesh,
+            seat.rank,
+            dist.PrefixStore("groups", store),
+            transports,
+            device,
+            timeout,
+            activity,
+            signed.key("groups"),
+        )
         connect = connections.connect
         world = connect([tuple(range(mesh.size))], "gloo")
         local = LocalRank(
             rank=seat.rank,
             place=mesh.place(seat.rank),
             device=device,
-            groups={axis: RecordedGroup(connect(mesh.groups(axis), both, algorithm if axis == "dp" else ""), axis) for axis in used_axes(mesh)},
+            groups={
+                axis: RecordedGroup(connect(mesh.groups(axis), both, algorithm if axis == "dp" else ""), axis)
+                for axis in used_axes(mesh)
+            },
             statistics=RecordedGroup(connect(mesh.groups("dp"), both), "dp"),
             world=world,
             team=connect(mesh.teams(), "gloo") if mesh.size > mesh.dp else None,
@@ -112,7 +140,8 @@ def _open_activity() -> Activity:
     """The page that our launcher has made for this rank, if there is one."""
     descriptor = activity_descriptor()
     if descriptor is not None:
-        with suppress(OSError, ValueError):  # a program that a rank has started inherits the variable, and the number may be another file's
+        # a program that a rank has started inherits the variable, and the number may be another file's
+        with suppress(OSError, ValueError):
             if os.fstat(descriptor).st_nlink == 0 and os.fstat(descriptor).st_size == PAGE_BYTES:
                 page = memoryview(mmap.mmap(descriptor, PAGE_BYTES))
                 if is_page(page):
@@ -122,7 +151,9 @@ def _open_activity() -> Activity:
     return Activity()
 
 
-def _parting(mesh: Mesh, local: LocalRank, store: dist.Store, connections: RankGroups, ours: bool) -> Callable[[bool], None]:
+def _parting(
+    mesh: Mesh, local: LocalRank, store: dist.Store, connections: RankGroups, ours: bool
+) -> Callable[[bool], None]:
     """What ends a rank's world, and until then reports what the user's script does not catch."""
     previous = sys.excepthook
 
@@ -138,7 +169,13 @@ def _parting(mesh: Mesh, local: LocalRank, store: dist.Store, connections: RankG
             for process_group in [None] if ours else connections.process_groups:
                 dist.destroy_process_group(process_group)
         else:  # destroying would wait for operations that the others may never join
-            for group in (*local.groups.values(), local.statistics, local.world, local.readers, *([local.team] if local.team else [])):
+            for group in (
+                *local.groups.values(),
+                local.statistics,
+                local.world,
+                local.readers,
+                *([local.team] if local.team else []),
+            ):
                 group.abort()
 
     def at_exit() -> None:
@@ -150,7 +187,8 @@ def _parting(mesh: Mesh, local: LocalRank, store: dist.Store, connections: RankG
 
 
 def _meet_again(rank: int, size: int, store: dist.Store) -> bool:
-    """Whether all ranks came to this end. A connection that closes may take along what a slower rank has not read yet, so they wait, for a while."""
+    """Whether all ranks came to this end. A connection that closes may take along what a slower rank has not
+    read yet, so they wait, for a while."""
     try:
         store.set(f"parting/{rank}", "")
         store.wait([f"parting/{other}" for other in range(size)], timedelta(seconds=FAREWELL_SECONDS))
@@ -161,7 +199,13 @@ def _meet_again(rank: int, size: int, store: dist.Store) -> bool:
 
 def _meeting_place(seat: LaunchedRank, timeout: timedelta) -> dist.Store:
     return dist.TCPStore(
-        seat.address, seat.port, None, is_master=seat.hosts_store, timeout=timeout, wait_for_workers=False, multi_tenant=seat.hosts_store
+        seat.address,
+        seat.port,
+        None,
+        is_master=seat.hosts_store,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=seat.hosts_store,
     )
 
 
@@ -170,12 +214,19 @@ def _agreed_device(seat: LaunchedRank, devices: str, store: SignedStore) -> tupl
     wanted = launched_devices(devices)
     count = torch.cuda.device_count()
     index = seat.local_rank % max(1, count)
-    # Some clusters show each process all of a machine's GPUs, others one; what counts is whether two ranks would share.
-    own = f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}" if count and wanted != "cpu" else ""
+    # Some clusters show each process all of a machine's GPUs, others one; what counts is whether two ranks
+    # would share.
+    own = (
+        f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}"
+        if count and wanted != "cpu"
+        else ""
+    )
     seen = store.all_say("gpu", own)
     num_gpus = len({gpu for gpu in seen if gpu})
     if num_gpus == seat.size:
         return "cuda", torch.device("cuda", index), visible_gpus(num_gpus)
     if wanted == "cuda":
-        raise DeviceError(f"devices=cuda needs {seat.size} GPUs, one for each rank, and {visible_gpus(num_gpus)}. Use devices=cpu.")
+        raise DeviceError(
+            f"devices=cuda needs {seat.size} GPUs, one for each rank, and {visible_gpus(num_gpus)}. Use devices=cpu."
+        )
     return "cpu", torch.device("cpu"), "asked for" if devices == "cpu" else visible_gpus(count)

@@ -1,4 +1,5 @@
-"""Trainers of one process work one at a time: torch, numpy and Python have one generator of random numbers for all threads."""
+"""Trainers of one process work one at a time: torch, numpy and Python have one generator of random numbers
+for all threads."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _WORKING = threading.RLock()  # held by who draws
 def working_alone() -> Generator[None]:
     """Around what draws or talks: Trainers of other threads wait.
 
-    Where they talk to other processes, each process would choose another one to go first, so there it is an error.
+    Where they talk to other processes, each process would choose another one to go first, so there it is an
+    error.
     """
     if not _WORKING.acquire(blocking=not is_rank()):
         raise TrainingError(

@@ -17,22 +17,32 @@ from meshloom.launch.world import LocalRank, World
 
 
 def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "") -> World:
-    """All ranks of `mesh` in turns; several go round the GPUs, if on GPUs at all. Raises `DeviceError` if there is none.
+    """All ranks of `mesh` in turns; several go round the GPUs, if on GPUs at all. Raises `DeviceError` if
+    there is none.
 
-    algorithm: of `open_world`. Replicas are taken to be on different hosts two by two, so that the hierarchical one has something to do.
+    algorithm: of `open_world`. Replicas are taken to be on different hosts two by two, so that the
+        hierarchical one has something to do.
     """
     num_gpus = torch.cuda.device_count()
     if "cuda" in devices and not num_gpus:
-        raise DeviceError(f"devices={devices} needs a GPU, and none is visible. Use devices={'simulated' if ':' in devices else 'cpu'}.")
+        raise DeviceError(
+            f"devices={devices} needs a GPU, and none is visible. Use devices={'simulated' if ':' in devices else 'cpu'}."
+        )
     on_gpus = "cuda" in devices or (devices == "auto" and mesh.size == 1 and num_gpus > 0)
-    where = [torch.device("cuda", rank % num_gpus) if on_gpus else torch.device("cpu") for rank in range(mesh.size)]
+    where = [
+        torch.device("cuda", rank % num_gpus) if on_gpus else torch.device("cpu") for rank in range(mesh.size)
+    ]
     asked = "asked for"
     if mesh.size == 1 and not devices.startswith("simulated"):
         kind: Kind = "cuda" if on_gpus else "cpu"
         reason = asked if devices != "auto" else visible_gpus(num_gpus)
     else:
         kind = "simulated"
-        reason = asked if devices.startswith("simulated") else f"this process was not started as one of {mesh.size}"
+        reason = (
+            asked
+            if devices.startswith("simulated")
+            else f"this process was not started as one of {mesh.size}"
+        )
     used = counted(min(num_gpus, mesh.size), "GPU") if on_gpus else counted(torch.get_num_threads(), "thread")
     why = f"{kind}: {counted(mesh.size, 'rank')} in this process on {used} ({reason})"
 
@@ -45,7 +55,10 @@ def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "") -> World
             made: list[Group] = [*simulated_groups(len(members), turns)]
             if algorithm and axis == "dp":
                 hosts = [number // 2 for number in range(len(members))]
-                made = [spelled_out(group, algorithm, hosts=hosts, name=rank_name(rank, mesh)) for rank, group in zip(members, made, strict=True)]
+                made = [
+                    spelled_out(group, algorithm, hosts=hosts, name=rank_name(rank, mesh))
+                    for rank, group in zip(members, made, strict=True)
+                ]
             groups.update(zip([(axis, rank) for rank in members], made, strict=True))
     readers: dict[int, Group] = {}
     teams: dict[int, Group] = {}

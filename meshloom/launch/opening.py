@@ -1,4 +1,5 @@
-"""Opens the world of a mesh: joins the other processes if this one is a rank, otherwise keeps all ranks here."""
+"""Opens the world of a mesh: joins the other processes if this one is a rank, otherwise keeps all ranks
+here."""
 
 from __future__ import annotations
 
@@ -19,16 +20,24 @@ MOST_SECONDS = 1e7  # a timeout: 115 days
 
 
 def open_world(
-    mesh: Mesh, devices: str = "auto", timeout_seconds: float = 600.0, transport: str = "auto", algorithm: str = "", *, oversubscribe: bool = False
+    mesh: Mesh,
+    devices: str = "auto",
+    timeout_seconds: float = 600.0,
+    transport: str = "auto",
+    algorithm: str = "",
+    *,
+    oversubscribe: bool = False,
 ) -> World:
     """Join the other processes if this one was started as a rank; otherwise keep all ranks in this process.
 
     devices: one of `DEVICES`.
-    timeout_seconds: how long a rank waits for the others, in joining and in every collective, before it gives up.
+    timeout_seconds: how long a rank waits for the others, in joining and in every collective, before it gives
+        up.
     transport: one of `TRANSPORTS`: what processes talk through.
     algorithm: by which ranks along dp add up, one of `ALGORITHMS`; "": by that of what they talk through.
     oversubscribe: whether simulated ranks may be more than `MOST_SIMULATED`.
-    Raises `PlanError` if the mesh has another size than there are processes, `DeviceError` if the devices or the transport are not there.
+    Raises `PlanError` if the mesh has another size than there are processes, `DeviceError` if the devices or
+    the transport are not there.
     """
     check_devices(devices)
     check_transport(transport)
@@ -36,7 +45,9 @@ def open_world(
     seat = current_seat()
     size = seat.size if seat else 1
     if size > 1 and devices.startswith("simulated"):
-        raise DeviceError(f"devices={devices} keeps all ranks in one process, but {size} processes were started. Start one, or use devices=cpu.")
+        raise DeviceError(
+            f"devices={devices} keeps all ranks in one process, but {size} processes were started. Start one, or use devices=cpu."
+        )
     if seat and mesh.size != size:
         started = f"{counted(size, 'process', 'processes')} {'was' if size == 1 else 'were'}"
         raise PlanError(
@@ -47,17 +58,24 @@ def open_world(
     if not several and mesh.size > 1:
         if devices in ("cpu", "cuda"):
             way_out = f"Start it with meshloom train or torchrun --nproc-per-node {mesh.size}, or use devices=simulated, which keeps all ranks in one process."
-            raise DeviceError(f"devices={devices} has a process for each of {mesh.size} ranks ({sizes(mesh)}), and this program is one. {way_out}")
+            raise DeviceError(
+                f"devices={devices} has a process for each of {mesh.size} ranks ({sizes(mesh)}), and this program is one. {way_out}"
+            )
         check_ranks(mesh.size, "simulated", oversubscribe)
     timeout = timedelta(seconds=timeout_seconds)
-    world = join(mesh, several, devices, timeout, transport, algorithm) if several else world_in_one_process(mesh, devices, algorithm)
+    world = (
+        join(mesh, several, devices, timeout, transport, algorithm)
+        if several
+        else world_in_one_process(mesh, devices, algorithm)
+    )
     if world.local[0].device.type == "cpu":
         keep_freed_memory()
     return world
 
 
 def check_timeout(seconds: object, name: str) -> None:
-    """Raises `DeviceError` for what is no number of seconds that a rank could wait. name: what the user calls it, with what joins it to its value."""
+    """Raises `DeviceError` for what is no number of seconds that a rank could wait. name: what the user calls
+    it, with what joins it to its value."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MOST_SECONDS:
         raise DeviceError(
             f"{name}{seconds!r} must be a number of seconds, more than 0 and at most {MOST_SECONDS:,.0f}: how long a rank waits for another."

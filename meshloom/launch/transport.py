@@ -1,4 +1,5 @@
-"""What the ranks of each group talk through, as follows from where they run: shared memory, Gloo, or shared memory within each of several hosts.
+"""What the ranks of each group talk through, as follows from where they run: shared memory, Gloo, or shared
+memory within each of several hosts.
 
 all on one host              through shared memory
 k > 1 on each of n hosts     through shared memory within a host, over Gloo between hosts (comm/network/hosts.py)
@@ -28,13 +29,15 @@ Hosts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Transports:
-    """hosts: by rank, an identity of where it runs. gloo_because: why nobody uses shared memory; "": who can does."""
+    """hosts: by rank, an identity of where it runs. gloo_because: why nobody uses shared memory; "": who can
+    does."""
 
     hosts: tuple[str, ...]
     gloo_because: str = ""
 
     def layout(self, ranks: Sequence[int]) -> Hosts:
-        """For each host in order of its first rank: the numbers, in this group of `ranks`, of those that run on it.
+        """For each host in order of its first rank: the numbers, in this group of `ranks`, of those that run
+        on it.
 
         >>> Transports(hosts=("a", "a", "b", "b")).layout([0, 2, 3])
         ((0,), (1, 2))
@@ -45,12 +48,14 @@ class Transports:
         return tuple(tuple(numbers) for numbers in found.values())
 
     def layers(self, ranks: Sequence[int]) -> Hosts | None:
-        """`layout` if the group talks through shared memory wherever it can: on one host, or the same number k > 1 on each. None: Gloo for all of it."""
+        """`layout` if the group talks through shared memory wherever it can: on one host, or the same number
+        k > 1 on each. None: Gloo for all of it."""
         hosts = self.layout(ranks)
         return hosts if not self.gloo_because and (len(hosts) == 1 or _is_grid(hosts)) else None
 
     def where(self, rank: int, ranks: Sequence[int]) -> str:
-        """On which host `rank` runs, by name, if `ranks` are on several and their names tell them apart; otherwise "".
+        """On which host `rank` runs, by name, if `ranks` are on several and their names tell them apart;
+        otherwise "".
 
         >>> Transports(hosts=("node1 ...", "node1 ...", "node2 ...")).where(2, [1, 2])
         ' on node2'
@@ -69,7 +74,9 @@ class Transports:
         """
         if self.gloo_because:
             return f"talking over Gloo: {self.gloo_because}"
-        by_axis = {axis: self._along(mesh.groups(axis)) for axis in ("dp", "pp", "tp") if getattr(mesh, axis) > 1}
+        by_axis = {
+            axis: self._along(mesh.groups(axis)) for axis in ("dp", "pp", "tp") if getattr(mesh, axis) > 1
+        }
         if len(set(by_axis.values())) == 1:
             return f"talking {next(iter(by_axis.values()))}"
         return "talking " + ", ".join(f"along {axis} {how}" for axis, how in by_axis.items())
@@ -80,19 +87,25 @@ class Transports:
 
 
 def agreed_transports(store: SignedStore, mesh: Mesh, transport: str, missing: str) -> Transports:
-    """Tell the other ranks where this one runs and what it wants, and hear the same of all. One that cannot or will not use shared memory decides for all.
+    """Tell the other ranks where this one runs and what it wants, and hear the same of all. One that cannot
+    or will not use shared memory decides for all.
 
     transport: one of `TRANSPORTS`. missing: why this rank has no shared memory to talk through; "": it has.
     """
     check_transport(transport)
-    told = [json.loads(each) for each in store.all_say("transport", json.dumps([host_identity(), transport, missing]))]
+    told = [
+        json.loads(each)
+        for each in store.all_say("transport", json.dumps([host_identity(), transport, missing]))
+    ]
     hosts = tuple(host for host, _, _ in told)
     if any(wanted == "gloo" for _, wanted, _ in told):
         return Transports(hosts=hosts, gloo_because="asked for")
     without = [(other, why) for other, (_, _, why) in enumerate(told) if why]
     if without:
         other, why = without[0]
-        return Transports(hosts=hosts, gloo_because=why if len(without) == mesh.size else f"{rank_name(other, mesh)}: {why}")
+        return Transports(
+            hosts=hosts, gloo_because=why if len(without) == mesh.size else f"{rank_name(other, mesh)}: {why}"
+        )
     return Transports(hosts=hosts)
 
 
@@ -105,8 +118,9 @@ def check_transport(transport: str) -> None:
 def host_identity() -> str:
     """The same for two processes only if they can map each other's memory and see each other end.
 
-    That takes one kernel, one user, and one namespace of process numbers. Containers that share all of these, but not the network, may still be kept
-    apart by rules that cannot be read here; so they count as different hosts, which is slower and always right.
+    That takes one kernel, one user, and one namespace of process numbers. Containers that share all of these,
+    but not the network, may still be kept apart by rules that cannot be read here; so they count as different
+    hosts, which is slower and always right.
     """
     facts = [socket.gethostname(), str(os.getuid())]
     with suppress(OSError):  # not Linux: the host's name has to say it
@@ -116,9 +130,14 @@ def host_identity() -> str:
 
 
 def _is_grid(hosts: Hosts) -> bool:
-    """Whether there are as many ranks on each host, several, and the i-th ones are in order: groups of torch.distributed have their ranks in order."""
+    """Whether there are as many ranks on each host, several, and the i-th ones are in order: groups of
+    torch.distributed have their ranks in order."""
     same = {len(numbers) for numbers in hosts}
-    return len(same) == 1 and same != {1} and all(here < there for column in zip(*hosts, strict=True) for here, there in pairwise(column))
+    return (
+        len(same) == 1
+        and same != {1}
+        and all(here < there for column in zip(*hosts, strict=True) for here, there in pairwise(column))
+    )
 
 
 def _how(hosts: Hosts) -> str:
@@ -131,5 +150,7 @@ def _how(hosts: Hosts) -> str:
         return "over Gloo"
     if len(sizes) == 1:
         return f"over Gloo (ranks of {len(hosts)} machines are interleaved)"
-    uneven = [f"{counted(size, 'rank')} on {counted(number, 'machine')}" for size, number in sorted(sizes.items())]
+    uneven = [
+        f"{counted(size, 'rank')} on {counted(number, 'machine')}" for size, number in sorted(sizes.items())
+    ]
     return f"over Gloo ({' and '.join(uneven)})"

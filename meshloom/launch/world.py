@@ -23,10 +23,11 @@ class LocalRank:
     """A rank that lives in this process.
 
     groups: by axis, the ranks that differ from this one along that axis only.
-    statistics: the ranks of `groups["dp"]` on a communicator of its own, for batch statistics in the middle of forward and backward.
-    world: all ranks, for control messages and what is resumed from, on the CPU; not counted.
-    team: the ranks of this replica in order of pp, then of tp, likewise, if there are several. readers: the ranks of `groups["dp"]`, likewise.
-    activity: where the rank writes what it is doing.
+    statistics: the ranks of `groups["dp"]` on a communicator of its own, for batch statistics in the middle
+    of forward and backward. world: all ranks, for control messages and what is resumed from, on the CPU; not
+    counted.
+    team: the ranks of this replica in order of pp, then of tp, likewise, if there are several. readers: the
+    ranks of `groups["dp"]`, likewise. activity: where the rank writes what it is doing.
     """
 
     rank: int
@@ -48,7 +49,15 @@ class World:
     turns: how ranks of one process wait for each other.
     """
 
-    def __init__(self, mesh: Mesh, local: list[LocalRank], kind: Kind, why: str, turns: Turns, end: Callable[[bool], None] | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        local: list[LocalRank],
+        kind: Kind,
+        why: str,
+        turns: Turns,
+        end: Callable[[bool], None] | None = None,
+    ) -> None:
         self.mesh = mesh
         self.local = local
         self.kind: Kind = kind
@@ -62,7 +71,8 @@ class World:
         return self.local[0].rank == 0
 
     def memory_bytes(self) -> int:
-        """Most memory that this process has used so far: of its GPU if its ranks are on one, else resident."""
+        """Most memory that this process has used so far: of its GPU if its ranks are on one, else
+        resident."""
         device = self.local[0].device
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
@@ -83,7 +93,9 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         if error is None:
             self.close()
         else:

@@ -1,4 +1,5 @@
-"""How fast ranks talk, and how much they slow each other down, as measured: lines from bytes to seconds, and factors.
+"""How fast ranks talk, and how much they slow each other down, as measured: lines from bytes to seconds, and
+factors.
 
 seconds of a collective                     seconds of an operator
     |             .  bytes / rate               |        .   4 ranks on 2 cores
@@ -18,20 +19,25 @@ from typing import Any, Literal, get_args
 
 from meshloom.core.errors import MachineError
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "send"]
+Collective = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "send"
+]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 Where = Literal["inside", "between"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Seconds of one collective among `ranks` ranks: latency_seconds + bytes / bytes_per_second, fitted to measurements.
+    """Seconds of one collective among `ranks` ranks: latency_seconds + bytes / bytes_per_second, fitted to
+    measurements.
 
     Bytes are those of the tensor that one rank hands in. residual: largest relative error of the fit.
     among: ranks that ran on the devices at that time, in groups of `ranks`; 0: just these.
     place: inside one host, or between hosts. in_place: tensors lay where all ranks of the host can read them.
-    algorithm: by which an all-reduce was spelled out on messages (`costs.ALGORITHMS`); "": the transport's own collective.
-    points: (bytes, seconds), bytes ascending, as measured; where there are some, predictions lie between them rather than on the line.
+    algorithm: by which an all-reduce was spelled out on messages (`costs.ALGORITHMS`); "": the transport's
+        own collective.
+    points: (bytes, seconds), bytes ascending, as measured; where there are some, predictions lie between them
+        rather than on the line.
     """
 
     collective: Collective
@@ -47,21 +53,38 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:
-            raise MachineError(f"A link of {self.collective!r} is not known. Collectives are {', '.join(COLLECTIVES)}.")
+            raise MachineError(
+                f"A link of {self.collective!r} is not known. Collectives are {', '.join(COLLECTIVES)}."
+            )
         if not isinstance(self.ranks, int) or self.ranks < 2:
-            raise MachineError(f"{self.collective} among {self.ranks!r} ranks is no link. Give 2 ranks or more.")
-        if not _is_number(self.latency_seconds) or self.latency_seconds < 0 or not _is_number(self.bytes_per_second) or self.bytes_per_second <= 0:
+            raise MachineError(
+                f"{self.collective} among {self.ranks!r} ranks is no link. Give 2 ranks or more."
+            )
+        if (
+            not _is_number(self.latency_seconds)
+            or self.latency_seconds < 0
+            or not _is_number(self.bytes_per_second)
+            or self.bytes_per_second <= 0
+        ):
             raise MachineError(
                 f"{self.collective} among {self.ranks} ranks takes {self.latency_seconds!r} s and {self.bytes_per_second!r} bytes/s, "
                 "which are no latency and no rate. Calibrate again."
             )
         if self.place not in get_args(Where):
-            raise MachineError(f"A link {self.place!r} hosts is not known. Links are {' or '.join(get_args(Where))} hosts.")
-        if not all(_is_number(seconds) and seconds > 0 and low < high for (low, seconds), (high, _) in pairwise([*self.points, (math.inf, 1.0)])):
-            raise MachineError(f"The points of {self.collective} must be (bytes, seconds) above 0 with ascending bytes, and are {self.points}.")
+            raise MachineError(
+                f"A link {self.place!r} hosts is not known. Links are {' or '.join(get_args(Where))} hosts."
+            )
+        if not all(
+            _is_number(seconds) and seconds > 0 and low < high
+            for (low, seconds), (high, _) in pairwise([*self.points, (math.inf, 1.0)])
+        ):
+            raise MachineError(
+                f"The points of {self.collective} must be (bytes, seconds) above 0 with ascending bytes, and are {self.points}."
+            )
 
     def seconds(self, num_bytes: float) -> float:
-        """Of `num_bytes`: between the measured points, beyond the last one at its rate; the line where there are none."""
+        """Of `num_bytes`: between the measured points, beyond the last one at its rate; the line where there
+        are none."""
         if not self.points:
             return self.latency_seconds + num_bytes / self.bytes_per_second
         (low, low_seconds), *rest = self.points
@@ -76,7 +99,8 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Crowd:
-    """How many times longer operators take when `ranks` ranks with `threads` threads each compute, than when one of them does.
+    """How many times longer operators take when `ranks` ranks with `threads` threads each compute, than when
+    one of them does.
 
     compute: those that multiply in the cache. memory: those that read and write memory.
     """
@@ -87,7 +111,11 @@ class Crowd:
     memory: float
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.threads < 1 or not all(_is_number(each) and each > 0 for each in (self.compute, self.memory)):
+        if (
+            self.ranks < 1
+            or self.threads < 1
+            or not all(_is_number(each) and each > 0 for each in (self.compute, self.memory))
+        ):
             raise MachineError(
                 f"{self.ranks!r} ranks of {self.threads!r} threads that take {self.compute!r} and {self.memory!r} times as long are no measurement. "
                 "Calibrate again."
@@ -96,7 +124,8 @@ class Crowd:
 
 @dataclass(frozen=True, kw_only=True)
 class Company:
-    """What ranks that run together have measured of each other: how they talk, and how much they slow each other down."""
+    """What ranks that run together have measured of each other: how they talk, and how much they slow each
+    other down."""
 
     links: tuple[Link, ...]
     crowds: tuple[Crowd, ...]
@@ -107,13 +136,18 @@ class Company:
 
     @classmethod
     def from_values(cls, found: Mapping[str, Any]) -> Company:
-        """From what JSON gives: the fields of each link and crowd. Raises `MachineError`, or what its absence or type does, if one is wrong."""
+        """From what JSON gives: the fields of each link and crowd. Raises `MachineError`, or what its absence
+        or type does, if one is wrong."""
 
         def link(values: Mapping[str, Any]) -> Link:
-            points: Any = tuple((float(num_bytes), float(seconds)) for num_bytes, seconds in values.get("points", ()))
+            points: Any = tuple(
+                (float(num_bytes), float(seconds)) for num_bytes, seconds in values.get("points", ())
+            )
             return Link(**{**values, "points": points})
 
-        return cls(links=tuple(map(link, found["links"])), crowds=tuple(Crowd(**each) for each in found["crowds"]))
+        return cls(
+            links=tuple(map(link, found["links"])), crowds=tuple(Crowd(**each) for each in found["crowds"])
+        )
 
 
 def seconds_of(
@@ -126,11 +160,13 @@ def seconds_of(
     place: Where | None = None,
     in_place: bool = False,
 ) -> float | None:
-    """Seconds of the transport's own collective of `ranks` ranks, each handing in `num_bytes`; None if it was not measured at all.
+    """Seconds of the transport's own collective of `ranks` ranks, each handing in `num_bytes`; None if it was
+    not measured at all.
 
-    Of what was measured the most similar counts: the place and whether tensors lie in place first, then the ranks of the group, then those on the
-    devices (among; default: any). For a number of ranks that was not measured, latency and bytes are scaled by the steps of a ring and what it
-    moves: an all-reduce takes 2(N-1) steps and moves 2(N-1)/N of the bytes (Patarasuk & Yuan, 2009).
+    Of what was measured the most similar counts: the place and whether tensors lie in place first, then the
+    ranks of the group, then those on the devices (among; default: any). For a number of ranks that was not
+    measured, latency and bytes are scaled by the steps of a ring and what it moves: an all-reduce takes
+    2(N-1) steps and moves 2(N-1)/N of the bytes (Patarasuk & Yuan, 2009).
 
     >>> links = [Link(collective="all_reduce", ranks=2, latency_seconds=1e-3, bytes_per_second=1e9, residual=0.0)]
     >>> seconds_of(links, "all_reduce", 1e9, 2), seconds_of(links, "all_reduce", 1e9, 4)
@@ -141,22 +177,43 @@ def seconds_of(
 
     def distance(link: Link) -> tuple[bool, bool, float, float]:
         others = abs(math.log((link.among or link.ranks) / among)) if among else 0.0
-        return link.place != (place or link.place), link.in_place != in_place, abs(math.log(link.ranks / ranks)), others
+        return (
+            link.place != (place or link.place),
+            link.in_place != in_place,
+            abs(math.log(link.ranks / ranks)),
+            others,
+        )
 
-    link = min((each for each in links if each.collective == collective and not each.algorithm), key=distance, default=None)
+    link = min(
+        (each for each in links if each.collective == collective and not each.algorithm),
+        key=distance,
+        default=None,
+    )
     if link is None:
         return None
     if link.ranks == ranks:
         return link.seconds(num_bytes)
     steps, moved = ring(collective, ranks)
     measured_steps, measured_moved = ring(collective, link.ranks)
-    return link.latency_seconds * steps / measured_steps + num_bytes / link.bytes_per_second * moved / measured_moved
+    return (
+        link.latency_seconds * steps / measured_steps
+        + num_bytes / link.bytes_per_second * moved / measured_moved
+    )
 
 
 def ring(collective: Collective, ranks: int) -> tuple[float, float]:
-    """Steps of a ring and bytes that a rank sends per byte that it hands in. A gather ends on one rank, which receives from all others."""
-    steps = {"all_reduce": 2 * (ranks - 1), "broadcast": math.log2(ranks), "send": 1}.get(collective, ranks - 1)
-    moved = {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather": ranks - 1, "gather": ranks - 1, "broadcast": 1, "send": 1}
+    """Steps of a ring and bytes that a rank sends per byte that it hands in. A gather ends on one rank, which
+    receives from all others."""
+    steps = {"all_reduce": 2 * (ranks - 1), "broadcast": math.log2(ranks), "send": 1}.get(
+        collective, ranks - 1
+    )
+    moved = {
+        "all_reduce": 2 * (ranks - 1) / ranks,
+        "all_gather": ranks - 1,
+        "gather": ranks - 1,
+        "broadcast": 1,
+        "send": 1,
+    }
     return steps, moved.get(collective, (ranks - 1) / ranks)
 
 
@@ -176,12 +233,17 @@ def fit_link(
     >>> link.latency_seconds, link.bytes_per_second, link.residual
     (0.001, 1000000.0, 0.0)
     """
-    # Minimise sum(((a + b x) / y - 1)^2): the normal equations with u = 1/y and v = x/y. Sizes differ by thousands, so errors are relative.
+    # Minimise sum(((a + b x) / y - 1)^2): the normal equations with u = 1/y and v = x/y. Sizes differ by
+    # thousands, so errors are relative.
     pairs = [(1 / seconds, num_bytes / seconds) for num_bytes, seconds in measured]
     uu, uv, vv = (sum(one[i] * one[j] for one in pairs) for i, j in ((0, 0), (0, 1), (1, 1)))
     u, v = sum(one[0] for one in pairs), sum(one[1] for one in pairs)
     determinant = uu * vv - uv * uv
-    latency, per_byte = ((u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant) if determinant > 1e-12 * uu * vv else (0.0, v / vv)
+    latency, per_byte = (
+        ((u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant)
+        if determinant > 1e-12 * uu * vv
+        else (0.0, v / vv)
+    )
     if latency < 0:
         latency, per_byte = 0.0, v / vv
     elif per_byte <= 0:  # noise: a larger message was not slower
@@ -196,14 +258,18 @@ def fit_link(
         among=among,
         place=place,
         in_place=in_place,
-        points=tuple((float(num_bytes), float(seconds)) for num_bytes, seconds in measured) if keep_points else (),
+        points=tuple((float(num_bytes), float(seconds)) for num_bytes, seconds in measured)
+        if keep_points
+        else (),
     )
 
 
 def slowdown(crowds: Sequence[Crowd], busy: float, threads: int, memory_share: float, cores: int) -> float:
-    """How much longer a rank of `threads` threads takes when `busy` ranks compute, than alone. Between measured numbers it is interpolated; never less than 1.
+    """How much longer a rank of `threads` threads takes when `busy` ranks compute, than alone. Between
+    measured numbers it is interpolated; never less than 1.
 
-    Beyond the largest, where nothing was measured, and beyond the number of cores if each rank has one thread: cores are shared evenly.
+    Beyond the largest, where nothing was measured, and beyond the number of cores if each rank has one
+    thread: cores are shared evenly.
 
     >>> crowds = [Crowd(ranks=1, threads=1, compute=1.0, memory=1.0), Crowd(ranks=2, threads=1, compute=1.0, memory=1.5)]
     >>> slowdown(crowds, 2, 1, 0.5, 2), slowdown(crowds, 3, 1, 0.5, 2), slowdown(crowds, 4, 1, 0.5, 2), slowdown([], 4, 1, 0.5, 2)
@@ -219,7 +285,15 @@ def slowdown(crowds: Sequence[Crowd], busy: float, threads: int, memory_share: f
     of_threads = {each.threads for each in crowds}
     nearest = min(of_threads, key=lambda each: abs(math.log(each / threads)), default=threads)
     mine = [each for each in crowds if each.threads == nearest and (nearest > 1 or each.ranks <= cores)]
-    known = sorted({1.0: 1.0, **{float(each.ranks): (1 - memory_share) * each.compute + memory_share * each.memory for each in mine}}.items())
+    known = sorted(
+        {
+            1.0: 1.0,
+            **{
+                float(each.ranks): (1 - memory_share) * each.compute + memory_share * each.memory
+                for each in mine
+            },
+        }.items()
+    )
     for (low, at_low), (high, at_high) in pairwise(known):
         if busy <= high:
             return max(1.0, at_low + (at_high - at_low) * (busy - low) / (high - low))

@@ -1,12 +1,14 @@
 """What a machine does: measured seconds of operators by kind and size, and of collectives by kind and bytes.
 
-Values only. `planner/measure/machine_measurement.py` measures them, and predictions are made of them. The seconds of an operator come from a measured
-curve; between its points they are interpolated on logarithmic scales:
+Values only. `planner/measure/machine_measurement.py` measures them, and predictions are made of them. The
+seconds of an operator come from a measured curve; between its points they are interpolated on logarithmic
+scales:
 
     seconds          .  <- beyond the last point: the last point's rate
         |        .
         |  ....            below the first point: what a call costs, however small
-        +-------------- work (FLOPs of matrix products, attention and convolutions, else bytes read and written)
+        +-------------- work (FLOPs of matrix products, attention and convolutions, else bytes read and
+        written)
 """
 
 from __future__ import annotations
@@ -23,8 +25,20 @@ from typing import Any, Literal, get_args
 from meshloom.core.errors import MachineError
 from meshloom.machine.links import COLLECTIVES, Collective, Company, Crowd, Link, Where, seconds_of, slowdown
 
-# Kinds of operators that share a curve. The first three are counted in FLOPs, the others in bytes read and written.
-Kind = Literal["matmul", "attention", "convolution", "elementwise", "activation", "normalization", "softmax", "reduction", "gather", "draw"]
+# Kinds of operators that share a curve. The first three are counted in FLOPs, the others in bytes read and
+# written.
+Kind = Literal[
+    "matmul",
+    "attention",
+    "convolution",
+    "elementwise",
+    "activation",
+    "normalization",
+    "softmax",
+    "reduction",
+    "gather",
+    "draw",
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 COUNTED_IN_FLOPS: frozenset[Kind] = frozenset({"matmul", "attention", "convolution"})
 SCHEMA = 2  # of the file
@@ -48,9 +62,15 @@ class Operation:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise MachineError(f"An operation of kind {self.kind!r} is not known. Kinds are {', '.join(KINDS)}.")
+            raise MachineError(
+                f"An operation of kind {self.kind!r} is not known. Kinds are {', '.join(KINDS)}."
+            )
         works = [work for work, _ in self.points]
-        if not works or works != sorted(set(works)) or not all(_positive(work) and _positive(seconds) for work, seconds in self.points):
+        if (
+            not works
+            or works != sorted(set(works))
+            or not all(_positive(work) and _positive(seconds) for work, seconds in self.points)
+        ):
             raise MachineError(
                 f"The points of {self.kind} in {self.dtype} must be (work, seconds) above 0 with ascending work, and are {self.points}."
             )
@@ -67,12 +87,14 @@ class Machine:
     """One machine and one kind of its devices, as measured.
 
     name: of the host. device: "cpu" or "cuda". model: the device's own name.
-    devices: how many of that kind (CPU: 1). cores, threads: of the CPU; threads of each rank while it was measured.
+    devices: how many of that kind (CPU: 1). cores, threads: of the CPU; threads of each rank while it was
+        measured.
     memory_bytes: of one device.
     measured_at: seconds since 1970.
     call_seconds, backward_call_seconds: of an operator that moves nothing, like a view.
-    ranks: that measured `operations`, at the same time. crowds: how much slower operators become when ranks compute at the same time.
-    transport: what the links were measured through: shm, gloo, nccl, or shm+gloo between hosts; "": there are none.
+    ranks: that measured `operations`, at the same time. crowds: how much slower operators become when ranks
+    compute at the same time. transport: what the links were measured through: shm, gloo, nccl, or shm+gloo
+    between hosts; "": there are none.
     """
 
     name: str
@@ -100,13 +122,18 @@ class Machine:
             )
         missing = [kind for kind in KINDS for backward in (False, True) if not self._curves(kind, backward)]
         if missing:
-            raise MachineError(f"The machine {self.name} lacks measurements of {', '.join(dict.fromkeys(missing))}. Calibrate again.")
+            raise MachineError(
+                f"The machine {self.name} lacks measurements of {', '.join(dict.fromkeys(missing))}. Calibrate again."
+            )
 
     def _curves(self, kind: Kind, backward: bool) -> dict[str, Operation]:
-        return {each.dtype: each for each in self.operations if each.kind == kind and each.backward == backward}
+        return {
+            each.dtype: each for each in self.operations if each.kind == kind and each.backward == backward
+        }
 
     def slowdown(self, busy: float, threads: int, memory_share: float = 0.5) -> float:
-        """How much longer a rank with so many threads takes when `busy` ranks compute, than alone. memory_share: of its time, moving memory.
+        """How much longer a rank with so many threads takes when `busy` ranks compute, than alone.
+        memory_share: of its time, moving memory.
 
         Where no crowd was measured: that of sharing cores, and on devices other than CPUs nothing.
         """
@@ -115,7 +142,8 @@ class Machine:
         return slowdown(self.crowds, busy, threads, memory_share, self.cores)
 
     def operation(self, kind: Kind, dtype: str, *, backward: bool = False) -> Operation:
-        """The curve of a kind; for a dtype that was not measured, that of one of the same width, else float32's, else any."""
+        """The curve of a kind; for a dtype that was not measured, that of one of the same width, else
+        float32's, else any."""
         curves = self._curves(kind, backward)
         width = _width(dtype)
         return (
@@ -126,10 +154,19 @@ class Machine:
         )
 
 
-def operator_seconds(machine: Machine, kind: Kind, dtype: str, *, flops: float = 0.0, num_bytes: float = 0.0, backward: bool = False) -> float:
+def operator_seconds(
+    machine: Machine,
+    kind: Kind,
+    dtype: str,
+    *,
+    flops: float = 0.0,
+    num_bytes: float = 0.0,
+    backward: bool = False,
+) -> float:
     """Predicted seconds of one call of an operator.
 
-    What is counted in FLOPs takes at least as long as its bytes would (the roofline model of Williams et al., 2009).
+    What is counted in FLOPs takes at least as long as its bytes would (the roofline model of Williams et al.,
+    2009).
     flops, num_bytes: of its forward, or of its backward. num_bytes: read and written, each element once.
 
     >>> machine = example_machine()
@@ -138,7 +175,12 @@ def operator_seconds(machine: Machine, kind: Kind, dtype: str, *, flops: float =
     >>> operator_seconds(machine, "elementwise", "float32", num_bytes=1e3)
     1e-06
     """
-    bytes_seconds = _on_curve(machine.operation("elementwise" if kind in COUNTED_IN_FLOPS else kind, dtype, backward=backward).points, num_bytes)
+    bytes_seconds = _on_curve(
+        machine.operation(
+            "elementwise" if kind in COUNTED_IN_FLOPS else kind, dtype, backward=backward
+        ).points,
+        num_bytes,
+    )
     if kind not in COUNTED_IN_FLOPS:
         return bytes_seconds
     operation = machine.operation(kind, dtype, backward=backward)
@@ -148,7 +190,8 @@ def operator_seconds(machine: Machine, kind: Kind, dtype: str, *, flops: float =
 def collective_seconds(
     machine: Machine, collective: Collective, num_bytes: float, ranks: int, *, among: int | None = None, place: Where | None = None, in_place: bool = False
 ) -> float:  # fmt: skip
-    """Predicted seconds of a collective of `ranks` ranks, each handing in `num_bytes`: `links.seconds_of`. Raises `MachineError` if none was measured.
+    """Predicted seconds of a collective of `ranks` ranks, each handing in `num_bytes`: `links.seconds_of`.
+    Raises `MachineError` if none was measured.
 
     >>> machine = example_machine()
     >>> collective_seconds(machine, "all_reduce", 1e9, 2), collective_seconds(machine, "all_reduce", 1e9, 4)
@@ -156,7 +199,9 @@ def collective_seconds(
     """
     if ranks == 1:
         return 0.0
-    found = seconds_of(machine.links, collective, num_bytes, ranks, among=among, place=place, in_place=in_place)
+    found = seconds_of(
+        machine.links, collective, num_bytes, ranks, among=among, place=place, in_place=in_place
+    )
     if found is None:
         raise MachineError(
             f"The machine {machine.name} has no measured {collective}: it was calibrated with one rank. Calibrate with --ranks 2 or more."
@@ -165,40 +210,52 @@ def collective_seconds(
 
 
 def save(machine: Machine, path: Path) -> None:
-    """Write the machine as JSON, whole or not at all. Raises `MachineError` if that place cannot be written."""
+    """Write the machine as JSON, whole or not at all. Raises `MachineError` if that place cannot be
+    written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            temporary.write_text(json.dumps({"schema": SCHEMA, **asdict(machine)}, indent=1) + "\n", encoding="utf-8")
+            temporary.write_text(
+                json.dumps({"schema": SCHEMA, **asdict(machine)}, indent=1) + "\n", encoding="utf-8"
+            )
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise MachineError(f"The measurements cannot be written to {path}: {error.strerror}. Give another file with --out FILE.") from None
+        raise MachineError(
+            f"The measurements cannot be written to {path}: {error.strerror}. Give another file with --out FILE."
+        ) from None
 
 
 def machine_file(device: str) -> Path:
-    """Where this machine's measurements lie unless another place is named; one file for each kind of device."""
+    """Where this machine's measurements lie unless another place is named; one file for each kind of
+    device."""
     return Path.home() / ".cache" / "meshloom" / "machines" / f"{platform.node() or 'unnamed'}-{device}.json"
 
 
 def this_machine(device: str) -> Machine | None:
-    """What `meshloom calibrate` measured on this machine, if it did. Raises `MachineError` for a broken file."""
+    """What `meshloom calibrate` measured on this machine, if it did. Raises `MachineError` for a broken
+    file."""
     path = machine_file(device)
     return load(path) if path.is_file() else None
 
 
 def load(path: Path) -> Machine:
-    """The machine that was saved there. Raises `MachineError` for no file, a broken one, or another program's."""
+    """The machine that was saved there. Raises `MachineError` for no file, a broken one, or another
+    program's."""
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise MachineError(f"There are no measurements in {path}: {error.strerror}. Make them with meshloom calibrate.") from None
+        raise MachineError(
+            f"There are no measurements in {path}: {error.strerror}. Make them with meshloom calibrate."
+        ) from None
     except ValueError:
         raise MachineError(f"{path} is no JSON. Make it again with meshloom calibrate.") from None
     if not isinstance(found, dict) or "schema" not in found:
-        raise MachineError(f"{path} does not hold a machine's measurements. Make it again with meshloom calibrate.")
+        raise MachineError(
+            f"{path} does not hold a machine's measurements. Make it again with meshloom calibrate."
+        )
     if found["schema"] != SCHEMA:
         raise MachineError(
             f"{path} has version {found['schema']} of the measurements, and this meshloom reads {SCHEMA}. Run meshloom calibrate again."
@@ -212,11 +269,17 @@ def load(path: Path) -> Machine:
 
 
 def example_machine() -> Machine:
-    """A round-numbered machine for examples: 1e9 FLOP/s, 1e9 bytes/s, 1 us a call; an all-reduce of two ranks at 1e9 bytes/s after 1 ms."""
+    """A round-numbered machine for examples: 1e9 FLOP/s, 1e9 bytes/s, 1 us a call; an all-reduce of two ranks
+    at 1e9 bytes/s after 1 ms."""
     operations = [
-        Operation(kind=kind, dtype="float32", backward=backward, points=((1e3, 1e-6), (1e9, 1.0))) for kind in KINDS for backward in (False, True)
+        Operation(kind=kind, dtype="float32", backward=backward, points=((1e3, 1e-6), (1e9, 1.0)))
+        for kind in KINDS
+        for backward in (False, True)
     ]
-    links = [Link(collective=each, ranks=2, latency_seconds=1e-3, bytes_per_second=1e9, residual=0.0) for each in COLLECTIVES]
+    links = [
+        Link(collective=each, ranks=2, latency_seconds=1e-3, bytes_per_second=1e9, residual=0.0)
+        for each in COLLECTIVES
+    ]
     return Machine(
         name="example", device="cpu", model="example", devices=1, cores=2, threads=1, memory_bytes=2**30, measured_at=0.0,
         call_seconds=1e-6, backward_call_seconds=1e-6, operations=tuple(operations), links=tuple(links),
@@ -224,7 +287,8 @@ def example_machine() -> Machine:
 
 
 def _on_curve(points: Sequence[tuple[float, float]], work: float) -> float:
-    """Seconds at `work`: constant below the first point, log-linear between points, the last point's rate above it.
+    """Seconds at `work`: constant below the first point, log-linear between points, the last point's rate
+    above it.
 
     >>> _on_curve([(10, 1.0), (1000, 100.0)], 100), _on_curve([(10, 1.0), (1000, 100.0)], 1), _on_curve([(10, 1.0), (1000, 100.0)], 2000)
     (10.0, 1.0, 200.0)
@@ -240,8 +304,12 @@ def _on_curve(points: Sequence[tuple[float, float]], work: float) -> float:
 
 
 def _machine(found: Mapping[str, Any]) -> Machine:
-    plain = {key: value for key, value in found.items() if key not in ("schema", "operations", "links", "crowds")}
-    operations = tuple(Operation(**(each | {"points": _points(each["points"])})) for each in found["operations"])
+    plain = {
+        key: value for key, value in found.items() if key not in ("schema", "operations", "links", "crowds")
+    }
+    operations = tuple(
+        Operation(**(each | {"points": _points(each["points"])})) for each in found["operations"]
+    )
     company = Company.from_values(found)
     return Machine(**plain, operations=operations, links=company.links, crowds=company.crowds)
 

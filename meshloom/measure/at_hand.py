@@ -1,4 +1,5 @@
-"""The devices that plans are priced for: how many ranks, on which machine, with how many threads, and what they talk through."""
+"""The devices that plans are priced for: how many ranks, on which machine, with how many threads, and what
+they talk through."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ MOST_RANKS = 8  # that are thought of unless more are asked for
 class Wish:
     """What the user said of devices.
 
-    devices: auto, cpu, or a number of ranks. ranks: the most of them; None: one per core, up to `MOST_RANKS`. memory_bytes: of each rank; 0: its
-    share of the host's. machine: the file of another machine.
+    devices: auto, cpu, or a number of ranks. ranks: the most of them; None: one per core, up to `MOST_RANKS`.
+    memory_bytes: of each rank; 0: its share of the host's. machine: the file of another machine.
     """
 
     devices: str = "auto"
@@ -36,7 +37,9 @@ class Wish:
     def __post_init__(self) -> None:
         if self.devices.isdecimal():
             if self.ranks is not None and self.ranks != int(self.devices):
-                raise PlanError(f"--devices {self.devices} and --ranks {self.ranks} both say how many ranks. Leave one of them out.")
+                raise PlanError(
+                    f"--devices {self.devices} and --ranks {self.ranks} both say how many ranks. Leave one of them out."
+                )
         elif self.devices not in ("auto", "cpu"):
             raise DeviceError(
                 f"--devices {self.devices} cannot be priced: plans are rehearsed on CPUs. Use --devices cpu, or a number of ranks like --devices 4."
@@ -51,9 +54,11 @@ class Wish:
 
 
 def devices_for(wish: Wish, least: int, tell: Callable[[str], None]) -> Devices | int:
-    """The devices; the exit code if measuring this machine failed. least: ranks of a plan that is asked about.
+    """The devices; the exit code if measuring this machine failed. least: ranks of a plan that is asked
+    about.
 
-    Raises `MachineError` for measurements over another transport than ranks will use, `DeviceError` for devices that cannot be priced.
+    Raises `MachineError` for measurements over another transport than ranks will use, `DeviceError` for
+    devices that cannot be priced.
     """
     if wish.devices == "auto" and torch.cuda.is_available():
         raise DeviceError(
@@ -67,8 +72,12 @@ def devices_for(wish: Wish, least: int, tell: Callable[[str], None]) -> Devices 
     elif here is not None:
         machine = here
     else:
-        tell(f"this machine is not measured yet; measuring it for up to {max(2, num_ranks)} ranks (half a minute), into {machine_file('cpu')}")
-        measured = measure_machine(CalibrationRequest(devices="cpu", ranks=max(2, num_ranks), transport=wish.transport))
+        tell(
+            f"this machine is not measured yet; measuring it for up to {max(2, num_ranks)} ranks (half a minute), into {machine_file('cpu')}"
+        )
+        measured = measure_machine(
+            CalibrationRequest(devices="cpu", ranks=max(2, num_ranks), transport=wish.transport)
+        )
         if isinstance(measured, int):
             return measured
         save(measured, machine_file("cpu"))

@@ -1,4 +1,5 @@
-"""Measures the machine: as many ranks as a plan may have, once for each number of them, and what they found as one `Machine`.
+"""Measures the machine: as many ranks as a plan may have, once for each number of them, and what they found
+as one `Machine`.
 
     alone             operators with all cores of this process
     2 ranks           their collectives; how much they slow each other down
@@ -43,7 +44,8 @@ MOST_RANKS = 8  # on CPUs, unless more are asked for
 class CalibrationRequest:
     """What to measure, and how.
 
-    devices: auto, cpu or cuda. ranks: the most; None: one per GPU, on CPUs one per core up to `MOST_RANKS`. transport: of `launch.transport.TRANSPORTS`.
+    devices: auto, cpu or cuda. ranks: the most; None: one per GPU, on CPUs one per core up to `MOST_RANKS`.
+        transport: of `launch.transport.TRANSPORTS`.
     """
 
     devices: str = "auto"
@@ -77,7 +79,8 @@ class CalibrationRequest:
 
 
 def measure_machine(request: CalibrationRequest) -> Machine | int:
-    """Start ranks for each number of them and measure; if they fail, their exit code, after they have said why."""
+    """Start ranks for each number of them and measure; if they fail, their exit code, after they have said
+    why."""
     kind = request.kind
     numbers = numbers_of_ranks(request.num_ranks)
     if not numbers:
@@ -86,9 +89,23 @@ def measure_machine(request: CalibrationRequest) -> Machine | int:
     with tempfile.TemporaryDirectory(prefix="meshloom-") as directory:
         part = Path(directory) / "part.json"
         for number in numbers:
-            words = ["calibrate", "--devices", kind, "--transport", request.transport, "--timeout", str(request.timeout_seconds)]
+            words = [
+                "calibrate",
+                "--devices",
+                kind,
+                "--transport",
+                request.transport,
+                "--timeout",
+                str(request.timeout_seconds),
+            ]
             words += ["--part" if number == numbers[-1] else "--company", str(part)]
-            code = run_ranks([sys.executable, "-m", "meshloom", *words], Mesh(dp=number), kind, str(Plan(dp=number)), transport=request.transport)
+            code = run_ranks(
+                [sys.executable, "-m", "meshloom", *words],
+                Mesh(dp=number),
+                kind,
+                str(Plan(dp=number)),
+                transport=request.transport,
+            )
             if code:
                 return code
             if number < numbers[-1]:
@@ -110,12 +127,22 @@ def measure_here(request: CalibrationRequest) -> Machine:
             mesh = Mesh(dp=num_ranks // size, tp=size)
             with open_world(mesh, request.devices, request.timeout_seconds, request.transport) as divided:
                 links += _links(divided, {(each.ranks, each.place) for each in links})
-    return machine_of(operators, links, here.device, cores=cores(), crowds=company.crowds, ranks=num_ranks, transport=transport)
+    return machine_of(
+        operators,
+        links,
+        here.device,
+        cores=cores(),
+        crowds=company.crowds,
+        ranks=num_ranks,
+        transport=transport,
+    )
 
 
 def measure_company(request: CalibrationRequest) -> Company:
     """What the ranks of this run, of which this process is one, measure of each other."""
-    with open_world(Mesh(dp=default_ranks("cpu")), request.devices, request.timeout_seconds, request.transport) as world:
+    with open_world(
+        Mesh(dp=default_ranks("cpu")), request.devices, request.timeout_seconds, request.transport
+    ) as world:
         return _company(world)
 
 
@@ -126,7 +153,8 @@ def _company(world: World) -> Company:
         return Company(links=(), crowds=())
     place: Where = "inside" if len(set(_hosts(world))) == 1 else "between"
     on_cpus = here.device.type == "cpu"
-    crowds = measure_crowds(group) if place == "inside" and on_cpus else ()  # ranks of several hosts do not slow each other down
+    # ranks of several hosts do not slow each other down
+    crowds = measure_crowds(group) if place == "inside" and on_cpus else ()
     spelled = measure_algorithms(group, here.device, place=place) if on_cpus else ()
     return Company(links=(*_links(world, set()), *spelled), crowds=crowds)
 
@@ -137,29 +165,41 @@ def numbers_of_ranks(most: int) -> list[int]:
     >>> numbers_of_ranks(1), numbers_of_ranks(4), numbers_of_ranks(12)
     ([], [2, 3, 4], [2, 3, 4, 8, 12])
     """
-    return [number for number in range(2, most + 1) if number <= 4 or number == most or number & (number - 1) == 0]
+    return [
+        number for number in range(2, most + 1) if number <= 4 or number == most or number & (number - 1) == 0
+    ]
 
 
 def joined(companies: Sequence[Company], machine: Machine) -> Machine:
-    """`machine`, which most ranks have measured, with what fewer of them have of each other. Of a crowd that was measured several times the median."""
+    """`machine`, which most ranks have measured, with what fewer of them have of each other. Of a crowd that
+    was measured several times the median."""
     links = (*(link for company in companies for link in company.links), *machine.links)
     measured: dict[tuple[int, int], list[Crowd]] = {}
     for crowd in (*(each for company in companies for each in company.crowds), *machine.crowds):
         measured.setdefault((crowd.ranks, crowd.threads), []).append(crowd)
     crowds = [
-        replace(found[0], compute=statistics.median(each.compute for each in found), memory=statistics.median(each.memory for each in found))
+        replace(
+            found[0],
+            compute=statistics.median(each.compute for each in found),
+            memory=statistics.median(each.memory for each in found),
+        )
         for _, found in sorted(measured.items())
     ]
     return replace(machine, links=links, crowds=tuple(crowds))
 
 
 def _links(world: World, known: Set[tuple[int, Where]]) -> list[Link]:
-    """Of the groups that this rank is in; the other ranks of each decide alike. known: sizes and places that were measured before."""
+    """Of the groups that this rank is in; the other ranks of each decide alike. known: sizes and places that
+    were measured before."""
     here, hosts = world.local[0], _hosts(world)
     measured = set(known)
     found: list[Link] = []
     for axis, group in here.groups.items():
-        place: Where = "inside" if len({hosts[rank] for rank in world.mesh.group_of(axis, here.rank)}) == 1 else "between"
+        place: Where = (
+            "inside"
+            if len({hosts[rank] for rank in world.mesh.group_of(axis, here.rank)}) == 1
+            else "between"
+        )
         if group.size > 1 and (group.size, place) not in measured:
             measured.add((group.size, place))
             found += measure_links(group, here.device, among=world.mesh.size, place=place)

@@ -1,9 +1,11 @@
-"""How much a job's own chunks slow each other down when several ranks compute them at once, measured on this machine's CPU.
+"""How much a job's own chunks slow each other down when several ranks compute them at once, measured on this
+machine's CPU.
 
     this process     steps alone   |   steps together   |   steps alone   |   ...        seconds of its processor
     companion        stands still  |   steps            |   stands still  |
 
-Companions are processes that compute the same job for as long as they are told to. They end when this process does, however it does.
+Companions are processes that compute the same job for as long as they are told to. They end when this process
+does, however it does.
 """
 
 from __future__ import annotations
@@ -42,12 +44,16 @@ TURN_SECONDS = 120.0  # until it stands still
 
 
 class Companions(AbstractContextManager["Companions"]):
-    """Processes that have loaded the job, as many as are needed beside this one. They start at once, and are waited for when they are needed.
+    """Processes that have loaded the job, as many as are needed beside this one. They start at once, and are
+    waited for when they are needed.
 
-    target: the job's FILE.py:NAME. words: its sys.argv after its name. num_ranks: at most, of plans. threads_of: of each of so many ranks.
+    target: the job's FILE.py:NAME. words: its sys.argv after its name. num_ranks: at most, of plans.
+        threads_of: of each of so many ranks.
     """
 
-    def __init__(self, target: str, num_ranks: int, threads_of: Callable[[int], int], words: Sequence[str] = ()) -> None:
+    def __init__(
+        self, target: str, num_ranks: int, threads_of: Callable[[int], int], words: Sequence[str] = ()
+    ) -> None:
         self._threads_of = threads_of
         self._numbers = numbers_beside(num_ranks, threads_of, cores())
         self._all = [_Companion(target, words) for _ in range(max(self._numbers, default=1) - 1)]
@@ -59,9 +65,11 @@ class Companions(AbstractContextManager["Companions"]):
         return [each.process for each in self._all]
 
     def factors(self, job: Job) -> dict[int, float]:
-        """Ranks that compute at once, as many as there are cores for -> how many times longer each takes than alone.
+        """Ranks that compute at once, as many as there are cores for -> how many times longer each takes than
+        alone.
 
-        Empty if the batch is too small to be divided, and if a companion fails or meshloom refuses the job: then `failure` says why.
+        Empty if the batch is too small to be divided, and if a companion fails or meshloom refuses the job:
+        then `failure` says why.
         """
         self.failure = ""
         threads = torch.get_num_threads()
@@ -101,7 +109,9 @@ class Companions(AbstractContextManager["Companions"]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         for each in self._all:
             each.end()
 
@@ -110,7 +120,8 @@ def advise_beside(
     job: Job, target: str, devices: Devices, *, words: Sequence[str] = (), plans: Sequence[Plan] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Advice:  # fmt: skip
-    """As `advise`, of plans that run on this machine with companions beside it. target, words: the job's FILE.py:NAME, its sys.argv after its name."""
+    """As `advise`, of plans that run on this machine with companions beside it. target, words: the job's
+    FILE.py:NAME, its sys.argv after its name."""
     keep_freed_memory()  # plans are rehearsed in this process as they run in others
     num_ranks = max((plan.mesh.size for plan in plans), default=1) if plans is not None else devices.num_ranks
     if devices.here is not None and devices.here.name != devices.machine.name:
@@ -121,7 +132,9 @@ def advise_beside(
             tell("measuring how ranks slow each other down")
             return companions.factors(job)
 
-        return replace(advise(job, devices, plans=plans, tell=tell, beside=beside), not_beside=companions.failure)
+        return replace(
+            advise(job, devices, plans=plans, tell=tell, beside=beside), not_beside=companions.failure
+        )
 
 
 def numbers_beside(num_ranks: int, threads_of: Callable[[int], int], num_cores: int) -> list[int]:
@@ -130,14 +143,20 @@ def numbers_beside(num_ranks: int, threads_of: Callable[[int], int], num_cores: 
     >>> numbers_beside(4, lambda ranks: 1, 2), numbers_beside(6, lambda ranks: 1, 8), numbers_beside(4, lambda ranks: 4 // ranks, 4)
     ([2], [2, 4, 6], [2, 4])
     """
-    most = max((number for number in range(2, num_ranks + 1) if number * threads_of(number) <= num_cores), default=1)
+    most = max(
+        (number for number in range(2, num_ranks + 1) if number * threads_of(number) <= num_cores), default=1
+    )
     return powers_and_most(most)[1:]
 
 
 def be_companion(job: Job, descriptors: Sequence[int]) -> None:
-    """What a companion does until its orders end. descriptors: of two pipes, orders to read and answers to write."""
+    """What a companion does until its orders end. descriptors: of two pipes, orders to read and answers to
+    write."""
     # Without buffers, so that what `select` says of the pipe is all there is to say.
-    orders, answers = os.fdopen(descriptors[0], "rb", buffering=0), os.fdopen(descriptors[1], "wb", buffering=0)
+    orders, answers = (
+        os.fdopen(descriptors[0], "rb", buffering=0),
+        os.fdopen(descriptors[1], "wb", buffering=0),
+    )
     try:
         _obey(job, orders, answers)
     except Exception as error:
@@ -168,15 +187,32 @@ class _Companion:
         their_orders, orders = os.pipe()
         answers, their_answers = os.pipe()
         descriptors = (their_orders, their_answers)
-        command = [sys.executable, "-m", "meshloom", "plan", target, "--companion", ",".join(map(str, descriptors)), "--", *words]
+        command = [
+            sys.executable,
+            "-m",
+            "meshloom",
+            "plan",
+            target,
+            "--companion",
+            ",".join(map(str, descriptors)),
+            "--",
+            *words,
+        ]
         try:
             self.process = subprocess.Popen(
-                command, pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                command,
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
         finally:
             os.close(their_orders)
             os.close(their_answers)
-        self._orders, self._answers = os.fdopen(orders, "wb", buffering=0), os.fdopen(answers, "rb", buffering=0)
+        self._orders, self._answers = (
+            os.fdopen(orders, "wb", buffering=0),
+            os.fdopen(answers, "rb", buffering=0),
+        )
 
     def tell(self, order: str) -> None:
         """If it has ended, the next `hear` says so."""
@@ -184,12 +220,17 @@ class _Companion:
             self._orders.write(f"{order}\n".encode())
 
     def hear(self, answer: str, seconds: float) -> None:
-        """Wait for it. Raises `ConnectionError` with what it said last if it has ended, and if it does not answer."""
+        """Wait for it. Raises `ConnectionError` with what it said last if it has ended, and if it does not
+        answer."""
         if not select.select([self._answers], [], [], seconds)[0]:
-            raise ConnectionError(f"a process that computed it beside this one did not answer for {seconds:.0f} s.")
+            raise ConnectionError(
+                f"a process that computed it beside this one did not answer for {seconds:.0f} s."
+            )
         heard = self._answers.readline().decode().strip()
         if heard != answer:
-            raise ConnectionError(f"a process that computed it beside this one ended{f' with {heard}' if heard else ' without a word.'}")
+            raise ConnectionError(
+                f"a process that computed it beside this one ended{f' with {heard}' if heard else ' without a word.'}"
+            )
 
     def end(self) -> None:
         """Whatever it is doing."""
@@ -201,8 +242,14 @@ class _Companion:
 
 @contextmanager
 def _steps(job: Job, number: int) -> Iterator[Callable[[], object]]:
-    """A function that takes a step of what one of `number` replicas has of a batch, after the first two steps."""
-    with Trainer(replace(job, batch_size=job.batch_size // number, evaluate=None), Plan(), devices="cpu", listener=QUIET) as trainer:
+    """A function that takes a step of what one of `number` replicas has of a batch, after the first two
+    steps."""
+    with Trainer(
+        replace(job, batch_size=job.batch_size // number, evaluate=None),
+        Plan(),
+        devices="cpu",
+        listener=QUIET,
+    ) as trainer:
         batch = next(iter(trainer.batches()))
         for _ in range(2):
             trainer.step(replace(batch, step=trainer.next_step))

@@ -32,9 +32,14 @@ STOPPED = (129, 130, 143)  # exit codes of runs that a signal has ended
 
 
 def try_plans(
-    options: Sequence[Option], target: str, transport: str, tell: Callable[[str], None], words: Sequence[str] = ()
+    options: Sequence[Option],
+    target: str,
+    transport: str,
+    tell: Callable[[str], None],
+    words: Sequence[str] = (),
 ) -> dict[str, float | None] | int:
-    """Plan -> seconds of a step, the median; None if it failed, after its ranks have said why. The exit code if a signal has ended them.
+    """Plan -> seconds of a step, the median; None if it failed, after its ranks have said why. The exit code
+    if a signal has ended them.
 
     target: the job's FILE.py:NAME. words: its sys.argv after its name. tell: hears which plan is tried.
     """
@@ -49,8 +54,25 @@ def try_plans(
                 continue
             tell(f"trial {number + 1} of {len(turns)}: {plan}")
             steps = min(max(STEPS[0], round(SECONDS / option.price.seconds)), STEPS[1])
-            request = ["plan", target, "--plan", str(plan), "--transport", transport, "--trial", str(path), "--trial-steps", str(steps)]
-            code = run_ranks([sys.executable, "-m", "meshloom", *request, "--", *words], plan.mesh, "cpu", str(plan), transport=transport)
+            request = [
+                "plan",
+                target,
+                "--plan",
+                str(plan),
+                "--transport",
+                transport,
+                "--trial",
+                str(path),
+                "--trial-steps",
+                str(steps),
+            ]
+            code = run_ranks(
+                [sys.executable, "-m", "meshloom", *request, "--", *words],
+                plan.mesh,
+                "cpu",
+                str(plan),
+                transport=transport,
+            )
             if code in STOPPED:
                 return code
             if code:
@@ -61,12 +83,20 @@ def try_plans(
 
 
 def try_here(job: Job, transport: str, steps: int, path: Path) -> None:
-    """What a rank that `try_plans` has started does. Rank 0 writes the seconds of each of `steps` steps to `path`.
+    """What a rank that `try_plans` has started does. Rank 0 writes the seconds of each of `steps` steps to
+    `path`.
 
     Short batches at the end of an epoch do not count, if there are others.
     """
     took: dict[int, list[float]] = {}  # by samples of the global batch
-    with Trainer(replace(job, evaluate=None), devices="cpu", transport=transport, share=True, listener=QUIET, steps=MOST_STEPS) as trainer:
+    with Trainer(
+        replace(job, evaluate=None),
+        devices="cpu",
+        transport=transport,
+        share=True,
+        listener=QUIET,
+        steps=MOST_STEPS,
+    ) as trainer:
         for number, batch in enumerate(trainer.batches()):
             started = time.perf_counter()
             trainer.step(batch)

@@ -1,7 +1,9 @@
-"""An optimizer's state, of which every replica has its own, becomes the mean of all: what replicas that step by themselves save.
+"""An optimizer's state, of which every replica has its own, becomes the mean of all: what replicas that step
+by themselves save.
 
-Values per element, or per row, are averaged over the replicas that have them. Step counters, whole numbers and plain values are taken from the first
-replica that has them. A replica that had no state for a parameter (its share did not use it) has that too afterwards.
+Values per element, or per row, are averaged over the replicas that have them. Step counters, whole numbers
+and plain values are taken from the first replica that has them. A replica that had no state for a parameter
+(its share did not use it) has that too afterwards.
 """
 
 from __future__ import annotations
@@ -21,12 +23,17 @@ from meshloom.core.errors import JobError
 from meshloom.optimizer.state import OwnedSlice, place_state
 
 
-def average_state(optimizer: Optimizer, held: Sequence[OwnedSlice], group: Group, talk: Group) -> Steps[dict[str, int]]:
-    """Every rank of `group` calls it, with the same parameters in `held`; bytes handed to each kind of collective.
+def average_state(
+    optimizer: Optimizer, held: Sequence[OwnedSlice], group: Group, talk: Group
+) -> Steps[dict[str, int]]:
+    """Every rank of `group` calls it, with the same parameters in `held`; bytes handed to each kind of
+    collective.
 
     talk: the same ranks, for what they agree on first; not counted.
     """
-    everyone = yield from collect(talk, [[index, key, *_facts(optimizer, value)] for index, key, value in _entries(optimizer, held)])
+    everyone = yield from collect(
+        talk, [[index, key, *_facts(optimizer, value)] for index, key, value in _entries(optimizer, held)]
+    )
     first: dict[tuple[int, str], tuple[int, Any]] = {}
     holders: dict[tuple[int, str], int] = {}
     for rank, theirs in enumerate(everyone):
@@ -44,9 +51,17 @@ def average_state(optimizer: Optimizer, held: Sequence[OwnedSlice], group: Group
             else:
                 state[key] = from_json(plain)
             continue
-        value: Tensor = state[key] if key in state else torch.zeros(shape, dtype=getattr(torch, dtype), device=held[index].tensor.device)
+        value: Tensor = (
+            state[key]
+            if key in state
+            else torch.zeros(shape, dtype=getattr(torch, dtype), device=held[index].tensor.device)
+        )
         if value.is_floating_point():
-            mean = value.to(torch.promote_types(value.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
+            mean = value.to(
+                torch.promote_types(value.dtype, torch.float32),
+                copy=True,
+                memory_format=torch.contiguous_format,
+            )
             num_bytes["all_reduce"] += mean.nbytes
             work = group.all_reduce(mean)
         else:
@@ -60,7 +75,11 @@ def average_state(optimizer: Optimizer, held: Sequence[OwnedSlice], group: Group
 
 
 def _entries(optimizer: Optimizer, held: Sequence[OwnedSlice]) -> list[tuple[int, str, Any]]:
-    return [(index, key, value) for index, each in enumerate(held) for key, value in optimizer.state.get(each.tensor, {}).items()]
+    return [
+        (index, key, value)
+        for index, each in enumerate(held)
+        for key, value in optimizer.state.get(each.tensor, {}).items()
+    ]
 
 
 def _facts(optimizer: Optimizer, value: Any) -> tuple[str | None, list[int], Any]:

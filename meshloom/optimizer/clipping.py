@@ -24,10 +24,12 @@ def clip(
 ) -> Steps[float]:
     """Scale `gradients` in place so that their joint 2-norm is at most `largest`; the norm they had.
 
-    gradients: flat, of the elements that this rank owns; None counts as zero. owners: the ranks that own the other elements; None: there
-    are none. holders: groups of ranks that hold other parameters, or other parts of them.
-    counted: of each gradient, which elements enter the sum here rather than on another holder: all, none, or bool of the gradient's shape.
-    The factor is torch.nn.utils.clip_grad_norm_'s: largest / (norm + 1e-6), at most 1. It has the same bits on all ranks.
+    gradients: flat, of the elements that this rank owns; None counts as zero. owners: the ranks that own the
+    other elements; None: there are none. holders: groups of ranks that hold other parameters, or other parts
+    of them.
+    counted: of each gradient, which elements enter the sum here rather than on another holder: all, none, or
+    bool of the gradient's shape. The factor is torch.nn.utils.clip_grad_norm_'s: largest / (norm + 1e-6), at
+    most 1. It has the same bits on all ranks.
     """
     total = sum_of_squares(gradients if counted is None else list(map(_counted, gradients, counted)), device)
     for group in (*([owners] if owners is not None else []), *holders):
@@ -43,17 +45,21 @@ def clip(
 
 
 def elements_of(gradient: Tensor) -> Tensor:
-    """What a gradient consists of, sharing its memory: all elements, or those of the rows that a sparse one has, each once."""
+    """What a gradient consists of, sharing its memory: all elements, or those of the rows that a sparse one
+    has, each once."""
     return gradient if gradient.layout == torch.strided else gradient._values()  # pyright: ignore[reportPrivateUsage]  (`values` wants a mark of that)
 
 
 def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Sum of the squares of all elements, float64 [].
 
-    Norms of short blocks in the gradient's own precision, then float64: as cheap as one float32 norm, whose error over ten million
-    elements is 4e-4 on a CPU, and as right as float64 throughout, which takes thirty times as long.
+    Norms of short blocks in the gradient's own precision, then float64: as cheap as one float32 norm, whose
+    error over ten million elements is 4e-4 on a CPU, and as right as float64 throughout, which takes thirty
+    times as long.
     """
-    norms = [norm for gradient in gradients if gradient is not None for norm in _block_norms(elements_of(gradient))]
+    norms = [
+        norm for gradient in gradients if gradient is not None for norm in _block_norms(elements_of(gradient))
+    ]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.cat([norm.reshape(-1) for norm in norms]).double().square().sum()
@@ -62,7 +68,8 @@ def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> 
 def _counted(gradient: Tensor | None, which: Tensor | bool) -> Tensor | None:
     if gradient is None or isinstance(which, bool):
         return gradient if which is True else None
-    return torch.where(which, gradient, torch.zeros((), dtype=gradient.dtype, device=gradient.device))  # no product: inf * 0 is NaN
+    # no product: inf * 0 is NaN
+    return torch.where(which, gradient, torch.zeros((), dtype=gradient.dtype, device=gradient.device))
 
 
 def _block_norms(gradient: Tensor) -> list[Tensor]:
@@ -70,4 +77,8 @@ def _block_norms(gradient: Tensor) -> list[Tensor]:
     precision = torch.promote_types(flat.dtype, torch.float32)
     blocks = flat.numel() // _BLOCK * _BLOCK
     whole = torch.linalg.vector_norm(flat[:blocks].view(-1, _BLOCK), dim=1, dtype=precision)
-    return [whole, torch.linalg.vector_norm(flat[blocks:], dtype=precision)] if blocks < flat.numel() else [whole]
+    return (
+        [whole, torch.linalg.vector_norm(flat[blocks:], dtype=precision)]
+        if blocks < flat.numel()
+        else [whole]
+    )

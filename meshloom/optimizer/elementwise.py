@@ -1,7 +1,10 @@
-"""A trial on small tensors that finds out how far an optimizer looks: at each element alone, at a parameter, or at all of them.
+"""A trial on small tensors that finds out how far an optimizer looks: at each element alone, at a parameter,
+or at all of them.
 
-What one rank may update without the others follows from that: a slice of a parameter, a whole parameter, or only everything.
-The same optimizer, with the settings of each of its groups, takes the same steps with the same gradients twice: once over whole
+What one rank may update without the others follows from that: a slice of a parameter, a whole parameter, or
+only everything.
+The same optimizer, with the settings of each of its groups, takes the same steps with the same gradients
+twice: once over whole
 small parameters, and once as several ranks would, each holding pieces of them and one holding nothing.
 
     one device   [ a a a a a a ] [ b b b b ]         elements of a and b
@@ -9,7 +12,8 @@ small parameters, and once as several ranks would, each holding pieces of them a
     rank 1             [ a a a a ]
     rank 2       (nothing)
 
-Nothing of the user's optimizer is touched: the trial runs on a copy in which small float64 parameters stand for the real ones.
+Nothing of the user's optimizer is touched: the trial runs on a copy in which small float64 parameters stand
+for the real ones.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from meshloom.core.random import preserved_draws
 
 Reach = Literal["element", "parameter", "optimizer"]
 
-# Gradients of several sizes, so that a limit on an update's norm shows, and enough steps for what starts late (a warm-up, a preconditioner).
+# Gradients of several sizes, so that a limit on an update's norm shows, and enough steps for what starts late
+# (a warm-up, a preconditioner).
 _SCALES = (1.0, 1e-3, 1e3, 1.0, 30.0, 1e-2, 1.0, 1e2, 1.0, 1e-1, 1.0, 1.0)
 _LEARNING_RATE = 0.01  # not the user's: a schedule may start at 0, which would show nothing
 _TOLERANCE = 1e-9  # of the largest movement; float64 rounding over twelve steps stays below 1e-12
@@ -40,9 +45,10 @@ _TOLERANCE = 1e-9  # of the largest movement; float64 rounding over twelve steps
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether each element is updated from that element's own value, gradients and state alone.
 
-    True for SGD, Adam and their like; False for those that look at a whole matrix (Muon, Adafactor, LAMB) and for any that fails
-    when it is given a slice. A trial sees small tensors and a dozen steps: set `Job(elementwise=False)` for an optimizer that changes
-    its rule for large tensors or later on.
+    True for SGD, Adam and their like; False for those that look at a whole matrix (Muon, Adafactor, LAMB) and
+    for any that fails
+    when it is given a slice. A trial sees small tensors and a dozen steps: set `Job(elementwise=False)` for
+    an optimizer that changes its rule for large tensors or later on.
 
     >>> parameter = nn.Parameter(torch.ones(4, 4))
     >>> is_elementwise(torch.optim.AdamW([parameter])), is_elementwise(torch.optim.Adafactor([parameter]))
@@ -52,11 +58,13 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def reach(optimizer: Optimizer, *, elementwise: bool | None = None) -> Reach:
-    """How much an update of one element depends on: "element", "parameter", or "optimizer" (all parameters, or unknown).
+    """How much an update of one element depends on: "element", "parameter", or "optimizer" (all parameters,
+    or unknown).
 
     elementwise: the answer to `is_elementwise`, if the user gave one.
     """
-    if elementwise or isinstance(optimizer, SparseAdam):  # it takes no dense gradients, and updates each element that was used by itself
+    # it takes no dense gradients, and updates each element that was used by itself
+    if elementwise or isinstance(optimizer, SparseAdam):
         return "element"
     with _undisturbed(optimizer):
         try:
@@ -88,7 +96,8 @@ class _Toy:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements `begin` to `end` of a toy, as a rank holds them: in its shape if it is all of it, else flat."""
+    """Elements `begin` to `end` of a toy, as a rank holds them: in its shape if it is all of it, else
+    flat."""
 
     toy: _Toy
     begin: int
@@ -112,8 +121,18 @@ class _Outcome:
 
     def sliceable(self) -> bool:
         """Whether all state is one value per element, or one for all."""
-        states = [(held, value) for optimizer in self.optimizers for held, state in optimizer.state.items() for value in state.values()]
-        return all(_plain(value) if not isinstance(value, Tensor) else value.numel() == 1 or value.shape == held.shape for held, value in states)
+        states = [
+            (held, value)
+            for optimizer in self.optimizers
+            for held, state in optimizer.state.items()
+            for value in state.values()
+        ]
+        return all(
+            _plain(value)
+            if not isinstance(value, Tensor)
+            else value.numel() == 1 or value.shape == held.shape
+            for held, value in states
+        )
 
 
 def _plain(value: Any) -> bool:
@@ -125,10 +144,18 @@ def _toys(optimizer: Optimizer) -> list[_Toy]:
     toys: list[_Toy] = []
     for index, group in enumerate(optimizer.param_groups):
         for model in {parameter.ndim: parameter for parameter in reversed(group["params"])}.values():
-            shape = () if model.ndim == 0 else (15,) if model.ndim == 1 else (5, 3, *(2 + dim % 2 for dim in range(model.ndim - 2)))
+            shape = (
+                ()
+                if model.ndim == 0
+                else (15,)
+                if model.ndim == 1
+                else (5, 3, *(2 + dim % 2 for dim in range(model.ndim - 2)))
+            )
             for _ in range(2):
 
-                def draw(scale: float, shape: tuple[int, ...] = shape, device: torch.device = model.device) -> Tensor:
+                def draw(
+                    scale: float, shape: tuple[int, ...] = shape, device: torch.device = model.device
+                ) -> Tensor:
                     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(device)
 
                 toys.append(_Toy(len(toys), index, model, draw(1.0), [draw(scale) for scale in _SCALES]))
@@ -139,25 +166,32 @@ def _by_element(toys: Sequence[_Toy]) -> list[list[_Piece]]:
     ranks: list[list[_Piece]] = [[], [], []]
     for toy in toys:
         n = toy.start.numel()
-        at = n // 3 if toy.number % 2 == 0 else n  # every other toy stays whole, as most parameters of a model do
+        # every other toy stays whole, as most parameters of a model do
+        at = n // 3 if toy.number % 2 == 0 else n
         ranks[0] += [_Piece(toy, 0, at)] if at else []
         ranks[1] += [_Piece(toy, at, n)] if at < n else []
     return ranks
 
 
 def _by_parameter(toys: Sequence[_Toy]) -> list[list[_Piece]]:
-    return [[_Piece(toy, 0, toy.start.numel()) for toy in toys if toy.number % 2 == rank] for rank in range(2)] + [[]]
+    return [
+        [_Piece(toy, 0, toy.start.numel()) for toy in toys if toy.number % 2 == rank] for rank in range(2)
+    ] + [[]]
 
 
 def _agrees(optimizer: Optimizer, ranks: list[list[_Piece]], whole: _Outcome) -> bool:
-    """Whether ranks that hold these pieces end where one device did, in values and in the settings of every group."""
+    """Whether ranks that hold these pieces end where one device did, in values and in the settings of every
+    group."""
     try:
         parts = _run(optimizer, ranks)
         reference = [_settings(group) for group in whole.optimizers[0].param_groups]
-        limits = {number: _TOLERANCE * moved for number, moved in zip(whole.ends, whole.movements(), strict=True)}
-        return all(float((parts.ends[number] - end).abs().max()) <= limits[number] for number, end in whole.ends.items()) and all(
-            [_settings(group) for group in each.param_groups] == reference for each in parts.optimizers
-        )
+        limits = {
+            number: _TOLERANCE * moved for number, moved in zip(whole.ends, whole.movements(), strict=True)
+        }
+        return all(
+            float((parts.ends[number] - end).abs().max()) <= limits[number]
+            for number, end in whole.ends.items()
+        ) and all([_settings(group) for group in each.param_groups] == reference for each in parts.optimizers)
     except Exception:  # see above
         return False
 
@@ -184,26 +218,41 @@ def _run(optimizer: Optimizer, ranks: Sequence[Sequence[_Piece]]) -> _Outcome:
 
 
 def _copy(optimizer: Optimizer, held: Sequence[tuple[_Piece, nn.Parameter]]) -> Optimizer:
-    """The same class and settings over `held`. Its constructor is not called: it may want arguments that nobody kept."""
+    """The same class and settings over `held`. Its constructor is not called: it may want arguments that
+    nobody kept."""
     stand_in: Optimizer = object.__new__(type(optimizer))
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     for piece, parameter in held:
         if piece.toy.model in optimizer.state:
-            state[parameter] = {key: _shrink(value, piece) for key, value in optimizer.state[piece.toy.model].items()}
-    # The memo makes every reference inside the copy consistent: an optimizer that wraps another shares its groups, one that keeps
+            state[parameter] = {
+                key: _shrink(value, piece) for key, value in optimizer.state[piece.toy.model].items()
+            }
+    # The memo makes every reference inside the copy consistent: an optimizer that wraps another shares its
+    # groups, one that keeps
     # a list of parameters of its own finds bystanders there, does not move the toys, and is found out.
     memo: dict[int, Any] = {id(optimizer): stand_in, id(optimizer.state): state}
     for group in optimizer.param_groups:
-        memo.update({id(parameter): nn.Parameter(torch.zeros_like(parameter[:0] if parameter.ndim else parameter)) for parameter in group["params"]})
+        memo.update(
+            {
+                id(parameter): nn.Parameter(torch.zeros_like(parameter[:0] if parameter.ndim else parameter))
+                for parameter in group["params"]
+            }
+        )
     for name, value in vars(optimizer).items():
         if name != "step":  # a scheduler puts its own there, bound to the original
-            vars(stand_in)[name] = OrderedDict[Any, Any]() if name.endswith("_hooks") else copy.deepcopy(value, memo)
+            vars(stand_in)[name] = (
+                OrderedDict[Any, Any]() if name.endswith("_hooks") else copy.deepcopy(value, memo)
+            )
     for index, group in enumerate(stand_in.param_groups):
         group["params"][:] = [parameter for piece, parameter in held if piece.toy.group == index]
         if "param_names" in group:
             group["param_names"] = [f"toy{piece.toy.number}" for piece, _ in held if piece.toy.group == index]
         if "lr" in group:
-            group["lr"] = torch.full_like(group["lr"], _LEARNING_RATE) if isinstance(group["lr"], Tensor) else _LEARNING_RATE
+            group["lr"] = (
+                torch.full_like(group["lr"], _LEARNING_RATE)
+                if isinstance(group["lr"], Tensor)
+                else _LEARNING_RATE
+            )
     return stand_in
 
 
@@ -214,18 +263,29 @@ def _shrink(value: Any, piece: _Piece) -> Any:
         return value.clone()
     flat = value.detach().reshape(-1)
     n = piece.toy.start.numel()
-    resized = flat[torch.arange(n, device=flat.device) % max(flat.numel(), 1)] if flat.numel() else flat.new_zeros(n)
+    resized = (
+        flat[torch.arange(n, device=flat.device) % max(flat.numel(), 1)]
+        if flat.numel()
+        else flat.new_zeros(n)
+    )
     return piece.cut(resized.double() if resized.is_floating_point() else resized)
 
 
 @contextmanager
 def _undisturbed(optimizer: Optimizer) -> Iterator[None]:
     """Random generators and warnings stay as they were."""
-    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"] if parameter.device.type == "cuda"}
+    devices = {
+        parameter.device
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.device.type == "cuda"
+    }
     with ExitStack() as around:
         around.enter_context(preserved_draws())
         if devices:
-            around.enter_context(torch.random.fork_rng(devices=[device.index for device in devices], device_type="cuda"))
+            around.enter_context(
+                torch.random.fork_rng(devices=[device.index for device in devices], device_type="cuda")
+            )
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield

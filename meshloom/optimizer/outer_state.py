@@ -1,4 +1,5 @@
-"""The outer momentum of DiLoCo in checkpoints: whole tensors under the parameters' names, beside the optimizer's state."""
+"""The outer momentum of DiLoCo in checkpoints: whole tensors under the parameters' names, beside the
+optimizer's state."""
 
 from __future__ import annotations
 
@@ -18,17 +19,29 @@ OUTER = "outer/"  # what all its keys begin with
 
 
 def outer_pieces(
-    momentum: Mapping[str, Tensor], shards: Shards, world: Group, device: torch.device, here: Collection[str] | None
+    momentum: Mapping[str, Tensor],
+    shards: Shards,
+    world: Group,
+    device: torch.device,
+    here: Collection[str] | None,
 ) -> Steps[tuple[list[Piece], Gathered | None]]:
     """This rank's pieces of it, and what of them is still to be gathered.
 
-    momentum: of this rank's parameters, or of its parts of them. Every rank of `world` calls it. here: as for `whole_pieces`.
+    momentum: of this rank's parameters, or of its parts of them. Every rank of `world` calls it. here: as for
+        `whole_pieces`.
     """
     ready: list[Piece] = []
     parts: list[StatePart] = []
     for name, tensor in momentum.items():
         if name in shards.pieces:
-            held = OwnedSlice(name, nn.Parameter(tensor, requires_grad=False), 0, tensor.numel(), shards.pieces[name].shape, shards=shards)
+            held = OwnedSlice(
+                name,
+                nn.Parameter(tensor, requires_grad=False),
+                0,
+                tensor.numel(),
+                shards.pieces[name].shape,
+                shards=shards,
+            )
             parts.append(StatePart(_key(name), held, tensor.reshape(-1)))
         else:
             ready.append(Piece(_key(name), tensor.reshape(-1), 0, tensor.numel(), tuple(tensor.shape)))
@@ -38,8 +51,11 @@ def outer_pieces(
     return ready + gathered.pieces, gathered
 
 
-def outer_loader(named: Sequence[tuple[str, nn.Parameter]], shards: Shards, momentum: dict[str, Tensor]) -> Callable[[str, Tensor], None]:
-    """What puts a saved key's whole tensor into `momentum`, if it is of these parameters: in the shape of the parameter."""
+def outer_loader(
+    named: Sequence[tuple[str, nn.Parameter]], shards: Shards, momentum: dict[str, Tensor]
+) -> Callable[[str, Tensor], None]:
+    """What puts a saved key's whole tensor into `momentum`, if it is of these parameters: in the shape of the
+    parameter."""
     of_key = {_key(name): (name, parameter) for name, parameter in named}
 
     def take(key: str, whole: Tensor) -> None:

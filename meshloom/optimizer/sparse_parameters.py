@@ -14,7 +14,8 @@ from meshloom.core.job import NamedParameters
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse:
-    """names: of parameters whose gradients are of few rows. kept: of those, whose optimizers see them so. insisted: that take no others."""
+    """names: of parameters whose gradients are of few rows. kept: of those, whose optimizers see them so.
+    insisted: that take no others."""
 
     names: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
@@ -24,16 +25,27 @@ class Sparse:
 def sparse_parameters(model: nn.Module, named: NamedParameters, optimizers: Sequence[Optimizer]) -> Sparse:
     """Trainable parameters that are an embedding's with sparse=True, or SparseAdam's.
 
-    SparseAdam, and SGD and Adagrad with settings that leave rows alone which were not used, get sparse gradients, as on one device; others get
-    the same numbers dense, so that Adam and its like can be used too.
+    SparseAdam, and SGD and Adagrad with settings that leave rows alone which were not used, get sparse
+    gradients, as on one device; others get the same numbers dense, so that Adam and its like can be used too.
     """
     of_modules = {id(each) for each in map(sparse_weight, model.modules()) if each is not None}
-    optimizer_of = {id(each): optimizer for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
-    names = {name for name, each in named if id(each) in of_modules or isinstance(optimizer_of.get(id(each)), SparseAdam)}
+    optimizer_of = {
+        id(each): optimizer
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for each in group["params"]
+    }
+    names = {
+        name
+        for name, each in named
+        if id(each) in of_modules or isinstance(optimizer_of.get(id(each)), SparseAdam)
+    }
     owner = {name: optimizer_of.get(id(each)) for name, each in named if name in names}
     return Sparse(
         names=frozenset(names),
-        kept=frozenset(name for name, optimizer in owner.items() if optimizer is not None and _takes_rows(optimizer)),
+        kept=frozenset(
+            name for name, optimizer in owner.items() if optimizer is not None and _takes_rows(optimizer)
+        ),
         insisted=frozenset(name for name, optimizer in owner.items() if isinstance(optimizer, SparseAdam)),
     )
 
@@ -66,4 +78,8 @@ def _takes_rows(optimizer: Optimizer) -> bool:
     if type(optimizer) not in (SGD, Adagrad):
         return False
     groups = optimizer.param_groups
-    return not any(group.get(name) for group in groups for name in ("weight_decay", "momentum", "nesterov", "fused", "foreach", "differentiable"))
+    return not any(
+        group.get(name)
+        for group in groups
+        for name in ("weight_decay", "momentum", "nesterov", "fused", "foreach", "differentiable")
+    )

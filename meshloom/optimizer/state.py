@@ -1,8 +1,10 @@
 """An optimizer's state as pieces of full-shape tensors under the parameters' names, and back.
 
-A state tensor that has a value per element (momentum) is saved as the piece that this rank holds, and loaded as the piece that it
-will hold, whatever the division was then. Everything else (a step counter, a factored variance) is saved whole, by the rank that holds
-the parameter's first element, and loaded by every rank that holds any. Plain values are saved as JSON in a tensor of bytes,
+A state tensor that has a value per element (momentum) is saved as the piece that this rank holds, and loaded
+as the piece that it
+will hold, whatever the division was then. Everything else (a step counter, a factored variance) is saved
+whole, by the rank that holds the parameter's first element, and loaded by every rank that holds any. Plain
+values are saved as JSON in a tensor of bytes,
 because a rank that holds none of a parameter does not know them.
 """
 
@@ -31,7 +33,8 @@ Read = Callable[[str, int, int], Tensor]  # of a key, elements from here to ther
 class OwnedSlice:
     """What an optimizer updates here as one of its parameters, in place of parameter `name` [shape].
 
-    `tensor` is elements `start` to `stop`, flat, of the parameter, or of this rank's part of it where `shards` divides it over tp.
+    `tensor` is elements `start` to `stop`, flat, of the parameter, or of this rank's part of it where
+    `shards` divides it over tp.
     """
 
     name: str
@@ -50,17 +53,21 @@ class OwnedSlice:
 
 @dataclass(frozen=True)
 class StatePart:
-    """A state tensor's elements `held.start` to `held.stop` of this rank's part of the divided parameter: `tensor`, flat."""
+    """A state tensor's elements `held.start` to `held.stop` of this rank's part of the divided parameter:
+    `tensor`, flat."""
 
     key: str
     held: OwnedSlice
     tensor: Tensor
 
 
-def state_pieces(optimizer: Optimizer, held: Sequence[OwnedSlice], *, by_itself: bool = False) -> tuple[list[Piece], list[StatePart]]:
+def state_pieces(
+    optimizer: Optimizer, held: Sequence[OwnedSlice], *, by_itself: bool = False
+) -> tuple[list[Piece], list[StatePart]]:
     """This rank's part of the state of `held`: what is ready to be saved, and what is still divided over tp.
 
-    by_itself: what is saved whole comes with every slice, so that the part can be loaded without the other ranks' parts.
+    by_itself: what is saved whole comes with every slice, so that the part can be loaded without the other
+        ranks' parts.
     """
     pieces: list[Piece] = []
     parts: list[StatePart] = []
@@ -68,18 +75,29 @@ def state_pieces(optimizer: Optimizer, held: Sequence[OwnedSlice], *, by_itself:
         state: Mapping[str, Any] = optimizer.state.get(each.tensor, {}) if each.speaks else {}
         for key, value in state.items():
             path = _path(each.name, key)
-            if isinstance(value, Tensor) and value.shape == each.tensor.shape and value.ndim > 0 and value.numel() > 0:
+            if (
+                isinstance(value, Tensor)
+                and value.shape == each.tensor.shape
+                and value.ndim > 0
+                and value.numel() > 0
+            ):
                 flat = value.detach().reshape(-1)
-                parts.append(StatePart(path, each, flat)) if each.shards else pieces.append(Piece(path, flat, each.start, each.stop, each.shape))
+                parts.append(StatePart(path, each, flat)) if each.shards else pieces.append(
+                    Piece(path, flat, each.start, each.stop, each.shape)
+                )
             elif each.start < each.stop and (by_itself or each.start == 0):
                 pieces.append(_whole(path, value))
     return pieces, parts
 
 
-def state_loader(of: Sequence[tuple[Optimizer, Sequence[OwnedSlice]]]) -> Callable[[str, Sequence[int], Read], None]:
-    """Forgets these optimizers' state, and gives what replaces it by what was saved for what each holds, key by key.
+def state_loader(
+    of: Sequence[tuple[Optimizer, Sequence[OwnedSlice]]],
+) -> Callable[[str, Sequence[int], Read], None]:
+    """Forgets these optimizers' state, and gives what replaces it by what was saved for what each holds, key
+    by key.
 
-    Its arguments: a saved key, the full shape behind it, and what reads it; other keys than those of optimizers change nothing.
+    Its arguments: a saved key, the full shape behind it, and what reads it; other keys than those of
+    optimizers change nothing.
     """
     by_name: dict[str, list[tuple[Optimizer, OwnedSlice]]] = {}
     for optimizer, held in of:
@@ -102,7 +120,10 @@ def settings(optimizer: Optimizer) -> dict[str, Any]:
     """The hyperparameters of every group and state that belongs to no parameter, as JSON."""
     shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     try:
-        groups = [to_json({key: value for key, value in group.items() if key not in ("params", "param_names")}) for group in optimizer.param_groups]
+        groups = [
+            to_json({key: value for key, value in group.items() if key not in ("params", "param_names")})
+            for group in optimizer.param_groups
+        ]
         return {"kind": type(optimizer).__name__, "groups": groups, "shared": to_json(shared)}
     except NotPlainError as error:
         raise JobError(
@@ -129,7 +150,9 @@ def load_settings(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 def _path(name: str, key: Any) -> str:
     if not isinstance(key, str) or "/" in key:
-        raise JobError(f"The optimizer keeps state of {name} under {key!r}. Use a string without '/', so that it can be saved.")
+        raise JobError(
+            f"The optimizer keeps state of {name} under {key!r}. Use a string without '/', so that it can be saved."
+        )
     return f"{STATE}{name}/{key}"
 
 
@@ -139,8 +162,12 @@ def _whole(path: str, value: Any) -> Piece:
     try:
         text = json.dumps(to_json(value)).encode()
     except NotPlainError as error:
-        raise JobError(f"State {path} cannot be saved: {error}. Keep tensors, numbers, strings and lists of them in an optimizer's state.") from None
-    return Piece(path + _JSON, torch.frombuffer(bytearray(text), dtype=torch.uint8), 0, len(text), (len(text),))
+        raise JobError(
+            f"State {path} cannot be saved: {error}. Keep tensors, numbers, strings and lists of them in an optimizer's state."
+        ) from None
+    return Piece(
+        path + _JSON, torch.frombuffer(bytearray(text), dtype=torch.uint8), 0, len(text), (len(text),)
+    )
 
 
 def _load(path: str, held: OwnedSlice, read: Read, shape: tuple[int, ...]) -> Any:
@@ -151,13 +178,20 @@ def _load(path: str, held: OwnedSlice, read: Read, shape: tuple[int, ...]) -> An
         count *= size
     if shape != held.shape:
         return read(path, 0, count).view(shape)
-    return held.cut(read(path, 0, count).view(shape)) if held.shards else read(path, held.start, held.stop).view(held.tensor.shape)
+    return (
+        held.cut(read(path, 0, count).view(shape))
+        if held.shards
+        else read(path, held.start, held.stop).view(held.tensor.shape)
+    )
 
 
 def place_state(value: Any, key: str, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
-    """Put a state tensor where torch's optimizers keep it: beside the parameter, step counters on the host."""
+    """Put a state tensor where torch's optimizers keep it: beside the parameter, step counters on the
+    host."""
     if not isinstance(value, Tensor):
         return value
-    group = next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
+    group = next(
+        group for group in optimizer.param_groups if any(each is parameter for each in group["params"])
+    )
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
     return value.to("cpu" if on_host else parameter.device, copy=True)

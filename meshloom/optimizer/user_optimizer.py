@@ -1,4 +1,5 @@
-"""What the user's optimizer and scheduler functions return, refused in one sentence where it cannot be used."""
+"""What the user's optimizer and scheduler functions return, refused in one sentence where it cannot be
+used."""
 
 from __future__ import annotations
 
@@ -39,13 +40,16 @@ def make_optimizers(job: Job, named_parameters: NamedParameters) -> Made:
 
 
 def make_schedulers(job: Job, made: Any) -> list[Any]:
-    """The schedulers over what `job.optimizer` returned: none, one or several. Raises `JobError` for those that cannot be used."""
+    """The schedulers over what `job.optimizer` returned: none, one or several. Raises `JobError` for those
+    that cannot be used."""
     if job.scheduler is None:
         return []
     returned = job.scheduler(made)
     schedulers: list[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
     for scheduler in schedulers:
-        if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+        if not all(
+            callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")
+        ):
             raise JobError(
                 f"The scheduler function returned a {type(scheduler).__name__}. Return a scheduler, like lambda optimizer: "
                 "CosineAnnealingLR(optimizer, 100), or a list of them."
@@ -55,7 +59,8 @@ def make_schedulers(job: Job, made: Any) -> list[Any]:
 
 
 def scheduler_values(scheduler: Any) -> Any:
-    """A scheduler's state as JSON. Functions are left out: the job's own function builds the scheduler with the same ones."""
+    """A scheduler's state as JSON. Functions are left out: the job's own function builds the scheduler with
+    the same ones."""
     code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
     state = {key: value for key, value in scheduler.state_dict().items() if not isinstance(value, code)}
     try:
@@ -71,14 +76,18 @@ def _call(job: Job, named_parameters: NamedParameters) -> Any:
         return job.optimizer(list(named_parameters))
     except ValueError as error:
         if "empty parameter list" in str(error):
-            raise JobError("The optimizer function gave an optimizer no parameters. Give each at least one, or leave that optimizer out.") from error
+            raise JobError(
+                "The optimizer function gave an optimizer no parameters. Give each at least one, or leave that optimizer out."
+            ) from error
         raise
 
 
 def _check(made: Any, names: Mapping[int, str]) -> list[Optimizer]:
     optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
     if not optimizers:
-        raise JobError("The optimizer function returned an empty list. Return one torch.optim.Optimizer, or several over disjoint parameters.")
+        raise JobError(
+            "The optimizer function returned an empty list. Return one torch.optim.Optimizer, or several over disjoint parameters."
+        )
     owner: dict[int, int] = {}
     for index, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, Optimizer):
@@ -90,9 +99,13 @@ def _check(made: Any, names: Mapping[int, str]) -> list[Optimizer]:
             raise JobError(
                 "LBFGS evaluates the loss several times in a step, which is not supported. Use one that steps once per gradient, such as AdamW."
             )
-        parameters: list[nn.Parameter] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters: list[nn.Parameter] = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         if not parameters:
-            raise JobError(f"{type(optimizer).__name__} (optimizer {index}) has no parameters. Give it at least one, or leave it out.")
+            raise JobError(
+                f"{type(optimizer).__name__} (optimizer {index}) has no parameters. Give it at least one, or leave it out."
+            )
         for parameter in parameters:
             if id(parameter) not in names:
                 raise JobError(

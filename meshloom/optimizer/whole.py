@@ -1,12 +1,15 @@
-"""Whole parameters for optimizers that cannot work on slices: gradients come together, updated values go back.
+"""Whole parameters for optimizers that cannot work on slices: gradients come together, updated values go
+back.
 
-Every element of a parameter has one owner, which holds its averaged gradient. A *keeper* of a parameter updates all of it:
+Every element of a parameter has one owner, which holds its averaged gradient. A *keeper* of a parameter
+updates all of it:
 
     owners     rank 0 [ g g ]   rank 1 [ g g g ]   rank 2 [ g ]          fetch: all_to_all to the keeper, here rank 1
                           \\           |            /
     keeper                   [ g g g g g g ] -> step                     give_back: all_to_all to the owners
 
-One keeper per parameter divides state and work; where the optimizer looks at all parameters at once, every rank keeps all.
+One keeper per parameter divides state and work; where the optimizer looks at all parameters at once, every
+rank keeps all.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ class _Part(NamedTuple):
 
 
 def divide(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """A rank for each size, such that the sums are about equal: the largest first, each to the rank that has least.
+    """A rank for each size, such that the sums are about equal: the largest first, each to the rank that has
+    least.
 
     >>> divide([5, 9, 4], 2)
     [1, 0, 1]
@@ -51,12 +55,20 @@ def divide(sizes: Sequence[int], num_ranks: int) -> list[int]:
 class WholeParameters:
     """How gradients of `parameters` reach their keepers, and updated values the owners of their elements.
 
-    parameters: in the same order on all ranks. keepers: for each, the ranks of `group` that update it: one, or all.
-    owned: what this rank owns of any parameter. one_copy: the parameters are the same memory on all ranks, so nothing needs to go back.
+    parameters: in the same order on all ranks. keepers: for each, the ranks of `group` that update it: one,
+        or all.
+    owned: what this rank owns of any parameter. one_copy: the parameters are the same memory on all ranks, so
+        nothing needs to go back.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], keepers: Sequence[Sequence[int]], owned: Sequence[Slice], group: Group, *, one_copy: bool = False
+        self,
+        parameters: Sequence[nn.Parameter],
+        keepers: Sequence[Sequence[int]],
+        owned: Sequence[Slice],
+        group: Group,
+        *,
+        one_copy: bool = False,
     ) -> None:
         self._parameters = list(parameters)
         self._keepers = [tuple(ranks) for ranks in keepers]
@@ -64,7 +76,9 @@ class WholeParameters:
         number = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._positions = [index for index, slice_ in enumerate(owned) if id(slice_.parameter) in number]
         self._slices = [owned[index] for index in self._positions]
-        self._mine = [_Part(number[id(slice_.parameter)], slice_.start, slice_.stop) for slice_ in self._slices]
+        self._mine = [
+            _Part(number[id(slice_.parameter)], slice_.start, slice_.stop) for slice_ in self._slices
+        ]
         self._parts: list[list[_Part]] | None = None  # of every rank, once known
         self._dtypes = sorted({parameter.dtype for parameter in parameters}, key=str)
         self._goes_back = not one_copy and any(len(ranks) < group.size for ranks in self._keepers)
@@ -92,7 +106,8 @@ class WholeParameters:
     def fetch(self, gradients: Sequence[Tensor | None]) -> Steps[None]:
         """Set `.grad` of every parameter that this rank keeps; None if it was not used.
 
-        gradients: of this rank's owned slices, flat, None if not used. A number travels ahead of every slice: 1 used, 0 not.
+        gradients: of this rank's owned slices, flat, None if not used. A number travels ahead of every slice:
+            1 used, 0 not.
         """
         yield from self.prepare()
         works: list[Work] = []
@@ -101,10 +116,21 @@ class WholeParameters:
             pieces: list[Tensor] = []
             for keeper in range(self._group.size):
                 for part, position in zip(self._mine, self._positions, strict=True):
-                    if keeper in self._keepers[part.parameter] and self._parameters[part.parameter].dtype == dtype:
-                        pieces.append(_flagged(gradients[position], part.length, self._parameters[part.parameter]))
-            sizes = [sum(part.length + 1 for part in self._sent(self._group.rank, keeper, dtype)) for keeper in range(self._group.size)]
-            expected = [sum(part.length + 1 for part in self._sent(owner, self._group.rank, dtype)) for owner in range(self._group.size)]
+                    if (
+                        keeper in self._keepers[part.parameter]
+                        and self._parameters[part.parameter].dtype == dtype
+                    ):
+                        pieces.append(
+                            _flagged(gradients[position], part.length, self._parameters[part.parameter])
+                        )
+            sizes = [
+                sum(part.length + 1 for part in self._sent(self._group.rank, keeper, dtype))
+                for keeper in range(self._group.size)
+            ]
+            expected = [
+                sum(part.length + 1 for part in self._sent(owner, self._group.rank, dtype))
+                for owner in range(self._group.size)
+            ]
             received.append(self._parameters[0].new_empty(sum(expected), dtype=dtype))
             works.append(self._group.all_to_all(received[-1], _join(pieces, received[-1]), expected, sizes))
         yield
@@ -116,10 +142,14 @@ class WholeParameters:
             for owner in range(self._group.size):
                 for part in self._sent(owner, self._group.rank, dtype):
                     if part.parameter not in whole:
-                        whole[part.parameter] = torch.zeros_like(self._parameters[part.parameter].detach(), memory_format=torch.contiguous_format)
+                        whole[part.parameter] = torch.zeros_like(
+                            self._parameters[part.parameter].detach(), memory_format=torch.contiguous_format
+                        )
                         used = bool(flat[at])
                         self._parameters[part.parameter].grad = whole[part.parameter] if used else None
-                    whole[part.parameter].view(-1)[part.start : part.stop] = flat[at + 1 : at + 1 + part.length]
+                    whole[part.parameter].view(-1)[part.start : part.stop] = flat[
+                        at + 1 : at + 1 + part.length
+                    ]
                     at += part.length + 1
 
     def give_back(self) -> Steps[None]:
@@ -133,9 +163,15 @@ class WholeParameters:
             sizes: list[int] = []
             for owner in range(self._group.size):
                 parts = self._returned(self._group.rank, owner, dtype)
-                pieces += [self._parameters[part.parameter].detach().view(-1)[part.start : part.stop] for part in parts]
+                pieces += [
+                    self._parameters[part.parameter].detach().view(-1)[part.start : part.stop]
+                    for part in parts
+                ]
                 sizes.append(sum(part.length for part in parts))
-            expected = [sum(part.length for part in self._returned(keeper, self._group.rank, dtype)) for keeper in range(self._group.size)]
+            expected = [
+                sum(part.length for part in self._returned(keeper, self._group.rank, dtype))
+                for keeper in range(self._group.size)
+            ]
             received.append(self._parameters[0].new_empty(sum(expected), dtype=dtype))
             works.append(self._group.all_to_all(received[-1], _join(pieces, received[-1]), expected, sizes))
         yield
@@ -145,7 +181,9 @@ class WholeParameters:
             at = 0
             for keeper in range(self._group.size):
                 for part in self._returned(keeper, self._group.rank, dtype):
-                    self._parameters[part.parameter].data.view(-1)[part.start : part.stop] = flat[at : at + part.length]
+                    self._parameters[part.parameter].data.view(-1)[part.start : part.stop] = flat[
+                        at : at + part.length
+                    ]
                     at += part.length
 
     def bytes_per_step(self) -> int:
@@ -154,9 +192,15 @@ class WholeParameters:
         there = list(range(self._group.size))
         total = 0
         for part in self._mine:
-            total += (part.length + 1) * len(self._keepers[part.parameter]) * self._parameters[part.parameter].element_size()
+            total += (
+                (part.length + 1)
+                * len(self._keepers[part.parameter])
+                * self._parameters[part.parameter].element_size()
+            )
         for dtype in self._dtypes if self._parts is not None and self._goes_back else []:
-            total += sum(part.length * dtype.itemsize for owner in there for part in self._returned(here, owner, dtype))
+            total += sum(
+                part.length * dtype.itemsize for owner in there for part in self._returned(here, owner, dtype)
+            )
         return total
 
     def bytes_once(self) -> int:
@@ -166,11 +210,18 @@ class WholeParameters:
     def _sent(self, owner: int, keeper: int, dtype: torch.dtype) -> list[_Part]:
         """Whose gradients go from `owner` to `keeper`, in order."""
         assert self._parts is not None
-        return [part for part in self._parts[owner] if keeper in self._keepers[part.parameter] and self._parameters[part.parameter].dtype == dtype]
+        return [
+            part
+            for part in self._parts[owner]
+            if keeper in self._keepers[part.parameter] and self._parameters[part.parameter].dtype == dtype
+        ]
 
     def _returned(self, keeper: int, owner: int, dtype: torch.dtype) -> list[_Part]:
-        """Whose values go from `keeper` to `owner`, in order: nothing where the owner keeps the parameter itself."""
-        return [part for part in self._sent(owner, keeper, dtype) if owner not in self._keepers[part.parameter]]
+        """Whose values go from `keeper` to `owner`, in order: nothing where the owner keeps the parameter
+        itself."""
+        return [
+            part for part in self._sent(owner, keeper, dtype) if owner not in self._keepers[part.parameter]
+        ]
 
 
 def _flagged(gradient: Tensor | None, length: int, like: nn.Parameter) -> Tensor:

@@ -1,4 +1,5 @@
-"""Whole parameters for optimizers that cannot work on parts: gradients of all tp ranks come together, updated values go back as parts.
+"""Whole parameters for optimizers that cannot work on parts: gradients of all tp ranks come together, updated
+values go back as parts.
 
 A *keeper* of a parameter has all of it, lasting from step to step, and the optimizer's state of it:
 
@@ -6,8 +7,8 @@ A *keeper* of a parameter has all of it, lasting from step to step, and the opti
                         \\              |               /
     keeper                     [ a a b b b c ] -> step                     give_back: values by all_to_all to the holders of the parts
 
-One keeper per parameter divides state and work. Where the optimizer looks at all parameters at once every rank keeps all, and all of them make
-the same update of the same bits.
+One keeper per parameter divides state and work. Where the optimizer looks at all parameters at once every
+rank keeps all, and all of them make the same update of the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _Way = Literal["to keeper", "back"]
 
 @dataclass(frozen=True, kw_only=True)
 class GatheredParameter:
-    """A divided parameter: this rank's part, the ranks of tp that update all of it, and all of it on those."""
+    """A divided parameter: this rank's part, the ranks of tp that update all of it, and all of it on
+    those."""
 
     name: str
     part: nn.Parameter
@@ -57,7 +59,8 @@ class WholeFromParts:
         self._known = False
 
     def fetch(self) -> Steps[None]:
-        """Set `.grad` of every whole parameter that this rank keeps to what the parts' gradients make; None if no rank has one."""
+        """Set `.grad` of every whole parameter that this rank keeps to what the parts' gradients make; None
+        if no rank has one."""
         if not self._known:
             values = yield from self._bring([each.part.detach() for each in self._entries])
             for each, value in zip(self._entries, values, strict=True):
@@ -80,7 +83,11 @@ class WholeFromParts:
 
         received = yield from self._swap("back", lambda number, rank: part(number, rank).reshape(-1))
         for number, each in enumerate(self._entries):
-            mine = part(number, self._shards.rank) if each.whole is not None else received[number, each.keepers[0]].view(each.part.shape)
+            mine = (
+                part(number, self._shards.rank)
+                if each.whole is not None
+                else received[number, each.keepers[0]].view(each.part.shape)
+            )
             each.part.data.copy_(mine)
 
     def bytes_per_step(self) -> int:
@@ -92,30 +99,55 @@ class WholeFromParts:
         return self._bytes("to keeper") * self._times_fetched
 
     def _bring(self, parts: Sequence[Tensor | None]) -> Steps[list[Tensor | None]]:
-        """Of each entry, the whole tensor of all ranks' parts; None where this rank does not keep it or all parts are None.
+        """Of each entry, the whole tensor of all ranks' parts; None where this rank does not keep it or all
+        parts are None.
 
         A number travels ahead of every part: 1 there, 0 not.
         """
-        received = yield from self._swap("to keeper", lambda number, _: _flagged(parts[number], self._entries[number].part))
+        received = yield from self._swap(
+            "to keeper", lambda number, _: _flagged(parts[number], self._entries[number].part)
+        )
         made: list[Tensor | None] = []
         for number, pieces in enumerate(self._pieces):
-            flagged = [received[number, rank] for rank in range(self._shards.size) if (number, rank) in received]
+            flagged = [
+                received[number, rank] for rank in range(self._shards.size) if (number, rank) in received
+            ]
             is_there = any(bool(each[0]) for each in flagged)
-            made.append(moves.assemble(pieces, [each[1:].view(pieces.local_shape(rank)) for rank, each in enumerate(flagged)]) if is_there else None)
+            made.append(
+                moves.assemble(
+                    pieces, [each[1:].view(pieces.local_shape(rank)) for rank, each in enumerate(flagged)]
+                )
+                if is_there
+                else None
+            )
         return made
 
     def _swap(self, way: _Way, payload: Callable[[int, int], Tensor]) -> Steps[dict[tuple[int, int], Tensor]]:
-        """Send `payload(entry, to)` of every entry that goes that way; what comes here, flat, by entry and sender. One all_to_all per dtype."""
+        """Send `payload(entry, to)` of every entry that goes that way; what comes here, flat, by entry and
+        sender. One all_to_all per dtype."""
         group, here, ranks = self._shards.group, self._shards.rank, range(self._shards.size)
         assert group is not None
         works: list[Work] = []
         flats: list[Tensor] = []
         for dtype in self._dtypes:
             sent = [payload(number, to) for to in ranks for number in self._going(way, here, to, dtype)]
-            sizes = [sum(self._length(way, number, here, to) for number in self._going(way, here, to, dtype)) for to in ranks]
-            expected = [sum(self._length(way, number, source, here) for number in self._going(way, source, here, dtype)) for source in ranks]
+            sizes = [
+                sum(self._length(way, number, here, to) for number in self._going(way, here, to, dtype))
+                for to in ranks
+            ]
+            expected = [
+                sum(
+                    self._length(way, number, source, here)
+                    for number in self._going(way, source, here, dtype)
+                )
+                for source in ranks
+            ]
             flats.append(torch.empty(sum(expected), dtype=dtype, device=self._entries[0].part.device))
-            works.append(group.all_to_all(flats[-1], torch.cat(sent) if sent else flats[-1].new_empty(0), expected, sizes))
+            works.append(
+                group.all_to_all(
+                    flats[-1], torch.cat(sent) if sent else flats[-1].new_empty(0), expected, sizes
+                )
+            )
         yield
         for work in works:
             work.wait()
@@ -131,7 +163,9 @@ class WholeFromParts:
 
     def _going(self, way: _Way, source: int, to: int, dtype: torch.dtype) -> list[int]:
         """Entries that travel from one rank to another, in order."""
-        entries = [(number, each.keepers) for number, each in enumerate(self._entries) if each.part.dtype == dtype]
+        entries = [
+            (number, each.keepers) for number, each in enumerate(self._entries) if each.part.dtype == dtype
+        ]
         if way == "to keeper":
             return [number for number, keepers in entries if to in keepers]
         return [number for number, keepers in entries if source == keepers[0] and to not in keepers]

@@ -1,4 +1,5 @@
-"""State of divided parameters, gathered for a checkpoint one tensor at a time: each rank writes a contiguous piece of every whole tensor.
+"""State of divided parameters, gathered for a checkpoint one tensor at a time: each rank writes a contiguous
+piece of every whole tensor.
 
     parts over tp, slices over dp      whole on every rank, one tensor at a time      pieces, one per rank
     [ a a ] [ b b ]                    [ a a b b ]                                    [ a ] [ a ] [ b ] [ b ]
@@ -28,7 +29,8 @@ from meshloom.tensor_parallel.layout.placement import even_parts
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """What a rank saves of the whole tensors, pieces without elements; from where those come; and the bytes handed to all_gather along each axis for it."""
+    """What a rank saves of the whole tensors, pieces without elements; from where those come; and the bytes
+    handed to all_gather along each axis for it."""
 
     pieces: list[Piece]
     stream: Stream
@@ -37,17 +39,29 @@ class Gathered:
 
 
 def whole_pieces(
-    parts: Sequence[StatePart], shards: Shards, owners: Group | None, world: Group, device: torch.device, here: Collection[str] | None = None
+    parts: Sequence[StatePart],
+    shards: Shards,
+    owners: Group | None,
+    world: Group,
+    device: torch.device,
+    here: Collection[str] | None = None,
 ) -> Steps[Gathered]:
-    """This rank's pieces of the whole state tensors that all ranks' `parts` make, agreed on but not gathered yet. Every rank calls it.
+    """This rank's pieces of the whole state tensors that all ranks' `parts` make, agreed on but not gathered
+    yet. Every rank calls it.
 
-    owners: the ranks along dp among which the parts are sliced; None: each has all of its part. world: all ranks, for what they agree on first:
-    a rank that holds nothing of a parameter does not know its state. device: where the groups' tensors lie. here: names of the parameters that are
-    divided among this rank's groups, if others are of other stages.
+    owners: the ranks along dp among which the parts are sliced; None: each has all of its part. world: all
+    ranks, for what they agree on first: a rank that holds nothing of a parameter does not know its state.
+    device: where the groups' tensors lie. here: names of the parameters that are divided among this rank's
+        groups, if others are of other stages.
     """
-    everyone = yield from collect(world, [[each.key, each.held.name, str(each.tensor.dtype).removeprefix("torch.")] for each in parts])
+    everyone = yield from collect(
+        world, [[each.key, each.held.name, str(each.tensor.dtype).removeprefix("torch.")] for each in parts]
+    )
     known: dict[str, tuple[str, torch.dtype]] = {
-        key: (name, getattr(torch, dtype)) for rank in everyone for key, name, dtype in rank if here is None or name in here
+        key: (name, getattr(torch, dtype))
+        for rank in everyone
+        for key, name, dtype in rank
+        if here is None or name in here
     }
     known = dict(sorted(known.items(), key=lambda item: -item[1][1].itemsize))  # as they will lie in files
     mine = {each.key: each for each in parts}
@@ -61,19 +75,27 @@ def whole_pieces(
         shape = shards.pieces[name].shape
         start, stop = even_parts(math.prod(shape), shards.size * (owners.size if owners else 1))[share]
         if start < stop:
-            pieces[key] = Piece(key, torch.empty(stop - start, dtype=dtype, device="meta"), start, stop, shape)
+            pieces[key] = Piece(
+                key, torch.empty(stop - start, dtype=dtype, device="meta"), start, stop, shape
+            )
 
     def run(take: Callable[[str, Tensor], None]) -> Steps[None]:
         for number, (key, (name, dtype)) in enumerate(known.items()):
             divided = shards.pieces[name]
             flat = mine[key].tensor if key in mine else torch.empty(0, dtype=dtype, device=device)
             if owners is not None:
-                flat = yield from _joined(owners, flat, [rank[number] for rank in spans], divided.num_elements(shards.rank))
+                flat = yield from _joined(
+                    owners, flat, [rank[number] for rank in spans], divided.num_elements(shards.rank)
+                )
             whole = yield from shards.gather(name, flat.view(divided.local_shape(shards.rank)))
             if piece := pieces.get(key):
                 take(piece.name, whole.reshape(-1)[piece.start : piece.stop])
 
-    slices = [(dtype, [rank[number] for rank in spans]) for number, (_, dtype) in enumerate(known.values())] if spans else []
+    slices = (
+        [(dtype, [rank[number] for rank in spans]) for number, (_, dtype) in enumerate(known.values())]
+        if spans
+        else []
+    )
     return Gathered(
         pieces=list(pieces.values()),
         stream=Stream(entries=[TensorEntry.of(each.name, each.tensor) for each in pieces.values()], run=run),
@@ -82,9 +104,15 @@ def whole_pieces(
     )
 
 
-def _spans(owners: Group, mine: Sequence[StatePart | None], device: torch.device) -> Steps[list[list[list[int]]]]:
+def _spans(
+    owners: Group, mine: Sequence[StatePart | None], device: torch.device
+) -> Steps[list[list[list[int]]]]:
     """Start and stop of what each owner has of each tensor: [owner][tensor]."""
-    here = torch.tensor([[each.held.start, each.held.stop] if each else [0, 0] for each in mine], dtype=torch.int64, device=device)
+    here = torch.tensor(
+        [[each.held.start, each.held.stop] if each else [0, 0] for each in mine],
+        dtype=torch.int64,
+        device=device,
+    )
     everyone = here.new_empty(owners.size * here.numel())
     work = owners.all_gather(everyone, here.view(-1))
     yield

@@ -26,9 +26,12 @@ def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn
         raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise JobError(f"{name} has no shape yet (a lazy module). Let the model function run one batch through the model before returning it.")
+            raise JobError(
+                f"{name} has no shape yet (a lazy module). Let the model function run one batch through the model before returning it."
+            )
     model = named_as_written(model).to(device)
-    for tensor in (*model.parameters(), *model.buffers()) if dtype else ():  # Module.to would drop the imaginary part of complex ones
+    # Module.to would drop the imaginary part of complex ones
+    for tensor in (*model.parameters(), *model.buffers()) if dtype else ():
         tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
     return as_trained(model)
 
@@ -37,15 +40,31 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The named parameters that are trained. Raises `JobError` if there are none."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
-        raise JobError("The model has no trainable parameters: every parameter has requires_grad=False, or there are none.")
+        raise JobError(
+            "The model has no trainable parameters: every parameter has requires_grad=False, or there are none."
+        )
     return named
 
 
 def facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
     """What must be equal on all ranks before anything is exchanged."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    described = {name: f"{list(tensor.shape)} {tensor.dtype}" + (" trainable" if tensor.requires_grad else "") for name, tensor in tensors.items()}
-    settings = {name: getattr(job, name) for name in ("batch_size", "steps", "seed", "shuffle", "drop_last", "clip_grad_norm", "checkpoint_every")}
+    described = {
+        name: f"{list(tensor.shape)} {tensor.dtype}" + (" trainable" if tensor.requires_grad else "")
+        for name, tensor in tensors.items()
+    }
+    settings = {
+        name: getattr(job, name)
+        for name in (
+            "batch_size",
+            "steps",
+            "seed",
+            "shuffle",
+            "drop_last",
+            "clip_grad_norm",
+            "checkpoint_every",
+        )
+    }
     return {"plan": str(plan), **settings, **described}
 
 
@@ -83,20 +102,29 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def replace_tensors(model: nn.Module, make: Callable[[list[str], Tensor], Tensor | None]) -> None:
-    """Put other tensors in the places of parameters and buffers: what `make` gives for all names of one and its value. None: it stays.
+    """Put other tensors in the places of parameters and buffers: what `make` gives for all names of one and
+    its value. None: it stays.
 
     In the place of a parameter stands a new one, trainable if it was.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     for key, tensor in tensors.items():
         made = make(names[key], tensor)
         if made is None:
             continue
-        placed = nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        placed = (
+            nn.Parameter(made, requires_grad=tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter)
+            else made
+        )
         for name in names[key]:
             path, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(path), attribute, placed)  # a recurrent layer's own list of weights follows
+            # a recurrent layer's own list of weights follows
+            setattr(model.get_submodule(path), attribute, placed)

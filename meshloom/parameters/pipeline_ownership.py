@@ -4,9 +4,10 @@
     blocks.0       rank 0 owns it
     blocks.7                           rank 3 owns it
 
-Every parameter has one owner, which updates it and keeps its optimizer state. Who else uses it borrows it: once a step its gradients go to
-the owner, which adds them up in the order of ranks, and the new value comes back. So it is clipped, counted and saved once, by any optimizer.
-On other ranks only its shape is left, as a tensor on the meta device.
+Every parameter has one owner, which updates it and keeps its optimizer state. Who else uses it borrows it:
+once a step its gradients go to the owner, which adds them up in the order of ranks, and the new value comes
+back. So it is clipped, counted and saved once, by any optimizer. On other ranks only its shape is left, as a
+tensor on the meta device.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Homes:
     def __init__(self, holders: Mapping[str, tuple[int, ...]], group: Group) -> None:
         self.holders = holders
         self._group = group
-        self._first: dict[str, str] = {}  # every name of a tensor in the model -> the one that `holders` knows
+        # every name of a tensor in the model -> the one that `holders` knows
+        self._first: dict[str, str] = {}
 
     @property
     def rank(self) -> int:
@@ -61,7 +63,8 @@ class Homes:
         replace_tensors(model, shape_of)
 
     def return_gradients(self, parameters: Mapping[str, nn.Parameter]) -> Steps[None]:
-        """Owners add to their gradients those of the borrowers, whose own are gone then. parameters: what this rank holds."""
+        """Owners add to their gradients those of the borrowers, whose own are gone then. parameters: what
+        this rank holds."""
         arriving: list[tuple[Work, Tensor, nn.Parameter]] = []
         sending: list[tuple[Work, Tensor]] = []
         for name, parameter in self._lent_here(parameters):
@@ -106,7 +109,14 @@ class Homes:
             if parameter is not None:
                 parameter.detach().copy_(value)
 
-    def bring(self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Steps[Tensor | None]:
+    def bring(
+        self,
+        name: str,
+        tensor: Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Steps[Tensor | None]:
         """The owner's tensor, on the first rank along pp; elsewhere nothing comes of it."""
         if self.owner(name) == 0:
             return tensor if self.rank == 0 else None
@@ -125,19 +135,30 @@ class Homes:
         return None
 
     def bytes_per_step(self, parameters: Mapping[str, nn.Parameter]) -> int:
-        """What `return_gradients` and `lend` hand to sends: a gradient and a flag to the owner, a value to each borrower."""
+        """What `return_gradients` and `lend` hand to sends: a gradient and a flag to the owner, a value to
+        each borrower."""
         return sum(
-            each.nbytes * (len(self.holders[name]) - 1) if self.owns(name) else each.nbytes + each.element_size()
+            each.nbytes * (len(self.holders[name]) - 1)
+            if self.owns(name)
+            else each.nbytes + each.element_size()
             for name, each in self._lent_here(parameters)
         )
 
     def bytes_of_lending(self, parameters: Mapping[str, nn.Parameter]) -> int:
         """What `lend` alone hands to sends."""
-        return sum(each.nbytes * (len(self.holders[name]) - 1) for name, each in self._lent_here(parameters) if self.owns(name))
+        return sum(
+            each.nbytes * (len(self.holders[name]) - 1)
+            for name, each in self._lent_here(parameters)
+            if self.owns(name)
+        )
 
     def _lent_here(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
         """Of what this rank holds, what is trained and other ranks hold, too."""
-        return [(name, parameters[name]) for name in self.lent if name in parameters and parameters[name].requires_grad]
+        return [
+            (name, parameters[name])
+            for name in self.lent
+            if name in parameters and parameters[name].requires_grad
+        ]
 
 
 def held(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

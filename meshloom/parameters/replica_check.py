@@ -1,4 +1,5 @@
-"""Whether replicas hold the same bits: each hashes its parameters and buffers, and the hashes are compared."""
+"""Whether replicas hold the same bits: each hashes its parameters and buffers, and the hashes are
+compared."""
 
 from __future__ import annotations
 
@@ -13,9 +14,12 @@ from meshloom.parameters.pipeline_ownership import held
 
 
 def first_difference(model: nn.Module, replicas: Group) -> Steps[tuple[str, int] | None]:
-    """The first parameter or buffer that is not the same on a replica as on the first one, and that replica. All replicas hold the same ones, and call it."""
+    """The first parameter or buffer that is not the same on a replica as on the first one, and that replica.
+    All replicas hold the same ones, and call it."""
     tensors = held(state_of(model).items())
-    mine = torch.stack([digest(tensor) for tensor in tensors.values()] or [torch.zeros((), dtype=torch.int64)])
+    mine = torch.stack(
+        [digest(tensor) for tensor in tensors.values()] or [torch.zeros((), dtype=torch.int64)]
+    )
     everyone = mine.new_empty(replicas.size * mine.numel())
     work = replicas.all_gather(everyone, mine)
     yield

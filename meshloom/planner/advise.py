@@ -27,10 +27,12 @@ AS_FAST = 0.03  # of the step: what is faster by less is not worth a more compli
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Options that fit, fastest first, then those that do not; before them what was tried. refused: plan -> why it cannot run this job.
+    """Options that fit, fastest first, then those that do not; before them what was tried. refused: plan ->
+    why it cannot run this job.
 
-    one_device: memory of a step on one device. recommended: None if nothing fits. speedups: of data parallelism. exchange: which one, in a sentence.
-    factors: what `beside` has measured. not_beside: why it has not, in a sentence.
+    one_device: memory of a step on one device. recommended: None if nothing fits. speedups: of data
+    parallelism. exchange: which one, in a sentence. factors: what `beside` has measured. not_beside: why it
+    has not, in a sentence.
     """
 
     options: tuple[Option, ...]
@@ -61,9 +63,11 @@ def advise(
 ) -> Advice:
     """Price `plans`, or those that are worth it on these devices. tell: hears which plan is looked at.
 
-    beside: how much longer so many ranks take that compute this job at once than one alone; without it, what was measured of the machine counts.
+    beside: how much longer so many ranks take that compute this job at once than one alone; without it, what
+        was measured of the machine counts.
 
-    Raises `PlanError` if none of them can run the job, with what was wrong with the last, and what the job raises.
+    Raises `PlanError` if none of them can run the job, with what was wrong with the last, and what the job
+    raises.
     """
     pricer = Pricer(job, devices)
     factors = beside()
@@ -103,19 +107,30 @@ def advise(
 def finalists(advice: Advice, number: int) -> list[Option]:
     """Those that are worth trying: the recommended one, and then the fastest that fit, `number` in all."""
     fitting = [each for each in advice.options if each.fits]
-    return sorted(fitting, key=lambda each: (advice.recommended is None or each.plan != advice.recommended.plan, each.seconds))[:number]
+    return sorted(
+        fitting,
+        key=lambda each: (advice.recommended is None or each.plan != advice.recommended.plan, each.seconds),
+    )[:number]
 
 
 def tried(advice: Advice, measured: Mapping[str, float | None]) -> Advice:
     """The advice once some plans were tried. measured: plan -> seconds of a step; None: it failed."""
     failed = {plan: "it failed when it was tried" for plan, seconds in measured.items() if seconds is None}
-    options = [replace(each, measured_seconds=measured.get(str(each.plan))) for each in advice.options if str(each.plan) not in failed]
-    return _compared(replace(advice, options=tuple(options), refused=MappingProxyType({**advice.refused, **failed})))
+    options = [
+        replace(each, measured_seconds=measured.get(str(each.plan)))
+        for each in advice.options
+        if str(each.plan) not in failed
+    ]
+    return _compared(
+        replace(advice, options=tuple(options), refused=MappingProxyType({**advice.refused, **failed}))
+    )
 
 
 def _compared(advice: Advice) -> Advice:
     """In order, with the recommendation and the reasons."""
-    ordered = sorted(advice.options, key=lambda each: (each.measured_seconds is None, not each.fits, each.seconds))
+    ordered = sorted(
+        advice.options, key=lambda each: (each.measured_seconds is None, not each.fits, each.seconds)
+    )
     best = recommended(ordered)
     ordered = [replace(each, why=why_of(each, best)) for each in ordered]
     return replace(
@@ -127,7 +142,8 @@ def _compared(advice: Advice) -> Advice:
 
 
 def recommended(options: Sequence[Option]) -> Option | None:
-    """The simplest of those that fit and are about as fast as the fastest: fewer axes, then fewer ranks, then fewer microbatches.
+    """The simplest of those that fit and are about as fast as the fastest: fewer axes, then fewer ranks, then
+    fewer microbatches.
 
     If some were tried, of those.
     """

@@ -1,4 +1,5 @@
-"""Which all-reduce is the fastest between the ranks of a measured machine, from small tensors to large ones."""
+"""Which all-reduce is the fastest between the ranks of a measured machine, from small tensors to large
+ones."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Chosen:
 
 
 def chosen_algorithms(machine: Machine, sizes: Sequence[int] = SIZES) -> list[Chosen]:
-    """For every number of ranks whose all-reduce was measured: what was measured, and where it was not what the formulas say of the measured messages.
+    """For every number of ranks whose all-reduce was measured: what was measured, and where it was not what
+    the formulas say of the measured messages.
 
     >>> from meshloom.machine.machine import example_machine
     >>> [chosen.choice.reason for chosen in chosen_algorithms(example_machine(), [25 << 20])]

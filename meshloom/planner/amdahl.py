@@ -13,14 +13,17 @@ from meshloom.core.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class AmdahlWork:
-    """One rank's step: seconds that every rank spends whatever the number of ranks, and seconds that can be divided over them."""
+    """One rank's step: seconds that every rank spends whatever the number of ranks, and seconds that can be
+    divided over them."""
 
     serial_seconds: float
     parallel_seconds: float
 
     def __post_init__(self) -> None:
         if self.serial_seconds < 0 or self.parallel_seconds < 0 or not self.seconds:
-            raise PlanError(f"A step of {self.serial_seconds} s serial and {self.parallel_seconds} s parallel work is none. Both are 0 or more.")
+            raise PlanError(
+                f"A step of {self.serial_seconds} s serial and {self.parallel_seconds} s parallel work is none. Both are 0 or more."
+            )
 
     @property
     def seconds(self) -> float:

@@ -1,4 +1,5 @@
-"""A model as a tree of blocks, each with what it costs together with all that is inside of it; blocks that are alike are one.
+"""A model as a tree of blocks, each with what it costs together with all that is inside of it; blocks that
+are alike are one.
 
 GPT                          GPT
   blocks.0  Block              token      Embedding
@@ -28,10 +29,11 @@ _HOLDERS = ("ModuleList", "ModuleDict")  # no forward of their own: what they ho
 class Block:
     """A module, or `count` modules that are alike; every number is a sum over them and all that is inside.
 
-    path: of the module, from the model: `blocks.0-95` if there are several. name: the same from the block around it.
+    path: of the module, from the model: `blocks.0-95` if there are several. name: the same from the block
+        around it.
     module: its class. parameters: elements, tied ones once, at the first module that has them.
-    kept_bytes: activations that autograd keeps for backward, each memory once, at the first module that keeps it; without state and batch.
-    operators: how many. seconds: predicted, if the machine is known.
+    kept_bytes: activations that autograd keeps for backward, each memory once, at the first module that keeps
+    it; without state and batch. operators: how many. seconds: predicted, if the machine is known.
     inside: the blocks in it, in the order of the model.
     """
 
@@ -54,13 +56,33 @@ class Block:
         return not (self.parameters or self.operators or self.kept_bytes)
 
 
-def blocks_of(program: Program, costs: Mapping[str, Cost], modules: Mapping[str, str], machine: Machine | None = None) -> Block:
-    """The whole model as a block. modules: path -> class of every module, '' being the model, in its order."""
-    own = {path: Block(path=path, name=path, module=modules.get(path, ""), seconds=Seconds() if machine else None) for path in ["", *modules]}
-    given = {each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)} | set(program.constants)
+def blocks_of(
+    program: Program, costs: Mapping[str, Cost], modules: Mapping[str, str], machine: Machine | None = None
+) -> Block:
+    """The whole model as a block. modules: path -> class of every module, '' being the model, in its
+    order."""
+    own = {
+        path: Block(
+            path=path, name=path, module=modules.get(path, ""), seconds=Seconds() if machine else None
+        )
+        for path in ["", *modules]
+    }
+    given = {
+        each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)
+    } | set(program.constants)
     for name, variable in program.parameters.items():
         count = _product(variable.meta.shape)
-        _add(own, name.rpartition(".")[0], Block(path="", name="", module="", parameters=count, parameter_bytes=count * variable.meta.dtype.itemsize))
+        _add(
+            own,
+            name.rpartition(".")[0],
+            Block(
+                path="",
+                name="",
+                module="",
+                parameters=count,
+                parameter_bytes=count * variable.meta.dtype.itemsize,
+            ),
+        )
     for node in program.nodes:
         cost = costs[node.name]
         kept = {each.memory: each.num_bytes for each in cost.kept if each.memory not in given}
@@ -85,9 +107,11 @@ def blocks_of(program: Program, costs: Mapping[str, Cost], modules: Mapping[str,
 
 
 def rows_of(whole: Block, depth: int | None = None) -> Iterator[tuple[int, Block]]:
-    """(level, block) of the blocks to show, the model's own children being level 1; after what is inside of a block, what it does itself.
+    """(level, block) of the blocks to show, the model's own children being level 1; after what is inside of a
+    block, what it does itself.
 
-    depth: levels to show. None: as deep as a block holds a quarter of the FLOPs or of the parameters, until there are several alike.
+    depth: levels to show. None: as deep as a block holds a quarter of the FLOPs or of the parameters, until
+        there are several alike.
     """
     yield from _rows(whole, whole, 1, depth)
 
@@ -100,7 +124,12 @@ def _rows(block: Block, whole: Block, level: int, depth: int | None) -> Iterator
     itself = reduce(_less, block.inside, block)
     if not itself.is_empty:
         name = "(own forward)" if level > 1 else "(own forward and loss)"
-        yield level, replace(itself, path=f"{block.path}:own" if block.path else ":own", name=name, module="", inside=())
+        yield (
+            level,
+            replace(
+                itself, path=f"{block.path}:own" if block.path else ":own", name=name, module="", inside=()
+            ),
+        )
 
 
 def _is_large(block: Block, whole: Block) -> bool:
@@ -124,7 +153,8 @@ def _tree(path: str, own: Mapping[str, Block], below: Mapping[str, Sequence[str]
 
 
 def _alike(blocks: list[Block]) -> list[Block]:
-    """Numbered blocks of one holder that have the same signature become one, where the first of them stands; single layers only if they are neighbours."""
+    """Numbered blocks of one holder that have the same signature become one, where the first of them stands;
+    single layers only if they are neighbours."""
     groups: dict[object, list[Block]] = {}
     run = 0
     for before, block in zip([None, *blocks], blocks, strict=False):
@@ -137,8 +167,15 @@ def _alike(blocks: list[Block]) -> list[Block]:
 
 
 def _signature(block: Block) -> object:
-    """What must be equal for blocks to be alike: not what they keep, nor their backward, which depend on what comes before them."""
-    return block.module, block.parameters, block.flops, block.operators, tuple((each.name, _signature(each)) for each in block.inside)
+    """What must be equal for blocks to be alike: not what they keep, nor their backward, which depend on what
+    comes before them."""
+    return (
+        block.module,
+        block.parameters,
+        block.flops,
+        block.operators,
+        tuple((each.name, _signature(each)) for each in block.inside),
+    )
 
 
 def _merged(group: Sequence[Block]) -> Block:
@@ -150,7 +187,9 @@ def _numbered(group: Sequence[Block]) -> Block:
     if len(group) == 1:
         return group[0]
     prefix, dot, _ = group[0].name.rpartition(".")
-    return replace(_merged(group), name=f"{prefix}{dot}{_numbers([int(each.name.rpartition('.')[2]) for each in group])}")
+    return replace(
+        _merged(group), name=f"{prefix}{dot}{_numbers([int(each.name.rpartition('.')[2]) for each in group])}"
+    )
 
 
 def _with_paths(block: Block, parent: str) -> Block:

@@ -2,8 +2,8 @@
 
     4 ranks     dp=1 | dp=2 dp=3 dp=4 | pp=2 pp=3 pp=4 | tp=2 tp=3 tp=4 | dp=2,pp=2  dp=2,tp=2  pp=2,tp=2
 
-A pipeline is tried with a few microbatches (more of them leave less idle, and each costs something), and with the fewest of them under zb-h1, which leaves
-less idle than 1f1b and computes gradients in two halves.
+A pipeline is tried with a few microbatches (more of them leave less idle, and each costs something), and with
+the fewest of them under zb-h1, which leaves less idle than 1f1b and computes gradients in two halves.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ PIECES = 4  # microbatches that keep activations small
 PER_STAGE = (2, 4)  # microbatches for each rank along pp
 
 
-def candidates(num_ranks: int, batch_size: int, *, zero: bool = False, memory_bytes: int = 0) -> Iterator[Plan]:
+def candidates(
+    num_ranks: int, batch_size: int, *, zero: bool = False, memory_bytes: int = 0
+) -> Iterator[Plan]:
     """At most `num_ranks` ranks, few ranks first.
 
-    zero: with optimizer state divided over replicas, too. memory_bytes: where memory is short, what a rank may hold: parts of the model are then chosen
-    so, and microbatches are tried where nothing else asks for them.
+    zero: with optimizer state divided over replicas, too. memory_bytes: where memory is short, what a rank
+    may hold: parts of the model are then chosen so, and microbatches are tried where nothing else asks for
+    them.
     """
     for size in range(1, num_ranks + 1):
         if size > ALL_UP_TO and size != num_ranks and size & (size - 1):

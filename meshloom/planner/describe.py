@@ -20,7 +20,8 @@ class Description:
 
     whole: the model as a block. unused: parameters that the loss does not use.
     unpriced: operators that are not PyTorch's own and have no formula for their FLOPs, which count as 0.
-    memory: of a step; None where the optimizer cannot be run without values, which `no_memory` then says in one sentence.
+    memory: of a step; None where the optimizer cannot be run without values, which `no_memory` then says in
+        one sentence.
     machine: what seconds are predicted for; None: nothing was measured.
     """
 
@@ -40,8 +41,11 @@ class Description:
         return self.memory.optimizer_factor if self.memory else OPTIMIZER_FACTOR
 
 
-def describe(readings: Readings, *, batch_size: int | None = None, machine: Machine | None = None) -> Description:
-    """What the job's first batch takes on one device. Raises `CaptureError` if it cannot be read, and what reading the data raises.
+def describe(
+    readings: Readings, *, batch_size: int | None = None, machine: Machine | None = None
+) -> Description:
+    """What the job's first batch takes on one device. Raises `CaptureError` if it cannot be read, and what
+    reading the data raises.
 
     batch_size: samples of the batch; default: the job's.
     """
@@ -58,7 +62,13 @@ def describe(readings: Readings, *, batch_size: int | None = None, machine: Mach
         whole=whole,
         batch_size=batch_size or job.batch_size,
         unused=tuple(name for name, each in program.parameters.items() if each.value not in used),
-        unpriced=tuple(dict.fromkeys(node.operator for node in program.nodes if _is_foreign(node) and not reading.costs[node.name].flops)),
+        unpriced=tuple(
+            dict.fromkeys(
+                node.operator
+                for node in program.nodes
+                if _is_foreign(node) and not reading.costs[node.name].flops
+            )
+        ),
         tied=[(name, *each.aliases) for name, each in program.parameters.items() if each.aliases],
         memory=memory,
         no_memory=no_memory,
@@ -71,11 +81,14 @@ def _memory_of(program: Program, readings: Readings) -> tuple[Memory | None, str
     parts: Mapping[str, str] = {}
     try:
         parts = parts_of_function(job.optimizer, "optimizer") if stored else {}
-    except Exception:  # of the job's objects, when they are looked at, or because there is something that has no digest
+    except Exception:
+        # of the job's objects, when they are looked at, or because there is something that has no digest
         stored = None
     try:
         if stored:
-            return stored.value("memory", program, parts, Memory, lambda: predict_memory(program, job.optimizer)), ""
+            return stored.value(
+                "memory", program, parts, Memory, lambda: predict_memory(program, job.optimizer)
+            ), ""
         return predict_memory(program, job.optimizer), ""
     except Exception as error:  # the user's optimizer may do anything, and only memory is lost with it
         first = (str(error).strip() or "no message").splitlines()[0]

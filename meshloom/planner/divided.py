@@ -23,7 +23,8 @@ from meshloom.tensor_parallel.stored_division import divided_before
 class Divided:
     """A model divided over tp, and what every rank holds, computes and sends of it in a step.
 
-    depends: all that it depends on besides the program, for what is kept of it. make: gives `part`, which is not needed where all that is asked of it was kept.
+    depends: all that it depends on besides the program, for what is kept of it. make: gives `part`, which is
+        not needed where all that is asked of it was kept.
     """
 
     account: DivisionAccount
@@ -36,15 +37,23 @@ class Divided:
         return self.make()
 
 
-def divided(readings: Readings, plan: Plan, *, batch_size: int | None = None, machine: Machine | None = None) -> Divided:
-    """batch_size: of the global batch; default: the job's. machine: whose rates count; default: what was measured on this one.
+def divided(
+    readings: Readings, plan: Plan, *, batch_size: int | None = None, machine: Machine | None = None
+) -> Divided:
+    """batch_size: of the global batch; default: the job's. machine: whose rates count; default: what was
+    measured on this one.
 
-    Raises `CaptureError` if the loss cannot be read, and `PlanError` if it cannot be divided as the plan asks.
+    Raises `CaptureError` if the loss cannot be read, and `PlanError` if it cannot be divided as the plan
+    asks.
     """
     job, timings, stored = readings.job, readings.timings, readings.stored
     reading = readings.of(plan.largest_share(batch_size or job.batch_size)[0])
     program = reading.program
-    rates = rates_of(machine, plan.tp) if machine is not None and machine.device == program.device.type else rates_for(program, plan.tp)
+    rates = (
+        rates_of(machine, plan.tp)
+        if machine is not None and machine.device == program.device.type
+        else rates_for(program, plan.tp)
+    )
     placements, memory_bytes = plan.tp_placements, plan.memory_bytes or None
 
     @cache
@@ -53,17 +62,30 @@ def divided(readings: Readings, plan: Plan, *, batch_size: int | None = None, ma
             layout = layout_of(program, rules_with(job.rules))
 
         def choose_here() -> DivisionChoice:
-            return choose(layout, plan.tp, rates, placements=placements, memory_bytes=memory_bytes, priced=reading.costs)
+            return choose(
+                layout, plan.tp, rates, placements=placements, memory_bytes=memory_bytes, priced=reading.costs
+            )
 
         with timings.of("choosing a division"):
-            choice = divided_before(stored, layout, plan.tp, rates, choose_here, rules=job.rules, placements=placements, memory_bytes=memory_bytes)
+            choice = divided_before(
+                stored,
+                layout,
+                plan.tp,
+                rates,
+                choose_here,
+                rules=job.rules,
+                placements=placements,
+                memory_bytes=memory_bytes,
+            )
         with timings.of("dividing"):
             return partition(choice)
 
     def account() -> DivisionAccount:
         part = make()
         with timings.of("dividing"):
-            return account_of(part, reading.costs, num_chunks=plan.microbatches, placements=placements, rates=rates.source)
+            return account_of(
+                part, reading.costs, num_chunks=plan.microbatches, placements=placements, rates=rates.source
+            )
 
     depends = {
         "ranks": plan.tp, "rates": rates, "rules": sorted(job.rules.items()), "placements": placements, "memory": memory_bytes, "chunks": plan.microbatches,

@@ -1,4 +1,5 @@
-"""Prices plans of one job: seconds, bytes and memory, from rehearsals here and measurements of the machine in question."""
+"""Prices plans of one job: seconds, bytes and memory, from rehearsals here and measurements of the machine in
+question."""
 
 from __future__ import annotations
 
@@ -26,9 +27,10 @@ from meshloom.program.cost.program_seconds import kind_of, node_seconds, program
 class Devices:
     """What there is to run on.
 
-    num_ranks: at most. machine: that plans are priced for, as calibrated. here: the machine that rehearses, if that is another one.
-    threads_of: of each of so many ranks. common_memory: whether ranks along dp are processes of one host that share memory.
-    memory_bytes: what a rank may hold; 0: a GPU's memory, or its share of the host's. places: where the ranks along each axis are.
+    num_ranks: at most. machine: that plans are priced for, as calibrated. here: the machine that rehearses,
+    if that is another one. threads_of: of each of so many ranks. common_memory: whether ranks along dp are
+    processes of one host that share memory. memory_bytes: what a rank may hold; 0: a GPU's memory, or its
+    share of the host's. places: where the ranks along each axis are.
     """
 
     num_ranks: int
@@ -43,15 +45,19 @@ class Devices:
         """Bytes that each of so many ranks may hold."""
         if self.memory_bytes:
             return self.memory_bytes
-        return self.machine.memory_bytes if self.machine.device == "cuda" else self.machine.memory_bytes // num_ranks
+        return (
+            self.machine.memory_bytes
+            if self.machine.device == "cuda"
+            else self.machine.memory_bytes // num_ranks
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """A plan and what it costs.
 
-    memory_bytes: of the rank that holds most. num_bytes: axis -> bytes that rank 0 hands over in a step. measured_seconds: of a step, if the plan was
-    tried.
+    memory_bytes: of the rank that holds most. num_bytes: axis -> bytes that rank 0 hands over in a step.
+    measured_seconds: of a step, if the plan was tried.
     """
 
     plan: Plan
@@ -68,7 +74,8 @@ class Option:
         return self.price.seconds if self.measured_seconds is None else self.measured_seconds
 
     def times(self, other: Option) -> float:
-        """How many times as long a step takes as one of `other`: measured if both were tried, else predicted."""
+        """How many times as long a step takes as one of `other`: measured if both were tried, else
+        predicted."""
         tried = self.measured_seconds is not None and other.measured_seconds is not None
         return self.seconds / other.seconds if tried else self.price.seconds / other.price.seconds
 
@@ -80,7 +87,8 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """Of n replicas against one rank with the same threads. bound: Amdahl's; with_communication: with what talking costs; predicted: by price."""
+    """Of n replicas against one rank with the same threads. bound: Amdahl's; with_communication: with what
+    talking costs; predicted: by price."""
 
     num_ranks: int
     bound: float
@@ -91,8 +99,8 @@ class Speedup:
 class Pricer:
     """Of one job on some devices.
 
-    one_device: memory of a step on one device: predicted from the program, or measured where the loss cannot be read or the optimizer needs values.
-    unread: why the loss cannot be read as a program; "": it can.
+    one_device: memory of a step on one device: predicted from the program, or measured where the loss cannot
+    be read or the optimizer needs values. unread: why the loss cannot be read as a program; "": it can.
     """
 
     def __init__(self, job: Job, devices: Devices) -> None:
@@ -112,7 +120,8 @@ class Pricer:
         self._machine = devices.machine
 
     def heed(self, factors: Mapping[int, float]) -> None:
-        """What was measured of this job on the machine in question: ranks that compute at once -> how many times longer each takes than alone."""
+        """What was measured of this job on the machine in question: ranks that compute at once -> how many
+        times longer each takes than alone."""
         crowds = crowds_of(self._machine, factors, self._devices.threads_of, self._memory_share)
         self._machine = replace(self._machine, crowds=crowds)
 
@@ -128,8 +137,13 @@ class Pricer:
         )
 
     def speedups(self, options: Sequence[Option]) -> tuple[AmdahlWork | None, tuple[Speedup, ...]]:
-        """Of data parallelism: what one rank does in a step, and for each number of replicas that was priced the bounds and the price."""
-        replicas = {each.plan.dp: each.price for each in options if each.plan.mesh.size == each.plan.dp > 1 and not each.plan.zero}
+        """Of data parallelism: what one rank does in a step, and for each number of replicas that was priced
+        the bounds and the price."""
+        replicas = {
+            each.plan.dp: each.price
+            for each in options
+            if each.plan.mesh.size == each.plan.dp > 1 and not each.plan.zero
+        }
         if not replicas:
             return None, ()
         alone = self._price(self._rehearsed(Plan(), self._devices.threads_of(max(replicas))))
@@ -146,7 +160,9 @@ class Pricer:
         return work, tuple(found)
 
     def _price(self, rehearsal: Rehearsal) -> StepPrice:
-        return price_step(rehearsal, self._machine, memory_share=self._memory_share, places=self._devices.places)
+        return price_step(
+            rehearsal, self._machine, memory_share=self._memory_share, places=self._devices.places
+        )
 
     def _rehearsed(self, plan: Plan, threads: int) -> Rehearsal:
         found = rehearse(
@@ -157,11 +173,17 @@ class Pricer:
     def _memory(self, rehearsal: Rehearsal) -> int:
         """Of the rank that holds most.
 
-        Replicas that are whole: the prediction for their chunk. Parts of one, and exchanges that keep more than buckets: what was held when it was
-        rehearsed, the batch, and temporaries as large as one device's for such a chunk, divided over tp.
+        Replicas that are whole: the prediction for their chunk. Parts of one, and exchanges that keep more
+        than buckets: what was held when it was rehearsed, the batch, and temporaries as large as one device's
+        for such a chunk, divided over tp.
         """
         plan = rehearsal.plan
-        if self._is_predicted and not plan.reads and plan.exchange == "all_reduce" and plan.compress == "none":
+        if (
+            self._is_predicted
+            and not plan.reads
+            and plan.exchange == "all_reduce"
+            and plan.compress == "none"
+        ):
             predicted = self._predicted(plan, one_copy=rehearsal.one_copy)
             if predicted is not None:
                 return predicted.peak
@@ -169,7 +191,8 @@ class Pricer:
         return max(each.total for each in rehearsal.held) + temporaries + self.one_device.batch // plan.dp
 
     def _predicted(self, plan: Plan, *, one_copy: bool = False) -> Memory | None:
-        """From shapes; None where the loss cannot be read, or the optimizer cannot be stepped without values."""
+        """From shapes; None where the loss cannot be read, or the optimizer cannot be stepped without
+        values."""
         if self.unread:
             return None
         program = self._readings.of(chunk_sizes(self._job.batch_size, plan.num_chunks)[0]).program
@@ -181,7 +204,8 @@ class Pricer:
             return None
 
     def _share_of_memory(self) -> float:
-        """Of a rank's time, what operators take that read and write memory rather than multiply; one half where the loss cannot be read."""
+        """Of a rank's time, what operators take that read and write memory rather than multiply; one half
+        where the loss cannot be read."""
         if self.unread:
             return 0.5
         products = others = 0.0
@@ -200,34 +224,55 @@ class Pricer:
         if here is None or here.name == there.name:
             return 1.0
         if self.unread:
-            raise MachineError(f"Plans are priced for {there.name} by what its operators take, and this loss cannot be read: {self.unread}")
+            raise MachineError(
+                f"Plans are priced for {there.name} by what its operators take, and this loss cannot be read: {self.unread}"
+            )
         read = self._readings.of(self._job.batch_size)
-        return program_seconds(read.program, read.costs, there).total / program_seconds(read.program, read.costs, here).total
+        return (
+            program_seconds(read.program, read.costs, there).total
+            / program_seconds(read.program, read.costs, here).total
+        )
 
 
-def crowds_of(machine: Machine, factors: Mapping[int, float], threads_of: Callable[[int], int], memory_share: float) -> tuple[Crowd, ...]:
+def crowds_of(
+    machine: Machine, factors: Mapping[int, float], threads_of: Callable[[int], int], memory_share: float
+) -> tuple[Crowd, ...]:
     """Crowds of one job. factors: of so many of its ranks, which have cores of their own.
 
-    For numbers of ranks without a factor, the nearest one with as many threads, in proportion to the machine's crowds.
+    For numbers of ranks without a factor, the nearest one with as many threads, in proportion to the
+    machine's crowds.
     """
 
     def of_machine(ranks: int, threads: int) -> float:
         return machine.slowdown(ranks, threads, memory_share)
 
-    found: dict[tuple[int, int], float] = {(ranks, threads_of(ranks)): factor for ranks, factor in factors.items()}
-    for ranks, threads in {(each.ranks, each.threads) for each in machine.crowds if each.ranks > 1} - found.keys():
+    found: dict[tuple[int, int], float] = {
+        (ranks, threads_of(ranks)): factor for ranks, factor in factors.items()
+    }
+    for ranks, threads in {
+        (each.ranks, each.threads) for each in machine.crowds if each.ranks > 1
+    } - found.keys():
         known = [each for each in factors if threads_of(each) == threads]
         nearest = min(known, key=lambda each: abs(each - ranks), default=1)
         factor = factors.get(nearest, 1.0) * of_machine(ranks, threads) / of_machine(nearest, threads)
         found[ranks, threads] = max(1.0, factor)
-    return tuple(Crowd(ranks=ranks, threads=threads, compute=factor, memory=factor) for (ranks, threads), factor in sorted(found.items()))
+    return tuple(
+        Crowd(ranks=ranks, threads=threads, compute=factor, memory=factor)
+        for (ranks, threads), factor in sorted(found.items())
+    )
 
 
 def at_speed(rehearsal: Rehearsal, factor: float) -> Rehearsal:
     """The same steps by ranks that compute `factor` times as long."""
 
     def slower(step: RankStep) -> RankStep:
-        spans = tuple(replace(span, start=span.start * factor, stop=span.stop * factor) for span in step.spans)
-        return RankStep(seconds=step.seconds * factor, spans=spans, calls=tuple(replace(call, at=call.at * factor) for call in step.calls))
+        spans = tuple(
+            replace(span, start=span.start * factor, stop=span.stop * factor) for span in step.spans
+        )
+        return RankStep(
+            seconds=step.seconds * factor,
+            spans=spans,
+            calls=tuple(replace(call, at=call.at * factor) for call in step.calls),
+        )
 
     return replace(rehearsal, steps=tuple(tuple(map(slower, step)) for step in rehearsal.steps))

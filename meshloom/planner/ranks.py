@@ -1,4 +1,5 @@
-"""What each rank of a plan holds and sends in a step, by shapes alone: however the plan divides and cuts the model."""
+"""What each rank of a plan holds and sends in a step, by shapes alone: however the plan divides and cuts the
+model."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from meshloom.tensor_parallel.sent_bytes import sent_at_the_end
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """What the first rank along dp and tp holds and sends, of those at `pp`. num_bytes: axis -> bytes that it hands over in a step."""
+    """What the first rank along dp and tp holds and sends, of those at `pp`. num_bytes: axis -> bytes that it
+    hands over in a step."""
 
     pp: int
     held: HeldBytes
@@ -48,13 +50,20 @@ def shares_of(
     batch_size: int | None = None,
     optimizer_factor: float = OPTIMIZER_FACTOR,
 ) -> tuple[RankShare, ...]:
-    """`rank_shares` of a job, as its plan divides and cuts it. batch_size: of the global batch; default: the job's."""
+    """`rank_shares` of a job, as its plan divides and cuts it. batch_size: of the global batch; default: the
+    job's."""
     sizes = plan.largest_share(batch_size or readings.job.batch_size)
-    program, stored, choice = readings.of(sizes[0]).program, readings.stored, stages.choice if stages else None
+    program, stored, choice = (
+        readings.of(sizes[0]).program,
+        readings.stored,
+        stages.choice if stages else None,
+    )
 
     def make() -> tuple[RankShare, ...]:
         part = division.part if division else None
-        return rank_shares(program, plan, len(sizes), part=part, choice=choice, optimizer_factor=optimizer_factor)
+        return rank_shares(
+            program, plan, len(sizes), part=part, choice=choice, optimizer_factor=optimizer_factor
+        )
 
     with readings.timings.of("ranks"):
         if stored is None:
@@ -79,46 +88,73 @@ def rank_shares(
     choice: CutChoice | None = None,
     optimizer_factor: float = OPTIMIZER_FACTOR,
 ) -> tuple[RankShare, ...]:
-    """[rank along pp]. program: of the largest microbatch, whole. part, choice: how it is divided and cut, where the plan has tp and pp.
+    """[rank along pp]. program: of the largest microbatch, whole. part, choice: how it is divided and cut,
+    where the plan has tp and pp.
 
-    num_microbatches: of a replica, taken to be all as large as that. optimizer_factor: bytes of optimizer state per byte of parameters.
-    Temporaries and the batch are not counted, nor what an exchange other than `all_reduce` keeps for itself.
+    num_microbatches: of a replica, taken to be all as large as that. optimizer_factor: bytes of optimizer
+    state per byte of parameters. Temporaries and the batch are not counted, nor what an exchange other than
+    `all_reduce` keeps for itself.
     Raises `PlanError` for plans that recompute activations or replace the all-reduce.
     """
     if not has_shares(plan):
-        raise PlanError("What ranks hold and send is known by shapes alone where exchange=all_reduce and nothing is recomputed or compressed.")
+        raise PlanError(
+            "What ranks hold and send is known by shapes alone where exchange=all_reduce and nothing is recomputed or compressed."
+        )
     mine = part.of(0).program if part else program
     stage_of = choice.stage_of if choice else {node.name: 0 for node in program.nodes}
     stages = stages_of_part(mine, stage_of, part.of(0).routed if part else {}, plan.num_stages)
     kept = [kept_bytes_of(stage, plan.tp) for stage in stages]
     schedule = schedule_of(plan, num_microbatches)
     moments = held_by_stage(schedule)
-    homes = {name: tuple(dict.fromkeys(schedule.ranks[stage] for stage in users)) for name, users in users_of(stages).items()}
-    between = traffic_of_ranks([[each for stage in stages for each in stage.incoming]] * num_microbatches, schedule.ranks)
+    homes = {
+        name: tuple(dict.fromkeys(schedule.ranks[stage] for stage in users))
+        for name, users in users_of(stages).items()
+    }
+    between = traffic_of_ranks(
+        [[each for stage in stages for each in stage.incoming]] * num_microbatches, schedule.ranks
+    )
     return tuple(
         _share(
             rank,
             [stage for stage in stages if schedule.ranks[stage.number] == rank],
-            max(sum(kept[stage] * count for stage, count in enumerate(moment) if schedule.ranks[stage] == rank) for moment in moments),
+            max(
+                sum(
+                    kept[stage] * count for stage, count in enumerate(moment) if schedule.ranks[stage] == rank
+                )
+                for moment in moments
+            ),
             homes,
             plan,
             optimizer_factor,
             sent_by_rank(between, rank),
-            num_microbatches * _over_tp(stages, rank, schedule.ranks) + _at_the_end(part, homes, rank) if part else 0,
+            num_microbatches * _over_tp(stages, rank, schedule.ranks) + _at_the_end(part, homes, rank)
+            if part
+            else 0,
         )
         for rank in range(plan.pp)
     )
 
 
 def _share(
-    rank: int, stages: Sequence[Stage], kept: int, homes: Mapping[str, Sequence[int]], plan: Plan, factor: float, over_pp: int, over_tp: int
+    rank: int,
+    stages: Sequence[Stage],
+    kept: int,
+    homes: Mapping[str, Sequence[int]],
+    plan: Plan,
+    factor: float,
+    over_pp: int,
+    over_tp: int,
 ) -> RankShare:
     program = stages[0].program  # all of a rank's stages know all parameters
     held = {name: each.meta for name, each in program.parameters.items() if rank in homes[name]}
     trained = {name: meta.num_bytes for name, meta in held.items() if meta.requires_grad}
     owned = sum(size for name, size in trained.items() if homes[name][0] == rank)
     per_replica = -(-owned // plan.dp) if plan.zero else owned
-    lent = sum(size * (len(homes[name]) - 1 if homes[name][0] == rank else 1) for name, size in trained.items() if len(homes[name]) > 1)
+    lent = sum(
+        size * (len(homes[name]) - 1 if homes[name][0] == rank else 1)
+        for name, size in trained.items()
+        if len(homes[name]) > 1
+    )
     exchanged = (owned + per_replica if plan.zero else owned) if plan.dp > 1 else 0
     sent: dict[Axis, int] = {"dp": exchanged, "pp": over_pp + lent, "tp": over_tp}
     return RankShare(
@@ -140,4 +176,7 @@ def _over_tp(stages: Sequence[Stage], rank: int, ranks: Sequence[int]) -> int:
 
 def _at_the_end(part: Partition, homes: Mapping[str, Sequence[int]], rank: int) -> int:
     """Of gradients that several ranks hold parts of, added up once a step where they are owned."""
-    return sum(each.num_bytes for each in sent_at_the_end(part, 0, [name for name in part.summed if homes[name][0] == rank]))
+    return sum(
+        each.num_bytes
+        for each in sent_at_the_end(part, 0, [name for name in part.summed if homes[name][0] == rank])
+    )

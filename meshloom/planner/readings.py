@@ -37,7 +37,8 @@ class Reading:
 
 
 class Readings:
-    """Of one job. timings: of all that is done with them, by those who do it. stored: in `cache`, what earlier runs have read and chosen."""
+    """Of one job. timings: of all that is done with them, by those who do it. stored: in `cache`, what
+    earlier runs have read and chosen."""
 
     def __init__(self, job: Job, cache: Cache | None = None) -> None:
         self.job = job
@@ -48,7 +49,8 @@ class Readings:
         self._kinds: Mapping[str, str] = {}
 
     def of(self, samples: int) -> Reading:
-        """For its first batch of so many samples. Raises `CaptureError` if the loss cannot be read, and what reading the data raises."""
+        """For its first batch of so many samples. Raises `CaptureError` if the loss cannot be read, and what
+        reading the data raises."""
         if samples not in self._read:
             with self.timings.of("reading"):
                 self._read[samples] = self._reading(samples)
@@ -63,7 +65,10 @@ class Readings:
         """Built once for all sizes, unless it is read: that may leave something in it."""
         if self._built is None:
             self._built = build()
-            self._kinds = {path: type(module).__name__ for path, module in self._built[0].named_modules(remove_duplicate=False)}
+            self._kinds = {
+                path: type(module).__name__
+                for path, module in self._built[0].named_modules(remove_duplicate=False)
+            }
         return self._built
 
     def _kept(self, model: nn.Module, leaves: Leaves, read: Callable[[], Program]) -> Program:

@@ -1,4 +1,5 @@
-"""Why a plan, in words for somebody who is new to the field: what each split does, what it costs, and what decided."""
+"""Why a plan, in words for somebody who is new to the field: what each split does, what it costs, and what
+decided."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def why_of(option: Option, best: Option | None) -> str:
     parts.append(f"a rank sends {sent} a step" if sent else "nothing is sent")
     price = option.price
     if not option.fits:
-        parts.append(f"does not fit: a rank would hold {amount(option.memory_bytes)} of {amount(option.limit_bytes)}")
+        parts.append(
+            f"does not fit: a rank would hold {amount(option.memory_bytes)} of {amount(option.limit_bytes)}"
+        )
     elif best and option.plan == best.plan:
         parts.append("recommended")
     elif best and option.times(best) > 1:
@@ -48,9 +51,15 @@ def what_it_does(plan: Plan) -> str:
     parts: list[str] = []
     if plan.dp > 1:
         share = {2: "half", 3: "a third", 4: "a quarter"}.get(plan.dp, f"1/{plan.dp}")
-        parts.append(f"each of {plan.dp} replicas trains on {share} of the batch and {EXCHANGES[plan.exchange].agreement}")
+        parts.append(
+            f"each of {plan.dp} replicas trains on {share} of the batch and {EXCHANGES[plan.exchange].agreement}"
+        )
     if plan.pp > 1:
-        chunks = f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "the batch in one piece, so that one rank works at a time"
+        chunks = (
+            f"{plan.microbatches} microbatches"
+            if plan.microbatches > 1
+            else "the batch in one piece, so that one rank works at a time"
+        )
         parts.append(f"the layers are divided over {plan.pp} ranks, which hand on {chunks}")
     elif plan.microbatches > 1:
         parts.append(f"a replica's share is computed in {plan.microbatches} pieces, one after another")
@@ -66,27 +75,39 @@ def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: S
     if best is None:
         closest = min(options, key=lambda each: each.memory_bytes, default=None)
         least = (
-            f"; the plan that needs least, {closest.plan}, needs {amount(closest.memory_bytes)} of {amount(closest.limit_bytes)}" if closest else ""
+            f"; the plan that needs least, {closest.plan}, needs {amount(closest.memory_bytes)} of {amount(closest.limit_bytes)}"
+            if closest
+            else ""
         )
         return f"{room}. No plan on these devices fits{least}. Use more devices, a smaller batch or recompute=full."
     plan = best.plan
     alone = next((each for each in options if each.plan == Plan()), None)
-    faster = f", {alone.times(best):.2f} times as fast as one rank" if alone and best.plan != alone.plan else ""
+    faster = (
+        f", {alone.times(best):.2f} times as fast as one rank" if alone and best.plan != alone.plan else ""
+    )
     if fits and plan.mesh.size == 1:
         return f"{room}, so the model fits. Take one rank: on these devices every division costs more than it saves."
     if fits and plan.mesh.size == plan.dp:
         return f"{room}, so every rank can hold the whole model: divide the batch, not the model. Take {plan}{faster}."
     if fits:
         replicas = min(
-            (each for each in options if each.plan.mesh.size == each.plan.dp > 1 and each.fits), key=lambda each: each.seconds, default=None
+            (each for each in options if each.plan.mesh.size == each.plan.dp > 1 and each.fits),
+            key=lambda each: each.seconds,
+            default=None,
         )
-        beside = f"; the best that divides only the batch, {replicas.plan}, takes {replicas.times(best):.2f} times as long" if replicas else ""
+        beside = (
+            f"; the best that divides only the batch, {replicas.plan}, takes {replicas.times(best):.2f} times as long"
+            if replicas
+            else ""
+        )
         return f"{room}, so dividing the batch would do, but dividing the model is faster here{beside}. Take {plan}{faster}."
-    how = [f"pp={plan.pp} gives each rank some of the layers"] * (plan.pp > 1) + [f"tp={plan.tp} gives each rank a part of every layer"] * (
-        plan.tp > 1
-    )
+    how = [f"pp={plan.pp} gives each rank some of the layers"] * (plan.pp > 1) + [
+        f"tp={plan.tp} gives each rank a part of every layer"
+    ] * (plan.tp > 1)
     how += ["zero=1 divides the optimizer's state"] * (plan.zero > 0)
-    how += [f"microbatches={plan.microbatches} keeps the activations of fewer samples at a time"] * (plan.pp == 1 < plan.microbatches)
+    how += [f"microbatches={plan.microbatches} keeps the activations of fewer samples at a time"] * (
+        plan.pp == 1 < plan.microbatches
+    )
     how += [f"dp={plan.dp} lets each rank hold the activations of fewer samples"] * (not how)
     return (
         f"{room}, so the whole does not fit and has to be divided. Take {plan}: {' and '.join(how)}, a rank holds {amount(best.memory_bytes)}, "
@@ -95,9 +116,17 @@ def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: S
 
 
 def exchange_reason(options: Sequence[Option], devices: Devices) -> str:
-    """All-reduce or a server, by formulas (R3.3) with what one message takes on the measured link; "" if no plan has replicas or no link was measured."""
+    """All-reduce or a server, by formulas (R3.3) with what one message takes on the measured link; "" if no
+    plan has replicas or no link was measured."""
     replicas = [each for each in options if each.plan.dp > 1 and each.plan.mesh.size == each.plan.dp]
-    link = next((each for each in devices.machine.links if each.collective == "send" and each.place == devices.places.dp), None)
+    link = next(
+        (
+            each
+            for each in devices.machine.links
+            if each.collective == "send" and each.place == devices.places.dp
+        ),
+        None,
+    )
     if not replicas or link is None:
         return ""
     option = max(replicas, key=lambda each: each.plan.dp)
@@ -121,7 +150,10 @@ def ring_seconds(num_ranks: int, num_bytes: float, link: Link) -> float:
     >>> ring_seconds(4, 8, Link(collective="send", ranks=2, latency_seconds=0.0, bytes_per_second=1.0, residual=0.0))
     12.0
     """
-    return 2 * (num_ranks - 1) * link.latency_seconds + 2 * (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_second
+    return (
+        2 * (num_ranks - 1) * link.latency_seconds
+        + 2 * (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_second
+    )
 
 
 def server_seconds(num_ranks: int, num_bytes: float, link: Link) -> float:

@@ -1,4 +1,5 @@
-"""A schedule run on paper by ranks that share cores: the more of them compute at a moment, the slower each does.
+"""A schedule run on paper by ranks that share cores: the more of them compute at a moment, the slower each
+does.
 
     rank 0   |== 0F0 ==|= 0F1 =|                     alone: full speed
     rank 1              |=== 1F0 ===|== 1F1 ==|      both busy: each as slow as was measured for two
@@ -18,7 +19,8 @@ from meshloom.pipeline.schedules.schedule import Action, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """Seconds from the first start to the last end, and of each rank along pp those in which it was in an action. [rank]"""
+    """Seconds from the first start to the last end, and of each rank along pp those in which it was in an
+    action. [rank]"""
 
     seconds: float
     busy_seconds: tuple[float, ...]
@@ -26,7 +28,8 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """What an action takes: seconds of computing when nobody else does, then seconds of talking along tp, which others do not slow down."""
+    """What an action takes: seconds of computing when nobody else does, then seconds of talking along tp,
+    which others do not slow down."""
 
     alone_seconds: float
     talking_seconds: float = 0.0
@@ -41,12 +44,17 @@ class _Running:
 
 
 def run_on_cores(
-    schedule: Schedule, effort: Callable[[Action], Effort], transfer: Callable[[Action, Action], float], slowdown: Callable[[int], float]
+    schedule: Schedule,
+    effort: Callable[[Action], Effort],
+    transfer: Callable[[Action, Action], float],
+    slowdown: Callable[[int], float],
 ) -> Shared:
-    """Every rank runs its list in order; an action starts when its rank is free and what it needs has arrived.
+    """Every rank runs its list in order; an action starts when its rank is free and what it needs has
+    arrived.
 
-    transfer: from the end of one action to when its value is on the other's rank. slowdown: of each, when so many ranks along pp compute.
-    Raises `AssertionError` for a schedule that waits in a circle: `check_schedule` comes first.
+    transfer: from the end of one action to when its value is on the other's rank. slowdown: of each, when so
+    many ranks along pp compute. Raises `AssertionError` for a schedule that waits in a circle:
+    `check_schedule` comes first.
     """
     split = schedule.split
     waiting = [list(reversed(actions)) for actions in schedule.actions]
@@ -61,7 +69,9 @@ def run_on_cores(
         for each in needs(action, schedule.num_stages, (action.stage + 1, action.microbatch) in split):
             if each not in ends:
                 return None
-            found = max(found, ends[each] + (transfer(each, action) if schedule.ranks[each.stage] != rank else 0.0))
+            found = max(
+                found, ends[each] + (transfer(each, action) if schedule.ranks[each.stage] != rank else 0.0)
+            )
         return found
 
     while any(waiting) or any(running):

@@ -1,4 +1,5 @@
-"""How a plan would cut a job's model into stages, found by shapes alone, with settings that would be better."""
+"""How a plan would cut a job's model into stages, found by shapes alone, with settings that would be
+better."""
 
 from __future__ import annotations
 
@@ -36,11 +37,13 @@ class Better:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """The stages of a replica under a plan, and a step of it; without the exchange along dp and the optimizer.
+    """The stages of a replica under a plan, and a step of it; without the exchange along dp and the
+    optimizer.
 
     choice: stages with what they cost for a microbatch of the largest size. sizes: [microbatch], samples.
-    in_flight: [stage], most microbatches whose activations it holds. traffic: between stages, in a step, without what stays on a rank.
-    source: where the rates are from. measured: whether they were, on the machine in question.
+    in_flight: [stage], most microbatches whose activations it holds. traffic: between stages, in a step,
+    without what stays on a rank. source: where the rates are from. measured: whether they were, on the
+    machine in question.
     """
 
     plan: Plan
@@ -55,8 +58,16 @@ class StagePlan:
     better: tuple[Better, ...] = ()
 
 
-def staged(readings: Readings, plan: Plan, *, batch_size: int | None = None, machine: Machine | None = None, offers: bool = True) -> StagePlan:
-    """The stages of a plan with pp. batch_size: of the global batch; default: the job's. machine: whose rates count; default: this one's.
+def staged(
+    readings: Readings,
+    plan: Plan,
+    *,
+    batch_size: int | None = None,
+    machine: Machine | None = None,
+    offers: bool = True,
+) -> StagePlan:
+    """The stages of a plan with pp. batch_size: of the global batch; default: the job's. machine: whose rates
+    count; default: this one's.
 
     offers: say what would be better, for which more plans are tried.
 
@@ -73,9 +84,15 @@ def staged(readings: Readings, plan: Plan, *, batch_size: int | None = None, mac
 
 
 def stage_plan(
-    plan: Plan, schedule: Schedule, choice: CutChoice, microbatches: Sequence[Iterable[Crossing]], sizes: Sequence[int], rates: Rates
+    plan: Plan,
+    schedule: Schedule,
+    choice: CutChoice,
+    microbatches: Sequence[Iterable[Crossing]],
+    sizes: Sequence[int],
+    rates: Rates,
 ) -> StagePlan:
-    """Of stages that were cut. microbatches: of each, the values that cross. sizes: their samples, the first having as many as what `choice` is for."""
+    """Of stages that were cut. microbatches: of each, the values that cross. sizes: their samples, the first
+    having as many as what `choice` is for."""
     relative = [size / sizes[0] for size in sizes]
     sent = traffic_of_stages(microbatches)
     return StagePlan(
@@ -83,9 +100,13 @@ def stage_plan(
         schedule=schedule,
         choice=choice,
         sizes=tuple(sizes),
-        in_flight=tuple(max(moment[stage] for moment in held_by_stage(schedule)) for stage in range(schedule.num_stages)),
+        in_flight=tuple(
+            max(moment[stage] for moment in held_by_stage(schedule)) for stage in range(schedule.num_stages)
+        ),
         simulated=simulate(schedule, choice.stages, rates.message_seconds, sizes=relative),
-        traffic=tuple(each for each in sent if schedule.ranks[each.source] != schedule.ranks[each.destination]),
+        traffic=tuple(
+            each for each in sent if schedule.ranks[each.source] != schedule.ranks[each.destination]
+        ),
         source=rates.source,
         measured=rates.machine is not None,
     )
@@ -98,14 +119,21 @@ class _Reader:
         self.batch_size = batch_size
         self._readings = readings
         self._machine = machine
-        self._lines: dict[tuple[int, str], list[tuple[Rates, Intervals]]] = {}  # size, what is recomputed -> by rates
+        # size, what is recomputed -> by rates
+        self._lines: dict[tuple[int, str], list[tuple[Rates, Intervals]]] = {}
 
     def stage_plan(self, plan: Plan, *, with_traffic: bool) -> StagePlan:
         sizes = plan.largest_share(self.batch_size)
         schedule = schedule_of(plan, len(sizes))
         program = self._readings.of(sizes[0]).program
-        machine = self._machine if self._machine is not None and self._machine.device == program.device.type else None
-        rates = rates_of(machine, plan.pp) if machine is not None else rates_here(program.device.type, plan.pp)
+        machine = (
+            self._machine
+            if self._machine is not None and self._machine.device == program.device.type
+            else None
+        )
+        rates = (
+            rates_of(machine, plan.pp) if machine is not None else rates_here(program.device.type, plan.pp)
+        )
         choice = self._choose(plan, sizes, sizes[0], rates)
         crossings: dict[int, list[Crossing]] = {}
         if with_traffic:
@@ -113,15 +141,26 @@ class _Reader:
             crossings[sizes[0]] = _crossings(stages)
             for size in set(sizes[1:]) - {sizes[0]}:
                 other = self._choose(plan, sizes, size, rates, users_of(stages))
-                crossings[size] = _crossings(cut_into_stages(self._readings.of(size).program, other.stage_of, plan.num_stages))
+                crossings[size] = _crossings(
+                    cut_into_stages(self._readings.of(size).program, other.stage_of, plan.num_stages)
+                )
         return stage_plan(plan, schedule, choice, [crossings.get(size, []) for size in sizes], sizes, rates)
 
-    def _choose(self, plan: Plan, sizes: Sequence[int], size: int, rates: Rates, homes: dict[str, tuple[int, ...]] | None = None) -> CutChoice:
+    def _choose(
+        self,
+        plan: Plan,
+        sizes: Sequence[int],
+        size: int,
+        rates: Rates,
+        homes: dict[str, tuple[int, ...]] | None = None,
+    ) -> CutChoice:
         reading = self._readings.of(size)
         stored = self._readings.stored if homes is None and size == sizes[0] else None
 
         def choice() -> CutChoice:
-            return choose_stages(reading.program, reading.costs, plan, rates, sizes, homes, self._line(plan, size, rates))
+            return choose_stages(
+                reading.program, reading.costs, plan, rates, sizes, homes, self._line(plan, size, rates)
+            )
 
         return cut_before(stored, reading.program, rates, choice, plan=plan, sizes=sizes)
 
@@ -140,14 +179,22 @@ def _crossings(stages: Sequence[Stage]) -> list[Crossing]:
 
 
 def _better(found: StagePlan, reader: _Reader) -> Iterable[Better]:
-    """Of other microbatches, other schedules and other numbers of stages the best each, if a step is shorter; more ranks only if all together take less."""
+    """Of other microbatches, other schedules and other numbers of stages the best each, if a step is shorter;
+    more ranks only if all together take less."""
     plan, now = found.plan, found.simulated.seconds
     microbatches = [
-        replace(plan, microbatches=m) for m in (plan.microbatches // 2, 2 * plan.microbatches, 4 * plan.microbatches) if _is_possible(plan, m, reader)
+        replace(plan, microbatches=m)
+        for m in (plan.microbatches // 2, 2 * plan.microbatches, 4 * plan.microbatches)
+        if _is_possible(plan, m, reader)
     ]
     per_rank = {name: entry.stages_per_rank for name, entry in SCHEDULES.items()}
     schedules = [
-        replace(plan, schedule=name, virtual_stages=0, cuts=plan.cuts if number == per_rank[plan.schedule] and not plan.virtual_stages else ())
+        replace(
+            plan,
+            schedule=name,
+            virtual_stages=0,
+            cuts=plan.cuts if number == per_rank[plan.schedule] and not plan.virtual_stages else (),
+        )
         for name, number in per_rank.items()
         if name != plan.schedule
     ]

@@ -1,4 +1,5 @@
-"""The price of a plan's step: what its ranks computed when it was rehearsed, slowed down by each other, and what their talking costs.
+"""The price of a plan's step: what its ranks computed when it was rehearsed, slowed down by each other, and
+what their talking costs.
 
     chunks                          exchange            update       exchange
     ranks compute; with pp the      gradients,          owners       updated parameters,
@@ -23,16 +24,18 @@ from meshloom.planner.rehearsal.actions import pipelined
 from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal, RehearsedCall
 from meshloom.planner.shared_cores import Effort, run_on_cores
 
-_LIKE: Mapping[str, Collective] = {"barrier": "all_reduce", "scatter": "broadcast"}  # what is not measured, as something that is
+# what is not measured, as something that is
+_LIKE: Mapping[str, Collective] = {"barrier": "all_reduce", "scatter": "broadcast"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrice:
     """A step in seconds, and what of them is what, of the slowest rank in each part.
 
-    chunks: forwards and backwards, talking along tp and messages along pp included. exchange: along dp, what no computing hides. update: of
-    parameters. other: what else a rank computes in the step: buckets, sums, norms. talking: along tp and pp, of one rank, within `chunks`.
-    idle_share: of the step in which a rank has nothing to compute, on average.
+    chunks: forwards and backwards, talking along tp and messages along pp included. exchange: along dp, what
+    no computing hides. update: of parameters. other: what else a rank computes in the step: buckets, sums,
+    norms. talking: along tp and pp, of one rank, within `chunks`. idle_share: of the step in which a rank has
+    nothing to compute, on average.
     """
 
     seconds: float
@@ -53,10 +56,13 @@ class Places:
     tp: Where = "inside"
 
 
-def price_step(rehearsal: Rehearsal, machine: Machine, *, memory_share: float = 0.5, places: Places | None = None) -> StepPrice:
+def price_step(
+    rehearsal: Rehearsal, machine: Machine, *, memory_share: float = 0.5, places: Places | None = None
+) -> StepPrice:
     """Of the median of the rehearsed steps, or the mean over a round of local steps.
 
-    memory_share: of a rank's time, moving memory (`Machine.slowdown`). Raises `MachineError` if the machine was calibrated with one rank.
+    memory_share: of a rank's time, moving memory (`Machine.slowdown`). Raises `MachineError` if the machine
+        was calibrated with one rank.
     """
     pricer = _Pricer(rehearsal, machine, memory_share, places or Places())
     prices = [pricer.price(step) for step in rehearsal.steps]
@@ -81,14 +87,22 @@ class _Pricer:
         parts = [_Parts(each) for each in step]
         talking: dict[Axis, float] = {}
         for axis in ("tp", "pp"):
-            within = max(sum(self._seconds(call) for call in each.calls if call.axis == axis) for each in step)
+            within = max(
+                sum(self._seconds(call) for call in each.calls if call.axis == axis) for each in step
+            )
             if within:
                 talking[axis] = within
         chunks, busy = self._chunks(step, parts)
         exchange = max(map(self._exchange, parts))
-        computing = [[part.update for part in parts], [part.before_update for part in parts], [part.after_update for part in parts]]
+        computing = [
+            [part.update for part in parts],
+            [part.before_update for part in parts],
+            [part.after_update for part in parts],
+        ]
         update, *others = map(self._together, computing)
-        busy += sum(seconds * _evenness(each) for seconds, each in zip((update, *others), computing, strict=True))
+        busy += sum(
+            seconds * _evenness(each) for seconds, each in zip((update, *others), computing, strict=True)
+        )
         update += max(sum(map(self._seconds, part.calls_in_update)) for part in parts)
         seconds = chunks + exchange + update + sum(others)
         return StepPrice(
@@ -104,16 +118,29 @@ class _Pricer:
             busy = computing * _evenness([part.chunks for part in parts])
             return computing + max(sum(map(self._seconds, calls)) for calls in within), busy
         schedule, others = self._rehearsal.schedule, self._size // self._plan.pp
-        ranks = [pipelined(own, calls, part.chunks, self._seconds) for own, part, calls in zip(step, parts, within, strict=True)]
+        ranks = [
+            pipelined(own, calls, part.chunks, self._seconds)
+            for own, part, calls in zip(step, parts, within, strict=True)
+        ]
         # Of replicas, and of ranks along tp, the slowest counts.
-        took = {action: [rank.actions[action] for rank in ranks if action in rank.actions] for _, action in schedule}
+        took = {
+            action: [rank.actions[action] for rank in ranks if action in rank.actions]
+            for _, action in schedule
+        }
         shared = run_on_cores(
             schedule,
-            lambda action: Effort(alone_seconds=max(each.alone for each in took[action]), talking_seconds=max(each.talking for each in took[action])),
+            lambda action: Effort(
+                alone_seconds=max(each.alone for each in took[action]),
+                talking_seconds=max(each.talking for each in took[action]),
+            ),
             lambda before, _: max(each.sending for each in took[before]),
             lambda busy: self._slow(busy * others),
         )
-        seconds = shared.seconds + self._together([rank.around for rank in ranks]) + max(rank.rest for rank in ranks)
+        seconds = (
+            shared.seconds
+            + self._together([rank.around for rank in ranks])
+            + max(rank.rest for rank in ranks)
+        )
         return seconds, statistics.mean(shared.busy_seconds)
 
     def _exchange(self, part: _Parts) -> float:
@@ -164,7 +191,9 @@ class _Parts:
         self.after_update = step.seconds - update.stop
         self.calls_in_chunks = [call for call in step.calls if call.at <= first.start]
         self.calls_in_update = [call for call in step.calls if update.start < call.at <= update.stop]
-        self.calls_in_exchange = [call for call in step.calls if first.start < call.at <= update.start or call.at > update.stop]
+        self.calls_in_exchange = [
+            call for call in step.calls if first.start < call.at <= update.start or call.at > update.stop
+        ]
 
 
 def _evenness(seconds: Sequence[float]) -> float:
@@ -184,7 +213,9 @@ def _mean(prices: Sequence[StepPrice]) -> StepPrice:
     def mean(name: str) -> float:
         return statistics.mean(getattr(each, name) for each in prices)
 
-    talking: dict[Axis, float] = {axis: statistics.mean(each.talking.get(axis, 0.0) for each in prices) for axis in AXES}
+    talking: dict[Axis, float] = {
+        axis: statistics.mean(each.talking.get(axis, 0.0) for each in prices) for axis in AXES
+    }
     return StepPrice(
         seconds=mean("seconds"), chunks=mean("chunks"), exchange=mean("exchange"), update=mean("update"), other=mean("other"),
         talking=MappingProxyType(talking), idle_share=mean("idle_share"),

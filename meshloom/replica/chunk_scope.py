@@ -1,4 +1,5 @@
-"""What surrounds the forward of a chunk: its seed, its draws, the buffers that it writes, and who looks on."""
+"""What surrounds the forward of a chunk: its seed, its draws, the buffers that it writes, and who looks
+on."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Observer(Protocol):
     """Who looks on while a step runs (verification does)."""
 
     def watch(self, chunk: Chunk, model: nn.Module) -> AbstractContextManager[list[str] | None]:
-        """Entered around a chunk's forward and backward; yields a list to receive the digests of its random draws."""
+        """Entered around a chunk's forward and backward; yields a list to receive the digests of its random
+        draws."""
         ...
 
     def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
@@ -34,10 +36,13 @@ class Observer(Protocol):
 class ChunkScope:
     """The chunks of one rank of a replica.
 
-    dtype: that data is lifted to; None: it stays as it is. statistics: stage -> the buffers that its forward writes; the engine fills it.
+    dtype: that data is lifted to; None: it stays as it is. statistics: stage -> the buffers that its forward
+        writes; the engine fills it.
     """
 
-    def __init__(self, job: Job, plan: Plan, seat: Seat, model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, seat: Seat, model: nn.Module, *, dtype: torch.dtype | None = None
+    ) -> None:
         self._job, self._plan, self._seat, self._model, self._dtype = job, plan, seat, model, dtype
         self.statistics: dict[int, RunningStatistics] = {}
         self.observer: Observer | None = None
@@ -47,8 +52,11 @@ class ChunkScope:
         return to_device(chunk.data, self._seat.device, self._dtype)
 
     @contextmanager
-    def forward(self, chunk: Chunk, again: Callable[[], Any], *, stage: int = 0, observed: bool = True) -> Iterator[None]:
-        """Around a chunk's forward on a stage; this rank's chunks in order. again: that forward once more, which returns what leaves it."""
+    def forward(
+        self, chunk: Chunk, again: Callable[[], Any], *, stage: int = 0, observed: bool = True
+    ) -> Iterator[None]:
+        """Around a chunk's forward on a stage; this rank's chunks in order. again: that forward once more,
+        which returns what leaves it."""
         with ExitStack() as around:
             around.enter_context(self.statistics[stage].chunk(partial(self._once_more, chunk, again)))
             self._seed(chunk, around, self.observer if observed else None)
@@ -80,8 +88,9 @@ class ChunkScope:
             return again()
 
     def _seed(self, chunk: Chunk, around: ExitStack, observer: Observer | None) -> None:
-        # With synchronised statistics microbatch j of all replicas is one chunk, of which this replica computes some rows. Keyed draws
-        # are the same rows of that chunk's draws; without keys every replica draws for itself, or all would draw the same.
+        # With synchronised statistics microbatch j of all replicas is one chunk, of which this replica
+        # computes some rows. Keyed draws are the same rows of that chunk's draws; without keys every replica
+        # draws for itself, or all would draw the same.
         plan, index, rows = self._plan, chunk.index, None
         if plan.sync_batch_norm and plan.keyed_draws:
             m = plan.microbatches

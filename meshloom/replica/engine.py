@@ -1,9 +1,11 @@
-"""The contract of an engine: what a rank computes of its replica's chunks, and what it holds of the model for that.
+"""The contract of an engine: what a rank computes of its replica's chunks, and what it holds of the model for
+that.
 
     ModuleEngine    runs the user's module as it is; the rank holds all of it          (dp alone)
     ProgramEngine   runs programs captured from the loss; the rank holds some stages along pp, its shard of them along tp
 
-In order: `open`, `parameters`, `connect` to the exchange of those; then for every step `run`, and `published` after its update.
+In order: `open`, `parameters`, `connect` to the exchange of those; then for every step `run`, and `published`
+after its update.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ TakeTensor = Callable[[str, Tensor | None], None]
 
 
 class Engine(ABC):
-    """How one rank computes. All ranks of a replica have the same kind, and call the same methods in the same order.
+    """How one rank computes. All ranks of a replica have the same kind, and call the same methods in the same
+    order.
 
     shards: what this rank holds along tp of what is divided. division: how that was chosen; None: nothing is.
     """
@@ -45,7 +48,8 @@ class Engine(ABC):
 
     @abstractmethod
     def open(self, model: nn.Module, scope: ChunkScope) -> Steps[None]:
-        """Decide who holds what of `model`, which is whole, and let go of the rest; tell `scope` which buffers training writes here."""
+        """Decide who holds what of `model`, which is whole, and let go of the rest; tell `scope` which
+        buffers training writes here."""
 
     @property
     @abstractmethod
@@ -66,8 +70,11 @@ class Engine(ABC):
         """From now on `exchange` is told of gradients that are complete. Closing what is returned ends it."""
 
     @abstractmethod
-    def run(self, chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums, recorder: Recorder | None = None) -> Steps[None]:
-        """Forward and backward of this replica's chunks that have samples. Then gradients are complete, and `tally` is on its way over the replicas."""
+    def run(
+        self, chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums, recorder: Recorder | None = None
+    ) -> Steps[None]:
+        """Forward and backward of this replica's chunks that have samples. Then gradients are complete, and
+        `tally` is on its way over the replicas."""
 
     @abstractmethod
     def evaluate(self, batch: Any, metric: LossFunction, take: Callable[[Any], None]) -> Steps[None]:
@@ -87,22 +94,27 @@ class Engine(ABC):
 
     @abstractmethod
     def gather(self, mine: Callable[[Give], Steps[None]], take: TakeTensor) -> Steps[None]:
-        """Hand `take`, on the replica's first rank, whole tensors of all ranks' parts, one after another; None where the owner has none.
+        """Hand `take`, on the replica's first rank, whole tensors of all ranks' parts, one after another;
+        None where the owner has none.
 
-        mine: gives this rank's parameters and buffers, some of them, or their gradients, by name. The same kind on all ranks.
+        mine: gives this rank's parameters and buffers, some of them, or their gradients, by name. The same
+            kind on all ranks.
         """
 
     @abstractmethod
     def weights(self) -> Stream | dict[str, Any]:
-        """The model's `state_dict` in whole shapes, one by one where it is divided; all of it on the replica's first rank."""
+        """The model's `state_dict` in whole shapes, one by one where it is divided; all of it on the
+        replica's first rank."""
 
     @abstractmethod
     def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
-        """Where a step's loss became no number, as [stage, text]; None if it was not here. It runs the chunks once more."""
+        """Where a step's loss became no number, as [stage, text]; None if it was not here. It runs the chunks
+        once more."""
 
     @abstractmethod
     def check_alike(self) -> Steps[str | None]:
-        """What is wrong if a parameter or buffer that several ranks of the replica hold whole is not the same on all of them."""
+        """What is wrong if a parameter or buffer that several ranks of the replica hold whole is not the same
+        on all of them."""
 
     @abstractmethod
     def expected(self, axis: Axis) -> Counter[str]:

@@ -1,4 +1,5 @@
-"""Brings whole tensors of a replica together on its first rank: of all parts along tp, from all owners along pp, one after another."""
+"""Brings whole tensors of a replica together on its first rank: of all parts along tp, from all owners along
+pp, one after another."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from meshloom.replica.engine import TakeTensor
 
 
 class GatheredTensors:
-    """What one rank does for it. pp, tp: the ranks along these axes; tp None: there is one. sent: what is handed over is added to it, by axis and kind."""
+    """What one rank does for it. pp, tp: the ranks along these axes; tp None: there is one. sent: what is
+    handed over is added to it, by axis and kind."""
 
     def __init__(
         self, model: nn.Module, homes: Homes, shards: Shards, pp: Group, tp: Group | None, device: torch.device, sent: Mapping[Axis, Counter[str]]
@@ -72,7 +74,11 @@ class GatheredTensors:
                 if number < 0:
                     break
                 name = names[number]
-                like = torch.empty(self._shards.whole_shape(name, tensors[name]), dtype=tensors[name].dtype, device=self._device)
+                like = torch.empty(
+                    self._shards.whole_shape(name, tensors[name]),
+                    dtype=tensors[name].dtype,
+                    device=self._device,
+                )
                 take(name, (yield from receive(like, sender)) if there else None)
 
     def weights(self) -> Stream:
@@ -82,7 +88,10 @@ class GatheredTensors:
             return self._shards.weights(self._model)
         state = self._model.state_dict()
         entries = widest_first(
-            [TensorEntry(name, self._shards.whole_shape(name, each), TensorEntry.of(name, each).dtype) for name, each in state.items()]
+            [
+                TensorEntry(name, self._shards.whole_shape(name, each), TensorEntry.of(name, each).dtype)
+                for name, each in state.items()
+            ]
         )
         moves = self._moves
         first = moves and self._pp.rank == 0
@@ -95,7 +104,9 @@ class GatheredTensors:
                     self._sent["pp"]["send"] += each.num_bytes if moves and self._pp.rank else 0
                     whole = yield from self._shards.gather(each.name, state[each.name])
                 if moves:
-                    whole = yield from self._homes.bring(each.name, whole, each.shape, each.dtype, self._device)
+                    whole = yield from self._homes.bring(
+                        each.name, whole, each.shape, each.dtype, self._device
+                    )
                 if first:
                     assert whole is not None
                     take(each.name, whole)

@@ -21,14 +21,18 @@ class MetricSums:
         self._rows = dict(zip(metrics, self.sums, strict=True))
 
     def add(self, name: str, chunk: Chunk, returned: Any) -> None:
-        """What a metric returned for a chunk; a plain number, as `.item()` gives it, is as good as a scalar tensor."""
+        """What a metric returned for a chunk; a plain number, as `.item()` gives it, is as good as a scalar
+        tensor."""
         value, weight = as_sum(_as_tensor(returned), chunk.samples, needs_gradient=False, who="The metric")
         both = [value.double(), torch.as_tensor(weight, dtype=torch.float64, device=value.device)]
         self._rows[name] += torch.stack(both).to(self.sums.device)  # a plain number lies nowhere
 
     def means(self) -> dict[str, float]:
         """By name; nan where there is no weight."""
-        return {name: total / weight if weight else math.nan for name, (total, weight) in zip(self._rows, self.sums.tolist(), strict=True)}
+        return {
+            name: total / weight if weight else math.nan
+            for name, (total, weight) in zip(self._rows, self.sums.tolist(), strict=True)
+        }
 
 
 def _as_tensor(returned: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Runs the user's module as it is, chunk after chunk: the engine of plans of dp alone, where every rank holds the whole model."""
+"""Runs the user's module as it is, chunk after chunk: the engine of plans of dp alone, where every rank holds
+the whole model."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class ModuleEngine(Engine):
     def open(self, model: nn.Module, scope: ChunkScope) -> Steps[None]:
         self._model, self._parameters = model, trainable(model)
         several, joined = self._plan.num_chunks > 1, self._plan.sync_batch_norm
-        scope.statistics[0] = RunningStatistics(model, self._seat.groups["dp"], several=several, synchronised=joined)
+        scope.statistics[0] = RunningStatistics(
+            model, self._seat.groups["dp"], several=several, synchronised=joined
+        )
         return
         yield
 
@@ -66,7 +69,9 @@ class ModuleEngine(Engine):
             undo.callback(parameter.register_post_accumulate_grad_hook(exchange.gradient_ready).remove)
         return undo
 
-    def run(self, chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums, recorder: Recorder | None = None) -> Steps[None]:
+    def run(
+        self, chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums, recorder: Recorder | None = None
+    ) -> Steps[None]:
         for chunk in chunks:
             self._seat.activity.enter("chunk", chunk.step, chunk.index)
             data = scope.data(chunk)

@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from meshloom.data.data import Chunk
 
 
-def find_not_finite(model: nn.Module, chunks: Sequence[Chunk], loss_of: Callable[[Chunk], Tensor]) -> str | None:
-    """In words; None: it was not in these chunks. loss_of: runs a chunk once more, from the same draws; a scalar."""
+def find_not_finite(
+    model: nn.Module, chunks: Sequence[Chunk], loss_of: Callable[[Chunk], Tensor]
+) -> str | None:
+    """In words; None: it was not in these chunks. loss_of: runs a chunk once more, from the same draws; a
+    scalar."""
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             return f"whose parameter {name} was not finite before the step"
@@ -29,7 +32,8 @@ def find_not_finite(model: nn.Module, chunks: Sequence[Chunk], loss_of: Callable
 
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[list[str]]:
-    """Around a forward: the list receives the name of the first module, in order of execution, whose output is not finite."""
+    """Around a forward: the list receives the name of the first module, in order of execution, whose output
+    is not finite."""
     first: list[str] = []
     with ExitStack() as around:
         for name, module in model.named_modules():
@@ -39,8 +43,14 @@ def _watched(model: nn.Module) -> Iterator[list[str]]:
 
 def _hook(name: str, first: list[str]) -> Any:
     def look(module: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = [each for each in (output if isinstance(output, tuple | list) else [output]) if isinstance(each, Tensor)]
-        if not first and any(each.is_floating_point() and not bool(torch.isfinite(each).all()) for each in tensors):
+        tensors = [
+            each
+            for each in (output if isinstance(output, tuple | list) else [output])
+            if isinstance(each, Tensor)
+        ]
+        if not first and any(
+            each.is_floating_point() and not bool(torch.isfinite(each).all()) for each in tensors
+        ):
             first.append(name)
 
     return look

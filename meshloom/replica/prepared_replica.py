@@ -1,4 +1,5 @@
-"""A rank of a replica before its first step: its model, its engine, the exchange and the optimizer path, and the bytes that they should hand over."""
+"""A rank of a replica before its first step: its model, its engine, the exchange and the optimizer path, and
+the bytes that they should hand over."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ from meshloom.replica.sharing import why_separate
 class PreparedReplica:
     """A model on one rank, or what the rank holds of it.
 
-    share: whether the replicas of a host may have one copy of the parameters, where their ranks can have memory in common.
+    share: whether the replicas of a host may have one copy of the parameters, where their ranks can have
+        memory in common.
     stored: readings and choices of earlier runs, for the rank that reads.
     updates: whether it updates its parameters; a worker of an asynchronous run only computes gradients.
     """
@@ -61,9 +63,11 @@ class PreparedReplica:
         self._updates = updates
         self._updating = False
         self.replicas = seat.groups["dp"]
-        self.stop_requests: Sequence[int] | None = None  # the signals that have asked this rank to stop, if ranks agree on that
+        # the signals that have asked this rank to stop, if ranks agree on that
+        self.stop_requests: Sequence[int] | None = None
         self.recorder: Recorder | None = None  # who notes when a pipeline's actions begin and end
-        self.arrivals: deque[float] = deque(maxlen=1000)  # when each of the newest steps had nothing left to compute before the exchange
+        # when each of the newest steps had nothing left to compute before the exchange
+        self.arrivals: deque[float] = deque(maxlen=1000)
         self.pace = Pace([self.replicas, seat.statistics], seat.device) if plan.shares == "measured" else None
         with self.timings.of("building the model"):
             self.model = build_model(job, seat.device, dtype)
@@ -78,21 +82,28 @@ class PreparedReplica:
             self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
         self._tally = LossSums(seat.device, keeps_own=EXCHANGES[plan.exchange].independent)
         self.engine: Engine = (
-            ProgramEngine(job, plan, seat, dtype=dtype, timings=self.timings, stored=stored) if plan.reads else ModuleEngine(job, plan, seat)
+            ProgramEngine(job, plan, seat, dtype=dtype, timings=self.timings, stored=stored)
+            if plan.reads
+            else ModuleEngine(job, plan, seat)
         )
         self.scope = ChunkScope(job, plan, seat, self.model, dtype=dtype)
         self._frozen: NamedParameters = []
         self._copied_bytes = 0  # of parameters and buffers, at the start
-        self._saved_bytes: Counter[str] = Counter()  # what gathering the optimizer's state for checkpoints handed over along dp
-        self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}  # what else is expected to have been handed over along them
+        # what gathering the optimizer's state for checkpoints handed over along dp
+        self._saved_bytes: Counter[str] = Counter()
+        # what else is expected to have been handed over along them
+        self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}
         self.exchange: Exchange
         self.updater: Updater
 
     def prepare(self) -> Steps[None]:
-        """Make sure all ranks hold the same job, start from rank 0's values, and build what the step needs."""
+        """Make sure all ranks hold the same job, start from rank 0's values, and build what the step
+        needs."""
         with self.timings.of("copying values"):  # after who has built it sooner has waited
             yield from agree(self.seat.world, facts(self.job, self.plan, self.model))
-            self._copied_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
+            self._copied_bytes = sum(
+                tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values()
+            )
             for axis in ("tp", "dp", "pp"):
                 if axis in self.seat.groups:
                     yield from copy_from_first(self.model, self.seat.groups[axis])
@@ -101,7 +112,11 @@ class PreparedReplica:
         whole = self.named
         yield from self.engine.open(self.model, self.scope)
         self.named = self.engine.parameters
-        self._frozen = [(name, each) for name, each in self.model.named_parameters() if not each.requires_grad and not each.is_meta]
+        self._frozen = [
+            (name, each)
+            for name, each in self.model.named_parameters()
+            if not each.requires_grad and not each.is_meta
+        ]
         with self.timings.of("optimizer and buffers"):
             made = make_optimizers(self.job, whole) if self._updates else None
             self.exchange = self._open_exchange(made)
@@ -145,7 +160,8 @@ class PreparedReplica:
         return list(dict.fromkeys(note for notes in everyone for note in notes))
 
     def bytes_once(self) -> dict[str, int]:
-        """Bytes handed over at the start and in the first step: parameters and buffers of rank 0, and what decides later steps."""
+        """Bytes handed over at the start and in the first step: parameters and buffers of rank 0, and what
+        decides later steps."""
         if self.plan.dp == 1:
             return {}
         return _add({"broadcast": self._copied_bytes}, self.exchange.bytes_once(), self.updater.bytes_once())
@@ -155,12 +171,23 @@ class PreparedReplica:
         if self.plan.dp == 1:
             return {}
         loss_and_weight = {"all_reduce": 40}
-        joined = {name: count * self.plan.microbatches for name, count in bytes_per_chunk(self.model).items()} if self.plan.sync_batch_norm else {}
+        joined = (
+            {name: count * self.plan.microbatches for name, count in bytes_per_chunk(self.model).items()}
+            if self.plan.sync_batch_norm
+            else {}
+        )
         of_buffers = [statistics.bytes_per_step() for statistics in self.scope.statistics.values()]
-        return _add(loss_and_weight, joined, self.exchange.bytes_per_step(), *of_buffers, self.updater.bytes_per_step())
+        return _add(
+            loss_and_weight,
+            joined,
+            self.exchange.bytes_per_step(),
+            *of_buffers,
+            self.updater.bytes_per_step(),
+        )
 
     def bytes_within(self, axis: Axis) -> dict[str, int]:
-        """Bytes that this rank handed over along pp or tp so far, by kind of operation, as formulas say of the chunks that it ran."""
+        """Bytes that this rank handed over along pp or tp so far, by kind of operation, as formulas say of
+        the chunks that it ran."""
         of_updates = Counter(self.updater.bytes_once(axis)) if self._updates else Counter[str]()
         return dict(self._sent[axis] + self.engine.expected(axis) + of_updates)
 

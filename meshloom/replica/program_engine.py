@@ -1,6 +1,8 @@
-"""Runs programs captured from the loss: the engine of ranks that hold some stages along pp, and their shard of them along tp.
+"""Runs programs captured from the loss: the engine of ranks that hold some stages along pp, and their shard
+of them along tp.
 
-    capture the loss on one rank -> divide it over tp -> cut it into stages -> every rank lets go of what it does not hold
+    capture the loss on one rank -> divide it over tp -> cut it into stages -> every rank lets go of what it
+    does not hold
 
 Plans with tp, pp or recomputation run so; with pp=1 there is one stage.
 """
@@ -77,7 +79,14 @@ class ProgramEngine(Engine):
         self.tp: Group | None = seat.groups["tp"] if plan.tp > 1 else None
         if self.tp is not None:
             limits: Any = {"memory_bytes": plan.memory_bytes or None, "num_stages": plan.pp}
-            self.division = Division(self.tp, rules=job.rules, placements=plan.tp_placements, timings=timings, stored=stored, **limits)
+            self.division = Division(
+                self.tp,
+                rules=job.rules,
+                placements=plan.tp_placements,
+                timings=timings,
+                stored=stored,
+                **limits,
+            )
         programs = LossPrograms(job, team, self.division, dtype=dtype, timings=timings, stored=stored)
         self.staging = Staging(job, plan, programs, team, timings=timings, stored=stored)
         self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}
@@ -99,10 +108,18 @@ class ProgramEngine(Engine):
         self._compiled = without_compilation(model)
         size = self.plan.largest_share(self.job.batch_size)[0]
         with self._timings.of("first batches"):
-            batches = (yield from on_first(self.seat.world, lambda: first_batches(self.job, 2, size), DataError)) or []
+            batches = (
+                yield from on_first(self.seat.world, lambda: first_batches(self.job, 2, size), DataError)
+            ) or []
         there = [to_device(each, self.seat.device, self.dtype) for each in batches]
-        stages = yield from self.staging.open(there, self.seat.world, model, own=batches[0] if batches else None)
-        yield from on_first(self.seat.world, lambda: check_following(self.staging.others, leaves_of(batches[-1]).values), CaptureError)
+        stages = yield from self.staging.open(
+            there, self.seat.world, model, own=batches[0] if batches else None
+        )
+        yield from on_first(
+            self.seat.world,
+            lambda: check_following(self.staging.others, leaves_of(batches[-1]).values),
+            CaptureError,
+        )
         self.stages = tuple(stage for stage in stages if self.staging.ranks[stage.number] == self.pp.rank)
         self.homes = Homes(self.staging.holders, self.pp)
         self.homes.release(model)
@@ -114,13 +131,24 @@ class ProgramEngine(Engine):
         several = self.plan.num_chunks > 1
         for stage in self.stages:
             scope.statistics[stage.number] = RunningStatistics(
-                model, self.seat.groups["dp"], several=several, changing=stage.changing, followed=stage.program.in_place, unite=self._of_any
+                model,
+                self.seat.groups["dp"],
+                several=several,
+                changing=stage.changing,
+                followed=stage.program.in_place,
+                unite=self._of_any,
             )
-        self._gathered = GatheredTensors(model, self.homes, self.shards, self.pp, self.tp, self.seat.device, self._sent)
+        self._gathered = GatheredTensors(
+            model, self.homes, self.shards, self.pp, self.tp, self.seat.device, self._sent
+        )
 
     @property
     def parameters(self) -> NamedParameters:
-        return [(name, each) for name, each in self._parameters.items() if each.requires_grad and self.homes.owns(name)]
+        return [
+            (name, each)
+            for name, each in self._parameters.items()
+            if each.requires_grad and self.homes.owns(name)
+        ]
 
     @property
     def replicated(self) -> Sequence[str]:
@@ -144,14 +172,18 @@ class ProgramEngine(Engine):
 
         # With one chunk and one replica autograd already puts a gradient where it belongs.
         landing = InPlace(exchange.room) if self.plan.num_chunks > 1 else None
-        self.microbatches = Microbatches(self.staging, self._model, self._parameters, self.pp, self.tp, self.seat.device, complete, landing)
+        self.microbatches = Microbatches(
+            self.staging, self._model, self._parameters, self.pp, self.tp, self.seat.device, complete, landing
+        )
         undo = ExitStack()
         for _, parameter in self.parameters:
             if id(parameter) in now:
                 undo.callback(parameter.register_post_accumulate_grad_hook(self.microbatches.arrived).remove)
         return undo
 
-    def run(self, chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums, recorder: Recorder | None = None) -> Steps[None]:
+    def run(
+        self, chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums, recorder: Recorder | None = None
+    ) -> Steps[None]:
         self._exchange.begin_last_chunk()
         activity = self.seat.activity
         activity.follow(self.staging.schedule(len(chunks)).actions[self.pp.rank] if chunks else ())
@@ -164,7 +196,12 @@ class ProgramEngine(Engine):
         if batches:
             listener = Both(activity, recorder) if recorder else activity
             self._count(
-                self.microbatches.train(batches, finish=finish_of(chunks, scope, tally), around=self._around(chunks, scope), listener=listener)
+                self.microbatches.train(
+                    batches,
+                    finish=finish_of(chunks, scope, tally),
+                    around=self._around(chunks, scope),
+                    listener=listener,
+                )
             )
         yield from self.homes.return_gradients(self._parameters)
         for parameter in self._later:
@@ -176,8 +213,10 @@ class ProgramEngine(Engine):
                 if parameter.grad is not None:
                     self._ready(parameter)
         tally.close()
-        yield from self.add_up("pp", tally.sums)  # which the last stage's rank knows, and the others have as zeros
-        # On a communicator of its own: gradients have started to travel, on some replicas more than on others.
+        # which the last stage's rank knows, and the others have as zeros
+        yield from self.add_up("pp", tally.sums)
+        # On a communicator of its own: gradients have started to travel, on some replicas more than on
+        # others.
         tally.start(self.seat.statistics)
 
     def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
@@ -212,7 +251,11 @@ class ProgramEngine(Engine):
         return self._gathered.weights()
 
     def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
-        return (yield from locate_nan(self._model, self._team, self.stages[0].number, chunks, scope, self.microbatches))
+        return (
+            yield from locate_nan(
+                self._model, self._team, self.stages[0].number, chunks, scope, self.microbatches
+            )
+        )
 
     def check_alike(self) -> Steps[str | None]:
         return (yield from first_unlike(self._model, self.shards, self._team, self.plan))
@@ -243,7 +286,9 @@ class ProgramEngine(Engine):
 
     def _around(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Around:
         def around(stage: int, microbatch: int, again: Callable[[], Any]) -> AbstractContextManager[None]:
-            return scope.forward(chunks[microbatch], again, stage=stage, observed=stage == self.plan.num_stages - 1)
+            return scope.forward(
+                chunks[microbatch], again, stage=stage, observed=stage == self.plan.num_stages - 1
+            )
 
         return around
 
@@ -270,26 +315,51 @@ def finish_of(chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums) -> Ca
     return finish
 
 
-def sum_over_tp(summed: Sequence[tuple[str, nn.Parameter]], shards: Shards, add_up: Callable[[Tensor], Steps[None]]) -> Steps[None]:
+def sum_over_tp(
+    summed: Sequence[tuple[str, nn.Parameter]], shards: Shards, add_up: Callable[[Tensor], Steps[None]]
+) -> Steps[None]:
     """Add up over tp, in one flat all-reduce, the gradients of what several ranks used, each for its part.
 
-    What some of them hold in parts (key/value heads that two ranks share) is added up in its place in the whole.
+    What some of them hold in parts (key/value heads that two ranks share) is added up in its place in the
+    whole.
     """
     used = [(name, parameter) for name, parameter in summed if parameter.grad is not None]
     for dtype in sorted({parameter.dtype for _, parameter in used}, key=str):
-        mine = [(name, parameter.grad) for name, parameter in used if parameter.dtype == dtype and parameter.grad is not None]
-        whole = [place(shards.pieces[name], shards.rank, gradient) if name in shards.pieces else gradient for name, gradient in mine]
+        mine = [
+            (name, parameter.grad)
+            for name, parameter in used
+            if parameter.dtype == dtype and parameter.grad is not None
+        ]
+        whole = [
+            place(shards.pieces[name], shards.rank, gradient) if name in shards.pieces else gradient
+            for name, gradient in mine
+        ]
         flat = torch.cat([each.reshape(-1) for each in whole])
         yield from add_up(flat)
-        for (name, gradient), each, part in zip(mine, whole, flat.split([each.numel() for each in whole]), strict=True):
+        for (name, gradient), each, part in zip(
+            mine, whole, flat.split([each.numel() for each in whole]), strict=True
+        ):
             gradient.copy_(shards.take(name, part.view(each.shape)))
 
 
 def locate_nan(
-    model: nn.Module, team: Group, first_stage: int, chunks: Sequence[Chunk], scope: ChunkScope, microbatches: Microbatches
+    model: nn.Module,
+    team: Group,
+    first_stage: int,
+    chunks: Sequence[Chunk],
+    scope: ChunkScope,
+    microbatches: Microbatches,
 ) -> Steps[list[Any] | None]:
-    """The first operator of this rank's stages that gives NaN, as `Engine.locate_nan`. team: all ranks of the replica."""
-    bad = next((name for name, each in held(model.named_parameters()).items() if not bool(torch.isfinite(each).all())), None)
+    """The first operator of this rank's stages that gives NaN, as `Engine.locate_nan`. team: all ranks of the
+    replica."""
+    bad = next(
+        (
+            name
+            for name, each in held(model.named_parameters()).items()
+            if not bool(torch.isfinite(each).all())
+        ),
+        None,
+    )
     everyone = yield from collect(team, bad)
     if any(everyone):
         return [first_stage, f"whose parameter {bad} was not finite before the step"] if bad else None
@@ -297,18 +367,35 @@ def locate_nan(
 
     def look(number: int, stage: int, node: Node, value: Any) -> None:
         nonlocal found
-        if found is None and isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+        if (
+            found is None
+            and isinstance(value, Tensor)
+            and value.is_floating_point()
+            and bool(value.isnan().any())
+        ):
             where = " at ".join(filter(None, (node.path, str(node.line or ""))))
-            found = [stage, f"microbatch {number}; the first operator that gives NaN is {node.operator}{f' in {where}' if where else ''}"]
+            found = [
+                stage,
+                f"microbatch {number}; the first operator that gives NaN is {node.operator}{f' in {where}' if where else ''}",
+            ]
 
     for number, chunk in enumerate(chunks):
-        microbatches.look(scope.data(chunk), lambda stage, microbatch, again: scope.draws(chunk), partial(look, number))  # noqa: B023
+        microbatches.look(
+            scope.data(chunk),
+            lambda stage, microbatch, again: scope.draws(chunk),  # noqa: B023
+            partial(look, number),
+        )
     return found
 
 
 def first_unlike(model: nn.Module, shards: Shards, team: Group, plan: Plan) -> Steps[str | None]:
-    """What is wrong if a parameter or buffer that several ranks of the replica, `team`, hold whole is not the same on all of them."""
-    alike = {name: int(digest(each)) for name, each in held(state_of(model).items()).items() if name not in shards.pieces}
+    """What is wrong if a parameter or buffer that several ranks of the replica, `team`, hold whole is not the
+    same on all of them."""
+    alike = {
+        name: int(digest(each))
+        for name, each in held(state_of(model).items()).items()
+        if name not in shards.pieces
+    }
     everyone: list[dict[str, int]] = yield from collect(team, alike)
     first: dict[str, tuple[int, int]] = {}
     for rank, theirs in enumerate(everyone):

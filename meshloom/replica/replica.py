@@ -1,9 +1,11 @@
 """One rank's training step: its chunks forward and backward, the exchange, the update.
 
-The step is a generator: where it waits for other ranks it yields, so that a process runs it to its end and simulated ranks run
-it in lockstep (`comm/steps.py`). Backward runs on the *sum* of each chunk's loss, which is divided once, by the weight of the
-whole global batch, so uneven and empty shares keep the exact mean: before backward where all ranks know that weight (means over
-samples), else by `Exchange.finish`.
+The step is a generator: where it waits for other ranks it yields, so that a process runs it to its end and
+simulated ranks run
+it in lockstep (`comm/steps.py`). Backward runs on the *sum* of each chunk's loss, which is divided once, by
+the weight of the
+whole global batch, so uneven and empty shares keep the exact mean: before backward where all ranks know that
+weight (means over samples), else by `Exchange.finish`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from meshloom.replica.trial_evaluation import naming
 class Gradients:
     """What a step came to before its update.
 
-    of_owned: gradient of each slice that the exchange owns here; None was not used. loss: mean over the global batch. weight: of it. samples: in it.
+    of_owned: gradient of each slice that the exchange owns here; None was not used. loss: mean over the
+        global batch. weight: of it. samples: in it.
     """
 
     step: int
@@ -46,7 +49,8 @@ class Gradients:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step came to: loss (mean over the global batch), its weight, its samples, the gradient's norm if clipping is on.
+    """What a step came to: loss (mean over the global batch), its weight, its samples, the gradient's norm if
+    clipping is on.
 
     stopping: whether some rank was asked to stop; the same on all.
     """
@@ -67,7 +71,8 @@ class Replica(SavedReplica):
         return (yield from self.update((yield from self.gradients(step, chunks))))
 
     def gradients(self, step: int, chunks: Sequence[Chunk]) -> Steps[Gradients]:
-        """Forward and backward of this replica's chunks of global batch `step`, and the exchange. Buffers change, parameters do not."""
+        """Forward and backward of this replica's chunks of global batch `step`, and the exchange. Buffers
+        change, parameters do not."""
         self._check_frozen()
         if self.pace:
             self.pace.begin()
@@ -93,7 +98,9 @@ class Replica(SavedReplica):
             gradients = yield from self.exchange.finish(divisor)
         yield from self._check_finite(step, filled, total, weight)
         yield from self.scope.finish()
-        return Gradients(step=step, samples=chunks[0].batch, of_owned=gradients, loss=total / weight, weight=weight)
+        return Gradients(
+            step=step, samples=chunks[0].batch, of_owned=gradients, loss=total / weight, weight=weight
+        )
 
     def update(self, found: Gradients) -> Steps[StepResult]:
         """The second half of a step: clip, update, and make the new parameters known."""
@@ -111,12 +118,20 @@ class Replica(SavedReplica):
             yield from self.engine.published()
         self._updating = False
         doing.enter("between steps", step + 1)
-        return StepResult(step=step, loss=found.loss, weight=found.weight, samples=found.samples, gradient_norm=norm, stopping=self._tally.stopping)
+        return StepResult(
+            step=step,
+            loss=found.loss,
+            weight=found.weight,
+            samples=found.samples,
+            gradient_norm=norm,
+            stopping=self._tally.stopping,
+        )
 
     def evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
         """Mean of every metric over all replicas' chunks, in evaluation mode.
 
-        Within a round of local steps it is the mean of the replicas' parameters that is evaluated; afterwards each goes on from its own.
+        Within a round of local steps it is the mean of the replicas' parameters that is evaluated; afterwards
+        each goes on from its own.
         """
         if self.exchange.settled:
             return (yield from self._evaluate(chunks))
@@ -130,7 +145,8 @@ class Replica(SavedReplica):
         return values
 
     def each_gradient(self, found: Gradients, take: Callable[[str, Tensor | None], None]) -> Steps[None]:
-        """Hand `take` the averaged gradient of every trainable parameter, whole, one after another: all of them on the replica's first rank."""
+        """Hand `take` the averaged gradient of every trainable parameter, whole, one after another: all of
+        them on the replica's first rank."""
 
         def mine(give: Give) -> Steps[None]:
             yield from self.exchange.each_gradient(found.of_owned, give)
@@ -183,7 +199,8 @@ class Replica(SavedReplica):
         here = yield from self.engine.locate_nan(chunks, self.scope)
         found = yield from collect(self.seat.world, here)
         _, rank, where = min(
-            ((each[0], rank, each[1]) for rank, each in enumerate(found) if each), default=(0, 0, "the sum over all chunks overflowed")
+            ((each[0], rank, each[1]) for rank, each in enumerate(found) if each),
+            default=(0, 0, "the sum over all chunks overflowed"),
         )
         raise TrainingError(
             f"The loss of step {step} is {total / weight if weight else math.nan:g}: rank {rank}, {where}. The parameters were not updated; "

@@ -26,13 +26,15 @@ class SavedReplica(PreparedReplica):
     """What a rank takes part in when its replica's state is looked at as a whole."""
 
     def settle(self) -> Steps[None]:
-        """End a round of local steps, so that all replicas hold the same parameters; nothing if they do. Every rank calls it."""
+        """End a round of local steps, so that all replicas hold the same parameters; nothing if they do.
+        Every rank calls it."""
         if (yield from self.exchange.settle(early=True)):
             self.updater.forget()
             yield from self.engine.lend_again()
 
     def weights(self) -> Stream | dict[str, Any]:
-        """The model's `state_dict` in whole shapes, one by one where it is divided; all of it on the replica's first rank.
+        """The model's `state_dict` in whole shapes, one by one where it is divided; all of it on the
+        replica's first rank.
 
         Raises `CheckpointError` if the newest step broke off while parameters were being updated.
         """
@@ -43,16 +45,21 @@ class SavedReplica(PreparedReplica):
         return self.engine.weights()
 
     def optimizer_state(self) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
-        """As `Updater.state`. Replicas that take independent steps are one before: parameters by ending the round, the optimizer's state by its mean."""
+        """As `Updater.state`. Replicas that take independent steps are one before: parameters by ending the
+        round, the optimizer's state by its mean."""
         yield from self.settle()
         if self.exchange.independent:
-            self._saved_bytes.update((yield from self.updater.average_state(self.replicas, self.seat.readers)))
+            self._saved_bytes.update(
+                (yield from self.updater.average_state(self.replicas, self.seat.readers))
+            )
         pieces, streams, values = yield from self.updater.state(self.seat.world)
         self._sent["tp"].update(self.updater.bytes_per_save("tp"))
         self._saved_bytes.update(self.updater.bytes_per_save("dp"))
         if self.exchange.state is not None:
             here = {name for name, _ in self.named} if self._stage_group else None
-            outer, gathered = yield from outer_pieces(self.exchange.state, self.shards, self.seat.world, self.seat.device, here)
+            outer, gathered = yield from outer_pieces(
+                self.exchange.state, self.shards, self.seat.world, self.seat.device, here
+            )
             pieces = pieces + outer
             if gathered:
                 self._sent["tp"]["all_gather"] += gathered.bytes_tp
@@ -60,9 +67,11 @@ class SavedReplica(PreparedReplica):
         return pieces, streams, values
 
     def resume(self, directory: Path, check: Callable[[Checkpoint], None]) -> Steps[Checkpoint]:
-        """Go on from the checkpoint in `directory`, which rank 0 reads for all, if `check` refuses it on no rank.
+        """Go on from the checkpoint in `directory`, which rank 0 reads for all, if `check` refuses it on no
+        rank.
 
-        What travels goes over the ranks' own group, as all that concerns no step, and is not counted as the plan's.
+        What travels goes over the ranks' own group, as all that concerns no step, and is not counted as the
+        plan's.
         """
         world = self.seat.world
         checkpoint = yield from open_together(directory, world)
@@ -70,11 +79,17 @@ class SavedReplica(PreparedReplica):
         found: list[Loader] = []
         yield from check_together(world, lambda: found.append(self._loader(checkpoint)))
         wanted = (STATE, OUTER) if self.exchange.state is not None else (STATE,)
-        yield from hand_over(checkpoint, [key for key in checkpoint.keys() if key.startswith(wanted)], found[0], world)  # noqa: SIM118  (no dict)
+        yield from hand_over(
+            checkpoint,
+            [key for key in checkpoint.keys() if key.startswith(wanted)],  # noqa: SIM118
+            found[0],
+            world,
+        )
         return checkpoint
 
     def each_of_state(self, take: Callable[[str, Tensor], None]) -> Steps[None]:
-        """Hand `take` every parameter and buffer, whole, tied ones once, one after another: all of them on the replica's first rank. Every rank calls it."""
+        """Hand `take` every parameter and buffer, whole, tied ones once, one after another: all of them on
+        the replica's first rank. Every rank calls it."""
 
         def mine(give: Give) -> Steps[None]:
             for name, tensor in held(state_of(self.model).items()).items():
@@ -99,10 +114,13 @@ class SavedReplica(PreparedReplica):
             )
 
     def check_team(self, step: int) -> Steps[None]:
-        """Raise `TrainingError` naming the first parameter or buffer that several ranks of the replica hold whole, and not alike."""
+        """Raise `TrainingError` naming the first parameter or buffer that several ranks of the replica hold
+        whole, and not alike."""
         wrong = yield from self.engine.check_alike()
         if wrong is not None:
-            raise TrainingError(f"After step {step}, {wrong}: something in the model or optimizer is not deterministic.")
+            raise TrainingError(
+                f"After step {step}, {wrong}: something in the model or optimizer is not deterministic."
+            )
 
     def _loader(self, checkpoint: Checkpoint) -> Loader:
         take, finish_updater = self.updater.loading(checkpoint.values["updater"])

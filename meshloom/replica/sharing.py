@@ -11,7 +11,8 @@ from meshloom.optimizer.user_optimizer import Made
 def why_separate(made: Made, named_parameters: NamedParameters) -> str:
     """Why every replica needs parameters of its own; "" if it does not.
 
-    With one copy a rank's optimizer updates slices of parameters, while other ranks update other slices of the same.
+    With one copy a rank's optimizer updates slices of parameters, while other ranks update other slices of
+    the same.
     """
     for optimizer, reach in zip(made.optimizers, made.reaches, strict=True):
         kind = type(optimizer).__name__

@@ -1,4 +1,5 @@
-"""Evaluation that is only tried: what it leaves behind in a model and in random generators is taken back, and a metric that fails is named."""
+"""Evaluation that is only tried: what it leaves behind in a model and in random generators is taken back, and
+a metric that fails is named."""
 
 from __future__ import annotations
 
@@ -43,4 +44,6 @@ def naming(metric: str) -> Iterator[None]:
     except MeshloomError:
         raise
     except Exception as error:
-        raise JobError(f"Metric {metric!r} of Evaluate failed with {type(error).__name__}: {error}") from error
+        raise JobError(
+            f"Metric {metric!r} of Evaluate failed with {type(error).__name__}: {error}"
+        ) from error

@@ -1,4 +1,5 @@
-"""Advice as text, and as records: a table of plans, which of them to take and why, and how far more ranks can go."""
+"""Advice as text, and as records: a table of plans, which of them to take and why, and how far more ranks can
+go."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def print_advice(advice: Advice, console: Console) -> None:
         table.add_row(
             str(each.plan),
             duration(each.price.seconds),
-            *([duration(each.measured_seconds) if each.measured_seconds is not None else ""] if was_tried else []),
+            *(
+                [duration(each.measured_seconds) if each.measured_seconds is not None else ""]
+                if was_tried
+                else []
+            ),
             amount(each.memory_bytes),
             sent or "nothing",
             f"{each.price.idle_share:.0%}",
@@ -44,39 +49,70 @@ def print_advice(advice: Advice, console: Console) -> None:
         _line(console, advice.exchange)
     if advice.work:
         share = advice.work.parallel_share
-        _line(console, f"\nAmdahl: {share:.1%} of a step is forwards and backwards, which replicas divide; the rest every rank does.")
+        _line(
+            console,
+            f"\nAmdahl: {share:.1%} of a step is forwards and backwards, which replicas divide; the rest every rank does.",
+        )
         _line(console, "ranks  bound  with communication  predicted")
         for each in advice.speedups:
-            _line(console, f"{each.num_ranks:5}  {each.bound:5.2f}  {each.with_communication:18.2f}  {each.predicted:9.2f}")
+            _line(
+                console,
+                f"{each.num_ranks:5}  {each.bound:5.2f}  {each.with_communication:18.2f}  {each.predicted:9.2f}",
+            )
         _line(
-            console, "bound: 1 / (1 - f + f/n), every rank with cores of its own; predicted: with cores and memory shared as they are on this machine"
+            console,
+            "bound: 1 / (1 - f + f/n), every rank with cores of its own; predicted: with cores and memory shared as they are on this machine",
         )
     for ranks, factor in advice.factors.items():
-        _line(console, f"{ranks} ranks that compute this job at once take {factor:.2f} times as long as one alone, each with a share of the cores")
+        _line(
+            console,
+            f"{ranks} ranks that compute this job at once take {factor:.2f} times as long as one alone, each with a share of the cores",
+        )
     if advice.not_beside:
         _line(console, advice.not_beside)
     for plan, why in advice.refused.items():
         _line(console, f"not possible: {plan}: {why}")
     if was_tried:
-        _line(console, "measured: a step, median of some on this machine; the recommended plan is of those that were tried")
-    _line(console, "seconds: without reading data; memory: predicted for whole replicas, estimated for parts of one")
+        _line(
+            console,
+            "measured: a step, median of some on this machine; the recommended plan is of those that were tried",
+        )
+    _line(
+        console,
+        "seconds: without reading data; memory: predicted for whole replicas, estimated for parts of one",
+    )
 
 
 def advice_records(advice: Advice) -> list[dict[str, Any]]:
-    """What fits on one device, a record for each plan, those that are refused, the speed-ups, and the recommendation."""
-    one = {"memory_bytes": advice.one_device.peak, "limit_bytes": advice.one_device_limit, "fits": advice.fits_on_one}
+    """What fits on one device, a record for each plan, those that are refused, the speed-ups, and the
+    recommendation."""
+    one = {
+        "memory_bytes": advice.one_device.peak,
+        "limit_bytes": advice.one_device_limit,
+        "fits": advice.fits_on_one,
+    }
     options = [{"event": "plan", **option_record(each)} for each in advice.options]
     refused = [{"event": "refused", "plan": plan, "why": why} for plan, why in advice.refused.items()]
-    crowds = [{"event": "crowd", "ranks": ranks, "factor": factor} for ranks, factor in advice.factors.items()]
+    crowds = [
+        {"event": "crowd", "ranks": ranks, "factor": factor} for ranks, factor in advice.factors.items()
+    ]
     crowds += [{"event": "crowd", "failure": advice.not_beside}] if advice.not_beside else []
     speedups = [{"event": "speedup", **vars(each)} for each in advice.speedups]
     best = advice.recommended
     chosen = {"plan": str(best.plan) if best else None, "why": advice.reason, "exchange": advice.exchange}
-    return [{"event": "one_device", **one}, *options, *refused, *crowds, *speedups, {"event": "recommended", **chosen}]
+    return [
+        {"event": "one_device", **one},
+        *options,
+        *refused,
+        *crowds,
+        *speedups,
+        {"event": "recommended", **chosen},
+    ]
 
 
 def option_record(option: Option) -> dict[str, Any]:
-    """One plan: bytes by axis are those that rank 0 hands over in a step, `measured_seconds` is of a plan that was tried."""
+    """One plan: bytes by axis are those that rank 0 hands over in a step, `measured_seconds` is of a plan
+    that was tried."""
     price = option.price
     return {
         "plan": str(option.plan), "step_seconds": price.seconds, "memory_bytes": option.memory_bytes, "bytes": dict(option.num_bytes),

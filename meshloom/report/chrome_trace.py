@@ -1,7 +1,8 @@
 """A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-The Trace Event Format: complete events (`"ph": "X"`) with `ts` and `dur` in microseconds. A process is a rank; its track 0 has what it does,
-its track 1 what it waits for. Arrows (`"s"` to `"f"`) go from an action to the one on another rank that could not start before it ended.
+The Trace Event Format: complete events (`"ph": "X"`) with `ts` and `dur` in microseconds. A process is a
+rank; its track 0 has what it does, its track 1 what it waits for. Arrows (`"s"` to `"f"`) go from an action
+to the one on another rank that could not start before it ended.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         events += _about(row)
         events += [_box(row, span, start) for span in row.spans]
     events += _arrows(timeline, start)
-    about = {"step": timeline.step, "schedule": str(timeline.schedule), "clock_error_microseconds": _microseconds(timeline.clock_error_seconds)}
+    about = {
+        "step": timeline.step,
+        "schedule": str(timeline.schedule),
+        "clock_error_microseconds": _microseconds(timeline.clock_error_seconds),
+    }
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
@@ -52,7 +57,10 @@ def _about(row: TimelineRow) -> list[dict[str, Any]]:
         (DOING, "thread_name", {"name": "does"}),
         (WAITING, "thread_name", {"name": "waits"}),
     ]
-    return [{"ph": "M", "name": name, "pid": row.rank, "tid": track, "args": values} for track, name, values in facts]
+    return [
+        {"ph": "M", "name": name, "pid": row.rank, "tid": track, "args": values}
+        for track, name, values in facts
+    ]
 
 
 def _box(row: TimelineRow, span: Span, start: float) -> dict[str, Any]:
@@ -64,20 +72,36 @@ def _box(row: TimelineRow, span: Span, start: float) -> dict[str, Any]:
 
 
 def _arrows(timeline: Timeline, start: float) -> Iterator[dict[str, Any]]:
-    """Between neighbouring stages of one pipeline. An end of an arrow is tied to the box that encloses its time."""
+    """Between neighbouring stages of one pipeline. An end of an arrow is tied to the box that encloses its
+    time."""
     schedule, number = timeline.schedule, 0
     split = schedule.split
     for pipeline in timeline.windows:
         rows = [row for row in timeline.rows if (row.place.dp, row.place.tp) == pipeline]
-        boxes: dict[Action, tuple[TimelineRow, Span]] = {span.action: (row, span) for row in rows for span in row.actions if span.action}
+        boxes: dict[Action, tuple[TimelineRow, Span]] = {
+            span.action: (row, span) for row in rows for span in row.actions if span.action
+        }
         for action, (row, span) in boxes.items():
             for earlier in needs(action, schedule.num_stages, (action.stage + 1, action.microbatch) in split):
                 source, before = boxes[earlier]
                 if source is not row:
                     number += 1
                     common = {"name": f"{earlier}>{action.stage}", "cat": "message", "id": number}
-                    yield {**common, "ph": "s", "pid": source.rank, "tid": DOING, "ts": _microseconds(before.stop - before.seconds / 1000 - start)}
-                    yield {**common, "ph": "f", "bp": "e", "pid": row.rank, "tid": DOING, "ts": _microseconds(span.start - start)}
+                    yield {
+                        **common,
+                        "ph": "s",
+                        "pid": source.rank,
+                        "tid": DOING,
+                        "ts": _microseconds(before.stop - before.seconds / 1000 - start),
+                    }
+                    yield {
+                        **common,
+                        "ph": "f",
+                        "bp": "e",
+                        "pid": row.rank,
+                        "tid": DOING,
+                        "ts": _microseconds(span.start - start),
+                    }
 
 
 def _microseconds(seconds: float) -> float:

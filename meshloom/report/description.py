@@ -33,12 +33,15 @@ def print_description(description: Description, console: Console, depth: int | N
 
 
 def description_records(description: Description, depth: int | None = None) -> list[dict[str, Any]]:
-    """The model, a record for each row of the table, and the totals; bytes, FLOPs and seconds as plain numbers."""
+    """The model, a record for each row of the table, and the totals; bytes, FLOPs and seconds as plain
+    numbers."""
     program, whole = description.program, description.whole
     about = {
         "model": whole.module,
         "batch_size": description.batch_size,
-        "inputs": {each.name: {"shape": each.meta.shape, "dtype": _dtype(each.meta.dtype)} for each in program.inputs},
+        "inputs": {
+            each.name: {"shape": each.meta.shape, "dtype": _dtype(each.meta.dtype)} for each in program.inputs
+        },
         "training": program.training,
         "unused": description.unused,
         "unpriced": description.unpriced,
@@ -46,7 +49,11 @@ def description_records(description: Description, depth: int | None = None) -> l
         "machine": description.machine.name if description.machine else None,
     }
     rows = [{"event": "block", "level": level, **_record(block)} for level, block in rows_of(whole, depth)]
-    memory = [{"event": "memory", **_memory_record(description.memory), "phase": description.memory.phase}] if description.memory else []
+    memory = (
+        [{"event": "memory", **_memory_record(description.memory), "phase": description.memory.phase}]
+        if description.memory
+        else []
+    )
     return [{"event": "model", **about}, *rows, {"event": "total", **_record(whole)}, *memory]
 
 
@@ -114,7 +121,11 @@ def _columns(description: Description) -> list[_Column]:
         _Column("activations", lambda block: size(block.kept_bytes) if block.kept_bytes else ""),
         _Column("", lambda block: _share(block.kept_bytes, whole.kept_bytes), dispensable=2),
         _Column("FLOPs", lambda block: quantity(block.flops) if block.flops else ""),
-        _Column("backward", lambda block: quantity(block.backward_flops) if block.backward_flops else "", dispensable=1),
+        _Column(
+            "backward",
+            lambda block: quantity(block.backward_flops) if block.backward_flops else "",
+            dispensable=1,
+        ),
         _Column("", lambda block: _share(work(block), work(whole))),
     ]
     if description.machine:
@@ -138,11 +149,21 @@ def _share(part: float, whole: float) -> str:
 
 def _remarks(description: Description) -> list[str]:
     whole, machine, memory = description.whole, description.machine, description.memory
-    lines = ["activations: what is kept from forward to backward, of this batch in one chunk; each memory once, at the first block that keeps it"]
+    lines = [
+        "activations: what is kept from forward to backward, of this batch in one chunk; each memory once, at the first block that keeps it"
+    ]
     if memory:
-        kinds = {name.replace("kept", "activations"): num_bytes for name, num_bytes in _memory_record(memory).items() if num_bytes}
-        of_kinds = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in kinds.items() if name != "peak")
-        lines.append(f"memory of a step on one device: {size(memory.peak)} at its peak, in the {memory.phase}: {of_kinds}")
+        kinds = {
+            name.replace("kept", "activations"): num_bytes
+            for name, num_bytes in _memory_record(memory).items()
+            if num_bytes
+        }
+        of_kinds = ", ".join(
+            f"{name} {size(num_bytes)}" for name, num_bytes in kinds.items() if name != "peak"
+        )
+        lines.append(
+            f"memory of a step on one device: {size(memory.peak)} at its peak, in the {memory.phase}: {of_kinds}"
+        )
     else:
         lines.append(f"memory of a step is not known: {description.no_memory}")
     if machine and whole.seconds:
@@ -151,7 +172,9 @@ def _remarks(description: Description) -> list[str]:
             f"({machine.device}), without optimizer and exchange; calibrated {age(time.time() - machine.measured_at)}"
         )
     else:
-        lines.append("predicted seconds: this machine is not measured yet; meshloom calibrate does that in half a minute")
+        lines.append(
+            "predicted seconds: this machine is not measured yet; meshloom calibrate does that in half a minute"
+        )
     lines += [f"tied: {_some(names, ' = ')}" for names in description.tied[:NAMES]]
     if len(description.tied) > NAMES:
         lines.append(f"tied: {len(description.tied) - NAMES} more")
@@ -173,7 +196,11 @@ def _some(names: Sequence[str], between: str) -> str:
 
 
 def _record(block: Block) -> dict[str, Any]:
-    seconds = {"forward_seconds": block.seconds.forward, "backward_seconds": block.seconds.backward} if block.seconds else {}
+    seconds = (
+        {"forward_seconds": block.seconds.forward, "backward_seconds": block.seconds.backward}
+        if block.seconds
+        else {}
+    )
     return {
         "block": block.path, "class": block.module, "count": block.count, "parameters": block.parameters, "parameter_bytes": block.parameter_bytes,
         "kept_bytes": block.kept_bytes, "flops": block.flops, "backward_flops": block.backward_flops, "operators": block.operators, **seconds,

@@ -23,7 +23,8 @@ ENDINGS = (".svg", ".png", ".json")  # of a timeline's file
 
 @dataclass(frozen=True, kw_only=True)
 class RunDirectory:
-    """path: of the directory. plan: of the newest checkpoint or timeline. last_step: that is known of, counted from 1.
+    """path: of the directory. plan: of the newest checkpoint or timeline. last_step: that is known of,
+    counted from 1.
 
     checkpoints: step and path of the whole ones, in the order they were written. damaged: paths of others.
     """
@@ -40,13 +41,21 @@ def read_run_directory(path: Path) -> RunDirectory:
     """Raises `ReportError` when there is nothing of a run."""
     if not path.is_dir():
         raise ReportError(f"There is no directory {path}. Give the one that the run was given as --out.")
-    metas: list[tuple[Path, Mapping[str, Any]]] = [(each, meta) for each in reversed(committed(path)) if (meta := read_meta(each)) is not None]
-    damaged = tuple(each for each in checkpoint_directories(path) if each not in [known for known, _ in metas])
+    metas: list[tuple[Path, Mapping[str, Any]]] = [
+        (each, meta) for each in reversed(committed(path)) if (meta := read_meta(each)) is not None
+    ]
+    damaged = tuple(
+        each for each in checkpoint_directories(path) if each not in [known for known, _ in metas]
+    )
     recording = read_recording(path) if (path / FILE).exists() else None
     if not metas and not damaged and recording is None:
-        raise ReportError(f"{path} has no checkpoint and no {FILE}. Give the directory that a run was given as --out.")
+        raise ReportError(
+            f"{path} has no checkpoint and no {FILE}. Give the directory that a run was given as --out."
+        )
     plans = [str(meta["plan"]) for _, meta in metas] + ([recording.plan] if recording else [])
-    steps = [int(meta["step"]) for _, meta in metas[-1:]] + ([recording.timelines[-1].step] if recording else [])
+    steps = [int(meta["step"]) for _, meta in metas[-1:]] + (
+        [recording.timelines[-1].step] if recording else []
+    )
     return RunDirectory(
         path=path,
         plan=plans[-1] if plans else "unknown",
@@ -68,15 +77,23 @@ def print_run_directory(run: RunDirectory, console: Console) -> None:
         _line(console, "checkpoints: none")
     for timeline in run.recording.timelines if run.recording else ():
         idle = idle_of(timeline)
-        measured, formula = statistics.fmean(each.measured for each in idle), statistics.fmean(each.formula for each in idle)
-        _line(console, f"timeline of step {timeline.step}: {timeline.schedule.name}, idle {measured:.1%} of the time, formula {formula:.1%}")
+        measured, formula = (
+            statistics.fmean(each.measured for each in idle),
+            statistics.fmean(each.formula for each in idle),
+        )
+        _line(
+            console,
+            f"timeline of step {timeline.step}: {timeline.schedule.name}, idle {measured:.1%} of the time, formula {formula:.1%}",
+        )
     if run.recording is None:
         _line(console, "timelines: none (a run with pp=2 or more records them)")
 
 
 def run_directory_records(run: RunDirectory) -> list[dict[str, Any]]:
     """The same as records."""
-    records: list[dict[str, Any]] = [{"event": "run", "path": str(run.path), "plan": run.plan, "step": run.last_step}]
+    records: list[dict[str, Any]] = [
+        {"event": "run", "path": str(run.path), "plan": run.plan, "step": run.last_step}
+    ]
     records += [{"event": "checkpoint", "step": step, "path": str(path)} for step, path in run.checkpoints]
     for timeline in run.recording.timelines if run.recording else ():
         for row, idle in zip(timeline.rows, idle_of(timeline), strict=True):
@@ -87,11 +104,14 @@ def run_directory_records(run: RunDirectory) -> list[dict[str, Any]]:
 def check_ending(file: str) -> None:
     """Of a timeline's file; `-` is the terminal."""
     if file != "-" and Path(file).suffix.lower() not in ENDINGS:
-        raise ReportError(f"--timeline {file} ends in none of {', '.join(ENDINGS)}. Give one of these, or - for the terminal.")
+        raise ReportError(
+            f"--timeline {file} ends in none of {', '.join(ENDINGS)}. Give one of these, or - for the terminal."
+        )
 
 
 def show_timeline(directory: Path, file: str, step: int | None, console: Console) -> None:
-    """Of a step of the run whose directory it is, without one the newest: in the terminal (`-`), or as what the file's ending says."""
+    """Of a step of the run whose directory it is, without one the newest: in the terminal (`-`), or as what
+    the file's ending says."""
     check_ending(file)
     recording = read_recording(directory)
     timeline = recording.timeline(step)
@@ -103,7 +123,9 @@ def show_timeline(directory: Path, file: str, step: int | None, console: Console
         try:
             path.write_text(trace_text(timeline), encoding="utf-8")
         except OSError as error:
-            raise ReportError(f"{path} cannot be written: {error.strerror}. Give a file in a directory that exists.") from None
+            raise ReportError(
+                f"{path} cannot be written: {error.strerror}. Give a file in a directory that exists."
+            ) from None
     else:
         save_picture(timeline, path, recording.plan)
     hint = "; open it in ui.perfetto.dev or chrome://tracing" if path.suffix.lower() == ".json" else ""

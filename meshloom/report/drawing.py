@@ -1,4 +1,5 @@
-"""A timeline in the terminal: a row for each rank, boxes as wide as the actions took, what is idle shaded, idle shares at the right.
+"""A timeline in the terminal: a row for each rank, boxes as wide as the actions took, what is idle shaded,
+idle shares at the right.
 
 rank 0 (dp=0)       ▏F0▏F1·······▏B0   ▏B1      28%   25%   26%
 rank 1 (dp=0,pp=1)  ···▏F0▏B0   ▏F1▏B1          25%   25%   24%
@@ -32,7 +33,8 @@ IDLE_STYLE = "grey50"
 
 
 def print_timeline(timeline: Timeline, console: Console, plan: str = "") -> None:
-    """As wide as the console. It can be read without colour: a box begins with a line and says its kind and microbatch where they fit."""
+    """As wide as the console. It can be read without colour: a box begins with a line and says its kind and
+    microbatch where they fit."""
     ascii_only = console.options.ascii_only
     idle = idle_of(timeline)
     names = [row.name for row in timeline.rows]
@@ -40,7 +42,10 @@ def print_timeline(timeline: Timeline, console: Console, plan: str = "") -> None
     cells = max(MIN_CELLS, console.width - left - len(HEADINGS) * COLUMN - 1)
     second = cells / max(timeline.stop - timeline.start, 1e-12)  # in cells
     _print(console, Text(": ".join(headline(timeline, plan))))
-    _print(console, Text(" " * (left + cells) + "".join(f"{heading:>{COLUMN}}" for heading in HEADINGS), style="bold"))
+    _print(
+        console,
+        Text(" " * (left + cells) + "".join(f"{heading:>{COLUMN}}" for heading in HEADINGS), style="bold"),
+    )
     for row, name, share in zip(timeline.rows, names, idle, strict=True):
         line = Text(f"{name:{left}}")
         line.append_text(_cells(timeline, row, cells, second, ascii_only))
@@ -56,7 +61,9 @@ def headline(timeline: Timeline, plan: str = "") -> tuple[str, str]:
     """What is drawn, and what it came to."""
     schedule = timeline.schedule
     what = f"step {timeline.step}" if timeline.step else "on paper"
-    error = f"; clocks within {duration(timeline.clock_error_seconds)}" if timeline.clock_error_seconds else ""
+    error = (
+        f"; clocks within {duration(timeline.clock_error_seconds)}" if timeline.clock_error_seconds else ""
+    )
     return (
         f"{what}{f' of {plan}' if plan else ''}",
         f"{schedule.name}, {how_many(schedule.num_stages, 'stage')} on {how_many(schedule.num_ranks, 'rank')}, "
@@ -77,7 +84,8 @@ def ticks(seconds: float, most: int) -> list[float]:
 
 
 def _cells(timeline: Timeline, row: TimelineRow, cells: int, second: float, ascii_only: bool) -> Text:
-    """The row itself. Ends of boxes are rounded to whole cells, so that boxes that meet in time meet in the drawing."""
+    """The row itself. Ends of boxes are rounded to whole cells, so that boxes that meet in time meet in the
+    drawing."""
     edge, shade = ("|", ".") if ascii_only else ("▏", "·")
     window = [_place(at, timeline, cells, second) for at in timeline.windows[row.place.dp, row.place.tp]]
     letters = [shade if window[0] <= cell < window[1] else " " for cell in range(cells)]

@@ -1,4 +1,5 @@
-"""What a machine does, as tables: operators by kind and size, collectives by ranks; and which all-reduce is the fastest there."""
+"""What a machine does, as tables: operators by kind and size, collectives by ranks; and which all-reduce is
+the fastest there."""
 
 from __future__ import annotations
 
@@ -14,11 +15,18 @@ from meshloom.report.terminal import short
 
 
 def print_machine(machine: Machine, console: Console) -> None:
-    """Two tables: seconds per operator at the smallest and the rate at the largest size measured; latency and rate per collective."""
+    """Two tables: seconds per operator at the smallest and the rate at the largest size measured; latency and
+    rate per collective."""
     num_gib = f"{machine.memory_bytes / 2**30:.0f} GiB"
-    threads = f", {machine.threads} thread{'s' * (machine.threads > 1)} a rank" if machine.device == "cpu" else ""
+    threads = (
+        f", {machine.threads} thread{'s' * (machine.threads > 1)} a rank" if machine.device == "cpu" else ""
+    )
     num_cores = f"{machine.cores} core{'s' * (machine.cores > 1)}"
-    what = f"{machine.model}, {num_cores}{threads}" if machine.device == "cpu" else f"{machine.devices} x {machine.model}"
+    what = (
+        f"{machine.model}, {num_cores}{threads}"
+        if machine.device == "cpu"
+        else f"{machine.devices} x {machine.model}"
+    )
     _line(console, f"{machine.name}: {what}, {num_gib}, measured {age(time.time() - machine.measured_at)}")
     table = Table(box=None, pad_edge=False)
     table.add_column("operator", no_wrap=True)
@@ -32,25 +40,38 @@ def print_machine(machine: Machine, console: Console) -> None:
                 forward.kind, forward.dtype, duration(forward.points[0][1]), _rate(forward), duration(backward.points[0][1]), _rate(backward),
                 f"{max(forward.spread, backward.spread):.0%}",
             )  # fmt: skip
-    table.add_row("call", "", duration(machine.call_seconds), "", duration(machine.backward_call_seconds), "", "")
+    table.add_row(
+        "call", "", duration(machine.call_seconds), "", duration(machine.backward_call_seconds), "", ""
+    )
     console.print(table)
     if not machine.links:
         _line(console, "collectives: not measured, there was one rank")
         return
-    _line(console, f"\ncollectives over {machine.transport}, in a group of some of the ranks that run; residual: of the line, latency + bytes / rate")
+    _line(
+        console,
+        f"\ncollectives over {machine.transport}, in a group of some of the ranks that run; residual: of the line, latency + bytes / rate",
+    )
     table = Table("collective", box=None, pad_edge=False)
     for heading in ("ranks", "of", "latency", "rate", "residual"):
         table.add_column(heading, justify="right")
     table.add_column("")
     for link in machine.links:
-        remark = ", ".join(["between hosts"] * (link.place == "between") + ["in place"] * link.in_place + [link.algorithm] * bool(link.algorithm))
+        remark = ", ".join(
+            ["between hosts"] * (link.place == "between")
+            + ["in place"] * link.in_place
+            + [link.algorithm] * bool(link.algorithm)
+        )
         table.add_row(
             link.collective, str(link.ranks), str(link.among or link.ranks), duration(link.latency_seconds), f"{short(link.bytes_per_second)}B/s",
             f"{link.residual:.0%}", remark,
         )  # fmt: skip
     console.print(table)
     _line(console, "")
-    how = "measured" if any(link.algorithm for link in machine.links) else "measured; others: formulas, from the measured send"
+    how = (
+        "measured"
+        if any(link.algorithm for link in machine.links)
+        else "measured; others: formulas, from the measured send"
+    )
     _line(console, f"The fastest all-reduce (all_reduce: the transport's own; {how}):")
     for each in chosen_algorithms(machine):
         _line(console, f"  {each.choice.reason}")
@@ -74,7 +95,10 @@ def machine_records(machine: Machine) -> list[dict[str, Any]]:
     operators = [{"event": "operator", **vars(each), "unit": _unit(each)} for each in machine.operations]
     links = [{"event": "link", **vars(each)} for each in machine.links]
     crowds = [{"event": "crowd", **vars(each)} for each in machine.crowds]
-    chosen = [{"event": "all_reduce", "ranks": each.ranks, "bytes": each.num_bytes, **vars(each.choice)} for each in chosen_algorithms(machine)]
+    chosen = [
+        {"event": "all_reduce", "ranks": each.ranks, "bytes": each.num_bytes, **vars(each.choice)}
+        for each in chosen_algorithms(machine)
+    ]
     return [{"event": "machine", **about}, *operators, *links, *crowds, *chosen]
 
 

@@ -1,4 +1,5 @@
-"""A timeline as a picture, SVG or PNG: a row for each rank, boxes as wide as the actions took, what is idle shaded, idle shares at the right."""
+"""A timeline as a picture, SVG or PNG: a row for each rank, boxes as wide as the actions took, what is idle
+shaded, idle shares at the right."""
 
 from __future__ import annotations
 
@@ -10,8 +11,16 @@ from meshloom.pipeline.schedules.spans import ACTION_KINDS, Span, SpanKind
 from meshloom.report.drawing import EXPLANATION, WORDS, headline, ticks, time_unit
 from meshloom.telemetry.timeline import Timeline, TimelineRow, idle_of
 
-# Okabe and Ito's colours, which can be told apart by people who are colour-blind, made lighter so that black labels can be read.
-COLOURS: dict[SpanKind, str] = {"F": "#8fc7ea", "B": "#f2b766", "I": "#f5e27a", "W": "#7fcbb0", "exchange": "#d9a5c3", "update": "#bdbdbd"}
+# Okabe and Ito's colours, which can be told apart by people who are colour-blind, made lighter so that black
+# labels can be read.
+COLOURS: dict[SpanKind, str] = {
+    "F": "#8fc7ea",
+    "B": "#f2b766",
+    "I": "#f5e27a",
+    "W": "#7fcbb0",
+    "exchange": "#d9a5c3",
+    "update": "#bdbdbd",
+}
 IDLE_COLOUR = "#ededed"
 INCHES = 14.0  # across
 RIGHT_INCHES = 2.7  # for idle shares
@@ -27,18 +36,26 @@ LIGHTER = 0.45  # how much of the way to white the last of a rank's stages is
 
 
 def save_picture(timeline: Timeline, path: Path, plan: str = "") -> None:
-    """Draw it into a file; its ending says how: .svg or .png. Raises `ReportError` when matplotlib is missing or the file cannot be written."""
+    """Draw it into a file; its ending says how: .svg or .png. Raises `ReportError` when matplotlib is missing
+    or the file cannot be written."""
     try:
         import matplotlib as mpl
     except ImportError:
-        raise ReportError("A picture is drawn with matplotlib, which is not installed: pip install matplotlib.") from None
-    with mpl.rc_context({"font.family": "DejaVu Sans", "svg.hashsalt": "timeline"}):  # the same timeline gives the same file
+        raise ReportError(
+            "A picture is drawn with matplotlib, which is not installed: pip install matplotlib."
+        ) from None
+    # the same timeline gives the same file
+    with mpl.rc_context({"font.family": "DejaVu Sans", "svg.hashsalt": "timeline"}):
         figure = draw(timeline, plan)
         kind = path.suffix[1:].lower()
         try:
-            figure.savefig(path, format=kind, dpi=DOTS_PER_INCH, metadata={"Date": None} if kind == "svg" else {})
+            figure.savefig(
+                path, format=kind, dpi=DOTS_PER_INCH, metadata={"Date": None} if kind == "svg" else {}
+            )
         except OSError as error:
-            raise ReportError(f"{path} cannot be written: {error.strerror}. Give a file in a directory that exists.") from None
+            raise ReportError(
+                f"{path} cannot be written: {error.strerror}. Give a file in a directory that exists."
+            ) from None
 
 
 def draw(timeline: Timeline, plan: str = "") -> Any:
@@ -46,10 +63,16 @@ def draw(timeline: Timeline, plan: str = "") -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    left, right, (above, below) = 0.4 + LETTER_INCHES * max(len(row.name) for row in timeline.rows), RIGHT_INCHES, AROUND_INCHES
+    left, right, (above, below) = (
+        0.4 + LETTER_INCHES * max(len(row.name) for row in timeline.rows),
+        RIGHT_INCHES,
+        AROUND_INCHES,
+    )
     height = above + below + ROW_INCHES * len(timeline.rows)
     figure = Figure(figsize=(INCHES, height), dpi=DOTS_PER_INCH)
-    axes = figure.add_axes((left / INCHES, below / height, (INCHES - left - right) / INCHES, 1 - (above + below) / height))
+    axes = figure.add_axes(
+        (left / INCHES, below / height, (INCHES - left - right) / INCHES, 1 - (above + below) / height)
+    )
     length = timeline.stop - timeline.start
     axes.set_xlim(0.0, length * 1.002)  # the last box has a border too
     axes.set_ylim(len(timeline.rows) - 0.5, -0.5)
@@ -64,15 +87,35 @@ def draw(timeline: Timeline, plan: str = "") -> Any:
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    title = [line if len(line) <= TITLE_LETTERS else f"{line[: TITLE_LETTERS - 3]}..." for line in headline(timeline, plan)]
+    title = [
+        line if len(line) <= TITLE_LETTERS else f"{line[: TITLE_LETTERS - 3]}..."
+        for line in headline(timeline, plan)
+    ]
     figure.text(0.25 / INCHES, 1 - 0.15 / height, "\n".join(title), fontsize=10, va="top", linespacing=1.4)
     _write_idle(axes, timeline, INCHES - left - right)
     kinds = {span.kind for row in timeline.rows for span in row.spans}
-    patches = [Patch(facecolor=COLOURS[kind], edgecolor="black", linewidth=0.5, label=word) for kind, word in WORDS.items() if kind in kinds]
+    patches = [
+        Patch(facecolor=COLOURS[kind], edgecolor="black", linewidth=0.5, label=word)
+        for kind, word in WORDS.items()
+        if kind in kinds
+    ]
     patches.append(Patch(facecolor=IDLE_COLOUR, label="idle"))
-    figure.legend(handles=patches, loc="lower left", bbox_to_anchor=(left / INCHES, 0.2 / height), ncols=len(patches), frameon=False, fontsize=8.5)
-    lighter = "; lighter: a rank's later stages" if timeline.schedule.num_stages > timeline.schedule.num_ranks else ""
-    figure.text(left / INCHES, 0.08 / height, EXPLANATION + lighter, fontsize=7.5, va="bottom", color="#555555")
+    figure.legend(
+        handles=patches,
+        loc="lower left",
+        bbox_to_anchor=(left / INCHES, 0.2 / height),
+        ncols=len(patches),
+        frameon=False,
+        fontsize=8.5,
+    )
+    lighter = (
+        "; lighter: a rank's later stages"
+        if timeline.schedule.num_stages > timeline.schedule.num_ranks
+        else ""
+    )
+    figure.text(
+        left / INCHES, 0.08 / height, EXPLANATION + lighter, fontsize=7.5, va="bottom", color="#555555"
+    )
     return figure
 
 
@@ -80,26 +123,44 @@ def _draw_row(axes: Any, timeline: Timeline, row: TimelineRow, number: int) -> N
     from matplotlib.patches import Rectangle
 
     low, high = timeline.windows[row.place.dp, row.place.tp]
-    axes.add_patch(Rectangle((low - timeline.start, number - 0.4), high - low, 0.8, facecolor=IDLE_COLOUR, linewidth=0))
+    axes.add_patch(
+        Rectangle((low - timeline.start, number - 0.4), high - low, 0.8, facecolor=IDLE_COLOUR, linewidth=0)
+    )
     stages = timeline.schedule.stages_of(row.place.pp)
     for span in row.spans:
         if span.kind in COLOURS:
-            colour = _lighter(COLOURS[span.kind], stages.index(span.stage) / len(stages) if span.stage in stages else 0.0)
+            colour = _lighter(
+                COLOURS[span.kind], stages.index(span.stage) / len(stages) if span.stage in stages else 0.0
+            )
             place = (span.start - timeline.start, number - 0.4)
-            axes.add_patch(Rectangle(place, span.seconds, 0.8, facecolor=colour, edgecolor="black", linewidth=0.4))
+            axes.add_patch(
+                Rectangle(place, span.seconds, 0.8, facecolor=colour, edgecolor="black", linewidth=0.4)
+            )
 
 
 def _write_labels(axes: Any, timeline: Timeline) -> None:
-    """One way to write for all boxes of a kind: the longest and largest that fits into most of them. Where it does not fit, nothing is written;
-    if the shortest does not fit into half of them, nothing anywhere."""
+    """One way to write for all boxes of a kind: the longest and largest that fits into most of them. Where it
+    does not fit, nothing is written; if the shortest does not fit into half of them, nothing anywhere."""
     several = timeline.schedule.num_stages > timeline.schedule.num_ranks
     dots = axes.bbox.width / axes.get_xlim()[1]  # of a second
     wide = _Widths(axes)
     for kind in COLOURS:
-        boxes = [(number, span) for number, row in enumerate(timeline.rows) for span in row.spans if span.kind == kind]
-        forms = [*[_full_name] * (several or kind not in ACTION_KINDS), *[_short_name, _number] * (kind in ACTION_KINDS)]
+        boxes = [
+            (number, span)
+            for number, row in enumerate(timeline.rows)
+            for span in row.spans
+            if span.kind == kind
+        ]
+        forms = [
+            *[_full_name] * (several or kind not in ACTION_KINDS),
+            *[_short_name, _number] * (kind in ACTION_KINDS),
+        ]
         for form, points in ((form, points) for form in forms for points in LABEL_POINTS):
-            fitting = [(number, span) for number, span in boxes if wide.of(form(span), points) <= span.seconds * dots - SPACE_DOTS]
+            fitting = [
+                (number, span)
+                for number, span in boxes
+                if wide.of(form(span), points) <= span.seconds * dots - SPACE_DOTS
+            ]
             least = HALF if (form, points) == (forms[-1], LABEL_POINTS[-1]) else MOST
             if len(fitting) >= least * len(boxes):
                 for number, span in fitting:
@@ -139,10 +200,27 @@ def _write_idle(axes: Any, timeline: Timeline, width_inches: float) -> None:
     """Three columns at the right of the rows."""
     columns = [1 + inches / width_inches for inches in (0.75, 1.6, 2.45)]
     for place, heading in zip(columns, ("idle", "formula", "own"), strict=True):
-        axes.text(place, -0.62, heading, transform=axes.get_yaxis_transform(), ha="right", va="bottom", fontsize=8.5, fontweight="bold")
+        axes.text(
+            place,
+            -0.62,
+            heading,
+            transform=axes.get_yaxis_transform(),
+            ha="right",
+            va="bottom",
+            fontsize=8.5,
+            fontweight="bold",
+        )
     for number, idle in enumerate(idle_of(timeline)):
         for place, value in zip(columns, (idle.measured, idle.formula, idle.own_seconds), strict=True):
-            axes.text(place, number, f"{value:.1%}", transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=8.5)
+            axes.text(
+                place,
+                number,
+                f"{value:.1%}",
+                transform=axes.get_yaxis_transform(),
+                ha="right",
+                va="center",
+                fontsize=8.5,
+            )
 
 
 def _lighter(colour: str, share: float) -> str:

@@ -21,7 +21,8 @@ from meshloom.telemetry.summary import Summary
 
 
 class Records:
-    """JSON lines, one per event, or nothing. The file is opened by the first line, so only the process that reports makes it."""
+    """JSON lines, one per event, or nothing. The file is opened by the first line, so only the process that
+    reports makes it."""
 
     def __init__(self, path: str | None, stack: ExitStack) -> None:
         self._path = path
@@ -47,7 +48,9 @@ class Records:
             ) from None
 
 
-def announce_start(job: Job, plan: Plan, model: nn.Module, parameters: int, steps: int, step: int, terminal: Terminal) -> None:
+def announce_start(
+    job: Job, plan: Plan, model: nn.Module, parameters: int, steps: int, step: int, terminal: Terminal
+) -> None:
     """A line for a person. step: from which it goes on."""
     per_replica = f"{how_many(plan.dp, 'worker' if plan.exchange == 'async' else 'replica')} x {how_many(plan.microbatches, 'chunk')}"
     start = f", from step {step}" if step else ""
@@ -57,7 +60,17 @@ def announce_start(job: Job, plan: Plan, model: nn.Module, parameters: int, step
     )
 
 
-def record_start(job: Job, plan: Plan, devices: str, why: str, model: nn.Module, parameters: int, steps: int, step: int, records: Records) -> None:
+def record_start(
+    job: Job,
+    plan: Plan,
+    devices: str,
+    why: str,
+    model: nn.Module,
+    parameters: int,
+    steps: int,
+    step: int,
+    records: Records,
+) -> None:
     """The same for a program, and where it runs. devices, why: of the world."""
     records.write(
         "start", plan=str(plan), devices=devices, why=why, model=type(model).__name__, parameters=parameters,
@@ -78,7 +91,9 @@ def listener_for(terminal: Terminal, records: Records) -> Listener:
 
 def tell_summary(summary: Summary, terminal: Terminal, records: Records) -> None:
     """What a run came to, for both."""
-    terminal.event(f"{how_many(summary.steps, 'step')} in {summary.seconds:.1f} s: loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}")
+    terminal.event(
+        f"{how_many(summary.steps, 'step')} in {summary.seconds:.1f} s: loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}"
+    )
     terminal.bytes_table(summary.predicted, summary.counted)
     terminal.time_line(summary.shares)
     records.write(
@@ -89,7 +104,11 @@ def tell_summary(summary: Summary, terminal: Terminal, records: Records) -> None
 
 
 def _progress(progress: Progress, terminal: Terminal, records: Records) -> None:
-    shown = {key: value for key, value in asdict(progress).items() if key not in ("gradient_norm", "learning_rates")}
+    shown = {
+        key: value
+        for key, value in asdict(progress).items()
+        if key not in ("gradient_norm", "learning_rates")
+    }
     terminal.step(progress_text(**shown), last=progress.step == progress.steps)
     records.write("step", **asdict(progress))
 

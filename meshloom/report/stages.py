@@ -18,7 +18,20 @@ from meshloom.tensor_parallel.search.saved_for_backward import HELD_COPIES
 def lines_of(found: StagePlan) -> list[str]:
     """A row for every stage, the balance, memory, what is sent, the step, and what would be better."""
     plan, stages, simulated = found.plan, found.choice.stages, found.simulated
-    rows = [["stage", "rank", "modules", "forward", "backward", "parameters", "activations", "in flight", "sends", "gets back"]]
+    rows = [
+        [
+            "stage",
+            "rank",
+            "modules",
+            "forward",
+            "backward",
+            "parameters",
+            "activations",
+            "in flight",
+            "sends",
+            "gets back",
+        ]
+    ]
     for number, each in enumerate(stages):
         modules = each.module if each.module == each.last_module else f"{each.module} .. {each.last_module}"
         rows.append(
@@ -30,7 +43,9 @@ def lines_of(found: StagePlan) -> list[str]:
     slowest = max(range(len(stages)), key=lambda number: stages[number].seconds)
     fullest = max(range(plan.pp), key=lambda rank: found.choice.rank_bytes[rank])
     shares = ", ".join(f"{share:.0%}" for share in simulated.idle_shares)
-    over_tp = f"; numbers are of whole stages, before they are divided over tp={plan.tp}" if plan.tp > 1 else ""
+    over_tp = (
+        f"; numbers are of whole stages, before they are divided over tp={plan.tp}" if plan.tp > 1 else ""
+    )
     return [
         f"{len(stages)} stages on pp={plan.pp} ranks, {plan.schedule}, {_microbatches(found.sizes)}; seconds: {found.source}{over_tp}",
         *_aligned(rows, words=2),
@@ -46,19 +61,37 @@ def lines_of(found: StagePlan) -> list[str]:
 
 def lines_of_ranks(shares: Sequence[RankShare]) -> list[str]:
     """What each rank along pp holds and sends, a row each; of those along dp and tp the first."""
-    rows = [["rank along pp", "parameters", "gradients", "optimizer", "buffers", "activations", "memory", "sent along dp", "pp", "tp"]]
+    rows = [
+        [
+            "rank along pp",
+            "parameters",
+            "gradients",
+            "optimizer",
+            "buffers",
+            "activations",
+            "memory",
+            "sent along dp",
+            "pp",
+            "tp",
+        ]
+    ]
     for each in shares:
         held, sent = each.held, [each.num_bytes.get(axis, 0) for axis in AXES]
         sizes = [held.parameters, held.gradients, held.optimizer, held.buffers, held.kept, held.total, *sent]
         rows.append([str(each.pp), *map(size, sizes)])
-    return ["what a rank holds, without temporaries and the batch, and hands over in a step:", *_aligned(rows, words=-1)]
+    return [
+        "what a rank holds, without temporaries and the batch, and hands over in a step:",
+        *_aligned(rows, words=-1),
+    ]
 
 
 def stages_record(found: StagePlan) -> dict[str, Any]:
     """The same as plain numbers."""
     stages = [
         {"stage": number, "rank": rank, "in_flight": count, **asdict(each)}
-        for number, (rank, count, each) in enumerate(zip(found.schedule.ranks, found.in_flight, found.choice.stages, strict=True))
+        for number, (rank, count, each) in enumerate(
+            zip(found.schedule.ranks, found.in_flight, found.choice.stages, strict=True)
+        )
     ]
     return {
         "plan": str(found.plan), "sizes": found.sizes, "source": found.source, "stages": stages, "imbalance": found.choice.imbalance,
@@ -71,7 +104,9 @@ def stages_record(found: StagePlan) -> dict[str, Any]:
 def _offer(each: Better, found: StagePlan) -> str:
     now, most = found.simulated, max(found.choice.rank_bytes)
     unknown = (
-        "" if found.measured or not each.setting.startswith("microbatches") else " (default rates know nothing of what small operators take at least)"
+        ""
+        if found.measured or not each.setting.startswith("microbatches")
+        else " (default rates know nothing of what small operators take at least)"
     )
     return (
         f"{each.setting} would take {duration(each.seconds)} ({each.gain:.0%} less), ranks waiting {each.idle_share:.1%} instead of {now.idle_share:.1%}, "
@@ -80,7 +115,10 @@ def _offer(each: Better, found: StagePlan) -> str:
 
 
 def _sent(found: StagePlan) -> list[str]:
-    return [f"stage {each.source} -> {each.destination} {size(each.forward_bytes)}, back {size(each.backward_bytes)}" for each in found.traffic]
+    return [
+        f"stage {each.source} -> {each.destination} {size(each.forward_bytes)}, back {size(each.backward_bytes)}"
+        for each in found.traffic
+    ]
 
 
 def _microbatches(sizes: Sequence[int]) -> str:
@@ -97,7 +135,10 @@ def _aligned(rows: Sequence[Sequence[str]], *, words: int) -> list[str]:
     """Numbers to the right, and the column of `words` to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = (
-        [cell.ljust(width) if place == words else cell.rjust(width) for place, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        [
+            cell.ljust(width) if place == words else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         for row in rows
     )
     return ["  ".join(row).rstrip() for row in cells]

@@ -15,7 +15,8 @@ SECONDS_BETWEEN_LINES = 2.0
 
 
 class Terminal:
-    """Writes for a person. On a terminal the progress line stays in place; in a log a line is added every few seconds."""
+    """Writes for a person. On a terminal the progress line stays in place; in a log a line is added every few
+    seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -60,7 +61,13 @@ class Terminal:
             kinds = {*predicted.bytes.get(axis, {}), *counted.bytes[axis]}
             for kind in sorted(kinds):
                 expected, seen = predicted.bytes.get(axis, {}).get(kind, 0), counted.bytes[axis].get(kind, 0)
-                table.add_row(axis, kind, f"{expected:,}", f"{seen:,}", f"{seen - expected:+,}" if seen != expected else "none")
+                table.add_row(
+                    axis,
+                    kind,
+                    f"{expected:,}",
+                    f"{seen:,}",
+                    f"{seen - expected:+,}" if seen != expected else "none",
+                )
         self._console.print(table)
 
     def time_line(self, shares: TimeShares) -> None:

@@ -1,1 +1,2 @@
-"""What a run tells as plain values: progress, the summary, timelines, and who listens. `report` turns them into text and pictures."""
+"""What a run tells as plain values: progress, the summary, timelines, and who listens. `report` turns them
+into text and pictures."""

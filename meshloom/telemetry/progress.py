@@ -16,7 +16,8 @@ def _say(text: str) -> None:
 class Progress:
     """How a run stands after a step.
 
-    age: of an asynchronous run, how many updates old the parameters behind the newest gradients were, on average. virtual_seconds: its clock, if virtual.
+    age: of an asynchronous run, how many updates old the parameters behind the newest gradients were, on
+        average. virtual_seconds: its clock, if virtual.
     """
 
     step: int
@@ -36,7 +37,8 @@ class Progress:
 class Listener:
     """Who is told how a run goes; each is called on the process of rank 0 only.
 
-    started: the plan, and which devices it runs on and why. step: after every step. evaluated, saved: step and what came of it.
+    started: the plan, and which devices it runs on and why. step: after every step. evaluated, saved: step
+        and what came of it.
     note: what the user should know, once.
     """
 

@@ -1,4 +1,5 @@
-"""What a run came to: losses, and where its bytes and seconds went, with what the plan's formulas say beside what was counted."""
+"""What a run came to: losses, and where its bytes and seconds went, with what the plan's formulas say beside
+what was counted."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ class Traffic:
     @staticmethod
     def of(counts: Mapping[str, Mapping[str, Count]]) -> Traffic:
         """The bytes in counts of operations by axis and kind."""
-        return Traffic({axis: {name: count.bytes for name, count in kinds.items() if count.bytes} for axis, kinds in counts.items()})
+        return Traffic(
+            {
+                axis: {name: count.bytes for name, count in kinds.items() if count.bytes}
+                for axis, kinds in counts.items()
+            }
+        )
 
     def total(self, axis: str) -> int:
         """Bytes along an axis."""
@@ -27,7 +33,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class TimeShares:
-    """Shares of a rank's time in the steps: computing, moving data between ranks, waiting for slower ranks, reading data."""
+    """Shares of a rank's time in the steps: computing, moving data between ranks, waiting for slower ranks,
+    reading data."""
 
     compute: float
     communication: float
@@ -50,11 +57,20 @@ class Summary:
     checkpoint: Path | None
 
 
-def time_shares(seconds: float, data: float, blocked: float, arrivals: Sequence[Sequence[float]], rank: int, num_steps: int) -> TimeShares:
+def time_shares(
+    seconds: float,
+    data: float,
+    blocked: float,
+    arrivals: Sequence[Sequence[float]],
+    rank: int,
+    num_steps: int,
+) -> TimeShares:
     """Divide `seconds` of `num_steps` steps.
 
-    data: seconds spent reading. blocked: seconds held up in collectives. arrivals: by rank, when it was ready to exchange in each
-    of the newest steps, on clocks that started together. Waiting is how much later the slowest rank was ready, never more
+    data: seconds spent reading. blocked: seconds held up in collectives. arrivals: by rank, when it was ready
+        to exchange in each
+    of the newest steps, on clocks that started together. Waiting is how much later the slowest rank was
+    ready, never more
     than the time held up; the rest of that time is communication.
 
     >>> time_shares(10.0, 0.0, 4.0, [[1.0, 2.0], [2.0, 2.0]], 0, 2)
@@ -65,5 +81,8 @@ def time_shares(seconds: float, data: float, blocked: float, arrivals: Sequence[
     waiting = min(blocked, late)
     total = max(seconds, 1e-9)
     return TimeShares(
-        compute=max(0.0, total - data - blocked) / total, communication=(blocked - waiting) / total, waiting=waiting / total, data=data / total
+        compute=max(0.0, total - data - blocked) / total,
+        communication=(blocked - waiting) / total,
+        waiting=waiting / total,
+        data=data / total,
     )

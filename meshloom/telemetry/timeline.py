@@ -42,9 +42,11 @@ class TimelineRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step of all ranks. Seconds since the first forward of any rank began; what comes before it is negative.
+    """One step of all ranks. Seconds since the first forward of any rank began; what comes before it is
+    negative.
 
-    step: counted from 1; on paper 0. schedule: of each pipeline. A pipeline is the ranks that differ in pp only.
+    step: counted from 1; on paper 0. schedule: of each pipeline. A pipeline is the ranks that differ in pp
+        only.
     clock_error_seconds: by how much the clocks of two ranks may be apart.
     """
 
@@ -58,15 +60,26 @@ class Timeline:
             raise ReportError("A timeline has a row for every rank, and this one has none.")
         for row in self.rows:
             if row.place.pp >= self.schedule.num_ranks:
-                raise ReportError(f"{row.name} has no part in schedule {self.schedule.name} over {self.schedule.num_ranks} ranks.")
+                raise ReportError(
+                    f"{row.name} has no part in schedule {self.schedule.name} over {self.schedule.num_ranks} ranks."
+                )
             done = [span.action for span in row.actions]
             expected = list(self.schedule.actions[row.place.pp])
             if done != expected:
                 place = next(
-                    (number for number, pair in enumerate(zip(done, expected, strict=False)) if pair[0] != pair[1]), min(len(done), len(expected))
+                    (
+                        number
+                        for number, pair in enumerate(zip(done, expected, strict=False))
+                        if pair[0] != pair[1]
+                    ),
+                    min(len(done), len(expected)),
                 )
-                found, due = (str(each[place]) if place < len(each) else "nothing" for each in (done, expected))
-                raise ReportError(f"Action {place} of {row.name} is {found}, and schedule {self.schedule.name} has {due} there.")
+                found, due = (
+                    str(each[place]) if place < len(each) else "nothing" for each in (done, expected)
+                )
+                raise ReportError(
+                    f"Action {place} of {row.name} is {found}, and schedule {self.schedule.name} has {due} there."
+                )
 
     @cached_property
     def windows(self) -> dict[tuple[int, int], tuple[float, float]]:
@@ -93,7 +106,8 @@ class Timeline:
         return max(span.stop for row in self.rows for span in row.spans)
 
     def idle_seconds(self, row: TimelineRow) -> float:
-        """Between the first forward's start and the last backward's end in its pipeline, how long a rank is in no action."""
+        """Between the first forward's start and the last backward's end in its pipeline, how long a rank is
+        in no action."""
         start, stop = self.windows[_pipeline(row)]
         return max(0.0, stop - start - row.busy_seconds)
 
@@ -108,20 +122,36 @@ class Timeline:
             {"rank": row.rank, "place": asdict(row.place), "spans": [[each.kind, each.stage, each.microbatch, each.start, each.stop] for each in row.spans]}
             for row in self.rows
         ]  # fmt: skip
-        return {"step": self.step, "schedule": str(self.schedule), "clock_error_seconds": self.clock_error_seconds, "ranks": ranks}
+        return {
+            "step": self.step,
+            "schedule": str(self.schedule),
+            "clock_error_seconds": self.clock_error_seconds,
+            "ranks": ranks,
+        }
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Timeline:
         """Read what `to_dict` gives. Raises `ReportError` for anything else."""
         try:
             rows = tuple(
-                TimelineRow(rank=each["rank"], place=MeshCoordinates(**each["place"]), spans=tuple(span_from_list(span) for span in each["spans"]))
+                TimelineRow(
+                    rank=each["rank"],
+                    place=MeshCoordinates(**each["place"]),
+                    spans=tuple(span_from_list(span) for span in each["spans"]),
+                )
                 for each in values["ranks"]
             )
             schedule = Schedule.parse(values["schedule"])
-            return Timeline(step=values["step"], schedule=schedule, rows=rows, clock_error_seconds=values["clock_error_seconds"])
+            return Timeline(
+                step=values["step"],
+                schedule=schedule,
+                rows=rows,
+                clock_error_seconds=values["clock_error_seconds"],
+            )
         except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
-            raise ReportError(f"It holds no timeline as meshloom writes it ({type(error).__name__}: {error}).") from None
+            raise ReportError(
+                f"It holds no timeline as meshloom writes it ({type(error).__name__}: {error})."
+            ) from None
 
 
 def span_from_list(values: list[Any]) -> Span:
@@ -130,7 +160,9 @@ def span_from_list(values: list[Any]) -> Span:
     return Span(kind=kind, stage=stage, microbatch=microbatch, start=start, stop=stop)
 
 
-def on_paper(schedule: Schedule, seconds: Callable[[Action], float], transfer_seconds: float = 0.0) -> Timeline:
+def on_paper(
+    schedule: Schedule, seconds: Callable[[Action], float], transfer_seconds: float = 0.0
+) -> Timeline:
     """A step as it is predicted: nothing is executed.
 
     seconds: of an action. transfer_seconds: from one rank to another, for any value.
@@ -148,10 +180,12 @@ class Idle:
     """Of the time from the first forward's start to the last backward's end, the share that a rank is idle.
 
     measured: as the timeline has it.
-    formula: with forwards and halves of backwards of one unit each on all stages, and messages that take no time: (p - 1) / (m + p - 1) for gpipe and 1f1b.
-    own_seconds: the schedule on paper with what each stage's actions took on average, and messages that take no time.
+    formula: with forwards and halves of backwards of one unit each on all stages, and messages that take no
+    time: (p - 1) / (m + p - 1) for gpipe and 1f1b. own_seconds: the schedule on paper with what each stage's
+        actions took on average, and messages that take no time.
 
-    own_seconds - formula is what uneven stages cost (and uneven halves of backwards); measured - own_seconds messages, uneven microbatches, and what else runs.
+    own_seconds - formula is what uneven stages cost (and uneven halves of backwards); measured - own_seconds
+    messages, uneven microbatches, and what else runs.
     """
 
     measured: float
@@ -162,7 +196,10 @@ class Idle:
 def idle_of(timeline: Timeline) -> list[Idle]:
     """[row]."""
     equal = on_paper(timeline.schedule, Durations.alike(timeline.schedule.num_stages).of)
-    own = {pipeline: on_paper(timeline.schedule, _mean_seconds(timeline, pipeline)) for pipeline in timeline.windows}
+    own = {
+        pipeline: on_paper(timeline.schedule, _mean_seconds(timeline, pipeline))
+        for pipeline in timeline.windows
+    }
 
     def share(paper: Timeline, row: TimelineRow) -> float:
         return paper.idle_share(paper.rows[row.place.pp])

@@ -1,6 +1,7 @@
 """Timelines of a run, kept as `timeline.json` in the run's directory, and read again.
 
-Of a run the first few steps and the last one are kept. The first shows what is done once; the last is the one to look at.
+Of a run the first few steps and the last one are kept. The first shows what is done once; the last is the one
+to look at.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ class Recording:
         """Of a step; without one, the newest. Raises `ReportError` when it was not kept."""
         found = [each for each in self.timelines if step in (None, each.step)]
         if not found:
-            raise ReportError(f"There is no timeline of step {step}. There is one of step {_list([each.step for each in self.timelines])}.")
+            raise ReportError(
+                f"There is no timeline of step {step}. There is one of step {_list([each.step for each in self.timelines])}."
+            )
         return found[-1]
 
 
 def is_kept(step: int, steps_before: int, num_steps: int) -> bool:
-    """Whether a step's timeline is kept. step: counted from 1, as progress is. steps_before: done when this run began. num_steps: in all.
+    """Whether a step's timeline is kept. step: counted from 1, as progress is. steps_before: done when this
+    run began. num_steps: in all.
 
     >>> [step for step in range(1, 11) if is_kept(step, 0, 10)], [step for step in range(5, 11) if is_kept(step, 4, 10)]
     ([1, 2, 3, 10], [5, 6, 7, 10])
@@ -47,16 +51,25 @@ def is_kept(step: int, steps_before: int, num_steps: int) -> bool:
 
 
 def write_recording(directory: Path, recording: Recording) -> Path:
-    """Write `timeline.json`, instead of the one that is there. Raises `ReportError` if that is not possible."""
+    """Write `timeline.json`, instead of the one that is there. Raises `ReportError` if that is not
+    possible."""
     path = directory / FILE
-    text = json.dumps({"version": VERSION, "plan": recording.plan, "steps": [each.to_dict() for each in recording.timelines]})
+    text = json.dumps(
+        {
+            "version": VERSION,
+            "plan": recording.plan,
+            "steps": [each.to_dict() for each in recording.timelines],
+        }
+    )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         temporary = directory / f".{FILE}"
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        raise ReportError(f"{path} cannot be written: {error.strerror}. Give an --out directory that can.") from None
+        raise ReportError(
+            f"{path} cannot be written: {error.strerror}. Give an --out directory that can."
+        ) from None
     return path
 
 
@@ -78,7 +91,9 @@ def read_recording(directory: Path) -> Recording:
     except (KeyError, TypeError):
         raise ReportError(f"{path} is no timeline as meshloom writes it. Train again with --out.") from None
     if version != VERSION:
-        raise ReportError(f"{path} has version {version} of the format, and this meshloom reads version {VERSION}. Train again with --out.")
+        raise ReportError(
+            f"{path} has version {version} of the format, and this meshloom reads version {VERSION}. Train again with --out."
+        )
     try:
         return Recording(plan=plan, timelines=tuple(Timeline.from_dict(each) for each in steps))
     except ReportError as error:
@@ -90,4 +105,6 @@ def _list(steps: Sequence[int]) -> str:
     >>> _list([1, 2, 9]), _list([4])
     ('1, 2 and 9', '4')
     """
-    return " and ".join([", ".join(map(str, steps[:-1])), str(steps[-1])]) if len(steps) > 1 else str(steps[0])
+    return (
+        " and ".join([", ".join(map(str, steps[:-1])), str(steps[-1])]) if len(steps) > 1 else str(steps[0])
+    )

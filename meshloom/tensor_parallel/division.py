@@ -1,6 +1,7 @@
 """Programs of a job's loss divided over the ranks of one axis, with the same parts of the parameters in all.
 
-The first program decides who holds what; later ones are divided so that it stays. One rank chooses and tells the others.
+The first program decides who holds what; later ones are divided so that it stays. One rank chooses and tells
+the others.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from meshloom.tensor_parallel.stored_division import divided_before
 class Division:
     """How programs are divided over the ranks of `group`, which talk in it as they compute.
 
-    rules: the job's own, as text. placements: as for `choose`. memory_bytes: what a rank may hold, of which there are `num_stages` along pp.
-    rates: default is what was measured on the machine of the rank that chooses, else `default_rates`.
+    rules: the job's own, as text. placements: as for `choose`. memory_bytes: what a rank may hold, of which
+    there are `num_stages` along pp. rates: default is what was measured on the machine of the rank that
+    chooses, else `default_rates`.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class Division:
         """Who holds what of every parameter and buffer."""
         return {**self.first.parameters, **self.first.buffers}
 
-    def part(self, program: Program, group: Group, priced: Program | None = None) -> Steps[tuple[Program, Mapping[str, RoutedRows]]]:
+    def part(
+        self, program: Program, group: Group, priced: Program | None = None
+    ) -> Steps[tuple[Program, Mapping[str, RoutedRows]]]:
         """This rank's part of `program`, and values in it whose rows data sends here.
 
         All ranks of `group` call it, of which the first chooses: the world, or those of a replica.
@@ -96,33 +100,55 @@ class Division:
             rates, stored = self.rates, self._stored if held is None and priced is None else None
 
             def choose_here() -> DivisionChoice:
-                return choose(weighed, self._group.size, rates, held=held, placements=self._placements, memory_bytes=limit)
+                return choose(
+                    weighed,
+                    self._group.size,
+                    rates,
+                    held=held,
+                    placements=self._placements,
+                    memory_bytes=limit,
+                )
 
             try:
                 return divided_before(
-                    stored, weighed, self._group.size, rates, choose_here, rules=self._rules_given, placements=self._placements, memory_bytes=limit
+                    stored,
+                    weighed,
+                    self._group.size,
+                    rates,
+                    choose_here,
+                    rules=self._rules_given,
+                    placements=self._placements,
+                    memory_bytes=limit,
                 )
             except PlanError as error:
                 if limit is None or self._num_stages == 1:
                     raise
-                raise PlanError(f"{error} The limit is that of {self._num_stages} ranks along pp together; more of them help, too.") from None
+                raise PlanError(
+                    f"{error} The limit is that of {self._num_stages} ranks along pp together; more of them help, too."
+                ) from None
 
         def chosen() -> DivisionChoice:
             choice = cheapest()
             if priced is None:
                 return choice
             there = choice_in(layout, choice, held=held, placements=self._placements)
-            if there is None:  # a cast has fewer ways to be computed than one that changes nothing: so only parameters are held as in training
+            # a cast has fewer ways to be computed than one that changes nothing: so only parameters are held
+            # as in training
+            if there is None:
                 other = choose(layout, self._group.size, self.rates, held=partition(choice).held)
                 there = choice_in(layout, other, held=held, placements=self._placements)
-            return there or choose(layout, self._group.size, self.rates, held=held, placements=self._placements)
+            return there or choose(
+                layout, self._group.size, self.rates, held=held, placements=self._placements
+            )
 
         mine = self._as_before(layout, held)
         if mine is None:
             with self._timings.of("choosing a division"):
                 choice = yield from on_first(group, chosen, CaptureError)
             numbers: list[int] = yield from share(group, numbers_of_choice(choice) if choice else None)
-            mine = choice or choice_of_numbers(layout, self._group.size, numbers, held=held, placements=self._placements)
+            mine = choice or choice_of_numbers(
+                layout, self._group.size, numbers, held=held, placements=self._placements
+            )
             self._choices.append(mine)
         with self._timings.of("dividing"):
             divided = partition(mine)
@@ -131,7 +157,9 @@ class Division:
             digest = digest_of_choice(mine)
         hashes = yield from collect(group, (digest, names))
         if any(each != hashes[0] for each in hashes):
-            raise CaptureError("Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks.")
+            raise CaptureError(
+                "Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks."
+            )
         self._first = self._first or divided
         return own.program, own.routed
 
@@ -140,4 +168,6 @@ class Division:
         if held is None:
             return None
         known = (each for each in self._choices if alike(each.layout.program, layout.program))
-        return next((made for each in known if (made := choice_resized(layout, each, held=held)) is not None), None)
+        return next(
+            (made for each in known if (made := choice_resized(layout, each, held=held)) is not None), None
+        )

@@ -1,4 +1,5 @@
-"""An account of a choice, for people: how every module is divided, what it sends, and what stayed whole and why."""
+"""An account of a choice, for people: how every module is divided, what it sends, and what stayed whole and
+why."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from meshloom.tensor_parallel.sent_bytes import Sent, bytes_per_step, sent_at_th
 class ModuleRow:
     """A module, or several alike. path: like `blocks.0-5.up`; '' is the model itself or the loss.
 
-    placements: its parameters' own names -> `column`, `row`, `vocabulary`, `experts`, `dim2`, or `whole`. sent: what one of them sends in a chunk, by
-    (collective, backward): calls and bytes that rank 0 hands in.
+    placements: its parameters' own names -> `column`, `row`, `vocabulary`, `experts`, `dim2`, or `whole`.
+    sent: what one of them sends in a chunk, by (collective, backward): calls and bytes that rank 0 hands in.
     """
 
     path: str
@@ -36,7 +37,8 @@ class ModuleRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """What every rank holds or computes all of. what: a parameter or an operator, with its module. share: of all parameters, or of all FLOPs."""
+    """What every rank holds or computes all of. what: a parameter or an operator, with its module. share: of
+    all parameters, or of all FLOPs."""
 
     what: str
     why: str
@@ -46,9 +48,11 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class DivisionAccount:
-    """parameters_divided, flops_divided: shares of all elements, and of all FLOPs forward and backward. work: the busiest rank's share of the FLOPs.
+    """parameters_divided, flops_divided: shares of all elements, and of all FLOPs forward and backward. work:
+    the busiest rank's share of the FLOPs.
 
-    num_bytes: bytes that rank 0 hands in during a step, by kind of collective. rates: where those are from that it was chosen with.
+    num_bytes: bytes that rank 0 hands in during a step, by kind of collective. rates: where those are from
+        that it was chosen with.
     """
 
     num_ranks: int
@@ -64,7 +68,8 @@ class DivisionAccount:
 def account_of(
     part: Partition, costs: Mapping[str, Cost], *, num_chunks: int = 1, placements: Mapping[str, str] | None = None, rates: str = ""
 ) -> DivisionAccount:  # fmt: skip
-    """What was chosen for a program, and what a step of `num_chunks` chunks sends. placements: those that the plan asked for."""
+    """What was chosen for a program, and what a step of `num_chunks` chunks sends. placements: those that the
+    plan asked for."""
     choice = part.choice
     program = choice.layout.program
     teller = _Teller(choice, placements or {})
@@ -75,9 +80,12 @@ def account_of(
     return DivisionAccount(
         num_ranks=choice.num_ranks,
         rows=_merged(list(_rows(part, teller))),
-        whole=_gathered([*teller.whole_parameters(sizes, divided), *teller.whole_operators(flops, all_flops)]),
+        whole=_gathered(
+            [*teller.whole_parameters(sizes, divided), *teller.whole_operators(flops, all_flops)]
+        ),
         parameters_divided=sum(sizes[name] for name in divided) / (sum(sizes.values()) or 1),
-        flops_divided=sum(count for name, count in flops.items() if choice.strategies[name].work < 1) / all_flops,
+        flops_divided=sum(count for name, count in flops.items() if choice.strategies[name].work < 1)
+        / all_flops,
         work=sum(count * choice.strategies[name].work for name, count in flops.items()) / all_flops,
         num_bytes=bytes_per_step(part, num_chunks=num_chunks),
         rates=rates,
@@ -97,7 +105,10 @@ def text_of(account: DivisionAccount) -> str:
         for row in account.rows
     ]
     widths = [max(len(line[column]) for line in table) for column in range(4)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    ]
     lines += [
         f"tp={account.num_ranks} divides {account.parameters_divided:.1%} of the parameters and {account.flops_divided:.1%} of the FLOPs; "
         f"a rank computes {account.work:.1%} of all FLOPs."
@@ -105,7 +116,10 @@ def text_of(account: DivisionAccount) -> str:
     sent = ", ".join(f"{name} {amount(size)}" for name, size in account.num_bytes.items())
     lines += [f"Sent by a rank per step: {sent}." if sent else "Nothing is sent."]
     lines += [f"Rates: {account.rates}."] if account.rates else []
-    lines += [f"Whole: {each.what}{f' x{each.times}' if each.times > 1 else ''} ({each.share:.1%}): {each.why}." for each in account.whole]
+    lines += [
+        f"Whole: {each.what}{f' x{each.times}' if each.times > 1 else ''} ({each.share:.1%}): {each.why}."
+        for each in account.whole
+    ]
     return "\n".join(lines)
 
 
@@ -151,13 +165,24 @@ class _Teller:
         for node in self._choice.layout.program.nodes:
             if flops[node.name] and self._choice.strategies[node.name].work == 1:
                 where = f"{node.operator} in {node.path}" if node.path else node.operator
-                yield Whole(what=where, why=f"{self._why_computed(node)} ({_line(node)})", share=flops[node.name] / total)
+                yield Whole(
+                    what=where,
+                    why=f"{self._why_computed(node)} ({_line(node)})",
+                    share=flops[node.name] / total,
+                )
 
     def _why_held(self, variable: Variable) -> str:
         axes = self._choice.layout.values[variable.value][0]
         numbers = [number for axis in axes for number in sorted(self._choice.numbers.leaves(axis))]
         options = dict.fromkeys(cut for number in numbers for cut in self._cuts.get(number, []))
-        pattern = next((each for each in self._placements if any(is_meant(name, each) for name in (variable.name, *variable.aliases))), None)
+        pattern = next(
+            (
+                each
+                for each in self._placements
+                if any(is_meant(name, each) for name in (variable.name, *variable.aliases))
+            ),
+            None,
+        )
         if pattern is not None:
             return f"the plan wants it so (tp_placements={pattern}:{self._placements[pattern]})"
         if variable.value not in self._uses.users:
@@ -216,13 +241,19 @@ def _merged(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
     groups: dict[tuple[str, str, object], list[int]] = {}
     for row in rows:
         before, number, after = _block(row.path)
-        groups.setdefault((before, after, (row.placements, row.sent, number is None)), []).append(number if number is not None else -1)
+        groups.setdefault((before, after, (row.placements, row.sent, number is None)), []).append(
+            number if number is not None else -1
+        )
     found: list[ModuleRow] = []
     for row in rows:
         before, number, after = _block(row.path)
         numbers = groups.pop((before, after, (row.placements, row.sent, number is None)), None)
         if numbers is not None:
-            path = row.path if number is None else ".".join(part for part in (before, _ranges(numbers), after) if part)
+            path = (
+                row.path
+                if number is None
+                else ".".join(part for part in (before, _ranges(numbers), after) if part)
+            )
             found.append(replace(row, path=path, times=len(numbers)))
     return tuple(found)
 
@@ -236,8 +267,16 @@ def _gathered(all_whole: Sequence[Whole]) -> tuple[Whole, ...]:
     found: list[Whole] = []
     for (before, after, _), members in groups.items():
         numbers = [number for number, _ in members if number is not None]
-        what = ".".join(part for part in (before, _ranges(numbers), after) if part) if numbers else members[0][1].what
-        found.append(replace(members[0][1], what=what, times=len(members), share=sum(each.share for _, each in members)))
+        what = (
+            ".".join(part for part in (before, _ranges(numbers), after) if part)
+            if numbers
+            else members[0][1].what
+        )
+        found.append(
+            replace(
+                members[0][1], what=what, times=len(members), share=sum(each.share for _, each in members)
+            )
+        )
     return tuple(sorted(found, key=lambda each: -each.share))
 
 
@@ -249,7 +288,11 @@ def _block(path: str) -> tuple[str, int | None, str]:
     """
     parts = path.split(".")
     place = next((place for place, part in enumerate(parts) if part.isdigit()), None)
-    return (path, None, "") if place is None else (".".join(parts[:place]), int(parts[place]), ".".join(parts[place + 1 :]))
+    return (
+        (path, None, "")
+        if place is None
+        else (".".join(parts[:place]), int(parts[place]), ".".join(parts[place + 1 :]))
+    )
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -268,8 +311,18 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _calls(row: ModuleRow, *, backward: bool) -> str:
-    return ", ".join(f"{calls} {name} {amount(num_bytes)}" for (name, way), (calls, num_bytes) in row.sent if way == backward)
+    return ", ".join(
+        f"{calls} {name} {amount(num_bytes)}"
+        for (name, way), (calls, num_bytes) in row.sent
+        if way == backward
+    )
 
 
 def _line(node: Node) -> str:
-    return f"at {node.line}: {node.line.text}" if node.line and node.line.text else f"at {node.line}" if node.line else "at no line of yours"
+    return (
+        f"at {node.line}: {node.line.text}"
+        if node.line and node.line.text
+        else f"at {node.line}"
+        if node.line
+        else "at no line of yours"
+    )

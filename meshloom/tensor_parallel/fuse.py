@@ -1,4 +1,5 @@
-"""Puts linear layers, or convolutions, together with the change of placement of their input, where all of its users are such layers."""
+"""Puts linear layers, or convolutions, together with the change of placement of their input, where all of its
+users are such layers."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ aten = torch.ops.aten
 
 
 def with_gathered_layers(nodes: Sequence[Node], kept: frozenset[str]) -> tuple[Node, ...]:
-    """The same nodes with `GatheredLinears` and `GatheredConvolutions` in them. kept: values that are read from outside.
+    """The same nodes with `GatheredLinears` and `GatheredConvolutions` in them. kept: values that are read
+    from outside.
 
-    The layers of one input are computed where the first of them was, so what they use has to be there by then.
+    The layers of one input are computed where the first of them was, so what they use has to be there by
+    then.
     """
     users: dict[str, list[Node]] = {}
     place = {node.name: number for number, node in enumerate(nodes)}
@@ -32,14 +35,21 @@ def with_gathered_layers(nodes: Sequence[Node], kept: frozenset[str]) -> tuple[N
     changes: dict[str, Node] = {}
     for node in nodes:
         layers = users.get(node.name, [])
-        if not (_replicates(node) and layers and node.name not in kept and (_are_linear(layers, node) or _are_convolutions(layers, node))):
+        if not (
+            _replicates(node)
+            and layers
+            and node.name not in kept
+            and (_are_linear(layers, node) or _are_convolutions(layers, node))
+        ):
             continue
         first = place[layers[0].name]
         if all(place.get(ref.name, -1) < first for layer in layers for ref in layer.operands()):
             groups[layers[0].name] = layers
             changes[layers[0].name] = node
     gone = {change.name for change in changes.values()}
-    picked = {layer.name: (first, number) for first, layers in groups.items() for number, layer in enumerate(layers)}
+    picked = {
+        layer.name: (first, number) for first, layers in groups.items() for number, layer in enumerate(layers)
+    }
     found: list[Node] = []
     for node in nodes:
         if node.name in gone:
@@ -48,7 +58,9 @@ def with_gathered_layers(nodes: Sequence[Node], kept: frozenset[str]) -> tuple[N
             found.append(_joined(changes[node.name], groups[node.name]))
         if node.name in picked:
             first, number = picked[node.name]
-            found.append(replace(node, target=operator.getitem, args=(Ref(_name(changes[first])), number), kwargs={}))
+            found.append(
+                replace(node, target=operator.getitem, args=(Ref(_name(changes[first])), number), kwargs={})
+            )
         else:
             found.append(node)
     return tuple(found)
@@ -56,15 +68,24 @@ def with_gathered_layers(nodes: Sequence[Node], kept: frozenset[str]) -> tuple[N
 
 def _replicates(node: Node) -> bool:
     target = node.target
-    return isinstance(target, Transition) and target.target == "part" and target.after.is_whole and target.source in ("invariant", "part")
+    return (
+        isinstance(target, Transition)
+        and target.target == "part"
+        and target.after.is_whole
+        and target.source in ("invariant", "part")
+    )
 
 
 def _are_linear(layers: Sequence[Node], change: Node) -> bool:
-    return all(layer.target is aten.linear.default and not layer.kwargs and _reads(layer, change) for layer in layers)
+    return all(
+        layer.target is aten.linear.default and not layer.kwargs and _reads(layer, change) for layer in layers
+    )
 
 
 def _are_convolutions(layers: Sequence[Node], change: Node) -> bool:
-    return all(_reads(layer, change) and not layer.kwargs and _convolution(layer) is not None for layer in layers)
+    return all(
+        _reads(layer, change) and not layer.kwargs and _convolution(layer) is not None for layer in layers
+    )
 
 
 def _reads(layer: Node, change: Node) -> bool:
@@ -86,9 +107,15 @@ def _convolution(node: Node) -> Convolution | None:
     *given, groups = (*settings, *_DEFAULTS[len(settings) :])
     if groups != 1:
         return None
-    stride, padding, dilation = ((each,) * dims if isinstance(each, int) else tuple(each) * (dims // len(each)) for each in given)
+    stride, padding, dilation = (
+        (each,) * dims if isinstance(each, int) else tuple(each) * (dims // len(each)) for each in given
+    )
     return Convolution(
-        operator=target, stride=stride, padding=padding, dilation=dilation, biased=len(node.args) > 2 and isinstance(node.args[2], Ref)
+        operator=target,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        biased=len(node.args) > 2 and isinstance(node.args[2], Ref),
     )
 
 

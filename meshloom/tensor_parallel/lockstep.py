@@ -1,4 +1,5 @@
-"""All ranks' programs in one thread, node by node: a change of placement is an operation on the list of all ranks' tensors.
+"""All ranks' programs in one thread, node by node: a change of placement is an operation on the list of all
+ranks' tensors.
 
 Nothing can wait for anything, and after every node all ranks' values can be looked at together.
 """
@@ -36,7 +37,8 @@ def run_in_lockstep(
 ) -> list[Any]:
     """What the loss returns on every rank.
 
-    parameters, buffers: rank -> its parts by name. dtype: compute everything of floating-point in it, as `Program.run` does.
+    parameters, buffers: rank -> its parts by name. dtype: compute everything of floating-point in it, as
+        `Program.run` does.
     visit: called with every node and all ranks' values.
     """
     ranks = range(len(programs))
@@ -49,7 +51,9 @@ def run_in_lockstep(
         known.update({name: _lifted(each, dtype) for name, each in program.constants.items()})
         known.update({each.value: _lifted(tensor_of(leaves, each, dtype), dtype) for each in program.inputs})
     contexts = tuple(dict.fromkeys(node.context for program in programs for node in program.nodes))
-    over = [last_uses(program.nodes, (program.outputs, tuple(program.updates.values()))) for program in programs]
+    over = [
+        last_uses(program.nodes, (program.outputs, tuple(program.updates.values()))) for program in programs
+    ]
     with Entered(contexts, device=programs[0].device.type, lifted=dtype is not None) as entered:
         for nodes in zip(*(program.nodes for program in programs), strict=True):
             entered.move_to(contexts.index(nodes[0].context))
@@ -66,13 +70,17 @@ def run_in_lockstep(
             for name, ref in program.updates.items():
                 buffers[rank][name].copy_(values[rank][ref.name])
     return [
-        tree_unflatten([_look_up(each, values[rank], None) for each in program.outputs], program.out_spec) for rank, program in enumerate(programs)
+        tree_unflatten([_look_up(each, values[rank], None) for each in program.outputs], program.out_spec)
+        for rank, program in enumerate(programs)
     ]
 
 
 def _run(nodes: Sequence[Node], values: Sequence[Mapping[str, Any]], dtype: torch.dtype | None) -> list[Any]:
     target = nodes[0].target
-    given = [_look_up((node.args, dict(node.kwargs)), known, dtype) for node, known in zip(nodes, values, strict=True)]
+    given = [
+        _look_up((node.args, dict(node.kwargs)), known, dtype)
+        for node, known in zip(nodes, values, strict=True)
+    ]
     if isinstance(target, Joint):
         return target.run_all(*(list(column) for column in zip(*(args for args, _ in given), strict=True)))
     seed = torch.default_generator.initial_seed()

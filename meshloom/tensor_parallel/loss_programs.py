@@ -1,4 +1,5 @@
-"""The programs of a job's loss, and of functions like it: one per function, mode and shape of batch, whole and this rank's part."""
+"""The programs of a job's loss, and of functions like it: one per function, mode and shape of batch, whole
+and this rank's part."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ MOST_KEPT = 64  # shapes of batches whose programs are kept divided
 
 @dataclass(frozen=True, kw_only=True)
 class _Known:
-    """What there is for batches of some shapes. part: this rank's; priced: the whole one by which it is decided; routed: values of the part."""
+    """What there is for batches of some shapes. part: this rank's; priced: the whole one by which it is
+    decided; routed: values of the part."""
 
     whole: Program
     part: Program
@@ -48,8 +50,9 @@ class _Known:
 class LossPrograms:
     """What one rank of a replica runs of `job`'s loss.
 
-    team: all ranks of the replica, for decisions (CPU tensors). division: over the ranks along tp; None: each rank's part is the whole.
-    dtype: precision that model and batches are lifted to, for verification; what is chosen is chosen as in the job's own.
+    team: all ranks of the replica, for decisions (CPU tensors). division: over the ranks along tp; None: each
+    rank's part is the whole. dtype: precision that model and batches are lifted to, for verification; what is
+    chosen is chosen as in the job's own.
     """
 
     def __init__(
@@ -63,24 +66,35 @@ class LossPrograms:
         self._team = team
         self._dtype = dtype
         self._default = torch.get_default_dtype()
-        self._own_dtypes: dict[str, torch.dtype] = {}  # of a batch's tensors in the job's own precision, where it is lifted to another
+        # of a batch's tensors in the job's own precision, where it is lifted to another
+        self._own_dtypes: dict[str, torch.dtype] = {}
         self._readers: dict[LossFunction, Programs] = {}
         self._known: dict[tuple[LossFunction, bool, Shapes], _Known] = Newest(MOST_KEPT)
-        self._others: dict[tuple[LossFunction, bool, Shapes], list[Mapping[str, str | None]]] = {}  # by the shapes of the tensors alone
+        # by the shapes of the tensors alone
+        self._others: dict[tuple[LossFunction, bool, Shapes], list[Mapping[str, str | None]]] = {}
 
-    def open(self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None) -> Steps[Shapes]:
-        """Read the loss of batches like the first and decide who holds what; their shapes. All ranks of `world` call it; batches and model count on its rank 0.
+    def open(
+        self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None
+    ) -> Steps[Shapes]:
+        """Read the loss of batches like the first and decide who holds what; their shapes. All ranks of
+        `world` call it; batches and model count on its rank 0.
 
-        batches: further ones of the job, to read the loss with if they have the same shapes. model: the job's, whole, as it was built; it stays as it is.
-        own: one of the batches in the job's own precision, if they were lifted to another.
+        batches: further ones of the job, to read the loss with if they have the same shapes. model: the
+        job's, whole, as it was built; it stays as it is. own: one of the batches in the job's own precision,
+        if they were lifted to another.
         """
         if self._dtype is not None:  # any rank may have to read a chunk of another size later
-            names: dict[str, str] = yield from share(world, {name: str(leaf.dtype) for name, leaf in leaves_of(own).tensors.items()})
-            self._own_dtypes = {name: getattr(torch, each.removeprefix("torch.")) for name, each in names.items()}
+            names: dict[str, str] = yield from share(
+                world, {name: str(leaf.dtype) for name, leaf in leaves_of(own).tensors.items()}
+            )
+            self._own_dtypes = {
+                name: getattr(torch, each.removeprefix("torch.")) for name, each in names.items()
+            }
         return (yield from self._read(self._job.loss, True, batches, world, model))
 
     def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Steps[None]:
-        """Make sure that there are programs for batches like `batch`. All ranks of the replica call it with the same batch."""
+        """Make sure that there are programs for batches like `batch`. All ranks of the replica call it with
+        the same batch."""
         function = loss or self._job.loss
         shapes = self.shapes_of(batch, loss=function, training=training)
         if shapes is not None and (function, training, shapes) in self._known:
@@ -96,7 +110,9 @@ class LossPrograms:
         for each in (*proved.points, program):
             yield from self._take(each, function, training, self._team)
 
-    def proved(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> AnySize | None:
+    def proved(
+        self, batch: Any, *, loss: LossFunction | None = None, training: bool = True
+    ) -> AnySize | None:
         """What was proved of programs of any size, for batches like `batch`."""
         return self._reader(loss or self._job.loss).of_any_size(batch, training=training)
 
@@ -111,8 +127,11 @@ class LossPrograms:
         times = f"{self.num_read} times" if self.num_read > 1 else "once"
         return f"The loss was read {times}: {'; '.join(found)}." if found else None
 
-    def shapes_of(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Shapes | None:
-        """What decides which program a batch needs; None if none was read yet for what it holds besides tensors."""
+    def shapes_of(
+        self, batch: Any, *, loss: LossFunction | None = None, training: bool = True
+    ) -> Shapes | None:
+        """What decides which program a batch needs; None if none was read yet for what it holds besides
+        tensors."""
         leaves = leaves_of(batch)
         tensors = shapes_of(leaves)
         if not leaves.values:
@@ -126,7 +145,11 @@ class LossPrograms:
 
     def shapes_of_program(self, program: Program) -> Shapes:
         """Of the batches that it is for."""
-        tensors: Shapes = tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs if each.name not in program.others)
+        tensors: Shapes = tuple(
+            (each.name, each.meta.shape, each.meta.dtype)
+            for each in program.inputs
+            if each.name not in program.others
+        )
         return tensors + tuple(program.others.items())
 
     def whole(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Program:
@@ -138,10 +161,13 @@ class LossPrograms:
         return self._known[loss or self._job.loss, training, shapes].part
 
     def priced(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Program:
-        """The whole program as it is in training, with the same nodes: by this one it is decided, on the rank that does."""
+        """The whole program as it is in training, with the same nodes: by this one it is decided, on the rank
+        that does."""
         return self._known[loss or self._job.loss, training, shapes].priced
 
-    def routed(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Mapping[str, RoutedRows]:
+    def routed(
+        self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True
+    ) -> Mapping[str, RoutedRows]:
         """Of its values those whose rows data sends to this rank: nobody else knows how many there are."""
         return self._known[loss or self._job.loss, training, shapes].routed
 
@@ -155,31 +181,56 @@ class LossPrograms:
         """Parameters whose gradients are to be summed over tp, once a step."""
         return self.division.first.summed if self.division else ()
 
-    def _read(self, loss: LossFunction, training: bool, batches: Sequence[Any], group: Group, model: nn.Module | None = None) -> Steps[Shapes]:
+    def _read(
+        self,
+        loss: LossFunction,
+        training: bool,
+        batches: Sequence[Any],
+        group: Group,
+        model: nn.Module | None = None,
+    ) -> Steps[Shapes]:
         pairs = _pairs(batches) if group.rank == 0 else []
         program = yield from self._reader(loss).read_together(group, pairs, training=training, model=model)
         own: Program | None = None
-        if self._dtype is not None and not self._is_known_at_other_sizes(program, loss, training):  # else what was chosen for those holds
-            own = yield from on_first(group, lambda: self._unlifted(program, replace(self._job, loss=loss), batches[0]), CaptureError)
+        # else what was chosen for those holds
+        if self._dtype is not None and not self._is_known_at_other_sizes(program, loss, training):
+            own = yield from on_first(
+                group,
+                lambda: self._unlifted(program, replace(self._job, loss=loss), batches[0]),
+                CaptureError,
+            )
         return (yield from self._take(program, loss, training, group, own))
 
     def _is_known_at_other_sizes(self, program: Program, loss: LossFunction, training: bool) -> bool:
-        known = (each.whole for (function, mode, _), each in self._known.items() if (function, mode) == (loss, training))
+        known = (
+            each.whole
+            for (function, mode, _), each in self._known.items()
+            if (function, mode) == (loss, training)
+        )
         return any(alike(each, program) for each in known)
 
     def _reader(self, loss: LossFunction) -> Programs:
         if loss not in self._readers:
-            self._readers[loss] = Programs(replace(self._job, loss=loss), dtype=self._dtype, timings=self._timings, stored=self._stored)
+            self._readers[loss] = Programs(
+                replace(self._job, loss=loss), dtype=self._dtype, timings=self._timings, stored=self._stored
+            )
         return self._readers[loss]
 
-    def _take(self, program: Program, loss: LossFunction, training: bool, group: Group, own: Program | None = None) -> Steps[Shapes]:
-        """Divide a program that was read or made. own: the same in the job's own precision, where it is lifted to another."""
+    def _take(
+        self, program: Program, loss: LossFunction, training: bool, group: Group, own: Program | None = None
+    ) -> Steps[Shapes]:
+        """Divide a program that was read or made. own: the same in the job's own precision, where it is
+        lifted to another."""
         shapes = self.shapes_of_program(program)
         tensors = shapes[: len(shapes) - len(program.others)]
         if (loss, training, shapes) in self._known:
             return shapes
-        part, routed = (yield from self.division.part(program, group, own)) if self.division else (program, {})
-        self._known[loss, training, shapes] = _Known(whole=program, part=part, priced=own or program, routed=routed)
+        part, routed = (
+            (yield from self.division.part(program, group, own)) if self.division else (program, {})
+        )
+        self._known[loss, training, shapes] = _Known(
+            whole=program, part=part, priced=own or program, routed=routed
+        )
         known = self._others.setdefault((loss, training, tensors), [])
         if program.others not in known:
             known.append(program.others)
@@ -200,16 +251,23 @@ def shapes_of(leaves: Leaves) -> Shapes:
 
 
 def _pairs(batches: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Pairs of batches of the shapes of the first to read its program with, each instead of the one before where the loss cannot compute that.
+    """Pairs of batches of the shapes of the first to read its program with, each instead of the one before
+    where the loss cannot compute that.
 
-    Another batch of the job if there is one. Else the first with its samples one place on; but integers have meanings (offsets into other tensors,
-    lengths), so what that makes of them may be nothing that the loss can work with: then they stay as they are.
+    Another batch of the job if there is one. Else the first with its samples one place on; but integers have
+    meanings (offsets into other tensors, lengths), so what that makes of them may be nothing that the loss
+    can work with: then they stay as they are.
     """
     first, leaves = batches[0], leaves_of(batches[0])
     others = [each for each in map(leaves_of, batches[1:]) if shapes_of(each) == shapes_of(leaves)]
     real = [(first, leaves.rebuild(list(each.tensors.values()))) for each in others[:1]]
     all_moved, floats_moved = (
-        leaves.rebuild([leaf.roll(1, 0) if leaf.ndim and (leaf.is_floating_point() or every) else leaf for leaf in leaves.tensors.values()])
+        leaves.rebuild(
+            [
+                leaf.roll(1, 0) if leaf.ndim and (leaf.is_floating_point() or every) else leaf
+                for leaf in leaves.tensors.values()
+            ]
+        )
         for every in (True, False)
     )
     return [*real, (first, all_moved), (first, floats_moved)]

@@ -1,4 +1,5 @@
-"""The program of each rank: smaller parameters, smaller views, and changes of placement where a choice asks for them."""
+"""The program of each rank: smaller parameters, smaller views, and changes of placement where a choice asks
+for them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ from meshloom.tensor_parallel.fuse import with_gathered_layers
 from meshloom.tensor_parallel.layout.axes import Key
 from meshloom.tensor_parallel.layout.cuts import pieces_of, route_of, runs_of
 from meshloom.tensor_parallel.layout.layout import Axes, axes_of
-from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement, cut_of
+from meshloom.tensor_parallel.layout.placement import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATED,
+    Cut,
+    Part,
+    Placement,
+    cut_of,
+)
 from meshloom.tensor_parallel.layout.routes import Route
 from meshloom.tensor_parallel.rules.factors import Sizes
 from meshloom.tensor_parallel.search.choose import DivisionChoice, Held
@@ -29,7 +38,8 @@ from meshloom.tensor_parallel.search.price import is_same, kind_of
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """Of a value whose rows are as many as data sends to the rank. rows: the value that says which; dim, size: of the rows of all ranks."""
+    """Of a value whose rows are as many as data sends to the rank. rows: the value that says which; dim,
+    size: of the rows of all ranks."""
 
     rows: str
     dim: int
@@ -52,10 +62,13 @@ class Partition:
     parameters: Mapping[str, Pieces]
     buffers: Mapping[str, Pieces]
     summed: tuple[str, ...]  # parameters whose gradients are to be summed over the ranks, once a step
-    _ranks: dict[int, RankProgram] = dataclasses.field(default_factory=dict[int, RankProgram], repr=False, compare=False)
+    _ranks: dict[int, RankProgram] = dataclasses.field(
+        default_factory=dict[int, RankProgram], repr=False, compare=False
+    )
 
     def of(self, rank: int) -> RankProgram:
-        """What one rank computes, made when it is first asked for. Nodes and values have the same names on all."""
+        """What one rank computes, made when it is first asked for. Nodes and values have the same names on
+        all."""
         if rank not in self._ranks:
             builder = _Builder(self.choice, rank)
             program = _program(builder, self.parameters, self.buffers)
@@ -73,14 +86,23 @@ class Partition:
         choice = self.choice
         variables = {**choice.layout.program.parameters, **choice.layout.program.buffers}
         pieces = {**self.parameters, **self.buffers}
-        return {name: (pieces[name], choice.variables[each.value] == INVARIANT) for name, each in variables.items()}
+        return {
+            name: (pieces[name], choice.variables[each.value] == INVARIANT)
+            for name, each in variables.items()
+        }
 
 
 def partition(choice: DivisionChoice) -> Partition:
     """Who holds what, and what each rank computes."""
     program = choice.layout.program
-    parameters = {name: choice.pieces(each.value, choice.variables[each.value]) for name, each in program.parameters.items()}
-    buffers = {name: choice.pieces(each.value, choice.variables[each.value]) for name, each in program.buffers.items()}
+    parameters = {
+        name: choice.pieces(each.value, choice.variables[each.value])
+        for name, each in program.parameters.items()
+    }
+    buffers = {
+        name: choice.pieces(each.value, choice.variables[each.value])
+        for name, each in program.buffers.items()
+    }
     return Partition(
         choice=choice,
         parameters=parameters,
@@ -96,13 +118,19 @@ def _program(builder: _Builder, parameters: Mapping[str, Pieces], buffers: Mappi
     program, rank = builder.choice.layout.program, builder.rank
     for node in program.nodes:
         builder.add(node)
-    outputs = tuple(builder.read(each, INVARIANT) if isinstance(each, Ref) else each for each in program.outputs)
+    outputs = tuple(
+        builder.read(each, INVARIANT) if isinstance(each, Ref) else each for each in program.outputs
+    )
     updates = {name: builder.read(each, INVARIANT) for name, each in program.updates.items()}
     return dataclasses.replace(
         program,
-        parameters={name: _variable(each, parameters[name], rank) for name, each in program.parameters.items()},
+        parameters={
+            name: _variable(each, parameters[name], rank) for name, each in program.parameters.items()
+        },
         buffers={name: _variable(each, buffers[name], rank) for name, each in program.buffers.items()},
-        nodes=with_gathered_layers(builder.nodes, frozenset(ref.name for ref in refs_in((outputs, tuple(updates.values()))))),
+        nodes=with_gathered_layers(
+            builder.nodes, frozenset(ref.name for ref in refs_in((outputs, tuple(updates.values()))))
+        ),
         outputs=outputs,
         updates=updates,
     )
@@ -114,18 +142,24 @@ def _variable(variable: Variable, pieces: Pieces, rank: int) -> Variable:
 
 def _local(meta: Meta, pieces: Pieces, rank: int) -> Meta:
     shape = pieces.local_shape(rank)
-    return meta if shape == meta.shape else dataclasses.replace(meta, shape=shape, stride=contiguous_strides(shape))
+    return (
+        meta
+        if shape == meta.shape
+        else dataclasses.replace(meta, shape=shape, stride=contiguous_strides(shape))
+    )
 
 
 class _Builder:
-    """One rank's nodes, in the order of the program; a change of placement comes right before the first node that wants it."""
+    """One rank's nodes, in the order of the program; a change of placement comes right before the first node
+    that wants it."""
 
     def __init__(self, choice: DivisionChoice, rank: int) -> None:
         self.choice = choice
         self.rank = rank
         self.nodes: list[Node] = []
         self.changed: dict[tuple[str, Placement], str] = {}
-        self.rows: dict[tuple[str, Placement], str] = {}  # value that says whose rows are, and a placement -> those that are this rank's
+        # value that says whose rows are, and a placement -> those that are this rank's
+        self.rows: dict[tuple[str, Placement], str] = {}
         self.routed: dict[str, RoutedRows] = {}
         self._parts: dict[tuple[Meta, tuple[Key, ...], Cut | None], Meta] = {}
 
@@ -137,31 +171,52 @@ class _Builder:
         args, kwargs = self._replaced((node.args, dict(node.kwargs)), wanted, node)
         target = node.target
         cut = cut_of(strategy.output)
-        outputs = tuple(self._part(meta, axes, cut) for meta, axes in zip(node.outputs, layout.values[node.name], strict=True))
+        outputs = tuple(
+            self._part(meta, axes, cut)
+            for meta, axes in zip(node.outputs, layout.values[node.name], strict=True)
+        )
         mapped = layout.mapped.get(node.name)
         if strategy.cut is not None and mapped is not None:
             if mapped.factors.local is not None:
                 target, args, kwargs = mapped.factors.local(target, args, kwargs, self._sizes(node, outputs))
             if node.num_draws and not isinstance(target, Joint):
                 drawn = mapped.factors.outputs[0] if mapped.factors.drawn is None else mapped.factors.drawn
-                pieces = pieces_of(axes_of(drawn, mapped.labels), strategy.cut, choice.numbers, choice.num_ranks)
+                pieces = pieces_of(
+                    axes_of(drawn, mapped.labels), strategy.cut, choice.numbers, choice.num_ranks
+                )
                 stride = node.outputs[0].stride if mapped.factors.drawn is None else None
-                target = PartOfDraw(op=target, sizes=pieces.shape, held=pieces.held[self.rank], count=node.num_draws, stride=stride)
+                target = PartOfDraw(
+                    op=target,
+                    sizes=pieces.shape,
+                    held=pieces.held[self.rank],
+                    count=node.num_draws,
+                    stride=stride,
+                )
         elif node.num_draws and mapped is not None and mapped.factors.drawn is None:
-            # All of it, and yet it may lie in memory otherwise than on one device, and is drawn in that order.
+            # All of it, and yet it may lie in memory otherwise than on one device, and is drawn in that
+            # order.
             sizes, stride = node.outputs[0].shape, node.outputs[0].stride
-            target = PartOfDraw(op=target, sizes=sizes, held=(None,) * len(sizes), count=node.num_draws, stride=stride)
+            target = PartOfDraw(
+                op=target, sizes=sizes, held=(None,) * len(sizes), count=node.num_draws, stride=stride
+            )
         # What came from other ranks, or was made of a part, may lie in memory so that it cannot be viewed.
         target = torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
-        draws = 0 if isinstance(target, Joint) else node.num_draws  # what the ranks compute together keys its draws by itself
-        self.nodes.append(dataclasses.replace(node, target=target, args=args, kwargs=kwargs, outputs=outputs, num_draws=draws))
+        # what the ranks compute together keys its draws by itself
+        draws = 0 if isinstance(target, Joint) else node.num_draws
+        self.nodes.append(
+            dataclasses.replace(
+                node, target=target, args=args, kwargs=kwargs, outputs=outputs, num_draws=draws
+            )
+        )
         self._note_routed(node)
 
     def _part(self, meta: Meta, axes: Axes, cut: Cut | None) -> Meta:
         """What the rank holds of a value: found once for all that have the same axes."""
         key = meta, tuple(axis.key for axis in axes), cut
         if key not in self._parts:
-            self._parts[key] = _local(meta, pieces_of(axes, cut, self.choice.numbers, self.choice.num_ranks), self.rank)
+            self._parts[key] = _local(
+                meta, pieces_of(axes, cut, self.choice.numbers, self.choice.num_ranks), self.rank
+            )
         return self._parts[key]
 
     def _note_routed(self, node: Node) -> None:
@@ -201,7 +256,9 @@ class _Builder:
         given = ref
         if placed is not None:
             given, source, before = self.read(ref, PARTIAL, node), PARTIAL, choice.pieces(ref.name, PARTIAL)
-        elif not meta.requires_grad and before.is_whole and after.is_whole and PARTIAL not in (source, target):
+        elif (
+            not meta.requires_grad and before.is_whole and after.is_whole and PARTIAL not in (source, target)
+        ):
             return ref.name  # the same values, and no gradient to tell them apart
         change = Transition(source=kind_of(source), target=kind_of(target), before=before, after=after)
         return self._made(ref, change, (given,), _local(meta, after, self.rank), node)
@@ -214,7 +271,9 @@ class _Builder:
         if (route.value, placement) not in self.rows:
             first, stop = cut.parts[number][self.rank]
             told = self.read(Ref(route.value), REPLICATED, node)
-            count = sum(last - start for start, last in runs_of(route.rows, cut, self.choice.numbers, self.rank) or ())
+            count = sum(
+                last - start for start, last in runs_of(route.rows, cut, self.choice.numbers, self.rank) or ()
+            )
             meta = Meta(shape=(count,), dtype=torch.int64, stride=(1,), requires_grad=False)
             self.rows[route.value, placement] = self._made(
                 Ref(route.value), rows_here, (told, first, stop, route.groups.size, route.is_sorted), meta, node
@@ -262,7 +321,8 @@ class _Builder:
             starts[label] = tuple(each[0][0] if each else 0 for each in runs)
             held[label] = tuple(runs)
         operands = tuple(
-            choice.pieces(ref.name, placement).local_shape(self.rank) for ref, placement in zip(node.operands(), strategy.operands, strict=True)
+            choice.pieces(ref.name, placement).local_shape(self.rank)
+            for ref, placement in zip(node.operands(), strategy.operands, strict=True)
         )
         axes = layout.values[node.name]
         return Sizes(
@@ -273,4 +333,8 @@ class _Builder:
     def _shape(self, output: Meta, axes: Axes, cut: Cut | None) -> tuple[int, ...]:
         """Of a rank's part of a result; -1: as many rows as are sent to it."""
         routed = route_of(axes, Part(cut), self.choice.numbers)
-        return output.shape if routed is None else (*output.shape[: routed[0]], -1, *output.shape[routed[0] + 1 :])
+        return (
+            output.shape
+            if routed is None
+            else (*output.shape[: routed[0]], -1, *output.shape[routed[0] + 1 :])
+        )

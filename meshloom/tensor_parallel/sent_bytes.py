@@ -1,7 +1,8 @@
-"""What a divided program sends: every collective that one rank starts in a step, forward and backward, with the bytes it hands in.
+"""What a divided program sends: every collective that one rank starts in a step, forward and backward, with
+the bytes it hands in.
 
-Read off the operators that `collectives.py`, `linears.py` and `partial.py` run, as they run them: parts of unequal size are padded to the
-largest, an all-to-all sends just what is asked for.
+Read off the operators that `collectives.py`, `linears.py` and `partial.py` run, as they run them: parts of
+unequal size are padded to the largest, an all-to-all sends just what is asked for.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ from meshloom.program.operators.collectives import Transition
 from meshloom.program.operators.gathered import GatheredLayers
 from meshloom.program.operators.log_softmax import LogSoftmaxOfPart
 from meshloom.program.operators.partial import CrossEntropyOfPart
-from meshloom.program.operators.payload import Collective, elements_of_change, elements_of_gather, elements_of_sum
+from meshloom.program.operators.payload import (
+    Collective,
+    elements_of_change,
+    elements_of_gather,
+    elements_of_sum,
+)
 from meshloom.program.operators.recurrent_shards import RecurrentOfPart
 from meshloom.tensor_parallel.partition import Partition
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """One collective. num_bytes: handed in by the rank. node: the operator that starts it; '' for the sum of gradients at the end."""
+    """One collective. num_bytes: handed in by the rank. node: the operator that starts it; '' for the sum of
+    gradients at the end."""
 
     collective: Collective
     num_bytes: int
@@ -41,12 +48,15 @@ def sent_in_chunk(program: Program, rank: int) -> list[Sent]:
     for node in program.nodes:
         for backward in (False, True) if node.name in graded else (False,):
             for collective, num_bytes in _of_node(node, metas, rank, backward=backward):
-                found.append(Sent(collective=collective, num_bytes=num_bytes, backward=backward, node=node.name))
+                found.append(
+                    Sent(collective=collective, num_bytes=num_bytes, backward=backward, node=node.name)
+                )
     return found
 
 
 def sent_at_the_end(part: Partition, rank: int, among: Collection[str] | None = None) -> list[Sent]:
-    """The sum of gradients that several ranks hold parts of: one all-reduce per dtype, once a step, each gradient in its place in the whole.
+    """The sum of gradients that several ranks hold parts of: one all-reduce per dtype, once a step, each
+    gradient in its place in the whole.
 
     among: the parameters that count; default: all.
     """
@@ -54,7 +64,9 @@ def sent_at_the_end(part: Partition, rank: int, among: Collection[str] | None = 
     for name in part.summed:
         if among is None or name in among:
             dtype = part.choice.layout.program.parameters[name].meta.dtype
-            sizes[str(dtype)] = sizes.get(str(dtype), 0) + math.prod(part.parameters[name].shape) * dtype.itemsize
+            sizes[str(dtype)] = (
+                sizes.get(str(dtype), 0) + math.prod(part.parameters[name].shape) * dtype.itemsize
+            )
     return [Sent(collective="all_reduce", num_bytes=size, backward=True) for size in sizes.values()]
 
 
@@ -65,7 +77,10 @@ def bytes_per_step(part: Partition, *, rank: int = 0, num_chunks: int = 1) -> di
     """
     totals: dict[str, int] = {}
     chunk = sent_in_chunk(part.of(rank).program, rank)
-    for each, times in [*((each, num_chunks) for each in chunk), *((each, 1) for each in sent_at_the_end(part, rank))]:
+    for each, times in [
+        *((each, num_chunks) for each in chunk),
+        *((each, 1) for each in sent_at_the_end(part, rank)),
+    ]:
         totals[each.collective] = totals.get(each.collective, 0) + each.num_bytes * times
     return totals
 
@@ -73,7 +88,9 @@ def bytes_per_step(part: Partition, *, rank: int = 0, num_chunks: int = 1) -> di
 _TALKING = (Transition, GatheredLayers, CrossEntropyOfPart, LogSoftmaxOfPart, RecurrentOfPart)
 
 
-def _of_node(node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, backward: bool) -> Iterator[tuple[Collective, int]]:
+def _of_node(
+    node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, backward: bool
+) -> Iterator[tuple[Collective, int]]:
     target = node.target
     if not isinstance(target, _TALKING):
         return
@@ -99,12 +116,22 @@ def _of_node(node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, ba
     change = target if isinstance(target, Transition) else target.change
     if isinstance(target, GatheredLayers) and backward:
         if change.source == "part":
-            yield "all_gather", elements_of_gather(change.before, whole(change.before.shape, change.before.num_ranks), rank)[1] * item
+            yield (
+                "all_gather",
+                elements_of_gather(change.before, whole(change.before.shape, change.before.num_ranks), rank)[
+                    1
+                ]
+                * item,
+            )
         if meta.requires_grad:
-            collective, count = elements_of_sum(owned(change.before) if change.source == "part" else change.before)
+            collective, count = elements_of_sum(
+                owned(change.before) if change.source == "part" else change.before
+            )
             yield collective, count * item
         return
-    found = elements_of_change(change.source, change.target, change.before, change.after, rank, backward=backward)
+    found = elements_of_change(
+        change.source, change.target, change.before, change.after, rank, backward=backward
+    )
     if found is not None and (not backward or meta.requires_grad):
         yield found[0], found[1] * item
 
@@ -116,12 +143,24 @@ def _graded(program: Program, metas: Mapping[str, tuple[Meta, ...]]) -> frozense
     for node in reversed(program.nodes):
         if node.name in reached and any(meta.requires_grad for meta in node.outputs):
             graded.add(node.name)
-            reached.update(ref.name for ref in node.operands() if any(meta.requires_grad for meta in metas[ref.name]))
+            reached.update(
+                ref.name for ref in node.operands() if any(meta.requires_grad for meta in metas[ref.name])
+            )
     return frozenset(graded)
 
 
 def _metas(program: Program) -> dict[str, tuple[Meta, ...]]:
-    found = {each.value: (each.meta,) for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)}
+    found = {
+        each.value: (each.meta,)
+        for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)
+    }
     for name, constant in program.constants.items():
-        found[name] = (Meta(shape=tuple(constant.shape), dtype=constant.dtype, stride=strides_of(constant), requires_grad=False),)
+        found[name] = (
+            Meta(
+                shape=tuple(constant.shape),
+                dtype=constant.dtype,
+                stride=strides_of(constant),
+                requires_grad=False,
+            ),
+        )
     return found | {node.name: node.outputs for node in program.nodes}

@@ -8,7 +8,12 @@ from dataclasses import replace
 from meshloom.program.cost.rates import Rates
 from meshloom.program.store.stored import Stored
 from meshloom.tensor_parallel.layout.layout import Layout
-from meshloom.tensor_parallel.search.choose import DivisionChoice, choice_of_numbers, digest_of_choice, numbers_of_choice
+from meshloom.tensor_parallel.search.choose import (
+    DivisionChoice,
+    choice_of_numbers,
+    digest_of_choice,
+    numbers_of_choice,
+)
 
 
 def divided_before(
@@ -25,7 +30,13 @@ def divided_before(
     """What `choose` gives, which is kept; rules, placements, memory_bytes: what it depends on besides."""
     if stored is None:
         return choose()
-    parts = {"ranks": num_ranks, "rates": rates, "rules": sorted(rules.items()), "placements": placements, "memory": memory_bytes}
+    parts = {
+        "ranks": num_ranks,
+        "rates": rates,
+        "rules": sorted(rules.items()),
+        "placements": placements,
+        "memory": memory_bytes,
+    }
     known = stored.choice("division", layout.program, parts)
     if known is not None:
         try:
@@ -35,6 +46,11 @@ def divided_before(
         if made is not None and digest_of_choice(made) == known.get("digest"):
             return replace(made, seconds=known["seconds"], is_proved=known["proved"])
     choice = choose()
-    numbers = {"numbers": numbers_of_choice(choice), "digest": digest_of_choice(choice), "seconds": choice.seconds, "proved": choice.is_proved}
+    numbers = {
+        "numbers": numbers_of_choice(choice),
+        "digest": digest_of_choice(choice),
+        "seconds": choice.seconds,
+        "proved": choice.is_proved,
+    }
     stored.keep_choice("division", layout.program, parts, numbers)
     return choice

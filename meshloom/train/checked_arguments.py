@@ -34,13 +34,21 @@ def check_arguments(
         if not isinstance(value, str):
             raise JobError(f'{name}={value!r} must be a word, like {name}="auto".')
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        said = f"dtype=torch.{dtype}" if dtype in ("float64", "float32", "bfloat16", "float16") else "dtype=torch.float64"
+        said = (
+            f"dtype=torch.{dtype}"
+            if dtype in ("float64", "float32", "bfloat16", "float16")
+            else "dtype=torch.float64"
+        )
         raise JobError(f"dtype={dtype!r} must be a floating-point dtype of torch, like {said}.")
     if listener is not None and not isinstance(listener, Listener):
         name = getattr(listener, "__name__", repr(listener))
-        raise JobError(f"listener={name} must be a Listener of functions, like listener=ml.Listener(step=print), not a {type(listener).__name__}.")
+        raise JobError(
+            f"listener={name} must be a Listener of functions, like listener=ml.Listener(step=print), not a {type(listener).__name__}."
+        )
     for each in fields(Listener) if isinstance(listener, Listener) else ():
         if not callable(getattr(listener, each.name)):
-            raise JobError(f"Listener({each.name}=...) must be a function, not a {type(getattr(listener, each.name)).__name__}.")
+            raise JobError(
+                f"Listener({each.name}=...) must be a function, not a {type(getattr(listener, each.name)).__name__}."
+            )
     if circumstances is not None and not isinstance(circumstances, Circumstances):
         raise JobError(f"circumstances must be ml.Circumstances(...), not a {type(circumstances).__name__}.")

@@ -1,4 +1,5 @@
-"""What every run does for a `Trainer`, whether its ranks take steps together or its workers push one by one."""
+"""What every run does for a `Trainer`, whether its ranks take steps together or its workers push one by
+one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from meshloom.telemetry.summary import Summary
 
 @dataclass(frozen=True)
 class Batch:
-    """This process's share of one global batch: the chunks of each replica that lives here (of all, when simulated)."""
+    """This process's share of one global batch: the chunks of each replica that lives here (of all, when
+    simulated)."""
 
     step: int
     shares: list[list[Chunk]]

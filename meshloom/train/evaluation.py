@@ -1,4 +1,5 @@
-"""Evaluation of a job's metrics by all replicas together, over all of the data or over one batch that only tries it."""
+"""Evaluation of a job's metrics by all replicas together, over all of the data or over one batch that only
+tries it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from meshloom.train.step_meter import StepMeter
 class TeamEvaluation:
     """Replicas read the evaluation's data by the shares that they have of a batch."""
 
-    def __init__(self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, meter: StepMeter) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, meter: StepMeter
+    ) -> None:
         self._job, self._plan, self._shares, self._replicas, self._meter = job, plan, shares, replicas, meter
         self._data: Any = None
         self._tried = False
@@ -26,21 +29,29 @@ class TeamEvaluation:
     def evaluate(self, next_step: int, num_batches: int | None = None) -> dict[str, float]:
         """Every metric, averaged over all of its data, or its first batches. next_step: steps done."""
         if self._job.evaluate is None:
-            raise JobError("This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every).")
+            raise JobError(
+                "This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every)."
+            )
         replicas = self._replicas
         replicas.enter("evaluating", next_step)
         if self._data is None:
             self._data = build_dataset(self._job.evaluate.data, self._job.seed)
         shares = self._shares.of(max(next_step - 1, 0))
-        chunks = [evaluation_chunks(self._data, self._job, self._plan, replica.seat.readers, shares, num_batches) for replica in replicas.all]
+        chunks = [
+            evaluation_chunks(self._data, self._job, self._plan, replica.seat.readers, shares, num_batches)
+            for replica in replicas.all
+        ]
         self._meter.evaluations += 1
         with replicas.computing():
-            values = replicas.together(lambda replica: replica.evaluate(chunks[replicas.all.index(replica)]))[0]
+            values = replicas.together(lambda replica: replica.evaluate(chunks[replicas.all.index(replica)]))[
+                0
+            ]
         replicas.enter("between steps", next_step)
         return values
 
     def try_out(self, next_step: int) -> None:
-        """Once: one batch with all metrics, so that what is wrong with them is known before the first step."""
+        """Once: one batch with all metrics, so that what is wrong with them is known before the first
+        step."""
         if self._job.evaluate is None or self._tried:
             return
         self._tried = True

@@ -1,4 +1,5 @@
-"""What of a plan has nothing to do: replicas without samples, ranks along tp that divide nothing, stages without parameters. A line each."""
+"""What of a plan has nothing to do: replicas without samples, ranks along tp that divide nothing, stages
+without parameters. A line each."""
 
 from __future__ import annotations
 
@@ -9,11 +10,17 @@ from meshloom.replica.replica import Replica
 
 
 def idle_lines(
-    plan: Plan, batch_size: int, parameters: Collection[str] = (), *, homes: Mapping[str, Collection[int]] | None = None, divided: int | None = None
+    plan: Plan,
+    batch_size: int,
+    parameters: Collection[str] = (),
+    *,
+    homes: Mapping[str, Collection[int]] | None = None,
+    divided: int | None = None,
 ) -> list[str]:
     """For who asked for more ranks than there is work.
 
-    parameters: names of the model's. homes: name -> ranks along pp that hold it, with pp. divided: how many of them are divided over tp, with tp.
+    parameters: names of the model's. homes: name -> ranks along pp that hold it, with pp. divided: how many
+        of them are divided over tp, with tp.
 
     >>> idle_lines(Plan(dp=8), 6)
     ['A batch of 6 samples leaves 2 of dp=8 replicas without any: they compute nothing. dp=6 is enough.']
@@ -31,21 +38,29 @@ def idle_lines(
     idle = sum(not any(sizes[start : start + m]) for start in range(0, len(sizes), m))
     if idle:
         way_out = (
-            f"dp={plan.dp - idle} is enough" if plan.dp > batch_size else f"Use at most {batch_size // plan.dp} microbatches, or dp={plan.dp - idle}"
+            f"dp={plan.dp - idle} is enough"
+            if plan.dp > batch_size
+            else f"Use at most {batch_size // plan.dp} microbatches, or dp={plan.dp - idle}"
         )
-        found.append(f"A batch of {batch_size} samples leaves {idle} of dp={plan.dp} replicas without any: they compute nothing. {way_out}.")
+        found.append(
+            f"A batch of {batch_size} samples leaves {idle} of dp={plan.dp} replicas without any: they compute nothing. {way_out}."
+        )
     elif not all(sizes):
         found.append(
             f"A batch of {batch_size} samples fills {sum(map(bool, sizes))} of {len(sizes)} chunks (dp={plan.dp} x microbatches={m}): the others are empty."
         )
     if divided == 0 and parameters:
-        found.append(f"tp={plan.tp} divides no parameter of the model: every rank along tp holds all of them. Use tp=1; meshloom describe says why.")
+        found.append(
+            f"tp={plan.tp} divides no parameter of the model: every rank along tp holds all of them. Use tp=1; meshloom describe says why."
+        )
     if homes is not None and parameters:
         used = {rank for name in parameters for rank in homes.get(name, ())}
         empty = [rank for rank in range(plan.pp) if rank not in used]
         if empty:
             ranks = f"{len(empty)} rank{'s' * (len(empty) > 1)} along pp ({', '.join(map(str, empty))})"
-            found.append(f"pp={plan.pp} leaves {ranks} without any parameters: the model has too little to divide. Use pp={max(1, len(used))}.")
+            found.append(
+                f"pp={plan.pp} leaves {ranks} without any parameters: the model has too little to divide. Use pp={max(1, len(used))}."
+            )
     return found
 
 
@@ -54,4 +69,6 @@ def idle_lines_of(replica: Replica, plan: Plan, batch_size: int) -> list[str]:
     division = replica.engine.division
     divided = sum(not each.is_whole for each in division.first.parameters.values()) if division else None
     homes = replica.engine.holders
-    return idle_lines(plan, batch_size, [name for name, _ in replica.model.named_parameters()], homes=homes, divided=divided)
+    return idle_lines(
+        plan, batch_size, [name for name, _ in replica.model.named_parameters()], homes=homes, divided=divided
+    )

@@ -1,4 +1,5 @@
-"""The replicas of this process (one of a launched rank, all of a simulated plan), and what they do together."""
+"""The replicas of this process (one of a launched rank, all of a simulated plan), and what they do
+together."""
 
 from __future__ import annotations
 
@@ -33,7 +34,17 @@ class LocalReplicas:
     dtype, share, cache, timings: as `Trainer` takes them.
     """
 
-    def __init__(self, job: Job, plan: Plan, world: World, *, dtype: torch.dtype | None, share: bool, cache: str, timings: Timings) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        world: World,
+        *,
+        dtype: torch.dtype | None,
+        share: bool,
+        cache: str,
+        timings: Timings,
+    ) -> None:
         self._plan, self._world, self._dtype = plan, world, dtype
         self.all: list[Replica] = []
         self.warnings: list[str] = []
@@ -66,7 +77,8 @@ class LocalReplicas:
             seat.activity.enter(phase, step)
 
     def together(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
-        """Run one generator per local replica in lockstep, and return their results; errors say which rank, and what it was doing."""
+        """Run one generator per local replica in lockstep, and return their results; errors say which rank,
+        and what it was doing."""
         try:
             with working_alone():
                 return self._in_lockstep(steps)
@@ -75,7 +87,8 @@ class LocalReplicas:
 
     @contextmanager
     def computing(self) -> Generator[None]:
-        """Around forwards in a precision that is not the job's own: what they draw and make without naming a dtype is of it, as in programs."""
+        """Around forwards in a precision that is not the job's own: what they draw and make without naming a
+        dtype is of it, as in programs."""
         with working_alone(), default_precision(self._dtype):
             yield
 
@@ -84,11 +97,16 @@ class LocalReplicas:
         if len(self.all) == 1:
             return run_in_steps([steps(self.all[0])])
         ranks = [_naming(steps(replica), replica.seat) for replica in self.all]
-        if self._plan.reads:  # programs talk in forward and backward, and when they are read, and not all ranks alike
+        # programs talk in forward and backward, and when they are read, and not all ranks alike
+        if self._plan.reads:
             return turns.run_steps(ranks)
-        # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over there.
+        # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over
+        # there.
         in_turns = self._plan.sync_batch_norm
-        return run_in_steps(ranks, (lambda each: turns.run([partial(advance_one, rank) for rank in each])) if in_turns else None)
+        return run_in_steps(
+            ranks,
+            (lambda each: turns.run([partial(advance_one, rank) for rank in each])) if in_turns else None,
+        )
 
 
 def _stored(cache: str, timings: Timings) -> Stored | None:

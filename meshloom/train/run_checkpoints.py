@@ -1,4 +1,5 @@
-"""The checkpoints of a run whose ranks take steps together: where they lie, which one it goes on from, and how it writes one."""
+"""The checkpoints of a run whose ranks take steps together: where they lie, which one it goes on from, and
+how it writes one."""
 
 from __future__ import annotations
 
@@ -18,19 +19,32 @@ from meshloom.train.local_replicas import LocalReplicas
 
 
 class RunCheckpoints:
-    """In `out`, or none; opened by all ranks. `newest`: the step and the path of the newest one of this run."""
+    """In `out`, or none; opened by all ranks. `newest`: the step and the path of the newest one of this
+    run."""
 
     def __init__(
-        self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, out: Path | None, *, resume: Path | None, overwrite: bool
+        self,
+        job: Job,
+        plan: Plan,
+        shares: Shares,
+        replicas: LocalReplicas,
+        out: Path | None,
+        *,
+        resume: Path | None,
+        overwrite: bool,
     ) -> None:
         self._job, self._plan, self._shares, self._replicas, self._out = job, plan, shares, replicas, out
         self.newest: tuple[int, Path] | None = None
         # An earlier run's checkpoints, until this run has its own.
-        self._replaced = replicas.together(lambda replica: open_directory(out, replica.seat.world, resume=resume, overwrite=overwrite))[0]
+        self._replaced = replicas.together(
+            lambda replica: open_directory(out, replica.seat.world, resume=resume, overwrite=overwrite)
+        )[0]
 
     def resume(self, directory: Path, steps: int) -> Checkpoint:
         """The newest whole one in `directory`, which all replicas have loaded."""
-        return self._replicas.together(lambda replica: replica.resume(directory, partial(self._check, replica, steps)))[0]
+        return self._replicas.together(
+            lambda replica: replica.resume(directory, partial(self._check, replica, steps))
+        )[0]
 
     def _check(self, replica: Replica, steps: int, checkpoint: Checkpoint) -> None:
         if "asynchronous" in checkpoint.values:
@@ -45,7 +59,9 @@ class RunCheckpoints:
     def save(self, step: int) -> Path:
         """Write one of the state after `step`; its path."""
         if self._out is None:
-            raise CheckpointError("There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY.")
+            raise CheckpointError(
+                "There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY."
+            )
         out = self._out
         self._replicas.enter("saving", step)
 
@@ -57,7 +73,12 @@ class RunCheckpoints:
                 weights=replica.weights(),
                 pieces=pieces,
                 streams=streams,
-                values={"updater": values, "seed": self._job.seed, "batch_size": self._job.batch_size, "shares": self._shares.record},
+                values={
+                    "updater": values,
+                    "seed": self._job.seed,
+                    "batch_size": self._job.batch_size,
+                    "shares": self._shares.record,
+                },
                 fingerprint=replica.shards.fingerprint(replica.model),
                 plan_text=str(self._plan),
                 group=replica.seat.world,

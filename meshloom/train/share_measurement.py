@@ -1,4 +1,5 @@
-"""The shares of a run with shares=measured: whether they are measured here, when they change, and how a resumed run goes on with them."""
+"""The shares of a run with shares=measured: whether they are measured here, when they change, and how a
+resumed run goes on with them."""
 
 from __future__ import annotations
 
@@ -18,10 +19,26 @@ from meshloom.train.local_replicas import LocalReplicas
 
 
 class ShareMeasurement:
-    """Of `shares`, which readers look up. Ranks agree about them when it is made. simulated: whether ranks are, which have no speeds."""
+    """Of `shares`, which readers look up. Ranks agree about them when it is made. simulated: whether ranks
+    are, which have no speeds."""
 
-    def __init__(self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, listener: Listener, *, simulated: bool) -> None:
-        self._job, self._plan, self._shares, self._replicas, self._listener = job, plan, shares, replicas, listener
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        shares: Shares,
+        replicas: LocalReplicas,
+        listener: Listener,
+        *,
+        simulated: bool,
+    ) -> None:
+        self._job, self._plan, self._shares, self._replicas, self._listener = (
+            job,
+            plan,
+            shares,
+            replicas,
+            listener,
+        )
         self._measures = plan.shares == "measured" and not shares.record and not simulated
         if plan.shares != "measured":
             return
@@ -32,7 +49,9 @@ class ShareMeasurement:
                 f"cannot be measured. Use dp={job.batch_size} or less, or a plan without shares=measured."
             )
         if not self._measures and not shares.record:
-            listener.note("shares=measured: simulated ranks have no speeds of their own, so shares stay as they are.")
+            listener.note(
+                "shares=measured: simulated ranks have no speeds of their own, so shares stay as they are."
+            )
 
     def go_on_with(self, checkpoint: Checkpoint) -> None:
         """The shares of the run so far, where they are measured here too and over as many replicas."""
@@ -43,7 +62,9 @@ class ShareMeasurement:
         if dp == self._plan.dp:
             self._shares.go_on(record)
         else:
-            self._listener.note(f"The shares in the checkpoint are of dp={dp} replicas, so shares begin even for dp={self._plan.dp}.")
+            self._listener.note(
+                f"The shares in the checkpoint are of dp={dp} replicas, so shares begin even for dp={self._plan.dp}."
+            )
 
     def after_step(self, next_step: int, steps: int) -> None:
         """Change the shares of later steps if that is due and pays."""

@@ -1,4 +1,5 @@
-"""What the steps of a run took and sent, on this process's first rank: as progress while it goes, and as its summary."""
+"""What the steps of a run took and sent, on this process's first rank: as progress while it goes, and as its
+summary."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from meshloom.train.local_replicas import LocalReplicas
 
 
 class StepMeter:
-    """Made when all ranks are ready: their clocks start together. `checks`, `evaluations`: how many there were, which send bytes too."""
+    """Made when all ranks are ready: their clocks start together. `checks`, `evaluations`: how many there
+    were, which send bytes too."""
 
     def __init__(self, job: Job, plan: Plan, replicas: LocalReplicas) -> None:
         self._job, self._plan, self._replicas = job, plan, replicas
@@ -69,8 +71,12 @@ class StepMeter:
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes and seconds of the steps so far. All ranks call it."""
         seat = self._replicas.first.seat
-        counted = Traffic.of({"dp": self._counts()} | {axis: seat.groups[axis].counts for axis in self._axes_within})
-        arrivals = self._replicas.together(lambda each: collect(each.seat.world, [at - self._start for at in each.arrivals]))[0]
+        counted = Traffic.of(
+            {"dp": self._counts()} | {axis: seat.groups[axis].counts for axis in self._axes_within}
+        )
+        arrivals = self._replicas.together(
+            lambda each: collect(each.seat.world, [at - self._start for at in each.arrivals])
+        )[0]
         return Summary(
             steps=self.num_steps,
             seconds=seconds,
@@ -79,7 +85,9 @@ class StepMeter:
             evaluation=evaluation,
             predicted=self._predict(),
             counted=counted,
-            shares=time_shares(self._steps + self._data, self._data, self._held_up, arrivals, seat.rank, self.num_steps),
+            shares=time_shares(
+                self._steps + self._data, self._data, self._held_up, arrivals, seat.rank, self.num_steps
+            ),
             checkpoint=checkpoint,
         )
 
@@ -116,4 +124,6 @@ class StepMeter:
             add({"all_gather": replica.bytes_per_check()}, self.checks)
             add({"all_reduce": replica.bytes_per_evaluation()}, self.evaluations)
         axes = {"dp": total} | {axis: replica.bytes_within(axis) for axis in self._axes_within}
-        return Traffic({axis: {name: count for name, count in kinds.items() if count} for axis, kinds in axes.items()})
+        return Traffic(
+            {axis: {name: count for name, count in kinds.items() if count} for axis, kinds in axes.items()}
+        )

@@ -42,7 +42,8 @@ _LOOP = "for batch in trainer.batches(): loss = trainer.step(batch)"
 
 
 class SynchronousRun:
-    """A job under a plan in `world`. `next_step`: steps done. leave: closes this run, and then the world, while all ranks are here."""
+    """A job under a plan in `world`. `next_step`: steps done. leave: closes this run, and then the world,
+    while all ranks are here."""
 
     def __init__(
         self, job: Job, plan: Plan, world: World, listener: Listener, shares: Shares, timings: Timings, *, steps: int, out: Path | None,
@@ -57,26 +58,42 @@ class SynchronousRun:
         self.next_step = 0
         with ExitStack() as building:
             building.callback(self._stop_requests.close)
-            self.replicas = LocalReplicas(job, plan, world, dtype=dtype, share=share, cache=cache, timings=timings)
+            self.replicas = LocalReplicas(
+                job, plan, world, dtype=dtype, share=share, cache=cache, timings=timings
+            )
             building.callback(self.replicas.close)
             first = self.replicas.first
             for replica in self.replicas.all:
                 replica.stop_requests = self._stop_requests.received if out else None
-            self._checkpoints = RunCheckpoints(job, plan, shares, self.replicas, out, resume=resume, overwrite=overwrite)
+            self._checkpoints = RunCheckpoints(
+                job, plan, shares, self.replicas, out, resume=resume, overwrite=overwrite
+            )
             self.replicas.together(lambda replica: replica.prepare())
             if out:
                 check_dense_buffers(first.model, "checkpoints hold only dense buffers")
-            self._measurement = ShareMeasurement(job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated")
+            self._measurement = ShareMeasurement(
+                job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated"
+            )
             if resume is not None:
                 self._resume(resume)
             self._checked = self.next_step
             self._meter = StepMeter(job, plan, self.replicas)
             self._evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter)
-            self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)
-            copies = "; one copy of parameters and optimizer state for all replicas" if first.exchange.one_copy else ""
+            self._recording = TimelineRecording(
+                plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main
+            )
+            copies = (
+                "; one copy of parameters and optimizer state for all replicas"
+                if first.exchange.one_copy
+                else ""
+            )
             summed = f"; replicas add up by {plan.algorithm}, on messages" if plan.algorithm else ""
             listener.started(f"plan {plan} on {world.why}{copies}{summed}")
-            for note in [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings]:
+            for note in [
+                *first.notes(),
+                *idle_lines_of(first, plan, job.batch_size),
+                *self.replicas.warnings,
+            ]:
                 listener.note(note)
             self.replicas.enter("between steps", self.next_step)
             self._stack = building.pop_all()
@@ -95,12 +112,16 @@ class SynchronousRun:
         for batch in self.batches():
             loss = self.step(batch)
             if self._world.main:
-                self._listener.step(self._meter.progress(self.next_step, self._steps, loss, self._world.memory_bytes()))
+                self._listener.step(
+                    self._meter.progress(self.next_step, self._steps, loss, self._world.memory_bytes())
+                )
             last = self.next_step == self._steps
             if self._job.evaluate and (last or self.next_step % self._job.evaluate.every == 0):
                 evaluation = self.evaluate()
                 self._listener.evaluated(self.next_step, evaluation)
-            if self._out and (last or (self._job.checkpoint_every and self.next_step % self._job.checkpoint_every == 0)):
+            if self._out and (
+                last or (self._job.checkpoint_every and self.next_step % self._job.checkpoint_every == 0)
+            ):
                 saved = self.save()
                 self._listener.saved(self.next_step, saved)
         return self.summary(time.monotonic() - began, evaluation, saved)
@@ -116,7 +137,9 @@ class SynchronousRun:
             with self._timings.of("data"):
                 self._readers = self.replicas.together(self._open_reader)
             while self.next_step < self._steps:
-                if self._stopping or (self._stop_requests.received and len(self.replicas.all) == self._plan.mesh.size):
+                if self._stopping or (
+                    self._stop_requests.received and len(self.replicas.all) == self._plan.mesh.size
+                ):
                     self._stop()
                 batch = self._read()
                 yield batch
@@ -138,7 +161,9 @@ class SynchronousRun:
         with meter.stepping():
             recorded = self._recording.begin(batch.step + 1)
             with self._timings.of("steps" if meter.num_steps else "first step"), replicas.computing():
-                result = replicas.together(lambda replica: replica.step(batch.step, batch.shares[replicas.all.index(replica)]))[0]
+                result = replicas.together(
+                    lambda replica: replica.step(batch.step, batch.shares[replicas.all.index(replica)])
+                )[0]
             self.next_step = batch.step + 1
             self._stopping = result.stopping
             replicas.enter("comparing", self.next_step)
@@ -149,7 +174,12 @@ class SynchronousRun:
             self._recording.keep(self.next_step)
         meter.came_to(result)
         last = self.next_step == self._steps
-        if last or meter.num_steps == 1 or self.next_step % CHECK_EVERY == 0 or self._plan.mesh.size == self._plan.dp:
+        if (
+            last
+            or meter.num_steps == 1
+            or self.next_step % CHECK_EVERY == 0
+            or self._plan.mesh.size == self._plan.dp
+        ):
             for note in replicas.together(lambda replica: replica.take_notes())[0]:
                 self._listener.note(note)
         if last and (told := replicas.first.readings):
@@ -170,7 +200,8 @@ class SynchronousRun:
         return self._meter.summary(seconds, evaluation, checkpoint)
 
     def _compare(self, step: int) -> None:
-        """After a step: the replicas' bits, if that is due and they should be the same; the shares; the ranks within a replica."""
+        """After a step: the replicas' bits, if that is due and they should be the same; the shares; the ranks
+        within a replica."""
         last = self.next_step == self._steps
         replicas = self.replicas
         if last:
@@ -189,7 +220,11 @@ class SynchronousRun:
         number = self._stop_requests.received[0] if self._stop_requests.received else signal.SIGTERM
         if self._checkpoints.newest is None or self._checkpoints.newest[0] != self.next_step:
             self._listener.saved(self.next_step, self.save())
-        why = f"by {signal.Signals(number).name}" if self._stop_requests.received else "because another rank was asked to"
+        why = (
+            f"by {signal.Signals(number).name}"
+            if self._stop_requests.received
+            else "because another rank was asked to"
+        )
         text = f"Stopped {why} after step {self.next_step} of {self._steps}, which is saved. Go on with --resume {self._out}."
         main = self._world.main
         self._leave()
@@ -207,7 +242,9 @@ class SynchronousRun:
         self.replicas.enter("reading", self.next_step)
         with self._meter.reading():
             with self._timings.of("data"):
-                shares = self.replicas.together(lambda replica: self._readers[self.replicas.all.index(replica)].read(self.next_step))
+                shares = self.replicas.together(
+                    lambda replica: self._readers[self.replicas.all.index(replica)].read(self.next_step)
+                )
             self.replicas.enter("between steps", self.next_step)
         return Batch(self.next_step, shares)
 
@@ -215,7 +252,9 @@ class SynchronousRun:
         seat = replica.seat
         if seat.team is None:
             return open_reader(self._job, self._plan, seat.readers, self.next_step, self._steps, self._shares)
-        return open_team_reader(self._job, self._plan, seat.readers, seat.team, self.next_step, self._steps, self._shares)
+        return open_team_reader(
+            self._job, self._plan, seat.readers, seat.team, self.next_step, self._steps, self._shares
+        )
 
     def _close_readers(self) -> None:
         for reader in self._readers:
@@ -224,10 +263,14 @@ class SynchronousRun:
 
     def _check_batch(self, batch: Batch) -> None:
         if not isinstance(batch, Batch):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise JobError(f"Trainer.step takes a batch that Trainer.batches() gave, not a {type(batch).__name__}. Write: {_LOOP}.")
+            raise JobError(
+                f"Trainer.step takes a batch that Trainer.batches() gave, not a {type(batch).__name__}. Write: {_LOOP}."
+            )
         here = len(self.replicas.all)
         if len(batch.shares) != here:
-            raise JobError(f"This batch is for {len(batch.shares)} ranks in this process, and here are {here}. Write: {_LOOP}.")
+            raise JobError(
+                f"This batch is for {len(batch.shares)} ranks in this process, and here are {here}. Write: {_LOOP}."
+            )
         if batch.step != self.next_step:
             raise TrainingError(
                 f"This is the batch of step {batch.step + 1}, and the next step is {self.next_step + 1}: each batch is trained once, in order. Write: {_LOOP}."

@@ -1,4 +1,5 @@
-"""Timelines that a run keeps beside its checkpoints: of its first steps and its last, where there are stages."""
+"""Timelines that a run keeps beside its checkpoints: of its first steps and its last, where there are
+stages."""
 
 from __future__ import annotations
 
@@ -15,15 +16,26 @@ from meshloom.train.local_replicas import LocalReplicas
 
 
 class TimelineRecording:
-    """out: None keeps none. start_step: steps done when this run began. steps: in all. main: whether this process writes."""
+    """out: None keeps none. start_step: steps done when this run began. steps: in all. main: whether this
+    process writes."""
 
-    def __init__(self, plan: Plan, replicas: LocalReplicas, out: Path | None, *, start_step: int, steps: int, main: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        replicas: LocalReplicas,
+        out: Path | None,
+        *,
+        start_step: int,
+        steps: int,
+        main: bool,
+    ) -> None:
         self._plan, self._replicas, self._out = plan, replicas, out
         self._start_step, self._steps, self._main = start_step, steps, main
         self._timelines: list[Timeline] = []
 
     def begin(self, step: int) -> bool:
-        """Let the replicas' recorders note the step if its timeline is kept; whether it is. step: counted from 1."""
+        """Let the replicas' recorders note the step if its timeline is kept; whether it is. step: counted
+        from 1."""
         kept = self._plan.pp > 1 and self._out is not None and is_kept(step, self._start_step, self._steps)
         for replica in self._replicas.all:
             replica.recorder = Recorder(replica.seat.device) if kept else None
@@ -35,7 +47,13 @@ class TimelineRecording:
         def gather(replica: Replica) -> Steps[Timeline]:
             schedule = replica.engine.schedule(self._plan.microbatches)
             assert replica.recorder and schedule
-            return gather_timeline(replica.seat.world, replica.recorder.take(), step=step, place=replica.seat.place, schedule=schedule)
+            return gather_timeline(
+                replica.seat.world,
+                replica.recorder.take(),
+                step=step,
+                place=replica.seat.place,
+                schedule=schedule,
+            )
 
         self._timelines.append(self._replicas.together(gather)[0])
         if self._main and self._out is not None:

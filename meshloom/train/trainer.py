@@ -1,4 +1,5 @@
-"""What trains a job under a plan: the arguments, the world that it opens, and one run in it, synchronous or asynchronous."""
+"""What trains a job under a plan: the arguments, the world that it opens, and one run in it, synchronous or
+asynchronous."""
 
 from __future__ import annotations
 
@@ -44,23 +45,31 @@ class Trainer:
     Started by `meshloom train` or torchrun this process is one rank; otherwise all ranks are simulated in it.
 
     plan: a `Plan` or its text; None: the plan given on the command line, or dp=1.
-    devices: auto, cuda, cpu, simulated, or simulated:cuda (all replicas in this process, spread over its GPUs).
+    devices: auto, cuda, cpu, simulated, or simulated:cuda (all replicas in this process, spread over its
+        GPUs).
     steps: the whole run's number of steps, instead of the job's.
     out: directory for checkpoints; None writes none. resume: a checkpoint, or a directory that holds some.
-    overwrite: begin anew although `out` holds an earlier run's checkpoints; they go once this run has saved its first.
-    timeout_seconds: how long to wait for another rank. transport: what processes on CPUs talk through: auto, or gloo.
+    overwrite: begin anew although `out` holds an earlier run's checkpoints; they go once this run has saved
+        its first.
+    timeout_seconds: how long to wait for another rank. transport: what processes on CPUs talk through: auto,
+        or gloo.
     dtype: of parameters and floating-point data, for verification.
-    share: whether the replicas of a host may have one copy of parameters and optimizer state, on CPUs that talk through shared memory. Only the
-        optimizer may change parameters then: what a loop of one's own does to them in place would be done by each replica to the one copy, and
-        is an error where it is seen. `meshloom train` shares.
-    circumstances, snapshot_every: with exchange=async, what happens on the virtual clock, and updates between the servers' snapshots (100). Such a run
-        has no loop of one's own: `fit()` goes through it, and `asynchronous` has its model and its ages.
-    recorded_shares: with shares=measured, the shares of an earlier run (its `shares.record`) instead of measurements: the same chunks once more.
-    oversubscribe: whether simulated ranks may be more than make sense.
-    cache: directory in which readings of losses and choices are kept for later starts of the same job; auto: the user's cache; off: none.
-    timings: what the start takes, as this process's first rank sees it, is added to them.
+    share: whether the replicas of a host may have one copy of parameters and optimizer state, on CPUs that
+        talk through shared memory. Only the optimizer may change parameters then: what a loop of one's own
+        does to them in place would be done by each replica to the one copy, and is an error where it is seen.
+        `meshloom train` shares.
+    circumstances, snapshot_every: with exchange=async, what happens on the virtual clock, and updates between
+        the servers' snapshots (100). Such a run has no loop of one's own: `fit()` goes through it, and
+        `asynchronous` has its model and its ages.
+    recorded_shares: with shares=measured, the shares of an earlier run (its `shares.record`) instead of
+    measurements: the same chunks once more. oversubscribe: whether simulated ranks may be more than make
+        sense.
+    cache: directory in which readings of losses and choices are kept for later starts of the same job; auto:
+    the user's cache; off: none. timings: what the start takes, as this process's first rank sees it, is added
+    to them.
 
-    Trainers of several threads take turns, from step to step, because all threads of a process draw from the same generators.
+    Trainers of several threads take turns, from step to step, because all threads of a process draw from the
+    same generators.
     """
 
     def __init__(
@@ -97,16 +106,27 @@ class Trainer:
         self.out = Path(out) if out is not None else None
         self.listener = listener or Listener()
         if circumstances is not None and self.plan.exchange != "async":
-            raise PlanError(f"circumstances are of a virtual clock, which only exchange=async has, and the plan is {self.plan}. Leave them out.")
+            raise PlanError(
+                f"circumstances are of a virtual clock, which only exchange=async has, and the plan is {self.plan}. Leave them out."
+            )
         if snapshot_every is not None and self.plan.exchange != "async":
-            raise PlanError(f"snapshot_every={snapshot_every} is for the servers of exchange=async, and the plan is {self.plan}. Leave it out.")
+            raise PlanError(
+                f"snapshot_every={snapshot_every} is for the servers of exchange=async, and the plan is {self.plan}. Leave it out."
+            )
         self.shares = Shares(self.plan, recorded_shares)
         self._closed = False
         earlier = Path(resume) if resume is not None else None
         with working_alone(), ExitStack() as building:
             with self.timings.of("joining"):
                 self.world: World = building.enter_context(
-                    open_world(self.plan.mesh, devices, timeout_seconds, transport, self.plan.algorithm, oversubscribe=oversubscribe)
+                    open_world(
+                        self.plan.mesh,
+                        devices,
+                        timeout_seconds,
+                        transport,
+                        self.plan.algorithm,
+                        oversubscribe=oversubscribe,
+                    )
                 )
             for seat in self.world.local:
                 seat.activity.enter("setting up", 0)
@@ -147,7 +167,8 @@ class Trainer:
     def batches(self) -> Iterator[Batch]:
         """This process's share of every global batch that is left, in order.
 
-        After SIGTERM or Ctrl-C a run with `out` finishes its step, saves instead of giving another batch, and raises `SystemExit`.
+        After SIGTERM or Ctrl-C a run with `out` finishes its step, saves instead of giving another batch, and
+        raises `SystemExit`.
         """
         self._check_open("batches()")
         yield from self._run.batches()
@@ -177,7 +198,8 @@ class Trainer:
         return self._run.summary(seconds, evaluation, checkpoint)
 
     def together(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
-        """Run one generator per local replica in lockstep, and return their results; errors say which rank, and what it was doing."""
+        """Run one generator per local replica in lockstep, and return their results; errors say which rank,
+        and what it was doing."""
         return self._run.replicas.together(steps) if isinstance(self._run, SynchronousRun) else []
 
     def close(self) -> None:
@@ -188,13 +210,17 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         self._closed = True
         self._stack.__exit__(kind, error, where)  # after an error the other ranks are not waited for
 
     def _check_open(self, call: str) -> None:
         if self._closed:
-            raise TrainingError(f"This Trainer is closed, so {call} cannot run any more. Call it inside of `with ml.Trainer(...) as trainer:`.")
+            raise TrainingError(
+                f"This Trainer is closed, so {call} cannot run any more. Call it inside of `with ml.Trainer(...) as trainer:`."
+            )
 
 
 def _plan(plan: Plan | str | None) -> Plan:
@@ -204,6 +230,9 @@ def _plan(plan: Plan | str | None) -> Plan:
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     if not isinstance(chosen, Plan):
         raise PlanError(f"Trainer takes a Plan or its text, not a {type(plan).__name__}.")
-    if given and replace(Plan.parse(given), keyed_draws=chosen.keyed_draws) != chosen:  # verification keys the draws of any plan
-        raise PlanError(f"The program's own plan is {chosen} and the command line says --plan {given}. Leave one of them out, or make them equal.")
+    # verification keys the draws of any plan
+    if given and replace(Plan.parse(given), keyed_draws=chosen.keyed_draws) != chosen:
+        raise PlanError(
+            f"The program's own plan is {chosen} and the command line says --plan {given}. Leave one of them out, or make them equal."
+        )
     return chosen

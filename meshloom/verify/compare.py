@@ -10,18 +10,24 @@ is measured by the rest. a is the plan's, b is one device's.
     parameter   after the step
     update      the parameter's change in this step, which shows what a small learning rate hides in the parameter
 
-An error counts as rounding up to a tolerance of the precision. Above it, a gradient still agrees if it is no further from one device's than one device's
-own goes, or one of them beyond its tolerance, when the parameters are moved at random by a few units of rounding (`Reference.moved`).
+An error counts as rounding up to a tolerance of the precision. Above it, a gradient still agrees if it is no
+further from one device's than one device's own goes, or one of them beyond its tolerance, when the parameters
+are moved at random by a few units of rounding (`Reference.moved`).
 
-Elements of a buffer or parameter that are infinite or NaN (a mask of -inf) must be the same on both sides and count in no norm. A gradient
-that is not finite never agrees.
+Elements of a buffer or parameter that are infinite or NaN (a mask of -inf) must be the same on both sides and
+count in no norm. A gradient that is not finite never agrees.
 
-An optimizer that divides by the gradient's size turns rounding into a full step wherever a gradient is nothing but rounding
-(a bias before batch norm, the bias of attention keys), and what comes of it spreads: into running means, and through
-optimizers that look at a whole tensor into its other elements. So one device is given each of the plan's gradients that agrees
-to update with, and goes on from the plan's parameters once they agree, too: then every element can be compared, and neither run drifts from the other.
+An optimizer that divides by the gradient's size turns rounding into a full step wherever a gradient is
+nothing but rounding
+(a bias before batch norm, the bias of attention keys), and what comes of it spreads: into running means, and
+through
+optimizers that look at a whole tensor into its other elements. So one device is given each of the plan's
+gradients that agrees
+to update with, and goes on from the plan's parameters once they agree, too: then every element can be
+compared, and neither run drifts from the other.
 
-Tensors come one by one and are compared as they come: nobody keeps a step's gradients or parameters beside the model's own.
+Tensors come one by one and are compared as they come: nobody keeps a step's gradients or parameters beside
+the model's own.
 """
 
 from __future__ import annotations
@@ -43,14 +49,16 @@ Gradients = Mapping[str, Tensor | None]
 FLOOR = 1e-3
 ROUNDING_UNITS = 16
 
-# float64: what is asked of verification. The others: correct runs stay well below (see tests/test_verify.py), the smallest
+# float64: what is asked of verification. The others: correct runs stay well below (see tests/test_verify.py),
+# the smallest
 # mistakes worth the name lie above (a mean of means over 17, 17, 16 and 16 samples is off by some 1e-2).
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorError:
-    """One comparison of a tensor of so many elements. moved: the tolerance is what moving one device's parameters by rounding does to it."""
+    """One comparison of a tensor of so many elements. moved: the tolerance is what moving one device's
+    parameters by rounding does to it."""
 
     name: str
     kind: Kind
@@ -74,7 +82,8 @@ class Comparison:
     loss: tuple[float, float]  # the plan's, one device's
     errors: Sequence[TensorError]
     facts: Sequence[str]
-    first_module: str | None  # first in order of execution whose output differs; else the last whose gradient does
+    # first in order of execution whose output differs; else the last whose gradient does
+    first_module: str | None
 
     @property
     def passed(self) -> bool:
@@ -100,23 +109,43 @@ class Comparer:
         return tuple(sorted(self._casts, key=lambda cast: (cast.in_optimizer, cast.place, cast.dtype)))
 
     def tolerance(self, one: Sequence[Cast] = (), *, updated: bool = False) -> float:
-        """Of what is computed before (`updated=False`) or after the optimizer of a step runs, given the casts of that step on one device."""
+        """Of what is computed before (`updated=False`) or after the optimizer of a step runs, given the casts
+        of that step on one device."""
         self._casts |= set(one)
-        low = [_TOLERANCES.get(getattr(torch, cast.dtype), 0.5) for cast in self._casts if updated or not cast.in_optimizer]
+        low = [
+            _TOLERANCES.get(getattr(torch, cast.dtype), 0.5)
+            for cast in self._casts
+            if updated or not cast.in_optimizer
+        ]
         return max([_TOLERANCES[self.precision], *low])
 
     def compare(self, ours: StepRecord, one: StepRecord, of_tensors: Sequence[TensorError]) -> Comparison:
-        """The next step. of_tensors: the errors of its gradients, buffers and parameters, which were compared as they came."""
+        """The next step. of_tensors: the errors of its gradients, buffers and parameters, which were compared
+        as they came."""
         tolerance = self.tolerance(one.casts)
         errors = [*_loss_errors(ours, one, tolerance), *of_tensors]
         facts = [*_facts(ours, one, self.plan)]
-        module = None if not facts and all(error.passed for error in errors) else _first_module(ours, one, errors, tolerance, self.plan)
-        return Comparison(step=one.step, loss=(ours.loss, one.loss), errors=errors, facts=facts, first_module=module)
+        module = (
+            None
+            if not facts and all(error.passed for error in errors)
+            else _first_module(ours, one, errors, tolerance, self.plan)
+        )
+        return Comparison(
+            step=one.step, loss=(ours.loss, one.loss), errors=errors, facts=facts, first_module=module
+        )
 
 
 def _loss_errors(ours: StepRecord, one: StepRecord, tolerance: float) -> Iterator[TensorError]:
-    size = max(abs(one.loss), sum(abs(chunk.loss_sum) for chunk in one.chunks) / one.weight if one.weight else 0.0)
-    yield TensorError(name="loss", kind="loss", step=one.step, error=_ratio(abs(ours.loss - one.loss), size), tolerance=tolerance)
+    size = max(
+        abs(one.loss), sum(abs(chunk.loss_sum) for chunk in one.chunks) / one.weight if one.weight else 0.0
+    )
+    yield TensorError(
+        name="loss",
+        kind="loss",
+        step=one.step,
+        error=_ratio(abs(ours.loss - one.loss), size),
+        tolerance=tolerance,
+    )
     if ours.gradient_norm is not None and one.gradient_norm is not None:
         error = _ratio(abs(ours.gradient_norm - one.gradient_norm), one.gradient_norm)
         yield TensorError(name="gradient norm", kind="norm", step=one.step, error=error, tolerance=tolerance)
@@ -125,11 +154,18 @@ def _loss_errors(ours: StepRecord, one: StepRecord, tolerance: float) -> Iterato
 class GradientErrors:
     """Errors of one step's averaged gradients, which come one by one.
 
-    one: one device's, by name, which may change once they are compared. moved: asked at most once, when one is further off than the tolerance: by name,
-    how far one device's go when its parameters are moved by rounding.
+    one: one device's, by name, which may change once they are compared. moved: asked at most once, when one
+    is further off than the tolerance: by name, how far one device's go when its parameters are moved by
+    rounding.
     """
 
-    def __init__(self, one: Gradients, step: int, tolerance: float, moved: Callable[[], Mapping[str, float]] | None = None) -> None:
+    def __init__(
+        self,
+        one: Gradients,
+        step: int,
+        tolerance: float,
+        moved: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
         self.norms = {name: norm(each) for name, each in one.items() if each is not None}
         self._ask = moved
         self._moved: Mapping[str, float] | None = None
@@ -149,7 +185,10 @@ class GradientErrors:
 
     def errors(self) -> list[TensorError]:
         """Of all; infinite if the plan's has not come."""
-        return [self._found.get(name) or self._made(name, math.inf, self._tolerance) for name in dict.fromkeys([*self._one, *self._found])]
+        return [
+            self._found.get(name) or self._made(name, math.inf, self._tolerance)
+            for name in dict.fromkeys([*self._one, *self._found])
+        ]
 
     def _error(self, name: str, ours: Tensor | None, one: Tensor | None, size: float) -> float:
         if name not in self._one:
@@ -169,29 +208,46 @@ class GradientErrors:
         return max(self.norms.get(name, 0.0), FLOOR * self._largest)
 
     def _allowed(self, name: str) -> float:
-        # A gradient that is small because large terms cancel carries their rounding: some units of the largest gradient.
+        # A gradient that is small because large terms cancel carries their rounding: some units of the
+        # largest gradient.
         one, size = self._one.get(name), self._size(name)
-        return self._tolerance + (ROUNDING_UNITS * torch.finfo(one.dtype).eps * self._largest / size if one is not None and size else 0.0)
+        return self._tolerance + (
+            ROUNDING_UNITS * torch.finfo(one.dtype).eps * self._largest / size
+            if one is not None and size
+            else 0.0
+        )
 
     def _how_far(self, name: str) -> float:
-        """What moving the parameters does to it, or to another beyond its tolerance: where a relu flips in this run, it might have flipped here in that."""
+        """What moving the parameters does to it, or to another beyond its tolerance: where a relu flips in
+        this run, it might have flipped here in that."""
         if self._moved is None:
             found = self._ask() if self._ask else {}
             self._moved = {each: _ratio(moved, self._size(each)) for each, moved in found.items()}
-            self._elsewhere = max((far for each, far in self._moved.items() if self._allowed(each) < far < math.inf), default=0.0)
+            self._elsewhere = max(
+                (far for each, far in self._moved.items() if self._allowed(each) < far < math.inf),
+                default=0.0,
+            )
         return max(self._moved.get(name, 0.0), self._elsewhere)
 
     def _made(self, name: str, error: float, tolerance: float, *, moved: bool = False) -> TensorError:
         one = self._one.get(name)
         elements = 0 if one is None else one.numel()
-        return TensorError(name=name, kind="gradient", step=self._step, error=error, tolerance=tolerance, elements=elements, moved=moved)
+        return TensorError(
+            name=name,
+            kind="gradient",
+            step=self._step,
+            error=error,
+            tolerance=tolerance,
+            elements=elements,
+            moved=moved,
+        )
 
 
 class StateErrors:
     """Errors of one step's parameters, of their updates and of its buffers, which come one by one.
 
-    parameters, buffers: one device's after the step, by name. before: its parameters before the update, which are the plan's, too.
-    tolerance: of buffers. updated: of what the optimizer made.
+    parameters, buffers: one device's after the step, by name. before: its parameters before the update, which
+    are the plan's, too. tolerance: of buffers. updated: of what the optimizer made.
     """
 
     def __init__(
@@ -212,7 +268,9 @@ class StateErrors:
         self._updates = {name: _norm_of_difference(each, before[name]) for name, each in parameters.items()}
         self._largest = max(self._norms.values(), default=0.0)
         self._largest_update = max(self._updates.values(), default=0.0)
-        self._largest_buffer = max((norm(each) for each in buffers.values() if _has_fractions(each)), default=0.0)
+        self._largest_buffer = max(
+            (norm(each) for each in buffers.values() if _has_fractions(each)), default=0.0
+        )
         self._found: dict[str, list[TensorError]] = {}
 
     def take(self, name: str, ours: Tensor) -> list[TensorError]:
@@ -225,8 +283,14 @@ class StateErrors:
 
     def errors(self) -> list[TensorError]:
         """Of all of one device's; infinite if the plan's has not come."""
-        of_buffers = [self._found.get(name) or [self._made(name, "buffer", math.inf, self._tolerance)] for name in self._buffers]
-        of_parameters = [self._found.get(name) or [self._made(name, "parameter", math.inf, self._updated)] for name in self._parameters]
+        of_buffers = [
+            self._found.get(name) or [self._made(name, "buffer", math.inf, self._tolerance)]
+            for name in self._buffers
+        ]
+        of_parameters = [
+            self._found.get(name) or [self._made(name, "parameter", math.inf, self._updated)]
+            for name in self._parameters
+        ]
         return [error for errors in (*of_buffers, *of_parameters) for error in errors]
 
     def _of_parameter(self, name: str, ours: Tensor) -> list[TensorError]:
@@ -234,10 +298,18 @@ class StateErrors:
         error = _error(ours, one, max(self._norms[name], FLOOR * self._largest))
         if ours.shape != one.shape:
             return [self._made(name, "parameter", error, self._updated)]
-        # Subtracting two parameters shows the rounding of both: half a unit each, for the plan and for one device.
+        # Subtracting two parameters shows the rounding of both: half a unit each, for the plan and for one
+        # device.
         size = max(self._updates[name], FLOOR * self._largest_update)
-        rounding = 2 * torch.finfo(one.dtype).eps * self._norms[name] / size if size and one.is_floating_point() else 0.0
-        return [self._made(name, "parameter", error, self._updated), self._made(name, "update", _error(ours, one, size), self._updated + rounding)]
+        rounding = (
+            2 * torch.finfo(one.dtype).eps * self._norms[name] / size
+            if size and one.is_floating_point()
+            else 0.0
+        )
+        return [
+            self._made(name, "parameter", error, self._updated),
+            self._made(name, "update", _error(ours, one, size), self._updated + rounding),
+        ]
 
     def _of_buffer(self, name: str, ours: Tensor) -> float:
         one = self._buffers[name]
@@ -247,7 +319,9 @@ class StateErrors:
 
     def _made(self, name: str, kind: Kind, error: float, tolerance: float) -> TensorError:
         one = self._buffers[name] if kind == "buffer" else self._parameters[name]
-        return TensorError(name=name, kind=kind, step=self._step, error=error, tolerance=tolerance, elements=one.numel())
+        return TensorError(
+            name=name, kind=kind, step=self._step, error=error, tolerance=tolerance, elements=one.numel()
+        )
 
 
 def _error(ours: Tensor, one: Tensor, size: float) -> float:
@@ -291,7 +365,8 @@ def _data_facts(ours: StepRecord, one: StepRecord) -> Iterator[str]:
 
 
 def _draw_facts(one: StepRecord) -> Iterator[str]:
-    """Chunks of one device that draw from one seed: a mistake both sides share, which no difference would show."""
+    """Chunks of one device that draw from one seed: a mistake both sides share, which no difference would
+    show."""
     seeds: dict[int, ChunkRecord] = {}
     for chunk in one.chunks:
         if chunk.draws and (other := seeds.setdefault(chunk.seed, chunk)) is not chunk:
@@ -303,7 +378,9 @@ def filled(chunks: Sequence[ChunkRecord]) -> dict[int, ChunkRecord]:
     return {chunk.index: chunk for chunk in chunks if chunk.samples}
 
 
-def _first_module(ours: StepRecord, one: StepRecord, errors: Sequence[TensorError], tolerance: float, plan: Plan) -> str | None:
+def _first_module(
+    ours: StepRecord, one: StepRecord, errors: Sequence[TensorError], tolerance: float, plan: Plan
+) -> str | None:
     outputs = list(zip(_outputs(ours, plan), _outputs(one, plan), strict=False))
     for here, there in outputs:
         if output_differs(here, there, tolerance):
@@ -312,7 +389,10 @@ def _first_module(ours: StepRecord, one: StepRecord, errors: Sequence[TensorErro
     wrong = {error.name for error in errors if error.kind == "gradient" and not error.passed}
     modules = [there.name for _, there in reversed(outputs)]
     owners = {name.rpartition(".")[0] for name in wrong}
-    return next((module or "the whole model" for module in modules if module in owners), next(iter(sorted(owners)), None) or None)
+    return next(
+        (module or "the whole model" for module in modules if module in owners),
+        next(iter(sorted(owners)), None) or None,
+    )
 
 
 def _outputs(record: StepRecord, plan: Plan) -> list[ModuleOutput]:
@@ -333,7 +413,9 @@ def _outputs(record: StepRecord, plan: Plan) -> list[ModuleOutput]:
 
 def add_outputs(a: ModuleOutput, b: ModuleOutput) -> ModuleOutput:
     """The output of one module on the rows of both."""
-    return ModuleOutput(name=a.name, call=a.call, total=a.total + b.total, square=a.square + b.square, count=a.count + b.count)
+    return ModuleOutput(
+        name=a.name, call=a.call, total=a.total + b.total, square=a.square + b.square, count=a.count + b.count
+    )
 
 
 def output_differs(a: ModuleOutput, b: ModuleOutput, tolerance: float) -> bool:

@@ -1,4 +1,5 @@
-"""Holds the steps of a plan against one device, tensor by tensor as they come, and asks for the cause when something differs.
+"""Holds the steps of a plan against one device, tensor by tensor as they come, and asks for the cause when
+something differs.
 
 A step, in order; only numbers are kept of it:
 
@@ -28,7 +29,8 @@ from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonResult:
-    """What came of holding a plan against a reference. whole: None if the whole batch does not fit in the device's memory."""
+    """What came of holding a plan against a reference. whole: None if the whole batch does not fit in the
+    device's memory."""
 
     steps: Sequence[Comparison]
     causes: Sequence[Cause]
@@ -58,10 +60,14 @@ class ComparisonRun:
         reference.run()
         tolerance = self._comparer.tolerance(reference.casts)
         if not self._steps:
-            with suppress(torch.OutOfMemoryError):  # microbatches may be there because the whole batch does not fit
+            # microbatches may be there because the whole batch does not fit
+            with suppress(torch.OutOfMemoryError):
                 self._whole = compare_whole_batch(reference, tolerance)
-        agreed = all(step.passed for step in self._steps)  # afterwards the two are no longer at the same parameters
-        self._gradients = GradientErrors(reference.gradients, reference.number, tolerance, reference.moved if agreed else None)
+        # afterwards the two are no longer at the same parameters
+        agreed = all(step.passed for step in self._steps)
+        self._gradients = GradientErrors(
+            reference.gradients, reference.number, tolerance, reference.moved if agreed else None
+        )
         self.thinned = {}
 
     def gradient(self, name: str, ours: Tensor | None) -> None:
@@ -71,10 +77,13 @@ class ComparisonRun:
             self._reference.take_gradient(name, ours)
 
     def update(self) -> None:
-        """All gradients have come: one device updates. If some differ, why is looked for now, while its parameters are those that they are of."""
+        """All gradients have come: one device updates. If some differ, why is looked for now, while its
+        parameters are those that they are of."""
         reference = self._reference
         self._evidence = reference.facts(self._gradients.norms, self._previous)
-        if not all(error.passed for error in self._gradients.errors()) and all(step.passed for step in self._steps):
+        if not all(error.passed for error in self._gradients.errors()) and all(
+            step.passed for step in self._steps
+        ):
             self._evidence = reference.evidence(self._evidence)
         self._one = reference.update()
         self._state = StateErrors(
@@ -98,4 +107,6 @@ class ComparisonRun:
 
     def found(self) -> ComparisonResult:
         """Of all steps so far."""
-        return ComparisonResult(steps=self._steps, causes=self._causes, whole=self._whole, comparer=self._comparer)
+        return ComparisonResult(
+            steps=self._steps, causes=self._causes, whole=self._whole, comparer=self._comparer
+        )

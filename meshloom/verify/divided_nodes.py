@@ -1,10 +1,12 @@
 """The first operator of a divided program whose parts are not what one device computes.
 
-The undivided program runs, then all ranks' in lockstep, on the model's initial values and the same draws. Forward, the first operator
-whose value differs is named; if all agree, backward, the last one whose value's gradient does.
+The undivided program runs, then all ranks' in lockstep, on the model's initial values and the same draws.
+Forward, the first operator whose value differs is named; if all agree, backward, the last one whose value's
+gradient does.
 
-No value is kept to be compared. Of each, and of its gradient, there is one number: its inner product with a random tensor, seeded by its name. It is
-linear, so that ranks' parts, each with its part of the random tensor, add up to what one device has; and two values that differ have different ones.
+No value is kept to be compared. Of each, and of its gradient, there is one number: its inner product with a
+random tensor, seeded by its name. It is linear, so that ranks' parts, each with its part of the random
+tensor, add up to what one device has; and two values that differ have different ones.
 """
 
 from __future__ import annotations
@@ -35,32 +37,55 @@ _SEED = 7
 
 
 def first_difference(part: Partition, model: nn.Module, batch: Any) -> str:
-    """One sentence: which operator, at which line of the user's, or that all agree. model: whole, in the program's precision."""
+    """One sentence: which operator, at which line of the user's, or that all agree. model: whole, in the
+    program's precision."""
     program = part.choice.layout.program
-    state = {name: each.detach().double() if each.is_floating_point() else each.detach() for name, each in _state(model).items()}
+    state = {
+        name: each.detach().double() if each.is_floating_point() else each.detach()
+        for name, each in _state(model).items()
+    }
     whole, parts = _Seen(part.choice), _Seen(part.choice)
     with preserved_draws():
         seed_everything(_SEED)
-        _backward([run_program(program, *_split(program, state, None, 0), batch, dtype=torch.float64, visit=whole.note_whole)])
+        _backward(
+            [
+                run_program(
+                    program,
+                    *_split(program, state, None, 0),
+                    batch,
+                    dtype=torch.float64,
+                    visit=whole.note_whole,
+                )
+            ]
+        )
         seed_everything(_SEED)
         split = [_split(program, state, part, rank) for rank in range(part.choice.num_ranks)]
         _backward(
             run_in_lockstep(
-                part.programs, [each[0] for each in split], [each[1] for each in split], batch, dtype=torch.float64, visit=parts.note_parts
+                part.programs,
+                [each[0] for each in split],
+                [each[1] for each in split],
+                batch,
+                dtype=torch.float64,
+                visit=parts.note_parts,
             )
         )
     for name, values in whole.values.items():
         if name in parts.nodes and (error := _error(values, parts.values[name])) > TOLERANCE:
             return f"In lockstep the first operator whose parts differ is {_named(whole.nodes[name], part)}: by {error:.1e}."
     for name in reversed(whole.nodes):
-        if name in parts.nodes and (error := _error(whole.gradients[name], parts.gradients[name])) > TOLERANCE:
+        if (
+            name in parts.nodes
+            and (error := _error(whole.gradients[name], parts.gradients[name])) > TOLERANCE
+        ):
             return f"In lockstep all values agree; backward, the first gradient that differs is that of {_named(whole.nodes[name], part)}: by {error:.1e}."
     return "In lockstep every operator's parts agree with one device, forward and backward: the ranks' programs are right, and what they send each other is not."
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """Of one tensor: its inner products with the random one, or each rank's with its part of it. scale: 1 + its largest element, times the root of their number."""
+    """Of one tensor: its inner products with the random one, or each rank's with its part of it. scale: 1 +
+    its largest element, times the root of their number."""
 
     products: tuple[float, ...]
     scale: float
@@ -106,13 +131,18 @@ class _Seen:
             return
         random, placement = _random(name, number, value.shape), self.choice.strategies[name].output
         if isinstance(placement, Part):
-            products = tuple(_product(take(pieces, rank, value), take(pieces, rank, random)) for rank in range(self.choice.num_ranks))
+            products = tuple(
+                _product(take(pieces, rank, value), take(pieces, rank, random))
+                for rank in range(self.choice.num_ranks)
+            )
         else:
             products = (_product(value, random),)
         self.values[name][number] = _Mark(products, _scale(value))
 
         def hook(gradient: Tensor) -> None:
-            self.gradients[name][number] = _Mark((_product(gradient, _random(name, number, gradient.shape)),), _scale(gradient))
+            self.gradients[name][number] = _Mark(
+                (_product(gradient, _random(name, number, gradient.shape)),), _scale(gradient)
+            )
 
         if value.requires_grad:
             value.register_hook(hook)
@@ -140,7 +170,8 @@ class _Seen:
                 each.register_hook(partial(hook, rank))
 
     def _pieces(self, name: str, number: int) -> Pieces | None:
-        """What each rank holds; None where that is not known here: where such rows are put together again they are compared."""
+        """What each rank holds; None where that is not known here: where such rows are put together again
+        they are compared."""
         axes, placement = self.choice.layout.values[name][number], self.choice.strategies[name].output
         if route_of(axes, placement, self.choice.numbers) is not None:
             return None
@@ -153,13 +184,15 @@ def _random(name: str, number: int, shape: Sequence[int]) -> Tensor:
 
 
 def _product(value: Tensor, random: Tensor) -> float:
-    """<value, random>; of complex numbers the real and twice the imaginary part together. NaN if the shapes differ."""
+    """<value, random>; of complex numbers the real and twice the imaginary part together. NaN if the shapes
+    differ."""
     if value.shape != random.shape:
         return math.nan
     plain = value.detach()
     if plain.is_complex():
         return _product(plain.real, random) + 2 * _product(plain.imag, random)
-    finite = torch.nan_to_num(plain.double(), 1.5, 2.5, -3.5)  # what is not finite is the same on both sides, or differs by this
+    # what is not finite is the same on both sides, or differs by this
+    finite = torch.nan_to_num(plain.double(), 1.5, 2.5, -3.5)
     return float((finite * random.to(plain.device)).sum())
 
 
@@ -174,13 +207,18 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _split(program: Any, state: dict[str, Tensor], part: Partition | None, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _split(
+    program: Any, state: dict[str, Tensor], part: Partition | None, rank: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters, which share memory with `state`, and buffers of one device, or of a rank."""
 
     def mine(name: str, pieces: Any) -> Tensor:
         return (take(pieces[name], rank, state[name]) if part else state[name]).detach()
 
-    parameters = {name: mine(name, part and part.parameters).requires_grad_(each.meta.requires_grad) for name, each in program.parameters.items()}
+    parameters = {
+        name: mine(name, part and part.parameters).requires_grad_(each.meta.requires_grad)
+        for name, each in program.parameters.items()
+    }
     return parameters, {name: mine(name, part and part.buffers).clone() for name in program.buffers}
 
 

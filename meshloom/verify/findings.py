@@ -21,8 +21,10 @@ ROWS = 8
 class Report:
     """A plan against one device that runs the same chunks.
 
-    devices: one line, what ran the plan. precision: of the parameters. casts: what is less precise, on one device.
-    owned: share of the trainable elements that each rank updates. whole: against the whole batch, on the first step.
+    devices: one line, what ran the plan. precision: of the parameters. casts: what is less precise, on one
+        device.
+    owned: share of the trainable elements that each rank updates. whole: against the whole batch, on the
+        first step.
     """
 
     plan: str
@@ -45,7 +47,8 @@ class Report:
         return next((step for step in self.steps if not step.passed), None)
 
     def worst(self, rows: int = ROWS) -> list[TensorError]:
-        """Largest errors, measured by their tolerance: of the first step that differs, or of all steps; one per name and kind."""
+        """Largest errors, measured by their tolerance: of the first step that differs, or of all steps; one
+        per name and kind."""
         wrong = self.first_wrong
         errors = [error for step in ([wrong] if wrong else self.steps) for error in step.errors]
         worst: dict[tuple[str, str], TensorError] = {}
@@ -78,7 +81,12 @@ class Report:
             "casts": [asdict(cast) for cast in self.casts],
             "owned": list(self.owned),
             "worst": [_error_record(error) for error in self.worst()],
-            "whole_batch": {**asdict(self.whole), "error": _finite(self.whole.error), "loss": _finite(self.whole.loss), "equal": self.whole.equal}
+            "whole_batch": {
+                **asdict(self.whole),
+                "error": _finite(self.whole.error),
+                "loss": _finite(self.whole.loss),
+                "equal": self.whole.equal,
+            }
             if self.whole
             else None,
         }
@@ -88,7 +96,9 @@ class Report:
 def print_report(report: Report, console: Console) -> None:
     """The report for a person: losses, the worst tensors, the verdict, the whole batch."""
     console.print(
-        f"verify {report.plan} on {report.devices}, {report.precision}, against one device that runs the same chunks", highlight=False, soft_wrap=True
+        f"verify {report.plan} on {report.devices}, {report.precision}, against one device that runs the same chunks",
+        highlight=False,
+        soft_wrap=True,
     )
     console.print(_losses(report))
     console.print(_errors(report))
@@ -100,14 +110,26 @@ def _losses(report: Report) -> Table:
     table = Table("step", "loss", "one device", "largest error", box=None, pad_edge=False)
     for step in report.steps:
         worst = max(step.errors, key=_severity)
-        table.add_row(str(step.step), f"{step.loss[0]:.6f}", f"{step.loss[1]:.6f}", f"{worst.error:.1e} ({worst.kind}{_of(worst)})")
+        table.add_row(
+            str(step.step),
+            f"{step.loss[0]:.6f}",
+            f"{step.loss[1]:.6f}",
+            f"{worst.error:.1e} ({worst.kind}{_of(worst)})",
+        )
     return table
 
 
 def _errors(report: Report) -> Table:
     table = Table("worst", "of", "step", "error", "tolerance", "", box=None, pad_edge=False)
     for error in report.worst():
-        table.add_row(error.name, error.kind, str(error.step), f"{error.error:.1e}", f"{error.tolerance:.1e}", _verdict(error))
+        table.add_row(
+            error.name,
+            error.kind,
+            str(error.step),
+            f"{error.error:.1e}",
+            f"{error.tolerance:.1e}",
+            _verdict(error),
+        )
     return table
 
 
@@ -125,22 +147,29 @@ def _lines(report: Report) -> list[str]:
     if wrong:
         names = {error.name for error in wrong.errors if not error.passed}
         lines.append(
-            f"DIFFERS from step {wrong.step} on: {len(names)} tensors" + (f"; first module: {wrong.first_module}" if wrong.first_module else "")
+            f"DIFFERS from step {wrong.step} on: {len(names)} tensors"
+            + (f"; first module: {wrong.first_module}" if wrong.first_module else "")
         )
         lines += [f"  {fact}" for fact in wrong.facts[:ROWS]]
         lines += [f"  likely cause: {cause.sentence}" for cause in report.causes]
     else:
-        lines.append(f"EQUAL to one device that runs the same chunks: {len(report.steps)} step{'s' if len(report.steps) > 1 else ''}")
+        lines.append(
+            f"EQUAL to one device that runs the same chunks: {len(report.steps)} step{'s' if len(report.steps) > 1 else ''}"
+        )
     lines += _moved_lines(report.steps)
     lines += _cast_lines(report.casts)
     if any(share < 1 for share in report.owned):
-        lines.append(f"sharded: ranks own {', '.join(f'{share:.1%}' for share in report.owned)} of the optimizer's state")
+        lines.append(
+            f"sharded: ranks own {', '.join(f'{share:.1%}' for share in report.owned)} of the optimizer's state"
+        )
     if report.whole is None:
         lines.append("whole batch: not compared, it does not fit in one device's memory")
     elif not report.whole.ran:
         lines.append(f"whole batch: not compared, {report.whole.why}")
     elif report.whole.equal:
-        lines.append(f"whole batch: equal to one device on the whole batch (largest error of a gradient {report.whole.error:.1e})")
+        lines.append(
+            f"whole batch: equal to one device on the whole batch (largest error of a gradient {report.whole.error:.1e})"
+        )
     else:
         lines.append(
             f"whole batch: gradients differ by up to {report.whole.error:.1e} from one device on the whole batch, because {report.whole.why}"
@@ -149,13 +178,18 @@ def _lines(report: Report) -> list[str]:
 
 
 def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
-    """What a reader must know of gradients that rounding moves further than the tolerance: so far no mistake can be seen in them."""
+    """What a reader must know of gradients that rounding moves further than the tolerance: so far no mistake
+    can be seen in them."""
     moved = [error for step in steps for error in step.errors if error.moved]
     if not moved:
         return []
     names, widest = {error.name for error in moved}, max(error.tolerance for error in moved)
-    what = f"{len(names)} gradient{'s' if len(names) > 1 else ''} of the plan may differ by up to {widest:.1e}"
-    return [f"{what}, which is how far rounding alone moves gradients of one device: smaller mistakes in them show with --dtype float64"]
+    what = (
+        f"{len(names)} gradient{'s' if len(names) > 1 else ''} of the plan may differ by up to {widest:.1e}"
+    )
+    return [
+        f"{what}, which is how far rounding alone moves gradients of one device: smaller mistakes in them show with --dtype float64"
+    ]
 
 
 def _cast_lines(casts: Sequence[Cast]) -> list[str]:
@@ -172,7 +206,9 @@ def _cast_lines(casts: Sequence[Cast]) -> list[str]:
             shown = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
             what.insert(0, f"{kind} {shown}" if len(named) == 1 else f"{len(named)} {kind}s ({shown})")
         verb = "computes" if len(what) == 1 and len(named) <= 1 else "compute"
-        lines.append(f"{' and '.join(what)} {verb} in {dtype}: tolerances {'after the first update ' if in_optimizer else ''}are those of {dtype}")
+        lines.append(
+            f"{' and '.join(what)} {verb} in {dtype}: tolerances {'after the first update ' if in_optimizer else ''}are those of {dtype}"
+        )
     return lines
 
 

@@ -1,6 +1,7 @@
 """Runs a job under a plan and on one device, step by step in step, and holds one against the other.
 
-The plan runs through the ordinary trainer, with every random draw keyed; an observer in each replica notes what its chunks
+The plan runs through the ordinary trainer, with every random draw keyed; an observer in each replica notes
+what its chunks
 were given and what came out. Rank 0 collects the notes, runs the same step on one device and compares.
 """
 
@@ -49,7 +50,8 @@ def verify(
     transport: str = "auto",
     oversubscribe: bool = False,
 ) -> Report | None:
-    """Run `steps` steps of `job` under `plan` and on one device, and compare. None on ranks other than 0, which cannot tell.
+    """Run `steps` steps of `job` under `plan` and on one device, and compare. None on ranks other than 0,
+    which cannot tell.
 
     dtype: run both in this precision; float64 tells a mistake from rounding. Raises as the trainer does.
     """
@@ -63,12 +65,19 @@ def verify(
     ) as trainer:  # fmt: skip
         check_dense_buffers(trainer.replicas[0].model, "only dense buffers are compared")
         owned = trainer.together(_owned)[0]
-        holding = ComparisonRun(Reference(job, keyed, dtype, trainer.replicas[0].seat.device, recorded)) if trainer.world.main else None
+        holding = (
+            ComparisonRun(Reference(job, keyed, dtype, trainer.replicas[0].seat.device, recorded))
+            if trainer.world.main
+            else None
+        )
         _run_steps(trainer, dtype, holding)
         if holding is None:
             return None
         found = holding.found()
-        causes = [*found.causes, *([] if all(step.passed for step in found.steps) else _of_division(trainer, job, keyed, dtype))]
+        causes = [
+            *found.causes,
+            *([] if all(step.passed for step in found.steps) else _of_division(trainer, job, keyed, dtype)),
+        ]
         return Report(
             plan=str(plan), devices=trainer.world.why, precision=str(found.comparer.precision).removeprefix("torch."), owned=owned,
             steps=found.steps, causes=causes, casts=found.comparer.casts, whole=found.whole,
@@ -85,10 +94,14 @@ def check_promised(plan: Plan) -> None:
 
 
 def _changing_shares(plan: Plan, steps: int) -> list[tuple[int, tuple[int, ...]]]:
-    """What is verified where shares are measured: others in every step after the first, because what they are must not matter."""
+    """What is verified where shares are measured: others in every step after the first, because what they are
+    must not matter."""
     if plan.shares != "measured":
         return []
-    return [(step, tuple(1 + (replica + step) % plan.dp for replica in range(plan.dp))) for step in range(1, max(steps, 2))]
+    return [
+        (step, tuple(1 + (replica + step) % plan.dp for replica in range(plan.dp)))
+        for step in range(1, max(steps, 2))
+    ]
 
 
 def _of_division(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype | None) -> list[Cause]:
@@ -99,7 +112,14 @@ def _of_division(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype | No
         return []
     device = replica.seat.device
     (batch,) = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
-    return [Cause("division", first_difference(division.first, build_model(job, device, dtype), to_device(batch, device, dtype)))]
+    return [
+        Cause(
+            "division",
+            first_difference(
+                division.first, build_model(job, device, dtype), to_device(batch, device, dtype)
+            ),
+        )
+    ]
 
 
 def _run_steps(trainer: Trainer, dtype: torch.dtype | None, holding: ComparisonRun | None) -> None:
@@ -113,17 +133,28 @@ def _run_steps(trainer: Trainer, dtype: torch.dtype | None, holding: ComparisonR
             shares = dict(zip(map(id, trainer.replicas), batch.shares, strict=True))
             # Not trainer.step, which raises when replicas drift apart: that is for the report to say.
             with default_dtype(dtype):
-                gradients = trainer.together(lambda replica: replica.gradients(batch.step, shares[id(replica)]))  # noqa: B023
+                gradients = trainer.together(
+                    lambda replica: replica.gradients(batch.step, shares[id(replica)])  # noqa: B023
+                )
             found = dict(zip(map(id, trainer.replicas), gradients, strict=True))
             if holding:
                 holding.begin()
-            trainer.together(lambda replica: replica.each_gradient(found[id(replica)], holding.gradient if holding and replica is first else _ignore))  # noqa: B023
+            trainer.together(
+                lambda replica: replica.each_gradient(
+                    found[id(replica)],  # noqa: B023
+                    holding.gradient if holding and replica is first else _ignore,
+                )
+            )
             with default_dtype(dtype):
                 result = trainer.together(lambda replica: replica.update(found[id(replica)]))[0]  # noqa: B023
             trainer.next_step = batch.step + 1
             if holding:
                 holding.update()
-            trainer.together(lambda replica: replica.each_of_state(holding.state if holding and replica is first else _ignore))
+            trainer.together(
+                lambda replica: replica.each_of_state(
+                    holding.state if holding and replica is first else _ignore
+                )
+            )
             record = _record(trainer, result, notes, holding.thinned if holding else {})
             if holding:
                 holding.end(record)
@@ -133,9 +164,13 @@ def _ignore(name: str, tensor: Tensor | None) -> None:
     """What only rank 0 looks at."""
 
 
-def _record(trainer: Trainer, result: StepResult, notes: Sequence[_Notes], gradients: Mapping[str, Tensor | None]) -> StepRecord:
+def _record(
+    trainer: Trainer, result: StepResult, notes: Sequence[_Notes], gradients: Mapping[str, Tensor | None]
+) -> StepRecord:
     mine = dict(zip(map(id, trainer.replicas), notes, strict=True))
-    chunks = trainer.together(lambda replica: collect(replica.seat.world, _chunks(replica, mine[id(replica)])))[0]
+    chunks = trainer.together(
+        lambda replica: collect(replica.seat.world, _chunks(replica, mine[id(replica)]))
+    )[0]
     digests = trainer.together(_digests)[0]
     apart = trainer.together(_unlike)[0]
     return StepRecord(
@@ -144,7 +179,10 @@ def _record(trainer: Trainer, result: StepResult, notes: Sequence[_Notes], gradi
         weight=result.weight,
         gradient_norm=result.gradient_norm,
         gradients=gradients,
-        chunks=sorted((ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank), key=lambda chunk: chunk.index),
+        chunks=sorted(
+            (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank),
+            key=lambda chunk: chunk.index,
+        ),
         replicas=[*map(digest_values, digests), *apart],
     )
 
@@ -196,7 +234,8 @@ def _observed(replica: Replica) -> Iterator[_Notes]:
 
 def _chunks(replica: Replica, notes: _Notes) -> list[dict[str, Any]]:
     """The replica's chunks, told by one of its ranks."""
-    return [chunk.to_dict() for chunk in notes.chunks] if replica.seat.place.tp == 0 else []  # and those of a pipeline by the last stage
+    # and those of a pipeline by the last stage
+    return [chunk.to_dict() for chunk in notes.chunks] if replica.seat.place.tp == 0 else []
 
 
 def _owned(replica: Replica) -> Steps[list[float]]:
@@ -208,7 +247,9 @@ def _owned(replica: Replica) -> Steps[list[float]]:
 
 def _digests(replica: Replica) -> Steps[list[list[int]]]:
     """Of every replica, hashes of all that its ranks hold: equal for equal replicas."""
-    everyone = yield from collect(replica.seat.world, [int(digest(each)) for each in held(state_of(replica.model).items()).values()])
+    everyone = yield from collect(
+        replica.seat.world, [int(digest(each)) for each in held(state_of(replica.model).items()).values()]
+    )
     return [[each for rank in ranks for each in everyone[rank]] for ranks in replica.plan.mesh.teams()]
 
 

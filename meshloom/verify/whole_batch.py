@@ -1,6 +1,8 @@
-"""The second comparison: one device that runs the chunks against one device that runs the whole batch at once.
+"""The second comparison: one device that runs the chunks against one device that runs the whole batch at
+once.
 
-They agree where samples do not interact and nothing is drawn. Where they differ it is the job's own nature, not a mistake of
+They agree where samples do not interact and nothing is drawn. Where they differ it is the job's own nature,
+not a mistake of
 the plan, so this is reported with its reason and decides nothing.
 """
 
@@ -21,7 +23,8 @@ from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, St
 
 @dataclass(frozen=True, kw_only=True)
 class WholeBatch:
-    """How far the chunks are from the whole batch: largest error of a gradient; its loss; why they differ ("" if they do not).
+    """How far the chunks are from the whole batch: largest error of a gradient; its loss; why they differ (""
+    if they do not).
 
     ran: whether the job's code could compute the whole batch at once; else error and loss are infinite.
     """
@@ -44,25 +47,43 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch:
     try:
         with reference.whole_batch() as (chunked, whole):
             errors = GradientErrors(chunked, reference.number, tolerance)
-            error = max((errors.take(name, each).error for name, each in reference.gradients.items()), default=0.0)
+            error = max(
+                (errors.take(name, each).error for name, each in reference.gradients.items()), default=0.0
+            )
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of the job's own code, which never sees so large a batch under the plan: a queue that is shorter
+    except Exception as error:
+        # of the job's own code, which never sees so large a batch under the plan: a queue that is shorter
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return WholeBatch(error=math.inf, loss=math.inf, why=f"the job's own code fails on it: {type(error).__name__}: {said}", ran=False)
+        return WholeBatch(
+            error=math.inf,
+            loss=math.inf,
+            why=f"the job's own code fails on it: {type(error).__name__}: {said}",
+            ran=False,
+        )
     scale = max(abs(whole.loss), abs(reference.loss)) or 1.0
     equal = error <= tolerance and abs(whole.loss - reference.loss) <= tolerance * scale
-    return WholeBatch(error=error, loss=whole.loss, why="" if equal else _why(reference.model, whole, reference.chunks, tolerance))
+    return WholeBatch(
+        error=error,
+        loss=whole.loss,
+        why="" if equal else _why(reference.model, whole, reference.chunks, tolerance),
+    )
 
 
 def _why(model: nn.Module, whole: StepRecord, chunked: Sequence[ChunkRecord], tolerance: float) -> str:
     reasons: list[str] = []
-    norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and _uses_batch(module)]  # pyright: ignore[reportPrivateUsage]
+    batch_norms = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
+    norms = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, batch_norms) and _uses_batch(module)
+    ]
     if norms:
         reasons.append(
             f"batch statistics ({', '.join(norms[:3])}{', ...' if len(norms) > 3 else ''}) are taken over a chunk, not over the whole batch"
         )
-    if any(" " not in drawn for chunk in chunked for drawn in chunk.draws):  # others are operations that may have drawn nothing
+    # others are operations that may have drawn nothing
+    if any(" " not in drawn for chunk in chunked for drawn in chunk.draws):
         reasons.append("random draws, such as dropout masks, belong to a chunk")
     if not reasons and (module := _first_that_mixes(whole, chunked, tolerance)) is not None:
         reasons.append(f"samples of a batch interact in {module}" if module else _IN_THE_MODEL)
@@ -84,9 +105,11 @@ def _uses_batch(module: nn.Module) -> bool:
 
 
 def _first_that_mixes(whole: StepRecord, chunked: Sequence[ChunkRecord], tolerance: float) -> str | None:
-    """The first module in order of execution whose outputs over all chunks do not add up to those on the whole batch.
+    """The first module in order of execution whose outputs over all chunks do not add up to those on the
+    whole batch.
 
-    What is the same in every chunk as on the whole batch, such as embedded positions, has no samples that could mix.
+    What is the same in every chunk as on the whole batch, such as embedded positions, has no samples that
+    could mix.
     """
     of_chunks: dict[tuple[str, int], list[ModuleOutput]] = {}
     for output in (output for chunk in chunked for output in chunk.modules):
@@ -98,6 +121,8 @@ def _first_that_mixes(whole: StepRecord, chunked: Sequence[ChunkRecord], toleran
         together = reduce(add_outputs, parts)
         if output.name and together.count != output.count:
             continue  # not an output per sample: a table of positions, a loss
-        if any(output_differs(part, output, tolerance) for part in parts) and output_differs(together, output, tolerance):
+        if any(output_differs(part, output, tolerance) for part in parts) and output_differs(
+            together, output, tolerance
+        ):
             return output.name
     return None

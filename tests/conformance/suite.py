@@ -1,11 +1,13 @@
-"""Runs PyTorch's own suite for backends of torch.distributed against one backend, and says what became of each test.
+"""Runs PyTorch's own suite for backends of torch.distributed against one backend, and says what became of
+each test.
 
     python tests/conformance/suite.py --backend shm --ranks 3 --out shm3.json
     python tests/conformance/suite.py --backend gloo --ranks 2 test_all_reduce_sum test_barrier
 
-The suite (`torch.testing._internal.distributed.distributed_test`, in the wheel; it needs `expecttest`) starts processes anew for every test,
-which costs seconds each. Here all tests are imported once, and each test's ranks are forked from that. What the suite decides by the backend's
-name (which tests to skip, which models to build) it decides for any backend as it does for Gloo.
+The suite (`torch.testing._internal.distributed.distributed_test`, in the wheel; it needs `expecttest`) starts
+processes anew for every test, which costs seconds each. Here all tests are imported once, and each test's
+ranks are forked from that. What the suite decides by the backend's name (which tests to skip, which models to
+build) it decides for any backend as it does for Gloo.
 """
 
 from __future__ import annotations
@@ -28,8 +30,15 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# What a rank finds when it imports the suite; "file://" because one test reads the file's name and skips otherwise.
-ENVIRONMENT = {"BACKEND": "gloo", "INIT_METHOD": "file://", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "TORCH_SHOW_CPP_STACKTRACES": "0"}
+# What a rank finds when it imports the suite; "file://" because one test reads the file's name and skips
+# otherwise.
+ENVIRONMENT = {
+    "BACKEND": "gloo",
+    "INIT_METHOD": "file://",
+    "OMP_NUM_THREADS": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "TORCH_SHOW_CPP_STACKTRACES": "0",
+}
 TEST_SECONDS = 60.0  # a test that takes longer hangs
 FORK = multiprocessing.get_context("fork")
 
@@ -71,7 +80,9 @@ def _suite(backend: str, num_ranks: int) -> Any:
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     if num_ranks > 2:  # tests of the groups [1, 2] ask for eight ranks, and need three
-        importlib.import_module("torch.testing._internal.common_distributed").skip_if_small_worldsize = lambda test: test
+        importlib.import_module("torch.testing._internal.common_distributed").skip_if_small_worldsize = (
+            lambda test: test
+        )
     tests = importlib.import_module("torch.testing._internal.distributed.distributed_test")
     if backend == "shm":
         importlib.import_module("meshloom.comm.torch_backend")
@@ -90,7 +101,9 @@ def _on_ranks(suite: Any, name: str, num_ranks: int) -> str:
         processes = []
         for rank in range(num_ranks):
             here, there = FORK.Pipe(duplex=False)
-            process = FORK.Process(target=_rank, args=(there, suite, name, rank, num_ranks, directory, barrier), daemon=True)
+            process = FORK.Process(
+                target=_rank, args=(there, suite, name, rank, num_ranks, directory, barrier), daemon=True
+            )
             process.start()
             there.close()
             ends[here] = rank
@@ -126,14 +139,20 @@ def _said(ends: dict[Connection, int], deadline: float) -> dict[int, str]:
 
 
 def _joined(said: dict[int, str]) -> str:
-    failed = [f"rank {rank} {text.removeprefix('failed: ')}" for rank, text in sorted(said.items()) if text.startswith("failed")]
+    failed = [
+        f"rank {rank} {text.removeprefix('failed: ')}"
+        for rank, text in sorted(said.items())
+        if text.startswith("failed")
+    ]
     if failed:
         return "failed: " + "\n".join(failed)
     # A rank outside a test's group may skip what the others run.
     return next((text for text in said.values() if text == "passed"), said[0])
 
 
-def _rank(end: Connection, suite: Any, name: str, rank: int, num_ranks: int, directory: str, barrier: Any) -> None:
+def _rank(
+    end: Connection, suite: Any, name: str, rank: int, num_ranks: int, directory: str, barrier: Any
+) -> None:
     """One rank's test, in a process of its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(os.devnull, "w") as nowhere:
@@ -154,13 +173,20 @@ def _outcome(suite: Any, name: str, rank: int, num_ranks: int, directory: str, b
 
     tests = sys.modules["torch.testing._internal.distributed.distributed_test"]
     tests.INIT_METHOD = f"file://{directory}/init_dir/shared_init_file"
-    tests.Barrier.sync = classmethod(lambda cls, wait_for=None, timeout=10: barrier.wait(timeout))  # theirs looks at files every 0.1 s
+    # theirs looks at files every 0.1 s
+    tests.Barrier.sync = classmethod(lambda cls, wait_for=None, timeout=10: barrier.wait(timeout))
     case = suite(name)
     case.rank, case.file_name = rank, f"{directory}/store"
     warnings.simplefilter("ignore")
     try:
         timeout = timedelta(seconds=tests.CUSTOM_PG_TIMEOUT.get(name, tests.default_pg_timeout))
-        dist.init_process_group(init_method=case.init_method, backend=str.__str__(tests.BACKEND), world_size=num_ranks, rank=rank, timeout=timeout)
+        dist.init_process_group(
+            init_method=case.init_method,
+            backend=str.__str__(tests.BACKEND),
+            world_size=num_ranks,
+            rank=rank,
+            timeout=timeout,
+        )
         barrier.wait(10)
         set_rng_seed()
         getattr(case, name)()
@@ -177,7 +203,9 @@ def _outcome(suite: Any, name: str, rank: int, num_ranks: int, directory: str, b
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backend", default="shm", help="shm, gloo, or another that torch knows")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, help="where to write the outcomes, as JSON")
@@ -186,8 +214,13 @@ def main() -> None:
     outcomes = run(request.backend, request.ranks, request.tests)
     if request.out:
         request.out.write_text(json.dumps(outcomes, indent=1))
-    count = {kind: sum(text.startswith(kind) for text in outcomes.values()) for kind in ("passed", "skipped", "failed")}
-    print(f"{request.backend} on {request.ranks} ranks: {count['passed']} passed, {count['skipped']} skipped, {count['failed']} failed")
+    count = {
+        kind: sum(text.startswith(kind) for text in outcomes.values())
+        for kind in ("passed", "skipped", "failed")
+    }
+    print(
+        f"{request.backend} on {request.ranks} ranks: {count['passed']} passed, {count['skipped']} skipped, {count['failed']} failed"
+    )
 
 
 if __name__ == "__main__":

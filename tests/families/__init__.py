@@ -1,6 +1,8 @@
-"""Model families that the tests share: tiny jobs of distinct architectures, built from random starts, nothing downloaded.
+"""Model families that the tests share: tiny jobs of distinct architectures, built from random starts, nothing
+downloaded.
 
-`FAMILIES` can be trained; `REFUSED` must be refused in one sentence. All have six samples, batches of three and two steps.
+`FAMILIES` can be trained; `REFUSED` must be refused in one sentence. All have six samples, batches of three
+and two steps.
 """
 
 from __future__ import annotations
@@ -28,5 +30,7 @@ def _by_name(*groups: list[Family]) -> dict[str, Family]:
     return by_name
 
 
-FAMILIES = _by_name(DECODERS, ENCODERS, ENCODER_DECODERS, VISION, SPEECH, STATE_SPACE, EXPERTS, MULTIMODAL, LAYERS, OWN)
+FAMILIES = _by_name(
+    DECODERS, ENCODERS, ENCODER_DECODERS, VISION, SPEECH, STATE_SPACE, EXPERTS, MULTIMODAL, LAYERS, OWN
+)
 REFUSED = _by_name(_REFUSED)

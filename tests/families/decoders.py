@@ -8,7 +8,15 @@ from tests.families.family import Family, from_transformers
 from tests.families.samples import TOKENS, next_words
 
 
-def _decoder(name: str, notes: str, model: str, settings: dict[str, Any], *, config: str | None = None, drops: bool = True) -> Family:
+def _decoder(
+    name: str,
+    notes: str,
+    model: str,
+    settings: dict[str, Any],
+    *,
+    config: str | None = None,
+    drops: bool = True,
+) -> Family:
     settings = {**TOKENS, "use_cache": False, **settings}
     return from_transformers(name, "decoder", notes, model, next_words, settings, config=config, drops=drops)
 
@@ -26,7 +34,9 @@ _GPT: dict[str, Any] = {"n_embd": 15, "n_layer": 2, "n_head": 3, "n_inner": 29, 
 
 
 def _rotary(share: float) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}}
+    return {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
+    }
 
 
 DECODERS = [

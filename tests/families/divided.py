@@ -1,6 +1,7 @@
 """Writes docs/divided_families.md: every family divided over ranks, against one device.
 
-`python -m tests.families.divided` measures all of them; `--missing` those without a row, `--only NAME ...` those named. Other rows stay.
+`python -m tests.families.divided` measures all of them; `--missing` those without a row, `--only NAME ...`
+those named. Other rows stay.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def _row(name: str, subject: Subject, num_ranks: int) -> str:
 
 
 def _whole(part: Partition, account: DivisionAccount) -> str:
-    """In words, what stays whole of the parameters, or of the FLOPs, if it is more than half: by reason, the largest share first."""
+    """In words, what stays whole of the parameters, or of the FLOPs, if it is more than half: by reason, the
+    largest share first."""
     operators = {node.operator for node in part.choice.layout.program.nodes}
     computed = [each for each in account.whole if each.what.split(" ")[0] in operators]
     held = [each for each in account.whole if each not in computed]
@@ -100,7 +102,9 @@ def _whole(part: Partition, account: DivisionAccount) -> str:
     if account.parameters_divided < HALF:
         sentences += _reasons("parameters", {each: _reason(each) for each in held})
     if account.flops_divided < HALF:
-        sentences += _reasons("FLOPs", {each: f"{each.what.split(' ')[0]}: {_reason(each)}" for each in computed})
+        sentences += _reasons(
+            "FLOPs", {each: f"{each.what.split(' ')[0]}: {_reason(each)}" for each in computed}
+        )
     return "; ".join(sentences)
 
 
@@ -108,7 +112,11 @@ def _reasons(of: str, reasons: Mapping[Whole, str]) -> list[str]:
     shares: dict[str, float] = {}
     for each, reason in reasons.items():
         shares[reason] = shares.get(reason, 0.0) + each.share
-    return [f"{share:.0%} of the {of}: {reason}" for reason, share in sorted(shares.items(), key=lambda each: -each[1]) if share >= 0.05]
+    return [
+        f"{share:.0%} of the {of}: {reason}"
+        for reason, share in sorted(shares.items(), key=lambda each: -each[1])
+        if share >= 0.05
+    ]
 
 
 def _reason(whole: Whole) -> str:

@@ -13,18 +13,27 @@ from tests.jobs import Samples
 
 def _translator(name: str, notes: str, model: str, settings: dict[str, Any]) -> Family:
     return from_transformers(
-        name, "encoder-decoder", notes, model, translations, {**TOKENS, "decoder_start_token_id": 1, "use_cache": False, **settings}
+        name,
+        "encoder-decoder",
+        notes,
+        model,
+        translations,
+        {**TOKENS, "decoder_start_token_id": 1, "use_cache": False, **settings},
     )
 
 
 def _whole_texts() -> Samples:
-    """Two texts without padding: the chunks of windows that see nothing but padding give NaN in float64, by the model's own casts."""
-    tokens, answers = (torch.randint(3, VOCABULARY, (NUM_SAMPLES, length), generator=generator(23)) for length in (8, 5))
+    """Two texts without padding: the chunks of windows that see nothing but padding give NaN in float64, by
+    the model's own casts."""
+    tokens, answers = (
+        torch.randint(3, VOCABULARY, (NUM_SAMPLES, length), generator=generator(23)) for length in (8, 5)
+    )
     return Samples(input_ids=tokens, labels=answers)
 
 
 def _series() -> Samples:
-    """A past of 17 steps with one gap per sample and the 5 steps that follow, two features of the time of each."""
+    """A past of 17 steps with one gap per sample and the 5 steps that follow, two features of the time of
+    each."""
     source = generator(21)
     values = torch.randn(NUM_SAMPLES, 22, generator=source).cumsum(1)
     times = torch.randn(NUM_SAMPLES, 22, 2, generator=source)

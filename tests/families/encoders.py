@@ -11,7 +11,13 @@ from tests.jobs import Samples
 
 
 def _encoder(
-    name: str, notes: str, model: str, settings: dict[str, Any], *, samples: Callable[[], Samples] = hidden_words, config: str | None = None
+    name: str,
+    notes: str,
+    model: str,
+    settings: dict[str, Any],
+    *,
+    samples: Callable[[], Samples] = hidden_words,
+    config: str | None = None,
 ) -> Family:
     return from_transformers(name, "encoder", notes, model, samples, {**TOKENS, **settings}, config=config)
 

@@ -10,7 +10,12 @@ from tests.families.samples import TOKENS, next_words, translations
 
 def _mixture(name: str, notes: str, model: str, settings: dict[str, Any]) -> Family:
     return from_transformers(
-        name, "experts", notes, model, next_words, {**TOKENS, "use_cache": False, "experts_implementation": "batched_mm", **settings}
+        name,
+        "experts",
+        notes,
+        model,
+        next_words,
+        {**TOKENS, "use_cache": False, "experts_implementation": "batched_mm", **settings},
     )
 
 

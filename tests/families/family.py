@@ -19,7 +19,8 @@ DROPOUT = 0.1  # where `make_job(dropout=True)` asks for it
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family. `make_job(dropout)` gives its job, with random masks on or off; nothing is downloaded."""
+    """A model family. `make_job(dropout)` gives its job, with random masks on or off; nothing is
+    downloaded."""
 
     name: str
     kind: str
@@ -89,16 +90,19 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _fill(model: nn.Module) -> None:
-    """What starts as zeros or nearly gets values, except vectors: a norm of nothing multiplies gradients by a million, and a matrix of zeros by nothing."""
+    """What starts as zeros or nearly gets values, except vectors: a norm of nothing multiplies gradients by a
+    million, and a matrix of zeros by nothing."""
     for parameter in model.parameters():
         if parameter.ndim > 1 and parameter.detach().square().mean() < 1e-6:
             nn.init.normal_(parameter, std=0.2)
 
 
 def _adjust(config: Any, rate: float) -> None:
-    """Every dropout of a configuration to `rate`, and initial weights so large that inner layers have gradients worth comparing.
+    """Every dropout of a configuration to `rate`, and initial weights so large that inner layers have
+    gradients worth comparing.
 
-    Written past the classes' own checks: some want a whole number for a rate. Whole layers are never skipped at random: that is
+    Written past the classes' own checks: some want a whole number for a rate. Whole layers are never skipped
+    at random: that is
     decided in Python.
     """
     vars(config)["initializer_range"] = 0.2  # some configurations lack it, and it is looked for all the same

@@ -10,14 +10,27 @@ from torch.nn import functional as F
 
 from meshloom.core.job import Loss
 from tests.families.family import NUM_SAMPLES, Family, family_of
-from tests.families.samples import IGNORED, VOCABULARY, generator, pictures, some_classes, sound, spectra, words
+from tests.families.samples import (
+    IGNORED,
+    VOCABULARY,
+    generator,
+    pictures,
+    some_classes,
+    sound,
+    spectra,
+    words,
+)
 from tests.jobs import Samples
 
 CLASSES = 5
 
 
 def _layers(
-    name: str, notes: str, build: Callable[[float], nn.Module], samples: Callable[[], Samples], loss: Callable[..., Loss] | None = None
+    name: str,
+    notes: str,
+    build: Callable[[float], nn.Module],
+    samples: Callable[[], Samples],
+    loss: Callable[..., Loss] | None = None,
 ) -> Family:
     return family_of(name, "torch.nn", notes, build, loss or _class_loss, samples)
 
@@ -29,7 +42,9 @@ def _class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def _word_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """A sum over the words that are not padding, and how many they are."""
     logits = model(batch["x"], batch["padding"])
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"), (~batch["padding"]).sum()
+    return F.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
+    ), (~batch["padding"]).sum()
 
 
 def _texts() -> Samples:
@@ -45,7 +60,9 @@ def _pairs_of_texts() -> Samples:
 
 
 def _pair_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch["x"], batch["padding"], batch["y"]).flatten(0, 1), batch["labels"].flatten())
+    return F.cross_entropy(
+        model(batch["x"], batch["padding"], batch["y"]).flatten(0, 1), batch["labels"].flatten()
+    )
 
 
 class _Encoder(nn.Module):
@@ -75,19 +92,27 @@ class _Translator(nn.Module):
         later = torch.ones(y.shape[1], y.shape[1], dtype=torch.bool, device=y.device).triu(1)
         return self.head(
             self.layers(
-                self.embed(x), self.embed(y), tgt_mask=later, tgt_is_causal=True, src_key_padding_mask=padding, memory_key_padding_mask=padding
+                self.embed(x),
+                self.embed(y),
+                tgt_mask=later,
+                tgt_is_causal=True,
+                src_key_padding_mask=padding,
+                memory_key_padding_mask=padding,
             )
         )
 
 
 class _Attention(nn.Module):
-    """Tokens and padding -> classes of words; keys and values of another width, an added key, weights handed out and used."""
+    """Tokens and padding -> classes of words; keys and values of another width, an added key, weights handed
+    out and used."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 15)
         self.context = nn.Linear(15, 11)
-        self.cross = nn.MultiheadAttention(15, 3, dropout, kdim=11, vdim=11, add_bias_kv=True, batch_first=True)
+        self.cross = nn.MultiheadAttention(
+            15, 3, dropout, kdim=11, vdim=11, add_bias_kv=True, batch_first=True
+        )
         self.own = nn.MultiheadAttention(15, 5, dropout, add_zero_attn=True, batch_first=True)
         self.head = nn.Linear(15, CLASSES)
 
@@ -157,11 +182,23 @@ class _Products(nn.Module):
 
 
 def _recurrent(name: str, notes: str, layers: Callable[[float], nn.Module], width: int) -> Family:
-    return _layers(name, notes, lambda rate: _Recurrent(layers(rate), width), lambda: Samples(x=spectra(9, 5), labels=some_classes(CLASSES)))
+    return _layers(
+        name,
+        notes,
+        lambda rate: _Recurrent(layers(rate), width),
+        lambda: Samples(x=spectra(9, 5), labels=some_classes(CLASSES)),
+    )
 
 
-def _stack(name: str, notes: str, build: Callable[[float], list[nn.Module]], x: Callable[[], Tensor]) -> Family:
-    return _layers(name, notes, lambda rate: nn.Sequential(*build(rate)), lambda: Samples(x=x(), labels=some_classes(CLASSES)))
+def _stack(
+    name: str, notes: str, build: Callable[[float], list[nn.Module]], x: Callable[[], Tensor]
+) -> Family:
+    return _layers(
+        name,
+        notes,
+        lambda rate: nn.Sequential(*build(rate)),
+        lambda: Samples(x=x(), labels=some_classes(CLASSES)),
+    )
 
 
 LAYERS = [

@@ -23,12 +23,25 @@ NOT_EXPORTED = {
     "switch_transformers": ("its forward replaces a parameter by a cast one", "swap"),
 }
 
-# Why there is no program: in words, and a part of the sentence that says so. Export gives less than a program has to, and more than it may.
+# Why there is no program: in words, and a part of the sentence that says so. Export gives less than a program
+# has to, and more than it may.
 NOT_READ = {
-    "deberta_v2": ("asks whether any label is set", r"modeling_deberta_v2.py:\d+ \(if label_index.size\(0\) > 0:\).* data-dependent expression"),
-    "longformer": ("asks whether any token has global attention", r"modeling_longformer.py:\d+ \(if is_global_attn:\).* data-dependent expression"),
-    "led": ("asks whether any token has global attention", r"modeling_led.py:\d+ \(if is_global_attn:\).* data-dependent expression"),
-    "prophetnet": ("asserts that all labels are positive", r"modeling_prophetnet.py:\d+ \(assert torch.all.* data-dependent expression"),
+    "deberta_v2": (
+        "asks whether any label is set",
+        r"modeling_deberta_v2.py:\d+ \(if label_index.size\(0\) > 0:\).* data-dependent expression",
+    ),
+    "longformer": (
+        "asks whether any token has global attention",
+        r"modeling_longformer.py:\d+ \(if is_global_attn:\).* data-dependent expression",
+    ),
+    "led": (
+        "asks whether any token has global attention",
+        r"modeling_led.py:\d+ \(if is_global_attn:\).* data-dependent expression",
+    ),
+    "prophetnet": (
+        "asserts that all labels are positive",
+        r"modeling_prophetnet.py:\d+ \(assert torch.all.* data-dependent expression",
+    ),
     "autoformer": (
         "gets a mask only while it is traced, and that does not fit",
         r"modeling_autoformer.py:\d+ \(attn_weights = .* shape '\[3, 3, 10, 10\]' is invalid for input of size 540",
@@ -37,14 +50,24 @@ NOT_READ = {
         "the loss is over as many pixels as have a depth",
         r"aten.index.Tensor gives at .*modeling_glpn.py:\d+ .* depends on the values in the batch",
     ),
-    "wav2vec2": ("asks whether a label exceeds the vocabulary", r"modeling_wav2vec2.py:\d+ \(if .* data-dependent expression"),
-    "vilt": ("interpolates to a size read from the mask of a picture", r"modeling_vilt.py:\d+ .* data-dependent expression"),
-    "batch_norm": ("a cumulative mean divides by a Python number read from a buffer", "Could not extract .* from data-dependent expression"),
+    "wav2vec2": (
+        "asks whether a label exceeds the vocabulary",
+        r"modeling_wav2vec2.py:\d+ \(if .* data-dependent expression",
+    ),
+    "vilt": (
+        "interpolates to a size read from the mask of a picture",
+        r"modeling_vilt.py:\d+ .* data-dependent expression",
+    ),
+    "batch_norm": (
+        "a cumulative mean divides by a Python number read from a buffer",
+        "Could not extract .* from data-dependent expression",
+    ),
     "switch_transformers": (
         "its forward replaces a parameter by a cast one",
         r"modeling_switch_transformers.py:\d+ \(self.classifier = .* swap Linear",
     ),
 }
 
-# Transformers makes another mask while it is traced, so that attention runs another kernel: equal to float32's last bits, and under autocast to bfloat16's.
+# Transformers makes another mask while it is traced, so that attention runs another kernel: equal to
+# float32's last bits, and under autocast to bfloat16's.
 OTHER_KERNEL = {"beit", "t5", "umt5", "speech_to_text", "time_series_transformer"}

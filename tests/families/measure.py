@@ -1,4 +1,5 @@
-"""What is measured of a family: loss and gradients of a step, the ATen operators of its export, data-parallel equality."""
+"""What is measured of a family: loss and gradients of a step, the ATen operators of its export, data-parallel
+equality."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def step(module: LossModule, batch: Any, seed: int = 0) -> tuple[Tensor, dict[st
     loss = module(batch)
     loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
     loss.backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in module.model.named_parameters() if parameter.requires_grad}
+    return loss.detach(), {
+        name: parameter.grad for name, parameter in module.model.named_parameters() if parameter.requires_grad
+    }
 
 
 def operators(module: LossModule, batch: Any) -> set[str]:
@@ -57,9 +60,16 @@ def operators(module: LossModule, batch: Any) -> set[str]:
 
 
 def verified(family: Family, plan: Plan, *, dropout: bool = False, batch_size: int = 3) -> Report:
-    """Two steps of the plan on simulated devices against one device, in float64 where the family's code allows it."""
+    """Two steps of the plan on simulated devices against one device, in float64 where the family's code
+    allows it."""
     dtype = None if family.name in FLOAT32_ONLY else torch.float64
-    report = verify(replace(family.make_job(dropout), batch_size=batch_size), plan, devices="simulated", steps=2, dtype=dtype)
+    report = verify(
+        replace(family.make_job(dropout), batch_size=batch_size),
+        plan,
+        devices="simulated",
+        steps=2,
+        dtype=dtype,
+    )
     assert report is not None
     return report
 

@@ -9,14 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from tests.families.family import NUM_SAMPLES, Family, from_transformers
-from tests.families.samples import LENGTH, TOKENS, VOCABULARY, generator, labelled, pictures, some_classes, words
+from tests.families.samples import (
+    LENGTH,
+    TOKENS,
+    VOCABULARY,
+    generator,
+    labelled,
+    pictures,
+    some_classes,
+    words,
+)
 from tests.jobs import Samples
 
 PICTURE = VOCABULARY - 1  # the token in whose place a picture stands
 
 
 def _multimodal(
-    name: str, notes: str, model: str, settings: dict[str, Any], samples: Callable[[], Samples], loss: Callable[[Any, Any], Any] | None = None
+    name: str,
+    notes: str,
+    model: str,
+    settings: dict[str, Any],
+    samples: Callable[[], Samples],
+    loss: Callable[[Any, Any], Any] | None = None,
 ) -> Family:
     return from_transformers(name, "multimodal", notes, model, samples, settings, loss=loss)
 
@@ -38,13 +52,22 @@ def _described(pictures_in_front: int, size: int = 21) -> Samples:
     tokens, mask = words(14, LENGTH, PICTURE)
     front = torch.full((NUM_SAMPLES, pictures_in_front), PICTURE)
     tokens, mask = torch.cat([front, tokens], 1), torch.cat([torch.ones_like(front), mask], 1)
-    return Samples(input_ids=tokens, attention_mask=mask, pixel_values=pictures(size, size), labels=labelled(tokens, mask * (tokens != PICTURE)))
+    return Samples(
+        input_ids=tokens,
+        attention_mask=mask,
+        pixel_values=pictures(size, size),
+        labels=labelled(tokens, mask * (tokens != PICTURE)),
+    )
 
 
 def _asked() -> Samples:
     """Questions on pictures; an answer has a score for each of 5 words."""
     fields = _pairs().fields
-    return Samples(**fields, pixel_mask=torch.ones(NUM_SAMPLES, 21, 21).long(), labels=torch.rand(NUM_SAMPLES, 5, generator=generator(41)))
+    return Samples(
+        **fields,
+        pixel_mask=torch.ones(NUM_SAMPLES, 21, 21).long(),
+        labels=torch.rand(NUM_SAMPLES, 5, generator=generator(41)),
+    )
 
 
 def _regions() -> Samples:
@@ -61,7 +84,9 @@ def _pages() -> Samples:
     corners = torch.randint(0, 9, (NUM_SAMPLES, LENGTH, 2), generator=generator(43))
     sizes = torch.randint(1, 9, (NUM_SAMPLES, LENGTH, 2), generator=generator(44))
     labels = labelled(tokens % 4, mask)
-    return Samples(input_ids=tokens, attention_mask=mask, bbox=torch.cat([corners, corners + sizes], 2), labels=labels)
+    return Samples(
+        input_ids=tokens, attention_mask=mask, bbox=torch.cat([corners, corners + sizes], 2), labels=labels
+    )
 
 
 def _parts_by_words() -> Samples:
@@ -75,7 +100,12 @@ def _letters() -> Samples:
     return Samples(pixel_values=pictures(21, 21), labels=labelled(*words(17, 5)))
 
 
-_LAYERS: dict[str, Any] = {"hidden_size": 15, "intermediate_size": 29, "num_hidden_layers": 2, "num_attention_heads": 3}
+_LAYERS: dict[str, Any] = {
+    "hidden_size": 15,
+    "intermediate_size": 29,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+}
 _TEXT: dict[str, Any] = {**_LAYERS, **TOKENS, "max_position_embeddings": 11}
 _PICTURE: dict[str, Any] = {**_LAYERS, "hidden_size": 18, "image_size": 21, "patch_size": 7}
 _LLAMA: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""Models of one's own, written here: what no library has a class for, and a pair of models that must be refused."""
+"""Models of one's own, written here: what no library has a class for, and a pair of models that must be
+refused."""
 
 from __future__ import annotations
 
@@ -14,12 +15,19 @@ from tests.families.samples import generator, pictures, pictures_in_parts, some_
 from tests.jobs import Samples
 
 
-def _own(name: str, notes: str, build: Callable[[float], nn.Module], samples: Callable[[], Samples], loss: Callable[..., Loss]) -> Family:
+def _own(
+    name: str,
+    notes: str,
+    build: Callable[[float], nn.Module],
+    samples: Callable[[], Samples],
+    loss: Callable[..., Loss],
+) -> Family:
     return family_of(name, "own", notes, build, loss, samples)
 
 
 class _Recommender(nn.Module):
-    """Numbers [batch, 5] and categories [batch, 3] -> logit [batch]: all pairs of their vectors multiplied."""
+    """Numbers [batch, 5] and categories [batch, 3] -> logit [batch]: all pairs of their vectors
+    multiplied."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -29,7 +37,9 @@ class _Recommender(nn.Module):
 
     def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
         dense = self.numbers(numbers)
-        vectors = torch.stack([dense, *(table(categories[:, column]) for column, table in enumerate(self.tables))], 1)
+        vectors = torch.stack(
+            [dense, *(table(categories[:, column]) for column, table in enumerate(self.tables))], 1
+        )
         row, column = torch.tril_indices(4, 4, -1, device=numbers.device)
         return self.top(torch.cat([dense, (vectors @ vectors.mT)[:, row, column]], 1)).squeeze(1)
 
@@ -37,7 +47,11 @@ class _Recommender(nn.Module):
 def _visits() -> Samples:
     source = generator(61)
     columns = [torch.randint(size, (NUM_SAMPLES,), generator=source) for size in (11, 5, 23)]
-    return Samples(numbers=torch.randn(NUM_SAMPLES, 5, generator=source), categories=torch.stack(columns, 1), clicked=some_classes(2).float())
+    return Samples(
+        numbers=torch.randn(NUM_SAMPLES, 5, generator=source),
+        categories=torch.stack(columns, 1),
+        clicked=some_classes(2).float(),
+    )
 
 
 def _click_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -45,13 +59,21 @@ def _click_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class _UNet(nn.Module):
-    """Pictures [batch, in, height, width] -> [batch, out, height, width]; down twice, up twice, with what was there put beside it."""
+    """Pictures [batch, in, height, width] -> [batch, out, height, width]; down twice, up twice, with what was
+    there put beside it."""
 
     def __init__(self, channels_in: int, channels_out: int, dropout: float) -> None:
         super().__init__()
-        self.first, self.second, self.deep = _convolutions(channels_in, 6), _convolutions(6, 9), _convolutions(9, 12)
+        self.first, self.second, self.deep = (
+            _convolutions(channels_in, 6),
+            _convolutions(6, 9),
+            _convolutions(9, 12),
+        )
         self.dropout = nn.Dropout2d(dropout)
-        self.up_deep, self.up_second = nn.ConvTranspose2d(12, 9, 2, stride=2), nn.ConvTranspose2d(9, 6, 2, stride=2)
+        self.up_deep, self.up_second = (
+            nn.ConvTranspose2d(12, 9, 2, stride=2),
+            nn.ConvTranspose2d(9, 6, 2, stride=2),
+        )
         self.beside_second, self.beside_first = _convolutions(18, 9), _convolutions(12, 6)
         self.head = nn.Conv2d(6, channels_out, 1)
 
@@ -105,7 +127,8 @@ def _denoising_loss(model: _Denoiser, batch: dict[str, Tensor]) -> Tensor:
 
 
 class _Messages(nn.Module):
-    """Nodes [batch, 9, 5], edges [batch, 14, 2], edge kinds [batch, 14] -> classes [batch, 4]; three rounds of messages, summed where they arrive."""
+    """Nodes [batch, 9, 5], edges [batch, 14, 2], edge kinds [batch, 14] -> classes [batch, 4]; three rounds
+    of messages, summed where they arrive."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -128,7 +151,10 @@ class _Messages(nn.Module):
 def _graphs() -> Samples:
     source = generator(62)
     nodes = torch.randn(NUM_SAMPLES, 9, 5, generator=source)
-    edges, kinds = torch.randint(9, (NUM_SAMPLES, 14, 2), generator=source), torch.randint(3, (NUM_SAMPLES, 14), generator=source)
+    edges, kinds = (
+        torch.randint(9, (NUM_SAMPLES, 14, 2), generator=source),
+        torch.randint(3, (NUM_SAMPLES, 14), generator=source),
+    )
     return Samples(nodes=nodes, edges=edges, kinds=kinds, labels=some_classes(4))
 
 
@@ -137,12 +163,17 @@ def _graph_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class _Autoencoder(nn.Module):
-    """Pictures [batch, 3, 9, 7] -> pictures, means and logarithms of variances of what they were drawn from."""
+    """Pictures [batch, 3, 9, 7] -> pictures, means and logarithms of variances of what they were drawn
+    from."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.encode = nn.Sequential(nn.Flatten(), nn.Linear(189, 23), nn.ReLU(), nn.Dropout(dropout), nn.Linear(23, 2 * 5))
-        self.decode = nn.Sequential(nn.Linear(5, 23), nn.ReLU(), nn.Linear(23, 189), nn.Unflatten(1, (3, 9, 7)))
+        self.encode = nn.Sequential(
+            nn.Flatten(), nn.Linear(189, 23), nn.ReLU(), nn.Dropout(dropout), nn.Linear(23, 2 * 5)
+        )
+        self.decode = nn.Sequential(
+            nn.Linear(5, 23), nn.ReLU(), nn.Linear(23, 189), nn.Unflatten(1, (3, 9, 7))
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, log_variance = self.encode(x).chunk(2, 1)
@@ -163,8 +194,14 @@ class _Mixer(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, 11, 5, stride=5)
         self.norms = nn.ModuleList(nn.LayerNorm(11) for _ in range(4))
-        self.tokens = nn.ModuleList(nn.Sequential(nn.Linear(6, 13), nn.GELU(), nn.Dropout(dropout), nn.Linear(13, 6)) for _ in range(2))
-        self.channels = nn.ModuleList(nn.Sequential(nn.Linear(11, 17), nn.GELU(), nn.Dropout(dropout), nn.Linear(17, 11)) for _ in range(2))
+        self.tokens = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 13), nn.GELU(), nn.Dropout(dropout), nn.Linear(13, 6))
+            for _ in range(2)
+        )
+        self.channels = nn.ModuleList(
+            nn.Sequential(nn.Linear(11, 17), nn.GELU(), nn.Dropout(dropout), nn.Linear(17, 11))
+            for _ in range(2)
+        )
         self.head = nn.Linear(11, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -211,7 +248,8 @@ class _Gan(nn.Module):
 
 
 def _two_losses(model: _Gan, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The one who draws wants another answer than the one who judges: two losses, each for its own optimizer step."""
+    """The one who draws wants another answer than the one who judges: two losses, each for its own optimizer
+    step."""
     real = batch["pixel_values"]
     drawn = model.draw(torch.randn(len(real), 4, dtype=real.dtype, device=real.device))
     judged = F.softplus(-model.judge(real)).mean() + F.softplus(model.judge(drawn.detach())).mean()
@@ -230,5 +268,12 @@ OWN = [
     _own("two_towers", "one encoder used twice; distances of pairs", _TwoTowers, _pairs_of_texts, _distance_loss),
 ]  # fmt: skip
 REFUSED = [
-    family_of("gan", "refused", "two losses that alternate", lambda rate: _Gan(), _two_losses, lambda: Samples(pixel_values=pictures(5, 5))),
+    family_of(
+        "gan",
+        "refused",
+        "two losses that alternate",
+        lambda rate: _Gan(),
+        _two_losses,
+        lambda: Samples(pixel_values=pictures(5, 5)),
+    ),
 ]

@@ -1,7 +1,9 @@
-"""A family's program beside eager: read from two batches, run on two others, in every way that the table lists.
+"""A family's program beside eager: read from two batches, run on two others, in every way that the table
+lists.
 
-The oracle is a plain eager run that is written here. It shares only the key of random draws (`KeyedDraws`) with what it checks: the model is built,
-converted, run and measured by this file's own code, and where a program is lifted to float64, eager is lifted call by call.
+The oracle is a plain eager run that is written here. It shares only the key of random draws (`KeyedDraws`)
+with what it checks: the model is built, converted, run and measured by this file's own code, and where a
+program is lifted to float64, eager is lifted call by call.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Ran:
-    """What one run gave: everything that the loss returned, gradients by name (None: no gradient), and the buffers behind it."""
+    """What one run gave: everything that the loss returned, gradients by name (None: no gradient), and the
+    buffers behind it."""
 
     outputs: list[Any]
     gradients: dict[str, Tensor | None]
@@ -94,11 +97,14 @@ def read(family: Family, way: Way) -> Program:
 def _read(family: Family, way: Way) -> Program:
     job = job_in(family, way)
     first, second = batches_of(job, READ_FROM)
-    return capture(job, (first, second), training=way.training, dtype=way.dtype if way.dtype != torch.float32 else None)
+    return capture(
+        job, (first, second), training=way.training, dtype=way.dtype if way.dtype != torch.float32 else None
+    )
 
 
 def differs_by(program: Program, family: Family, way: Way, *, casts_stay: bool = False) -> float:
-    """The largest error of anything that the program gives, on batches that it was not read from: output, gradient or buffer.
+    """The largest error of anything that the program gives, on batches that it was not read from: output,
+    gradient or buffer.
 
     An error is ||program - eager|| / max(||eager||, 1e-3 of the largest gradient norm). Where another kernel rounds to bfloat16 it is 1e-1 of it: an
     attention's keys have a bias whose gradient is nothing but rounding.
@@ -111,8 +117,9 @@ def differs_by(program: Program, family: Family, way: Way, *, casts_stay: bool =
 def limit_of(family: Family, way: Way) -> float:
     """The largest error that its program may have.
 
-    The same operators run in the same order; where gradients of one tensor meet, or a kernel is another, sums may have another order.
-    Two results that are rounded to bfloat16 in other places differ by no more than each of them does from one that is not.
+    The same operators run in the same order; where gradients of one tensor meet, or a kernel is another, sums
+    may have another order. Two results that are rounded to bfloat16 in other places differ by no more than
+    each of them does from one that is not.
     """
     if way.lifted or way.dtype == torch.float64:
         return 1e-12
@@ -120,18 +127,24 @@ def limit_of(family: Family, way: Way) -> float:
 
 
 def rounding_of(family: Family, way: Way) -> float:
-    """The largest error of eager under bfloat16 autocast, against eager in float32 with the same draws; as `differs_by` measures it."""
+    """The largest error of eager under bfloat16 autocast, against eager in float32 with the same draws; as
+    `differs_by` measures it."""
     jobs = [job_in(family, each) for each in (way, replace(way, autocast=False))]
     models = [_model(job, way.dtype, way.training) for job in jobs]
     errors: list[float] = []
     for number, batch in enumerate(batches_of(jobs[0], RUN_ON)):
         with KeyedDraws():
-            low, high = (_run(model, partial(job.loss, model), batch, number) for model, job in zip(models, jobs, strict=True))
+            low, high = (
+                _run(model, partial(job.loss, model), batch, number)
+                for model, job in zip(models, jobs, strict=True)
+            )
         errors += [error for _, error in _errors(low, high, 1e-1, any_dtype=True)]
     return max(errors)
 
 
-def errors_of(program: Program, family: Family, way: Way, *, casts_stay: bool = False, floor: float = 1e-3) -> Iterator[tuple[str, float]]:
+def errors_of(
+    program: Program, family: Family, way: Way, *, casts_stay: bool = False, floor: float = 1e-3
+) -> Iterator[tuple[str, float]]:
     """(what, error) of all that `differs_by` looks at."""
     job = job_in(family, way)
     dtype = torch.float64 if way.lifted else way.dtype
@@ -142,9 +155,17 @@ def errors_of(program: Program, family: Family, way: Way, *, casts_stay: bool = 
     for number, batch in enumerate(batches_of(job, RUN_ON)):
         batch = _converted(batch, dtype)
         with _default(dtype):
-            with KeyedDraws() if draws else nullcontext():  # the backward, too: checkpointed blocks draw again in it
+            # the backward, too: checkpointed blocks draw again in it
+            with KeyedDraws() if draws else nullcontext():
                 expected = _run(eager, partial(job.loss, eager), batch, number, around=lifting)
-            found = _run(twin, lambda batch: run_program(program, *named, batch, dtype=torch.float64 if way.lifted else None), batch, number)
+            found = _run(
+                twin,
+                lambda batch: run_program(
+                    program, *named, batch, dtype=torch.float64 if way.lifted else None
+                ),
+                batch,
+                number,
+            )
         yield from _errors(found, expected, floor, any_dtype=casts_stay)
 
 
@@ -154,12 +175,15 @@ def _model(job: Job, dtype: torch.dtype, training: bool) -> nn.Module:
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """As `Module.to`, which leaves complex tensors as they are; written out because some classes have a `to` of their own."""
+    """As `Module.to`, which leaves complex tensors as they are; written out because some classes have a `to`
+    of their own."""
     return nn.Module._apply(model, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def _converted(batch: Any, dtype: torch.dtype) -> Any:
-    return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch)
+    return tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
+    )
 
 
 @contextmanager
@@ -172,7 +196,14 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _run(model: nn.Module, loss: Callable[[Any], Any], batch: Any, seed: int, *, around: Callable[[], Any] = nullcontext) -> Ran:
+def _run(
+    model: nn.Module,
+    loss: Callable[[Any], Any],
+    batch: Any,
+    seed: int,
+    *,
+    around: Callable[[], Any] = nullcontext,
+) -> Ran:
     """Forward and backward under the draws of `seed`; the forward inside of `around()`."""
     model.zero_grad(set_to_none=True)
     copy = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
@@ -182,11 +213,16 @@ def _run(model: nn.Module, loss: Callable[[Any], Any], batch: Any, seed: int, *,
     if outputs[0].requires_grad:
         outputs[0].sum().backward()
     gradients = {name: each.grad for name, each in model.named_parameters()}
-    return Ran([each.detach() if isinstance(each, Tensor) else each for each in outputs], gradients, {k: v.clone() for k, v in model.named_buffers()})
+    return Ran(
+        [each.detach() if isinstance(each, Tensor) else each for each in outputs],
+        gradients,
+        {k: v.clone() for k, v in model.named_buffers()},
+    )
 
 
-class lifted_eager(TorchFunctionMode):  # noqa: N801  # read as a function: `with lifted_eager():`
-    """Eager in float64 throughout: no call makes or casts to a lower precision. Numbers of the code are rounded to float32 first, as they were when it was read."""
+class lifted_eager(TorchFunctionMode):  # read as a function: `with lifted_eager():`  # noqa: N801
+    """Eager in float64 throughout: no call makes or casts to a lower precision. Numbers of the code are
+    rounded to float32 first, as they were when it was read."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -207,17 +243,23 @@ def _in_float64(made: Any) -> Any:
 
 
 def _errors(found: Ran, expected: Ran, floor: float, *, any_dtype: bool) -> Iterator[tuple[str, float]]:
-    least = floor * max((float(each.double().norm()) for each in expected.gradients.values() if each is not None), default=0.0)
+    least = floor * max(
+        (float(each.double().norm()) for each in expected.gradients.values() if each is not None), default=0.0
+    )
     for number, (mine, theirs) in enumerate(zip(found.outputs, expected.outputs, strict=True)):
         mine, theirs = torch.as_tensor(mine), torch.as_tensor(theirs)
-        yield f"output {number}", _error(mine, theirs, 0.0) if any_dtype or mine.dtype == theirs.dtype else float("inf")
+        yield (
+            f"output {number}",
+            _error(mine, theirs, 0.0) if any_dtype or mine.dtype == theirs.dtype else float("inf"),
+        )
     for name, theirs in expected.gradients.items():
         mine = found.gradients[name]
         if mine is None or theirs is None:
             yield f"gradient of {name}", 0.0 if mine is theirs else float("inf")
         else:
             yield f"gradient of {name}", _error(mine, theirs, least)
-    for name, theirs in expected.buffers.items():  # a module may give a buffer another dtype, a program does not
+    # a module may give a buffer another dtype, a program does not
+    for name, theirs in expected.buffers.items():
         yield f"buffer {name}", _error(found.buffers[name], theirs, 0.0)
 
 

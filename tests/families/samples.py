@@ -13,7 +13,12 @@ from tests.jobs import Samples
 VOCABULARY = 37
 LENGTH = 7
 PADDING, FIRST, LAST = 0, 1, 2  # tokens with a meaning; the others are words
-TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": PADDING, "bos_token_id": FIRST, "eos_token_id": LAST}
+TOKENS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": PADDING,
+    "bos_token_id": FIRST,
+    "eos_token_id": LAST,
+}
 IGNORED = -100
 
 
@@ -23,7 +28,8 @@ def generator(seed: int) -> torch.Generator:
 
 
 def words(seed: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor]:
-    """Tokens [samples, length] behind whose end is padding, and the mask [samples, length] that is 1 before it; the first has full length."""
+    """Tokens [samples, length] behind whose end is padding, and the mask [samples, length] that is 1 before
+    it; the first has full length."""
     source = generator(seed)
     tokens = torch.randint(LAST + 1, vocabulary, (NUM_SAMPLES, length), generator=source)
     ends = torch.randint(max(2, length // 2), length + 1, (NUM_SAMPLES, 1), generator=source)
@@ -44,10 +50,15 @@ def next_words(length: int = LENGTH) -> Samples:
 
 
 def hidden_words(length: int = LENGTH) -> Samples:
-    """For an encoder: every third word is replaced by token 1 and is what has to be found; all others are ignored."""
+    """For an encoder: every third word is replaced by token 1 and is what has to be found; all others are
+    ignored."""
     tokens, mask = words(2, length)
     hidden = (torch.arange(length) % 3 == 1).expand_as(tokens) & (mask == 1)
-    return Samples(input_ids=tokens.masked_fill(hidden, FIRST), attention_mask=mask, labels=tokens.masked_fill(~hidden, IGNORED))
+    return Samples(
+        input_ids=tokens.masked_fill(hidden, FIRST),
+        attention_mask=mask,
+        labels=tokens.masked_fill(~hidden, IGNORED),
+    )
 
 
 def texts_in_classes(length: int = LENGTH, classes: int = 3) -> Samples:

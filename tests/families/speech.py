@@ -15,7 +15,9 @@ from tests.jobs import Samples
 WAVE = 211
 
 
-def _speech(name: str, notes: str, model: str, settings: dict[str, Any], samples: Callable[[], Samples]) -> Family:
+def _speech(
+    name: str, notes: str, model: str, settings: dict[str, Any], samples: Callable[[], Samples]
+) -> Family:
     return from_transformers(name, "speech", notes, model, samples, settings)
 
 

@@ -9,7 +9,9 @@ from tests.families.samples import TOKENS, next_words
 
 
 def _recurrent(name: str, notes: str, model: str, settings: dict[str, Any]) -> Family:
-    return from_transformers(name, "state-space", notes, model, next_words, {**TOKENS, "use_cache": False, **settings})
+    return from_transformers(
+        name, "state-space", notes, model, next_words, {**TOKENS, "use_cache": False, **settings}
+    )
 
 
 _ATTENTION: dict[str, Any] = {

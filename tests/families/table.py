@@ -1,4 +1,5 @@
-"""Writes docs/families.md: what was measured of every family. Run as `python -m tests.families.table`, with names to measure only those again."""
+"""Writes docs/families.md: what was measured of every family. Run as `python -m tests.families.table`, with
+names to measure only those again."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import io
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -61,7 +63,11 @@ def row(family: Family) -> str:
     report = verified(family, PLAN, batch_size=BATCH_SIZE)
     error = f"{largest_error(report):.0e}" if report.passed else "differs"
     error += " (float32)" if family.name in FLOAT32_ONLY else ""
-    kinds = f"no: {NOT_EXPORTED[family.name][0]}" if family.name in NOT_EXPORTED else str(len(operators(module, batch)))
+    kinds = (
+        f"no: {NOT_EXPORTED[family.name][0]}"
+        if family.name in NOT_EXPORTED
+        else str(len(operators(module, batch)))
+    )
     cells = [family.name, family.kind, f"{parameters:,}", error, kinds, *_program(family), family.notes]
     return f"| {' | '.join(cells)} |".replace("  ", " ")
 
@@ -76,7 +82,8 @@ def _program(family: Family) -> list[str]:
         program = read(family, way)
         if not cells:
             cells.append(str(len(program.nodes)))
-        cells.append(_error(family, way, lambda **how: differs_by(program, family, way, **how)))  # noqa: B023  # called at once
+        differs = partial(differs_by, program, family, way)
+        cells.append(_error(family, way, differs))
     return cells
 
 
@@ -110,7 +117,10 @@ def main(names: list[str]) -> None:
 
 
 def _write(rows: dict[str, str]) -> None:
-    rows |= {family.name: f"| {family.name} | {family.kind} |{' |' * 9} {family.notes} |" for family in REFUSED.values()}
+    rows |= {
+        family.name: f"| {family.name} | {family.kind} |{' |' * 9} {family.notes} |"
+        for family in REFUSED.values()
+    }
     head = HEADER.format(
         count=len(FAMILIES),
         plan=PLAN,

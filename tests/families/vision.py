@@ -28,7 +28,14 @@ def _vision(
 
 
 def _parts(name: str, notes: str, model: str, settings: dict[str, Any], *, size: int) -> Family:
-    return from_transformers(name, "segmentation", notes, model, lambda: pictures_in_parts(size, size), {"num_labels": 5, **settings})
+    return from_transformers(
+        name,
+        "segmentation",
+        notes,
+        model,
+        lambda: pictures_in_parts(size, size),
+        {"num_labels": 5, **settings},
+    )
 
 
 def _masked_patches() -> Samples:
@@ -39,7 +46,9 @@ def _masked_patches() -> Samples:
 
 def _depths() -> Samples:
     """Pictures with a depth per pixel."""
-    return Samples(pixel_values=pictures(32, 32), labels=torch.rand(NUM_SAMPLES, 32, 32, generator=generator(31)))
+    return Samples(
+        pixel_values=pictures(32, 32), labels=torch.rand(NUM_SAMPLES, 32, 32, generator=generator(31))
+    )
 
 
 _VIT: dict[str, Any] = {

@@ -12,4 +12,6 @@ from tests.published.vision import VISION
 
 __all__ = ["PUBLISHED", "Published"]
 
-PUBLISHED: dict[str, Published] = {each.name: each for each in (*DECODERS, *EXPERTS, *ENCODERS, *SPEECH, *VISION, *OWN)}
+PUBLISHED: dict[str, Published] = {
+    each.name: each for each in (*DECODERS, *EXPERTS, *ENCODERS, *SPEECH, *VISION, *OWN)
+}

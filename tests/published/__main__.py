@@ -1,6 +1,7 @@
 """Writes docs/published.md: every published model of the set under every plan, by shapes alone.
 
-`python -m tests.published` describes all of them; with names only those; other rows stay. `--missing`: those without rows.
+`python -m tests.published` describes all of them; with names only those; other rows stay. `--missing`: those
+without rows.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def main() -> None:
         os.environ["HOME"] = home  # where no machine was measured
         known, _ = _lines_of_before()
         failed: list[str] = []
-        for name in arguments.names or [each for each in PUBLISHED if not (arguments.missing and each in known)]:
+        for name in arguments.names or [
+            each for each in PUBLISHED if not (arguments.missing and each in known)
+        ]:
             with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
                 warnings.simplefilter("ignore")
                 try:
@@ -123,7 +126,9 @@ def _write(name: str, rows: Sequence[str], whole: Sequence[str]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         all_rows, all_whole = _lines_of_before()
         all_rows[name], all_whole[name] = list(rows), list(whole)
-        head = HEADER.format(transformers=version("transformers"), torch=torch.__version__.partition("+")[0], least=LEAST)
+        head = HEADER.format(
+            transformers=version("transformers"), torch=torch.__version__.partition("+")[0], least=LEAST
+        )
         FILE.write_text(head + _text(all_rows) + WHOLE + _text(all_whole))
 
 

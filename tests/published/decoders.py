@@ -8,11 +8,29 @@ from tests.published.model import Published, from_transformers, tokens
 
 
 def _decoder(
-    name: str, model: str, length: int, settings: dict[str, Any] | None = None, *, config: str | None = None, chunk: int = 1, huge: bool = False
+    name: str,
+    model: str,
+    length: int,
+    settings: dict[str, Any] | None = None,
+    *,
+    config: str | None = None,
+    chunk: int = 1,
+    huge: bool = False,
 ) -> Published:
     settings = {"use_cache": False, **(settings or {})}
     size = f"{length:,} tokens"
-    return from_transformers(name, "decoder", size, model, tokens(length), settings, config=config, chunk=chunk, dense=True, huge=huge)
+    return from_transformers(
+        name,
+        "decoder",
+        size,
+        model,
+        tokens(length),
+        settings,
+        config=config,
+        chunk=chunk,
+        dense=True,
+        huge=huge,
+    )
 
 
 def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:

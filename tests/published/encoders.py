@@ -8,12 +8,23 @@ from tests.published.model import Published, from_transformers, tokens
 
 
 def _encoder(name: str, model: str, length: int = 512) -> Published:
-    return from_transformers(name, "encoder", f"{length:,} tokens", model, tokens(length), chunk=4, dense=True)
+    return from_transformers(
+        name, "encoder", f"{length:,} tokens", model, tokens(length), chunk=4, dense=True
+    )
 
 
 def _translator(name: str, model: str, length: int, settings: dict[str, Any]) -> Published:
     size = f"{length:,} + {length:,} tokens"
-    return from_transformers(name, "encoder, decoder", size, model, tokens(length), {"use_cache": False, **settings}, chunk=4, dense=True)
+    return from_transformers(
+        name,
+        "encoder, decoder",
+        size,
+        model,
+        tokens(length),
+        {"use_cache": False, **settings},
+        chunk=4,
+        dense=True,
+    )
 
 
 ENCODERS = [

@@ -7,9 +7,18 @@ from typing import Any
 from tests.published.model import Published, from_transformers, tokens
 
 
-def _experts(name: str, model: str, length: int, settings: dict[str, Any] | None = None, *, huge: bool = False) -> Published:
+def _experts(
+    name: str, model: str, length: int, settings: dict[str, Any] | None = None, *, huge: bool = False
+) -> Published:
     return from_transformers(
-        name, "experts", f"{length:,} tokens", model, tokens(length), {"use_cache": False, **(settings or {})}, chunk=1, huge=huge
+        name,
+        "experts",
+        f"{length:,} tokens",
+        model,
+        tokens(length),
+        {"use_cache": False, **(settings or {})},
+        chunk=1,
+        huge=huge,
     )
 
 

@@ -1,4 +1,5 @@
-"""One published model of the set: its configuration at the size that people train, and batches as long as they train on."""
+"""One published model of the set: its configuration at the size that people train, and batches as long as
+they train on."""
 
 from __future__ import annotations
 
@@ -12,15 +13,17 @@ from torch import Tensor, nn
 from meshloom.core.job import Job, Loss
 from tests.jobs import Samples
 
-Make = Callable[[int], dict[str, Tensor]]  # number of samples -> their tensors, the first dim of each being the samples
+# number of samples -> their tensors, the first dim of each being the samples
+Make = Callable[[int], dict[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
     """A model and what a chunk of its training has.
 
-    build: without arguments, as a user would. make: samples, without values worth the name: models are read by shapes. chunk: samples of a microbatch.
-    dense: a dense transformer, of which 99 % of parameters and FLOPs can be divided. huge: also described under dp=8,pp=8,tp=8.
+    build: without arguments, as a user would. make: samples, without values worth the name: models are read
+    by shapes. chunk: samples of a microbatch. dense: a dense transformer, of which 99 % of parameters and
+    FLOPs can be divided. huge: also described under dp=8,pp=8,tp=8.
     """
 
     name: str
@@ -63,7 +66,17 @@ def published(
     huge: bool = False,
 ) -> Published:
     """A model of the set. size: what a sample is, in words."""
-    return Published(name=name, kind=kind, build=build, make=make, chunk=chunk, size=size, loss=loss, dense=dense, huge=huge)
+    return Published(
+        name=name,
+        kind=kind,
+        build=build,
+        make=make,
+        chunk=chunk,
+        size=size,
+        loss=loss,
+        dense=dense,
+        huge=huge,
+    )
 
 
 def from_transformers(
@@ -85,7 +98,9 @@ def from_transformers(
         import transformers  # here, because listing the set need not wait for it
 
         kind_of_model = getattr(transformers, model)
-        return kind_of_model((getattr(transformers, config) if config else kind_of_model.config_class)(**(settings or {})))
+        return kind_of_model(
+            (getattr(transformers, config) if config else kind_of_model.config_class)(**(settings or {}))
+        )
 
     return published(name, kind, size, build, make, chunk=chunk, dense=dense, huge=huge)
 
@@ -95,7 +110,10 @@ def tokens(length: int, **others: int) -> Make:
 
     def make(samples: int) -> dict[str, Tensor]:
         lengths = {"input_ids": length, "labels": length, **others}
-        return {name: torch.ones(samples, 1, dtype=torch.long).expand(samples, each) for name, each in lengths.items()}
+        return {
+            name: torch.ones(samples, 1, dtype=torch.long).expand(samples, each)
+            for name, each in lengths.items()
+        }
 
     return make
 

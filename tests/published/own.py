@@ -1,4 +1,5 @@
-"""Recurrences over time, and models of one's own code: a language model of two LSTM layers, a U-Net, and a recommendation model."""
+"""Recurrences over time, and models of one's own code: a language model of two LSTM layers, a U-Net, and a
+recommendation model."""
 
 from __future__ import annotations
 
@@ -38,12 +39,17 @@ class Twice(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Pictures [samples, 3, height, width] -> scores [samples, classes, height, width] (Ronneberger et al., 2015)."""
+    """Pictures [samples, 3, height, width] -> scores [samples, classes, height, width] (Ronneberger et al.,
+    2015)."""
 
     def __init__(self, classes: int = 21, widths: tuple[int, ...] = (64, 128, 256, 512, 1024)) -> None:
         super().__init__()
-        self.down = nn.ModuleList(Twice(given, made) for given, made in zip((3, *widths), widths, strict=False))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * width, width, 2, stride=2) for width in reversed(widths[:-1]))
+        self.down = nn.ModuleList(
+            Twice(given, made) for given, made in zip((3, *widths), widths, strict=False)
+        )
+        self.up = nn.ModuleList(
+            nn.ConvTranspose2d(2 * width, width, 2, stride=2) for width in reversed(widths[:-1])
+        )
         self.beside = nn.ModuleList(Twice(2 * width, width) for width in reversed(widths[:-1]))
         self.head = nn.Conv2d(widths[0], classes, 1)
 
@@ -59,19 +65,26 @@ class UNet(nn.Module):
 
 
 class Recommender(nn.Module):
-    """Eight tables of 10 million rows, 13 numbers; every pair of features is multiplied (Naumov et al., 2019)."""
+    """Eight tables of 10 million rows, 13 numbers; every pair of features is multiplied (Naumov et al.,
+    2019)."""
 
     def __init__(self, num_tables: int = 8) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.EmbeddingBag(ROWS, FEATURES, mode="sum") for _ in range(num_tables))
-        self.bottom = nn.Sequential(nn.Linear(13, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, FEATURES), nn.ReLU())
+        self.bottom = nn.Sequential(
+            nn.Linear(13, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, FEATURES), nn.ReLU()
+        )
         pairs = (num_tables + 1) * num_tables // 2
-        self.top = nn.Sequential(nn.Linear(FEATURES + pairs, 1024), nn.ReLU(), nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 1))
+        self.top = nn.Sequential(
+            nn.Linear(FEATURES + pairs, 1024), nn.ReLU(), nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 1)
+        )
 
     def forward(self, numbers: Tensor, rows: Tensor) -> Tensor:
         """numbers [samples, 13], rows [samples, tables, several] -> [samples]."""
         first = self.bottom(numbers)
-        features = torch.stack((first, *(table(rows[:, place]) for place, table in enumerate(self.tables))), 1)
+        features = torch.stack(
+            (first, *(table(rows[:, place]) for place, table in enumerate(self.tables))), 1
+        )
         products = features @ features.transpose(1, 2)
         row, column = torch.tril_indices(features.shape[1], features.shape[1], -1)
         return self.top(torch.cat((first, products[:, row, column]), 1)).squeeze(1)
@@ -91,15 +104,30 @@ def _clicked(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _parts_of_pictures(samples: int) -> dict[str, Tensor]:
-    return {"pixel_values": torch.zeros(samples, 3, 256, 256), "labels": torch.zeros(samples, 256, 256, dtype=torch.long)}
+    return {
+        "pixel_values": torch.zeros(samples, 3, 256, 256),
+        "labels": torch.zeros(samples, 256, 256, dtype=torch.long),
+    }
 
 
 def _shown(samples: int) -> dict[str, Tensor]:
-    return {"numbers": torch.zeros(samples, 13), "rows": torch.zeros(samples, 8, 4, dtype=torch.long), "clicked": torch.zeros(samples)}
+    return {
+        "numbers": torch.zeros(samples, 13),
+        "rows": torch.zeros(samples, 8, 4, dtype=torch.long),
+        "clicked": torch.zeros(samples),
+    }
 
 
 def _mamba(name: str, model: str, settings: dict[str, Any] | None = None) -> Published:
-    return from_transformers(name, "state space", "1,024 tokens", model, tokens(1024), {"use_cache": False, **(settings or {})}, chunk=1)
+    return from_transformers(
+        name,
+        "state space",
+        "1,024 tokens",
+        model,
+        tokens(1024),
+        {"use_cache": False, **(settings or {})},
+        chunk=1,
+    )
 
 
 OWN = [
@@ -107,5 +135,13 @@ OWN = [
     _mamba("mamba2", "Mamba2ForCausalLM"),
     published("lstm", "recurrent", "256 tokens", Lstm, tokens(256), chunk=16, loss=_next_word),
     published("u-net", "segmentation", "256 x 256", UNet, _parts_of_pictures, chunk=4, loss=_parts),
-    published("recommender", "recommendation", "13 numbers, 8 x 4 rows", Recommender, _shown, chunk=2048, loss=_clicked),
+    published(
+        "recommender",
+        "recommendation",
+        "13 numbers, 8 x 4 rows",
+        Recommender,
+        _shown,
+        chunk=2048,
+        loss=_clicked,
+    ),
 ]

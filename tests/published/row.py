@@ -1,4 +1,5 @@
-"""One line of the table: what a plan makes of a published model, found as `meshloom describe --plan` finds it."""
+"""One line of the table: what a plan makes of a published model, found as `meshloom describe --plan` finds
+it."""
 
 from __future__ import annotations
 
@@ -24,8 +25,10 @@ HUGE = "dp=8,pp=8,tp=8,microbatches=8"
 class Row:
     """parameters, flops: the shares that are divided, 0 without tp. whole: what is not.
 
-    num_bytes: axis -> bytes that the rank which sends most hands over in a step. memory: bytes of the rank that holds most.
-    imbalance: of the slowest stage over the mean. seconds: of one core, for reading the model and for the plan.
+    num_bytes: axis -> bytes that the rank which sends most hands over in a step. memory: bytes of the rank
+        that holds most.
+    imbalance: of the slowest stage over the mean. seconds: of one core, for reading the model and for the
+        plan.
     """
 
     plan: str
@@ -70,7 +73,9 @@ class Rows:
             parameters=account.parameters_divided if account else 0.0,
             flops=account.flops_divided if account else 0.0,
             whole=account.whole if account else (),
-            num_bytes={axis: most for axis in AXES if (most := max(each.num_bytes.get(axis, 0) for each in shares))},
+            num_bytes={
+                axis: most for axis in AXES if (most := max(each.num_bytes.get(axis, 0) for each in shares))
+            },
             memory=max(each.held.total for each in shares),
             imbalance=stages.choice.imbalance if stages else None,
             seconds=(self._seconds, time.process_time() - started),

@@ -1,4 +1,5 @@
-"""Vision: transformers with and without windows, convolutional networks, segmentation; and pictures compared with words."""
+"""Vision: transformers with and without windows, convolutional networks, segmentation; and pictures compared
+with words."""
 
 from __future__ import annotations
 
@@ -12,15 +13,34 @@ from tests.published.model import Make, Published, from_transformers, pictures, 
 
 
 def _vision(
-    name: str, model: str, size: int, settings: dict[str, Any] | None = None, *, labels: tuple[int, ...] = (), chunk: int = 16, dense: bool = False
+    name: str,
+    model: str,
+    size: int,
+    settings: dict[str, Any] | None = None,
+    *,
+    labels: tuple[int, ...] = (),
+    chunk: int = 16,
+    dense: bool = False,
 ) -> Published:
     settings = {"num_labels": 1000, **(settings or {})}
-    return from_transformers(name, "vision", f"{size} x {size}", model, pictures(size, size, *labels), settings, chunk=chunk, dense=dense)
+    return from_transformers(
+        name,
+        "vision",
+        f"{size} x {size}",
+        model,
+        pictures(size, size, *labels),
+        settings,
+        chunk=chunk,
+        dense=dense,
+    )
 
 
 def _captions(samples: int) -> dict[str, Tensor]:
     """Pictures and 77 tokens about each."""
-    return {"pixel_values": pictures(224, 224)(samples)["pixel_values"], "input_ids": torch.ones(samples, 77, dtype=torch.long)}
+    return {
+        "pixel_values": pictures(224, 224)(samples)["pixel_values"],
+        "input_ids": torch.ones(samples, 77, dtype=torch.long),
+    }
 
 
 def _contrast(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
@@ -41,6 +61,22 @@ VISION = [
     _vision("swin-tiny", "SwinForImageClassification", 224),
     _vision("convnext-tiny", "ConvNextForImageClassification", 224),
     _vision("resnet-50", "ResNetForImageClassification", 224),
-    _vision("segformer-b0", "SegformerForSemanticSegmentation", 512, {"num_labels": 150}, labels=(512, 512), chunk=4),
-    published("clip-b/32", "vision and text", "224 x 224, 77 tokens", _clip, _CLIP, chunk=16, loss=_contrast, dense=True),
+    _vision(
+        "segformer-b0",
+        "SegformerForSemanticSegmentation",
+        512,
+        {"num_labels": 150},
+        labels=(512, 512),
+        chunk=4,
+    ),
+    published(
+        "clip-b/32",
+        "vision and text",
+        "224 x 224, 77 tokens",
+        _clip,
+        _CLIP,
+        chunk=16,
+        loss=_contrast,
+        dense=True,
+    ),
 ]

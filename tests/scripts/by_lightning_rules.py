@@ -1,4 +1,5 @@
-"""A module in the form that Lightning asks for (`training_step`, `validation_step`, `configure_optimizers`, `log`), with a small base class of its own."""
+"""A module in the form that Lightning asks for (`training_step`, `validation_step`, `configure_optimizers`,
+`log`), with a small base class of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class Module(nn.Module):
         """The arguments of the constructor that called."""
         caller = inspect.currentframe().f_back  # type: ignore[union-attr]
         values = inspect.getargvalues(caller)  # type: ignore[arg-type]
-        self.hparams = SimpleNamespace(**{name: values.locals[name] for name in values.args if name != "self"})
+        self.hparams = SimpleNamespace(
+            **{name: values.locals[name] for name in values.args if name != "self"}
+        )
 
     def log(self, name: str, value: Tensor, prog_bar: bool = False) -> None:
         self.logged[name] = value.detach()
@@ -34,11 +37,15 @@ class Module(nn.Module):
 class Classifier(Module):
     """Rows of 9 numbers -> 4 classes."""
 
-    def __init__(self, hidden: int = 17, lr: float = 0.05, smoothing: float = 0.1, gamma: float = 0.7) -> None:
+    def __init__(
+        self, hidden: int = 17, lr: float = 0.05, smoothing: float = 0.1, gamma: float = 0.7
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.encoder = nn.Sequential(nn.Linear(9, hidden), nn.GELU(), nn.LayerNorm(hidden))
-        self.body = nn.Sequential(nn.Linear(hidden, 2 * hidden + 1), nn.GELU(), nn.Linear(2 * hidden + 1, hidden))
+        self.body = nn.Sequential(
+            nn.Linear(hidden, 2 * hidden + 1), nn.GELU(), nn.Linear(2 * hidden + 1, hidden)
+        )
         self.head = nn.Linear(hidden, 4)
         self.criterion = nn.CrossEntropyLoss(label_smoothing=smoothing)
 
@@ -79,7 +86,9 @@ class Rows(torch.utils.data.TensorDataset):
 # --- What a trainer of Lightning's does with it, by hand.
 
 
-def script(model: Classifier, batch_size: int, steps: int, every: int, precision: torch.dtype) -> tuple[list[float], list[float]]:
+def script(
+    model: Classifier, batch_size: int, steps: int, every: int, precision: torch.dtype
+) -> tuple[list[float], list[float]]:
     """Losses of the steps and of the validations (the mean over all rows)."""
 
     def batches(rows: Rows) -> Any:
@@ -110,8 +119,11 @@ def script(model: Classifier, batch_size: int, steps: int, every: int, precision
 
 
 def configured(named: list[tuple[str, nn.Parameter]], hparams: SimpleNamespace) -> torch.optim.Optimizer:
-    """`configure_optimizers` over the parameters that are handed in; the optimizer remembers its scheduler."""
-    stand_in: Any = SimpleNamespace(hparams=hparams, parameters=lambda: [each for _, each in named], named_parameters=lambda: iter(named))
+    """`configure_optimizers` over the parameters that are handed in; the optimizer remembers its
+    scheduler."""
+    stand_in: Any = SimpleNamespace(
+        hparams=hparams, parameters=lambda: [each for _, each in named], named_parameters=lambda: iter(named)
+    )
     (optimizer,), (scheduler,) = Classifier.configure_optimizers(stand_in)
     optimizer.its_scheduler = scheduler  # type: ignore[attr-defined]
     return optimizer
@@ -128,5 +140,7 @@ def job(batch_size: int = 8, steps: int = 5, every: int = 2) -> ml.Job:
         steps=steps,
         shuffle=False,
         scheduler=lambda optimizer: optimizer.its_scheduler,
-        evaluate=ml.Evaluate(lambda: Rows(23, 2), {"loss": lambda model, batch: model.validation_step(batch, 0)}, every=every),
+        evaluate=ml.Evaluate(
+            lambda: Rows(23, 2), {"loss": lambda model, batch: model.validation_step(batch, 0)}, every=every
+        ),
     )

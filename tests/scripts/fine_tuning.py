@@ -1,4 +1,5 @@
-"""Fine-tuning a causal language model of transformers: weights from a directory, texts of several lengths padded by a collator, labels of -100."""
+"""Fine-tuning a causal language model of transformers: weights from a directory, texts of several lengths
+padded by a collator, labels of -100."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def save_pretrained(directory: Path, **settings: Any) -> None:
         "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
     }  # fmt: skip
     torch.manual_seed(7)
-    config = AutoConfig.for_model(**(settings or small), pad_token_id=PAD, bos_token_id=1, eos_token_id=2, use_cache=False)
+    config = AutoConfig.for_model(
+        **(settings or small), pad_token_id=PAD, bos_token_id=1, eos_token_id=2, use_cache=False
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
@@ -53,14 +56,17 @@ class Conversations(torch.utils.data.Dataset[Sample]):
 
 
 def collate(samples: list[Sample], multiple: int = 8) -> dict[str, Tensor]:
-    """Padded at the right to the longest text, rounded up: input_ids, attention_mask and labels [samples, length]."""
+    """Padded at the right to the longest text, rounded up: input_ids, attention_mask and labels [samples,
+    length]."""
     length = -(-max(len(each["input_ids"]) for each in samples) // multiple) * multiple
 
     def padded(name: str, fill: int) -> Tensor:
         return torch.tensor([each[name] + [fill] * (length - len(each[name])) for each in samples])
 
     ids = padded("input_ids", PAD)
-    mask = torch.tensor([[1] * len(each["input_ids"]) + [0] * (length - len(each["input_ids"])) for each in samples])
+    mask = torch.tensor(
+        [[1] * len(each["input_ids"]) + [0] * (length - len(each["input_ids"])) for each in samples]
+    )
     return {"input_ids": ids, "attention_mask": mask, "labels": padded("labels", -100)}
 
 
@@ -119,10 +125,14 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Summed over the labels that count, and how many they are."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     labels = batch["labels"][:, 1:]
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"), (labels != -100).sum()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"), (
+        labels != -100
+    ).sum()
 
 
-def job(directory: Path, data: Conversations, held_out: Conversations, batch_size: int, steps: int, every: int) -> ml.Job:
+def job(
+    directory: Path, data: Conversations, held_out: Conversations, batch_size: int, steps: int, every: int
+) -> ml.Job:
     return ml.Job(
         model=lambda: load(directory),
         loss=loss,

@@ -1,4 +1,5 @@
-"""A small residual network on images that are mixed in pairs, with a moving average of its weights that evaluations use."""
+"""A small residual network on images that are mixed in pairs, with a moving average of its weights that
+evaluations use."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class Residual(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.relu(self.bn1(self.conv1(x)))
@@ -38,7 +41,9 @@ class ResNet(nn.Module):
 
     def __init__(self, width: int = 5) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        )
         self.stage1 = nn.Sequential(Residual(width, width, 1), Residual(width, width, 1))
         self.stage2 = nn.Sequential(Residual(width, 2 * width, 2), Residual(2 * width, 2 * width, 1))
         self.fc = nn.Linear(2 * width, 7)
@@ -97,13 +102,21 @@ def job(batch_size: int = 12, steps: int = 5, *, width: int = 5, size: int = 9) 
     return ml.Job(
         model=lambda: ResNet(width),
         loss=mixup_loss,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4),
+        optimizer=lambda named: torch.optim.SGD(
+            named, lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4
+        ),
         data=lambda: Pictures(31, seed=1, size=size, flips=True),
         batch_size=batch_size,
         steps=steps,
         drop_last=True,
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps + 1),
-        evaluate=ml.Evaluate(lambda: Pictures(19, seed=2, size=size, flips=False), {"loss": plain_loss, "accuracy": accuracy}, every=2),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.1, total_steps=steps + 1
+        ),
+        evaluate=ml.Evaluate(
+            lambda: Pictures(19, seed=2, size=size, flips=False),
+            {"loss": plain_loss, "accuracy": accuracy},
+            every=2,
+        ),
     )
 
 

@@ -1,4 +1,5 @@
-"""A small GPT in one file: packed projections, tied head, tokens in a file of uint16, random windows of it, cosine schedule with warm-up."""
+"""A small GPT in one file: packed projections, tied head, tokens in a file of uint16, random windows of it,
+cosine schedule with warm-up."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.size()
         q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        q, k, v = (each.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2) for each in (q, k, v))
+        q, k, v = (
+            each.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2) for each in (q, k, v)
+        )
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=True)
         return self.c_proj(y.transpose(1, 2).contiguous().view(batch, length, width))
 
@@ -80,7 +83,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens [batch, length], targets [batch, length] or None -> (logits, loss); without targets only the last position's logits."""
+    """Tokens [batch, length], targets [batch, length] or None -> (logits, loss); without targets only the
+    last position's logits."""
 
     def __init__(self, config: Settings) -> None:
         super().__init__()
@@ -109,8 +113,12 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         length = tokens.size(1)
         if length > self.config.block_size:
-            raise ValueError(f"{length} tokens are more than the {self.config.block_size} that the model has positions for")
-        x = self.transformer["wte"](tokens) + self.transformer["wpe"](torch.arange(length, device=tokens.device))
+            raise ValueError(
+                f"{length} tokens are more than the {self.config.block_size} that the model has positions for"
+            )
+        x = self.transformer["wte"](tokens) + self.transformer["wpe"](
+            torch.arange(length, device=tokens.device)
+        )
         for block in self.transformer["h"]:
             x = block(x)
         x = self.transformer["ln_f"](x)
@@ -133,7 +141,12 @@ def write_tokens(path: Path, config: Settings, count: int = 600) -> None:
 def starts(length: int, config: Settings, count: int, seed: int) -> Tensor:
     """Where the windows begin [count * batch size], as one `randint` after another draws them."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.cat([torch.randint(length - config.block_size, (config.batch_size,), generator=generator) for _ in range(count)])
+    return torch.cat(
+        [
+            torch.randint(length - config.block_size, (config.batch_size,), generator=generator)
+            for _ in range(count)
+        ]
+    )
 
 
 def window(data: Any, at: int, config: Settings) -> tuple[Tensor, Tensor]:
@@ -165,7 +178,9 @@ def rate(step: int, config: Settings) -> float:
 def script(path: Path, config: Settings, model: GPT) -> tuple[list[float], list[float]]:
     """Trains `model`; the losses of the steps and those of the evaluations."""
     data = numpy.memmap(path, dtype=numpy.uint16, mode="r")
-    optimizer = torch.optim.AdamW(decay_groups(list(model.named_parameters()), config), lr=config.learning_rate, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(
+        decay_groups(list(model.named_parameters()), config), lr=config.learning_rate, betas=(0.9, 0.95)
+    )
     drawn = iter(starts(len(data), config, config.steps, seed=0).split(config.batch_size))
 
     def get_batch(at: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,7 +190,10 @@ def script(path: Path, config: Settings, model: GPT) -> tuple[list[float], list[
     @torch.no_grad()
     def estimate_loss() -> float:
         model.eval()
-        found = [model(*get_batch(at))[1] for at in starts(len(data), config, config.eval_batches, seed=1).split(config.batch_size)]
+        found = [
+            model(*get_batch(at))[1]
+            for at in starts(len(data), config, config.eval_batches, seed=1).split(config.batch_size)
+        ]
         model.train()
         return float(torch.stack(found).mean())
 
@@ -220,12 +238,20 @@ def job(path: Path, config: Settings) -> ml.Job:
     return ml.Job(
         model=lambda: GPT(config),
         loss=loss,
-        optimizer=lambda named: torch.optim.AdamW(decay_groups(named, config), lr=config.learning_rate, betas=(0.9, 0.95)),
+        optimizer=lambda named: torch.optim.AdamW(
+            decay_groups(named, config), lr=config.learning_rate, betas=(0.9, 0.95)
+        ),
         data=lambda: Windows(path, config, config.steps, seed=0),
         batch_size=config.batch_size,
         steps=config.steps,
         shuffle=False,
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, config) / config.learning_rate),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: rate(step, config) / config.learning_rate
+        ),
         clip_grad_norm=config.grad_clip,
-        evaluate=ml.Evaluate(lambda: Windows(path, config, config.eval_batches, seed=1), {"loss": loss}, every=config.eval_interval),
+        evaluate=ml.Evaluate(
+            lambda: Windows(path, config, config.eval_batches, seed=1),
+            {"loss": loss},
+            every=config.eval_interval,
+        ),
     )

@@ -1,11 +1,12 @@
-"""Turns what workers, servers and the head say into a header and tensors, and back: numbers and tensors, nothing else.
+"""Turns what workers, servers and the head say into a header and tensors, and back: numbers and tensors,
+nothing else.
 
     first tensor     int64: the message's whole numbers, in the order of the table below; -1 stands for none
     second tensor    float64: its other numbers
     the rest         of what a server holds: which of it is there (uint8, 0 or 1), then each that is, in slices of `SLICE_BYTES`
 
-What does not fit the table, or this server's slices of the parameters, is refused with `MessageError` before anything is done with it. The head's state, which
-is of no fixed size, stays on server 0 and never travels.
+What does not fit the table, or this server's slices of the parameters, is refused with `MessageError` before
+anything is done with it. The head's state, which is of no fixed size, stays on server 0 and never travels.
 """
 
 from __future__ import annotations
@@ -77,14 +78,22 @@ _FORMS: dict[type, _Form] = {
     Back: _Form(kind=23, whole=("server", "asked", "newest")),
     # head -> server
     ReportRequest: _Form(kind=31, whole=("incarnation",)),
-    Apply: _Form(kind=32, whole=("incarnation", "worker", "ticket", "version"), other=("loss", "norm", "rate")),
+    Apply: _Form(
+        kind=32, whole=("incarnation", "worker", "ticket", "version"), other=("loss", "norm", "rate")
+    ),
     Give: _Form(kind=33, whole=("incarnation", "worker", "ticket", "share", "version")),
     Keep: _Form(kind=34, whole=("incarnation", "version", "forget_before")),
     Drop: _Form(kind=35, whole=("incarnation", "worker", "ticket")),
     Restore: _Form(kind=36, whole=("incarnation", "version")),
 }
 _KINDS = {form.kind: made for made, form in _FORMS.items()}
-_MAY_LACK = {(Hello, "worker"), (Leave, "incarnation"), (Leave, "pushed"), (Rejoin, "ticket"), (Back, "asked")}
+_MAY_LACK = {
+    (Hello, "worker"),
+    (Leave, "incarnation"),
+    (Leave, "pushed"),
+    (Rejoin, "ticket"),
+    (Back, "asked"),
+}
 _NONE = {(Hello, "worker"), (Rejoin, "ticket"), (Back, "asked")}  # there -1 is None, elsewhere itself
 FROM_WORKERS = frozenset(_FORMS[each].kind for each in (Ask, Hello, WorkerSeconds, Join, Leave, Push))
 TO_WORKERS = frozenset(_FORMS[each].kind for each in (Terms, Welcome, ParametersPart, Rejoin, Done))
@@ -105,7 +114,9 @@ class ServerState:
         return [
             ServerState(
                 slices=tuple(_travelling(each.parameter.dtype, (each.stop - each.start,)) for each in slices),
-                buffers={name: _travelling(each.dtype, tuple(each.shape)) for name, each in buffers.items()} if number == 0 else {},
+                buffers={name: _travelling(each.dtype, tuple(each.shape)) for name, each in buffers.items()}
+                if number == 0
+                else {},
             )
             for number, slices in enumerate(division)
         ]
@@ -119,14 +130,22 @@ class ServerState:
 
 def limits_for(kinds: frozenset[int], holdings: Sequence[ServerState] = ()) -> FrameLimits:
     """What a peer of such messages takes at most."""
-    return FrameLimits(kinds=kinds, num_tensors=max([2 + MOST_TEXTS, *(each.num_tensors for each in holdings)]), tensor_bytes=SLICE_BYTES)
+    return FrameLimits(
+        kinds=kinds,
+        num_tensors=max([2 + MOST_TEXTS, *(each.num_tensors for each in holdings)]),
+        tensor_bytes=SLICE_BYTES,
+    )
 
 
 def encode(message: Any, holding: ServerState | None = None) -> tuple[Header, list[Tensor]]:
-    """Header and tensors; the message's own tensors are not copied. holding: of the server that sends or gets a `ParametersPart` or `Push`."""
+    """Header and tensors; the message's own tensors are not copied. holding: of the server that sends or gets
+    a `ParametersPart` or `Push`."""
     form = _FORMS[type(message)]
     whole = [-1 if (value := getattr(message, name)) is None else value for name in form.whole]
-    tensors = [torch.tensor(whole, dtype=torch.int64), torch.tensor([getattr(message, name) for name in form.other], dtype=torch.float64)]
+    tensors = [
+        torch.tensor(whole, dtype=torch.int64),
+        torch.tensor([getattr(message, name) for name in form.other], dtype=torch.float64),
+    ]
     match message:
         case Push():
             assert holding
@@ -144,7 +163,11 @@ def encode(message: Any, holding: ServerState | None = None) -> tuple[Header, li
             rows = [[version, kind.incarnation] for version, kind in message.snapshots.items()]
             tensors.append(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 2))
         case Terms():
-            tensors += _chunks(torch.frombuffer(bytearray(message.text.encode()), dtype=torch.uint8)) if message.text else []
+            tensors += (
+                _chunks(torch.frombuffer(bytearray(message.text.encode()), dtype=torch.uint8))
+                if message.text
+                else []
+            )
         case Hello():
             tensors.append(torch.frombuffer(bytearray(message.digest), dtype=torch.uint8))
         case _:
@@ -153,7 +176,8 @@ def encode(message: Any, holding: ServerState | None = None) -> tuple[Header, li
 
 
 def decode(header: Header, tensors: Sequence[Tensor], holding: ServerState | None = None) -> Any:
-    """The message. Raises `MessageError` for what `encode` would not have made of it, given the same holding."""
+    """The message. Raises `MessageError` for what `encode` would not have made of it, given the same
+    holding."""
     made = _KINDS.get(header.kind)
     if made is None or header != Header(kind=header.kind):
         raise MessageError(f"A message with the header {header}, which is none of an asynchronous run.")
@@ -174,12 +198,21 @@ def decode(header: Header, tensors: Sequence[Tensor], holding: ServerState | Non
             raise MessageError(f"A {name}, which says nothing to this peer.")
         held = _decode_held(rest, holding.slices, name, all_there=made is ParametersPart)
         states = _decode_held(rest, [*holding.buffers.values()], name, all_there=made is ParametersPart)
-        found = {each: state for each, state in zip(holding.buffers, states, strict=True) if state is not None}
-        fields |= {"gradients": held, "changes": found} if made is Push else {"values": held, "buffers": found if holding.buffers else None}
+        found = {
+            each: state for each, state in zip(holding.buffers, states, strict=True) if state is not None
+        }
+        fields |= (
+            {"gradients": held, "changes": found}
+            if made is Push
+            else {"values": held, "buffers": found if holding.buffers else None}
+        )
         if not holding.buffers:
             fields |= {"changes": None} if made is Push else {}
     elif made is Back:
-        fields["snapshots"] = {version: SnapshotKind(incarnation=incarnation, state=None) for version, incarnation in _rows(next(rest, None))}
+        fields["snapshots"] = {
+            version: SnapshotKind(incarnation=incarnation, state=None)
+            for version, incarnation in _rows(next(rest, None))
+        }
     elif made is Keep:
         fields["state"] = None
     elif made is Terms:
@@ -193,7 +226,9 @@ def decode(header: Header, tensors: Sequence[Tensor], holding: ServerState | Non
 
 def _numbers(tensor: Tensor, count: int, dtype: torch.dtype, name: str) -> list[Any]:
     if tensor.dtype != dtype or tuple(tensor.shape) != (count,):
-        raise MessageError(f"A {name} with {tuple(tensor.shape)} numbers of {tensor.dtype} instead of {count} of {dtype}.")
+        raise MessageError(
+            f"A {name} with {tuple(tensor.shape)} numbers of {tensor.dtype} instead of {count} of {dtype}."
+        )
     return tensor.tolist()
 
 
@@ -208,7 +243,9 @@ def _chunks(flat: Tensor) -> list[Tensor]:
 
 def _travelling(dtype: torch.dtype, shape: tuple[int, ...]) -> Described:
     if dtype not in CODES:
-        raise JobError(f"exchange=async sends parameters and buffers in messages, which cannot carry {dtype}. Use another exchange.")
+        raise JobError(
+            f"exchange=async sends parameters and buffers in messages, which cannot carry {dtype}. Use another exchange."
+        )
     return Described(dtype=dtype, shape=shape)
 
 
@@ -217,18 +254,30 @@ def _encode_held(tensors: Sequence[Tensor | None], described: Sequence[Described
     found: list[Tensor] = []
     for tensor, each in zip(tensors, described, strict=True):
         if tensor is not None:
-            assert tuple(tensor.shape) == each.shape and tensor.dtype == each.dtype, f"{tuple(tensor.shape)} {tensor.dtype} for {each}"
+            assert tuple(tensor.shape) == each.shape and tensor.dtype == each.dtype, (
+                f"{tuple(tensor.shape)} {tensor.dtype} for {each}"
+            )
             found += _chunks(tensor.detach().to("cpu").contiguous().reshape(-1))
     return [there, *found]
 
 
-def _decode_held(rest: Iterator[Tensor], described: Sequence[Described], name: str, *, all_there: bool) -> list[Tensor | None]:
+def _decode_held(
+    rest: Iterator[Tensor], described: Sequence[Described], name: str, *, all_there: bool
+) -> list[Tensor | None]:
     there = next(rest, None)
-    if there is None or there.dtype != torch.uint8 or tuple(there.shape) != (len(described),) or int(there.max() if len(described) else 0) > 1:
+    if (
+        there is None
+        or there.dtype != torch.uint8
+        or tuple(there.shape) != (len(described),)
+        or int(there.max() if len(described) else 0) > 1
+    ):
         raise MessageError(f"A {name} that does not say which of {len(described)} tensors are there.")
     if all_there and not bool(there.all()):
         raise MessageError(f"A {name} that lacks some of {len(described)} tensors.")
-    return [_decode_one(rest, each, name) if present else None for present, each in zip(there.tolist(), described, strict=True)]
+    return [
+        _decode_one(rest, each, name) if present else None
+        for present, each in zip(there.tolist(), described, strict=True)
+    ]
 
 
 def _decode_one(rest: Iterator[Tensor], described: Described, name: str) -> Tensor:
@@ -237,14 +286,22 @@ def _decode_one(rest: Iterator[Tensor], described: Described, name: str) -> Tens
         part, count = next(rest, None), min(left, _elements(described.dtype))
         if part is None or part.dtype != described.dtype or tuple(part.shape) != (count,):
             found = "nothing" if part is None else f"{tuple(part.shape)} of {part.dtype}"
-            raise MessageError(f"A {name} with {found} where {count} elements of {described.dtype} should be.")
+            raise MessageError(
+                f"A {name} with {found} where {count} elements of {described.dtype} should be."
+            )
         parts.append(part)
         left -= count
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(described.shape)
 
 
 def _rows(tensor: Tensor | None) -> list[list[int]]:
-    if tensor is None or tensor.dtype != torch.int64 or tensor.ndim != 2 or tensor.shape[1] != 2 or len(tensor) > MOST_SNAPSHOTS:
+    if (
+        tensor is None
+        or tensor.dtype != torch.int64
+        or tensor.ndim != 2
+        or tensor.shape[1] != 2
+        or len(tensor) > MOST_SNAPSHOTS
+    ):
         raise MessageError("A Back whose snapshots are no pairs of version and incarnation.")
     if tensor.numel() and int(tensor.min()) < 0:
         raise MessageError("A Back with snapshots of numbers below 0.")

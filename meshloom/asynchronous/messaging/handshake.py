@@ -1,4 +1,5 @@
-"""What a worker and a server say to each other beside training: who is there, and whether both mean the same job.
+"""What a worker and a server say to each other beside training: who is there, and whether both mean the same
+job.
 
     worker  --Ask------------>  server 0      what is this run?
             <-----------Terms--               plan, settings, parameters, and the ports of all servers
@@ -6,8 +7,9 @@
             <---------Welcome--               which number it is: the next one, never used before
     worker  --Tally---------->  server 0      when it goes: where its time went
 
-A worker compares the terms and says what differs; a server compares the digests and lets nobody else in. It joins when all servers have
-welcomed it, so that none of them is told to send parameters to somebody it does not know.
+A worker compares the terms and says what differs; a server compares the digests and lets nobody else in. It
+joins when all servers have welcomed it, so that none of them is told to send parameters to somebody it does
+not know.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """Worker -> server: let me in. digest: of the facts. worker: its number; None: it needs one (of server 0)."""
+    """Worker -> server: let me in. digest: of the facts. worker: its number; None: it needs one (of server
+    0)."""
 
     worker: int | None
     digest: bytes
@@ -57,7 +60,8 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSeconds:
-    """Worker -> server 0: in the `seconds` that I was there, so many went into computing and into reading data."""
+    """Worker -> server 0: in the `seconds` that I was there, so many went into computing and into reading
+    data."""
 
     worker: int
     seconds: float
@@ -67,7 +71,8 @@ class WorkerSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class RunDescription:
-    """A run, as a worker needs to know it. facts: what must be equal. ports: of all servers, at the host of the first."""
+    """A run, as a worker needs to know it. facts: what must be equal. ports: of all servers, at the host of
+    the first."""
 
     plan: str
     facts: Mapping[str, Any]
@@ -81,7 +86,11 @@ class RunDescription:
         """Raises `EndpointError` for a text that is none."""
         try:
             values = json.loads(text)
-            return RunDescription(plan=str(values["plan"]), facts=dict(values["facts"]), ports=[int(port) for port in values["ports"]])
+            return RunDescription(
+                plan=str(values["plan"]),
+                facts=dict(values["facts"]),
+                ports=[int(port) for port in values["ports"]],
+            )
         except (ValueError, TypeError, KeyError):
             raise EndpointError(
                 "The server describes its run in a way that this version of meshloom does not know. Use the same version everywhere."
@@ -92,11 +101,14 @@ class RunDescription:
         for name in [*self.facts, *(name for name in here if name not in self.facts)]:
             there, mine = self.facts.get(name, "not there"), here.get(name, "not there")
             if there != mine:
-                raise JobError(f"This is not the job of the run: {name} is {there} there and {mine} here. Join with the same file.")
+                raise JobError(
+                    f"This is not the job of the run: {name} is {there} there and {mine} here. Join with the same file."
+                )
 
 
 def facts_of(job: Job, plan: Plan, model: nn.Module, num_samples: int) -> dict[str, Any]:
-    """What servers and workers must have alike: plan, settings, parameters and buffers, samples. JSON values."""
+    """What servers and workers must have alike: plan, settings, parameters and buffers, samples. JSON
+    values."""
     return json.loads(json.dumps({**facts(job, plan, model), "samples": num_samples}))
 
 

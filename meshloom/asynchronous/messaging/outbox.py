@@ -1,4 +1,5 @@
-"""Messages to peers that come and go: in order; what a peer does not take yet waits here, and goes with its connection."""
+"""Messages to peers that come and go: in order; what a peer does not take yet waits here, and goes with its
+connection."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ MOST_WAITING = 10_000  # of what the head says to a server
 
 
 class Outbox:
-    """Of one end of connections. most_waiting: messages to one peer; one that is further behind is dropped, or who never reads could fill the memory."""
+    """Of one end of connections. most_waiting: messages to one peer; one that is further behind is dropped,
+    or who never reads could fill the memory."""
 
     def __init__(self, end: Endpoint | Connections, most_waiting: int = MOST_WAITING) -> None:
         self._end = end

@@ -1,6 +1,8 @@
-"""What happens in an asynchronous run on a virtual clock: how fast workers are, how long messages take, who comes, goes and is killed when.
+"""What happens in an asynchronous run on a virtual clock: how fast workers are, how long messages take, who
+comes, goes and is killed when.
 
-Circumstances(step_seconds=(1, 1, 1, 3), latency_seconds=0.01, incidents=parse_incidents("kill:2@10+join:2@15+server:0@30/5"))
+Circumstances(step_seconds=(1, 1, 1, 3), latency_seconds=0.01,
+incidents=parse_incidents("kill:2@10+join:2@15+server:0@30/5"))
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ HAPPENINGS = ("kill", "join", "leave", "suspect", "server")
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """At `at_seconds` worker `number` is killed, joins, leaves, or counts as lost although it lives; or server `number` is killed for `away_seconds`."""
+    """At `at_seconds` worker `number` is killed, joins, leaves, or counts as lost although it lives; or
+    server `number` is killed for `away_seconds`."""
 
     what: Happening
     number: int
@@ -28,16 +31,20 @@ class Incident:
         if self.what not in HAPPENINGS:
             raise PlanError(f"{self.what} is nothing that can happen. Known: {', '.join(HAPPENINGS)}.")
         if self.number < 0 or not _is_time(self.at_seconds) or not _is_time(self.away_seconds):
-            raise PlanError(f"{self.what}:{self.number}@{self.at_seconds:g}/{self.away_seconds:g} must have no number below 0.")
+            raise PlanError(
+                f"{self.what}:{self.number}@{self.at_seconds:g}/{self.away_seconds:g} must have no number below 0."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Circumstances:
     """How a virtual run goes.
 
-    step_seconds: what each worker needs for a share; a worker beyond the last goes round. Empty: one second each.
-    latency_seconds: of every message between two processes. jitter: step and message seconds vary by up to this part of them, either way.
-    notice_seconds: how long until the head knows that a worker was killed. duplicate_every: every so many messages of workers arrive twice; 0: none.
+    step_seconds: what each worker needs for a share; a worker beyond the last goes round. Empty: one second
+        each.
+    latency_seconds: of every message between two processes. jitter: step and message seconds vary by up to
+    this part of them, either way. notice_seconds: how long until the head knows that a worker was killed.
+    duplicate_every: every so many messages of workers arrive twice; 0: none.
     """
 
     step_seconds: tuple[float, ...] = ()
@@ -49,8 +56,15 @@ class Circumstances:
 
     def __post_init__(self) -> None:
         if not all(_is_time(seconds) and seconds > 0 for seconds in self.step_seconds):
-            raise PlanError(f"step_seconds={'/'.join(f'{each:g}' for each in self.step_seconds)} must be seconds above 0, like 1/1/1/3.")
-        if not _is_time(self.latency_seconds) or not _is_time(self.notice_seconds) or not 0 <= self.jitter < 1 or self.duplicate_every < 0:
+            raise PlanError(
+                f"step_seconds={'/'.join(f'{each:g}' for each in self.step_seconds)} must be seconds above 0, like 1/1/1/3."
+            )
+        if (
+            not _is_time(self.latency_seconds)
+            or not _is_time(self.notice_seconds)
+            or not 0 <= self.jitter < 1
+            or self.duplicate_every < 0
+        ):
             raise PlanError(
                 f"latency_seconds={self.latency_seconds:g} and notice_seconds={self.notice_seconds:g} must be 0 or more, jitter={self.jitter:g} from 0 to "
                 f"less than 1, duplicate_every={self.duplicate_every} 0 or more."
@@ -62,7 +76,8 @@ class Circumstances:
 
 
 def parse_incidents(text: str) -> tuple[Incident, ...]:
-    """Incidents as text: `what:number@seconds` joined by `+`; for a server `/seconds` that it is away. Raises `PlanError`.
+    """Incidents as text: `what:number@seconds` joined by `+`; for a server `/seconds` that it is away. Raises
+    `PlanError`.
 
     >>> parse_incidents("kill:2@10+server:0@30.5/5")[1]
     Incident(what='server', number=0, at_seconds=30.5, away_seconds=5.0)
@@ -74,7 +89,11 @@ def parse_incidents(text: str) -> tuple[Incident, ...]:
         at, _, away = when.partition("/")
         try:
             happening: Happening = next(each for each in HAPPENINGS if each == what)
-            found.append(Incident(what=happening, number=int(number), at_seconds=float(at), away_seconds=float(away or 0)))
+            found.append(
+                Incident(
+                    what=happening, number=int(number), at_seconds=float(at), away_seconds=float(away or 0)
+                )
+            )
         except (ValueError, StopIteration):
             raise PlanError(
                 f"{part.strip()!r} is no incident. They look like kill:2@10, join:4@15, leave:1@20, suspect:0@25 and server:0@30/5 (away for 5 s), joined by +."

@@ -1,8 +1,9 @@
 """Bounded staleness: no live worker is more than `staleness` applied pushes ahead of the slowest.
 
-A worker's clock is the number of its pushes that were applied. It begins another share only if it would still be within the bound after that push is
-applied, so the bound holds at every moment (stale synchronous parallel, Ho et al. 2013, who let a worker begin its step c while c - slowest <= s, and so let its
-clock run s + 1 ahead). `staleness=1` is rounds: everybody pushes once before anybody pushes again.
+A worker's clock is the number of its pushes that were applied. It begins another share only if it would still
+be within the bound after that push is applied, so the bound holds at every moment (stale synchronous
+parallel, Ho et al. 2013, who let a worker begin its step c while c - slowest <= s, and so let its clock run s
++ 1 ahead). `staleness=1` is rounds: everybody pushes once before anybody pushes again.
 """
 
 from __future__ import annotations
@@ -45,4 +46,7 @@ class Clocks:
 
     def may_begin(self, worker: int) -> bool:
         """Whether the worker stays within the bound if it pushes once more."""
-        return self._staleness is None or self._clocks[worker] + 1 - min(self._clocks.values()) <= self._staleness
+        return (
+            self._staleness is None
+            or self._clocks[worker] + 1 - min(self._clocks.values()) <= self._staleness
+        )

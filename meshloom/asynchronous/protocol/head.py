@@ -1,15 +1,18 @@
-"""The head of an asynchronous run: it decides who computes what, and gives every push its place in one order that all servers follow.
+"""The head of an asynchronous run: it decides who computes what, and gives every push its place in one order
+that all servers follow.
 
     worker  --Push--> servers --Staged--> head: when all servers have their part, the push is update n     (exactly once: its ticket is used up)
     head    --Apply n, Give--> servers --Part--> worker                                                    (all parts are of one version)
 
-What the head says to a server is done in order, so parameters that a worker gets from several servers are all of the same version, and several servers
-compute what one server would. A push whose ticket is not out (the worker counted as lost, the servers went back to a snapshot, the message came twice)
-is refused, and dropped by all servers.
+What the head says to a server is done in order, so parameters that a worker gets from several servers are all
+of the same version, and several servers compute what one server would. A push whose ticket is not out (the
+worker counted as lost, the servers went back to a snapshot, the message came twice) is refused, and dropped
+by all servers.
 
-When a server comes back after it was killed, all servers go back to the newest snapshot that all of them have: there is one history. The updates
-after it are lost as a block; the shares of data in them are free again. A head that starts knows nothing but what servers report, so
-starting, resuming and coming back are the same.
+When a server comes back after it was killed, all servers go back to the newest snapshot that all of them
+have: there is one history. The updates after it are lost as a block; the shares of data in them are free
+again. A head that starts knows nothing but what servers report, so starting, resuming and coming back are the
+same.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ STARTS = 1 << 20  # incarnations that one start of a head may use: start n begin
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """Update `version`: the gradient of `share` by `worker`. age: updates made since the parameters that it was computed at. gap: of the clocks then."""
+    """Update `version`: the gradient of `share` by `worker`. age: updates made since the parameters that it
+    was computed at. gap: of the clocks then."""
 
     version: int
     worker: int
@@ -76,7 +80,8 @@ class Restored:
 
 @dataclass(frozen=True, kw_only=True)
 class Expelled:
-    """A push of this worker was not finite: it is not applied, its share is given out again, and the worker is let go for good."""
+    """A push of this worker was not finite: it is not applied, its share is given out again, and the worker
+    is let go for good."""
 
     worker: int
 
@@ -89,8 +94,10 @@ class Rules:
     """How a run goes.
 
     num_servers: 1 or more. staleness: bound of the clocks, None: none. steps: updates of the whole run.
-    keep_every: a snapshot is taken after every update whose number is a multiple of one of these, and after the last.
-    rate_by_age: learning rates are divided by the age of the gradient's parameters if that is above 1 (Zhang et al., 2016).
+    keep_every: a snapshot is taken after every update whose number is a multiple of one of these, and after
+        the last.
+    rate_by_age: learning rates are divided by the age of the gradient's parameters if that is above 1 (Zhang
+        et al., 2016).
     """
 
     num_servers: int
@@ -121,7 +128,8 @@ def first_state() -> dict[str, Any]:
 
 
 class Head:
-    """incarnation: larger than any that an earlier head of this run has used, by a margin: it counts up from it."""
+    """incarnation: larger than any that an earlier head of this run has used, by a margin: it counts up from
+    it."""
 
     def __init__(self, rules: Rules, incarnation: int = 0) -> None:
         self._rules = rules
@@ -174,9 +182,11 @@ class Head:
                 raise AssertionError(f"a head does not take {type(message).__name__}")
 
     def lost(self, worker: int) -> Sent:
-        """The worker counts as gone. If it is not, it is told to join again, and a push that it still makes is refused.
+        """The worker counts as gone. If it is not, it is told to join again, and a push that it still makes
+        is refused.
 
-        To be called after the messages of a connection that has ended, not before them: a `Join` that comes later counts.
+        To be called after the messages of a connection that has ended, not before them: a `Join` that comes
+        later counts.
         """
         self._joining.pop(worker, None)
         sent = self._forget(worker) + self._give_out() if worker in self._clocks else []
@@ -236,14 +246,23 @@ class Head:
     def _give_out(self) -> Sent:
         """Shares to whoever waits and may have one, the slowest first: it is the one others wait for."""
         sent: Sent = []
-        for worker in sorted(self._waiting, key=self._clocks.__getitem__):  # stable: those of one clock in the order they came
+        # stable: those of one clock in the order they came
+        for worker in sorted(self._waiting, key=self._clocks.__getitem__):
             if self.version + len(self._leases) >= self._rules.steps or not self._clocks.may_begin(worker):
                 break
             del self._waiting[worker]
             lease = _Lease(worker=worker, share=self._ledger.take(), version=self.version)
             ticket, self._tickets = self._tickets, self._tickets + 1
             self._leases[ticket] = lease
-            sent += self._to_servers(Give(incarnation=self.incarnation, worker=worker, ticket=ticket, share=lease.share, version=self.version))
+            sent += self._to_servers(
+                Give(
+                    incarnation=self.incarnation,
+                    worker=worker,
+                    ticket=ticket,
+                    share=lease.share,
+                    version=self.version,
+                )
+            )
         return sent
 
     # --- Pushes.
@@ -257,11 +276,20 @@ class Head:
         return self._apply(message.ticket, lease, parts[0]) if len(parts) == self._rules.num_servers else []
 
     def _refuse(self, message: PushStaged) -> Sent:
-        sent: Sent = [(Address("server", message.server), Drop(incarnation=message.incarnation, worker=message.worker, ticket=message.ticket))]
-        again = message.incarnation == self.incarnation and message.ticket <= self._applied.get(message.worker, -1)  # it came twice
+        sent: Sent = [
+            (
+                Address("server", message.server),
+                Drop(incarnation=message.incarnation, worker=message.worker, ticket=message.ticket),
+            )
+        ]
+        # it came twice
+        again = message.incarnation == self.incarnation and message.ticket <= self._applied.get(
+            message.worker, -1
+        )
         if message.server == 0 and not again:
             self.refused += 1
-        if message.server == 0 and message.worker not in self._clocks and message.worker not in self._joining:  # else it has, or gets, another lease
+        # else it has, or gets, another lease
+        if message.server == 0 and message.worker not in self._clocks and message.worker not in self._joining:
             sent.append((Address("worker", message.worker), Rejoin(ticket=message.ticket)))
         return sent
 
@@ -285,7 +313,15 @@ class Head:
         self._ledger.finish(lease.share)
         self.ages[age] += 1
         self._events.append(
-            Update(version=self.version, worker=worker, share=lease.share, age=age, loss=push.loss, norm=push.norm, gap=self._clocks.gap)
+            Update(
+                version=self.version,
+                worker=worker,
+                share=lease.share,
+                age=age,
+                loss=push.loss,
+                norm=push.norm,
+                gap=self._clocks.gap,
+            )
         )
         sent = self._to_servers(
             Apply(
@@ -304,9 +340,16 @@ class Head:
     # --- Snapshots.
 
     def _keep(self) -> Sent:
-        state = {"ledger": self._ledger.state(), "ages": {str(age): count for age, count in sorted(self.ages.items())}}
+        state = {
+            "ledger": self._ledger.state(),
+            "ages": {str(age): count for age, count in sorted(self.ages.items())},
+        }
         self._keeping[self.version] = state, set()
-        return self._to_servers(Keep(incarnation=self.incarnation, version=self.version, state=state, forget_before=self._complete))
+        return self._to_servers(
+            Keep(
+                incarnation=self.incarnation, version=self.version, state=state, forget_before=self._complete
+            )
+        )
 
     def _kept(self, message: SnapshotKept) -> Sent:
         if message.incarnation != self.incarnation or message.version not in self._keeping:
@@ -345,7 +388,8 @@ class Head:
 
         version = max(version for version, kind in reports[0].snapshots.items() if everywhere(version, kind))
         state = reports[0].snapshots[version].state
-        lost = reports[0].newest - version  # it does at once what the head decides; others may not have gone back the last time yet
+        # it does at once what the head decides; others may not have gone back the last time yet
+        lost = reports[0].newest - version
         joining = list(self._joining)
         self._clear()
         self._reports = None
@@ -353,7 +397,8 @@ class Head:
         self._ledger = Ledger.of(state["ledger"])
         self.ages = Counter({int(age): count for age, count in state["ages"].items()})
         self._events.append(Restored(version=version, lost=lost, incarnation=self.incarnation))
-        self._events.append(Snapshot(version=version, state=state))  # the head that took it may not have lived to hear so
+        # the head that took it may not have lived to hear so
+        self._events.append(Snapshot(version=version, state=state))
         sent = self._to_servers(Restore(incarnation=self.incarnation, version=version))
         for worker in joining:
             sent += self._join(worker)

@@ -1,6 +1,7 @@
 """The ledger of the data: each share is given out, and comes back done or to be given out again.
 
-Shares are numbered 0, 1, 2, ... over all epochs. What a share is made of is decided by its number, so the ledger holds numbers only.
+Shares are numbered 0, 1, 2, ... over all epochs. What a share is made of is decided by its number, so the
+ledger holds numbers only.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 
 
 class Ledger:
-    """next_share: the first that was never given out. free: those before it that have to be given out again."""
+    """next_share: the first that was never given out. free: those before it that have to be given out
+    again."""
 
     def __init__(self, next_share: int = 0, free: Iterable[int] = ()) -> None:
         self._next = next_share

@@ -1,7 +1,8 @@
 """What workers, servers and the head of an asynchronous run say to each other.
 
-Every message is a few integers and floats, and tensors where it says so: nothing else has to be sent. `ticket` is the head's number of a lease (a share of
-the data that a worker is to compute), different for every lease of an incarnation; `incarnation` counts the times that servers went back to a snapshot.
+Every message is a few integers and floats, and tensors where it says so: nothing else has to be sent.
+`ticket` is the head's number of a lease (a share of the data that a worker is to compute), different for
+every lease of an incarnation; `incarnation` counts the times that servers went back to a snapshot.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Join:
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    """Worker -> head: I go. pushed: the newest ticket that I have pushed (-1: none), which still counts; anything newer I give back."""
+    """Worker -> head: I go. pushed: the newest ticket that I have pushed (-1: none), which still counts;
+    anything newer I give back."""
 
     worker: int
     incarnation: int
@@ -40,10 +42,13 @@ class Leave:
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """Worker -> each server: the mean gradient over a share of the data, as far as the server holds the parameters.
+    """Worker -> each server: the mean gradient over a share of the data, as far as the server holds the
+    parameters.
 
-    gradients: of each slice that the server holds, flat tensors; None was not used. changes: of buffers, to server 0 only.
-    loss: mean over the share. norm: 2-norm of the whole gradient, all servers' parts together; NaN if the job does not clip.
+    gradients: of each slice that the server holds, flat tensors; None was not used. changes: of buffers, to
+        server 0 only.
+    loss: mean over the share. norm: 2-norm of the whole gradient, all servers' parts together; NaN if the job
+        does not clip.
     """
 
     worker: int
@@ -57,7 +62,8 @@ class Push:
 
 @dataclass(frozen=True, kw_only=True)
 class ParametersPart:
-    """Server -> worker: compute share `share` at the parameters after update `version`, of which these are mine.
+    """Server -> worker: compute share `share` at the parameters after update `version`, of which these are
+    mine.
 
     values: flat tensors, of each slice that the server holds. buffers: by name, from server 0 only.
     """
@@ -73,7 +79,8 @@ class ParametersPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejoin:
-    """Head -> worker: join again. ticket: the push that was refused, which may be an old one; None: whatever you wait for will not come."""
+    """Head -> worker: join again. ticket: the push that was refused, which may be an old one; None: whatever
+    you wait for will not come."""
 
     ticket: int | None
 
@@ -122,9 +129,11 @@ class SnapshotKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Back:
-    """Server -> head: what I have. asked: the incarnation of the `ReportRequest` that this answers; None: I have just started.
+    """Server -> head: what I have. asked: the incarnation of the `ReportRequest` that this answers; None: I
+    have just started.
 
-    snapshots: by version. newest: the newest update that I ever made, also before I was killed; server 0's is the history's.
+    snapshots: by version. newest: the newest update that I ever made, also before I was killed; server 0's is
+        the history's.
     """
 
     server: int
@@ -142,7 +151,8 @@ class ReportRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Apply:
-    """Head -> server: the push of `ticket` is update `version`. rate: what the learning rates are multiplied by in it."""
+    """Head -> server: the push of `ticket` is update `version`. rate: what the learning rates are multiplied
+    by in it."""
 
     incarnation: int
     worker: int
@@ -166,7 +176,8 @@ class Give:
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Head -> server: take a snapshot now, after update `version`. state: the head's, as JSON values. Older ones than `forget_before` may go."""
+    """Head -> server: take a snapshot now, after update `version`. state: the head's, as JSON values. Older
+    ones than `forget_before` may go."""
 
     incarnation: int
     version: int

@@ -1,4 +1,5 @@
-"""One server's part of the parameters: pushes wait until the head gives them their place, and everything is done in the order of the head.
+"""One server's part of the parameters: pushes wait until the head gives them their place, and everything is
+done in the order of the head.
 
 What the server holds is `Holdings`, made anew from a snapshot whenever the servers go back to one.
 """
@@ -46,7 +47,8 @@ class Holdings(Protocol):
 
 @dataclass(kw_only=True)
 class Storage:
-    """What survives a server that is killed. snapshots: by version, of what kind and what is in it. newest: the newest update that was made."""
+    """What survives a server that is killed. snapshots: by version, of what kind and what is in it. newest:
+    the newest update that was made."""
 
     snapshots: MutableMapping[int, tuple[SnapshotKind, Any]]
     newest: int = field(default=0)
@@ -89,7 +91,9 @@ class Store:
         match message:
             case Apply():
                 push = self._pushes.pop(message.ticket)
-                holdings.apply(push.gradients, push.changes, loss=message.loss, norm=message.norm, rate=message.rate)
+                holdings.apply(
+                    push.gradients, push.changes, loss=message.loss, norm=message.norm, rate=message.rate
+                )
                 self._storage.newest = message.version
                 return []
             case Give():
@@ -101,10 +105,20 @@ class Store:
                 return [(Address("worker", message.worker), part)]
             case Keep():
                 kept = self._storage.snapshots
-                kept[message.version] = SnapshotKind(incarnation=self._incarnation, state=message.state), holdings.snapshot()
+                kept[message.version] = (
+                    SnapshotKind(incarnation=self._incarnation, state=message.state),
+                    holdings.snapshot(),
+                )
                 for version in [version for version in kept if version < message.forget_before]:
                     del kept[version]
-                return [(HEAD, SnapshotKept(server=self._number, incarnation=self._incarnation, version=message.version))]
+                return [
+                    (
+                        HEAD,
+                        SnapshotKept(
+                            server=self._number, incarnation=self._incarnation, version=message.version
+                        ),
+                    )
+                ]
             case Drop():
                 self._pushes.pop(message.ticket, None)
                 return []

@@ -1,7 +1,9 @@
-"""Runs workers, servers and the head on a virtual clock: what happens when is decided by numbers that are given, so every run repeats to the bit.
+"""Runs workers, servers and the head on a virtual clock: what happens when is decided by numbers that are
+given, so every run repeats to the bit.
 
-Events wait in a queue, by time and then by the order in which they were caused. Nothing takes time but a worker's share and a message between two
-processes. Messages between two processes arrive in order; what is on its way to a process that is killed is lost.
+Events wait in a queue, by time and then by the order in which they were caused. Nothing takes time but a
+worker's share and a message between two processes. Messages between two processes arrive in order; what is on
+its way to a process that is killed is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from meshloom.core.random import derive
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a cluster is made of. head: of an incarnation. store: of a server's number. compute: a worker's share; called when the worker is done with it."""
+    """What a cluster is made of. head: of an incarnation. store: of a server's number. compute: a worker's
+    share; called when the worker is done with it."""
 
     head: Callable[[int], Head]
     store: Callable[[int], Store]
@@ -32,12 +35,16 @@ class Parts:
 
 
 class VirtualCluster:
-    """num_workers: those that are there at the start. `seconds` is the time; busy: seconds that each worker has spent on shares that it finished."""
+    """num_workers: those that are there at the start. `seconds` is the time; busy: seconds that each worker
+    has spent on shares that it finished."""
 
-    def __init__(self, parts: Parts, circumstances: Circumstances, *, num_servers: int, num_workers: int) -> None:
+    def __init__(
+        self, parts: Parts, circumstances: Circumstances, *, num_servers: int, num_workers: int
+    ) -> None:
         self.seconds = 0.0
         self.busy: defaultdict[int, float] = defaultdict(float)
-        self.present: defaultdict[int, float] = defaultdict(float)  # seconds that each worker was there, up to when it went
+        # seconds that each worker was there, up to when it went
+        self.present: defaultdict[int, float] = defaultdict(float)
         self.head: Head = parts.head(0)
         self._parts = parts
         self._circumstances = circumstances
@@ -45,8 +52,10 @@ class VirtualCluster:
         self._stores: dict[int, Store] = {}
         self._workers: dict[int, Worker] = {}
         self._since: dict[int, float] = {}  # when the worker came
-        self._starts: Counter[Address] = Counter()  # of each process; a message reaches only the start that it was sent to
-        self._last: dict[tuple[Address, Address], float] = {}  # when the newest message from one process arrives at the other
+        # of each process; a message reaches only the start that it was sent to
+        self._starts: Counter[Address] = Counter()
+        # when the newest message from one process arrives at the other
+        self._last: dict[tuple[Address, Address], float] = {}
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._draws = count()
@@ -89,7 +98,11 @@ class VirtualCluster:
         else:
             self._send(process, self._stores[server].started())
         for worker in self._workers.values():
-            self._later(process, Address("worker", worker.number), lambda worker=worker: self._from_worker(worker, worker.connected()))
+            self._later(
+                process,
+                Address("worker", worker.number),
+                lambda worker=worker: self._from_worker(worker, worker.connected()),
+            )
 
     def _start_worker(self, number: int) -> None:
         if number in self._workers:
@@ -120,8 +133,11 @@ class VirtualCluster:
             else:
                 if incident.what == "kill":
                     self._gone(number)
-                said = self._last.get((Address("worker", number), Address("server", 0)), 0.0)  # nobody counts as lost before what it said is heard
-                self._at(max(self.seconds + self._circumstances.notice_seconds, said), lambda: self._notice(number))
+                # nobody counts as lost before what it said is heard
+                said = self._last.get((Address("worker", number), Address("server", 0)), 0.0)
+                self._at(
+                    max(self.seconds + self._circumstances.notice_seconds, said), lambda: self._notice(number)
+                )
 
     def _notice(self, worker: int) -> None:
         if 0 in self._stores:
@@ -162,11 +178,16 @@ class VirtualCluster:
             self._messages += source.kind == "worker"
             every = self._circumstances.duplicate_every
             for _ in range(2 if every and source.kind == "worker" and self._messages % every == 0 else 1):
-                self._later(source, process, lambda address=address, message=message: self._deliver(address, message))
+                self._later(
+                    source, process, lambda address=address, message=message: self._deliver(address, message)
+                )
 
     def _later(self, source: Address, process: Address, action: Callable[[], None]) -> None:
         """When a message from `source` arrives at `process`, unless that is killed before."""
-        at = max(self.seconds + self._varied(self._circumstances.latency_seconds), self._last.get((source, process), 0.0))
+        at = max(
+            self.seconds + self._varied(self._circumstances.latency_seconds),
+            self._last.get((source, process), 0.0),
+        )
         self._last[source, process] = at
         start = self._starts[process]
         self._at(at, lambda: action() if self._starts[process] == start and self._is_there(process) else None)
@@ -182,7 +203,9 @@ class VirtualCluster:
             self._begin(worker, worker.task)
 
     def _handle(self, address: Address, message: Any) -> Sent:
-        return self.head.receive(message) if address == HEAD else self._stores[address.number].receive(message)
+        return (
+            self.head.receive(message) if address == HEAD else self._stores[address.number].receive(message)
+        )
 
     def _is_there(self, process: Address) -> bool:
         return process.number in (self._stores if process.kind == "server" else self._workers)
@@ -190,7 +213,9 @@ class VirtualCluster:
     def _varied(self, seconds: float) -> float:
         if not self._circumstances.jitter or not seconds:
             return seconds
-        return seconds * (1 + self._circumstances.jitter * (derive(0, "jitter", next(self._draws)) / 2**62 - 1))
+        return seconds * (
+            1 + self._circumstances.jitter * (derive(0, "jitter", next(self._draws)) / 2**62 - 1)
+        )
 
     def _at(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (seconds, next(self._numbers), action))

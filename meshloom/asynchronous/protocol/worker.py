@@ -1,6 +1,8 @@
-"""A worker of an asynchronous run: it joins, computes what it is given at the parameters that it is given, pushes, and waits for more.
+"""A worker of an asynchronous run: it joins, computes what it is given at the parameters that it is given,
+pushes, and waits for more.
 
-    joining --Part of every server--> computing --Push to every server--> waiting --Part of every server--> computing ...
+    joining --Part of every server--> computing --Push to every server--> waiting --Part of every server-->
+    computing ...
        ^                                                                     |
        +---------------------- Rejoin, or a connection came back ------------+
 
@@ -13,7 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshloom.asynchronous.protocol.messages import HEAD, Address, Done, Join, Leave, ParametersPart, Push, Rejoin, Sent
+from meshloom.asynchronous.protocol.messages import (
+    HEAD,
+    Address,
+    Done,
+    Join,
+    Leave,
+    ParametersPart,
+    Push,
+    Rejoin,
+    Sent,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +41,8 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What came of a task. gradients: by server, what it holds of the gradient. changes, loss, norm: as in `Push`."""
+    """What came of a task. gradients: by server, what it holds of the gradient. changes, loss, norm: as in
+    `Push`."""
 
     gradients: Sequence[Any]
     changes: Any
@@ -51,7 +64,8 @@ class Worker:
         self._leaving = False
 
     def connected(self) -> Sent:
-        """A connection to the servers is there, for the first time or again after it was lost, and messages with it."""
+        """A connection to the servers is there, for the first time or again after it was lost, and messages
+        with it."""
         return [] if self.task or self.ended else [self._join()]
 
     def receive(self, message: Any) -> Sent:
@@ -64,7 +78,8 @@ class Worker:
             case Rejoin():
                 if self.task or message.ticket not in (None, self._pushed[1]):
                     return []
-                self._pushed = (-1, -1)  # a push that came twice is refused twice, and joining twice would make the first lease void
+                # a push that came twice is refused twice, and joining twice would make the first lease void
+                self._pushed = (-1, -1)
                 return [self._join()]
             case Done():
                 self.ended = True
@@ -73,7 +88,8 @@ class Worker:
                 raise AssertionError(f"a worker does not take {type(message).__name__}")
 
     def computed(self, computed: Computed) -> Sent:
-        """The task is done. Its gradient is pushed, unless something newer came meanwhile: then that is the task."""
+        """The task is done. Its gradient is pushed, unless something newer came meanwhile: then that is the
+        task."""
         task, self.task = self.task, None
         assert task is not None
         sent: Sent = []
@@ -123,4 +139,10 @@ class Worker:
         parts = [self._parts[server] for server in range(self._num_servers)]
         self._parts = {}
         first = parts[0]
-        self.task = Task(incarnation=first.incarnation, ticket=first.ticket, share=first.share, version=first.version, parts=parts)
+        self.task = Task(
+            incarnation=first.incarnation,
+            ticket=first.ticket,
+            share=first.share,
+            version=first.version,
+            parts=parts,
+        )

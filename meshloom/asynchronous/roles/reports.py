@@ -1,4 +1,5 @@
-"""What a server tells its launcher: updates, snapshots, who came and went, and counts of bytes and of what it refused."""
+"""What a server tells its launcher: updates, snapshots, who came and went, and counts of bytes and of what it
+refused."""
 
 from __future__ import annotations
 
@@ -27,8 +28,16 @@ _COUNT_SECONDS = 1.0  # between what is told of counts
 class Reports:
     """tell: takes one event. directory: of the run, with the snapshots of `num_servers` servers."""
 
-    def __init__(self, tell: Tell, directory: Path, num_servers: int, job: Job, settings: AsynchronousSettings) -> None:
-        self._tell, self._directory, self._num_servers, self._job, self._settings = tell, directory, num_servers, job, settings
+    def __init__(
+        self, tell: Tell, directory: Path, num_servers: int, job: Job, settings: AsynchronousSettings
+    ) -> None:
+        self._tell, self._directory, self._num_servers, self._job, self._settings = (
+            tell,
+            directory,
+            num_servers,
+            job,
+            settings,
+        )
         self._present: set[int] = set()  # workers that have joined
         self._finished = False
         self._bytes = {"push": 0, "pull": 0}
@@ -66,9 +75,18 @@ class Reports:
         for event in head.take_events():
             match event:
                 case Update():
-                    self._tell({"event": "update", **asdict(event), "rates": learning_rates, "memory": peak_memory_bytes()})
+                    self._tell(
+                        {
+                            "event": "update",
+                            **asdict(event),
+                            "rates": learning_rates,
+                            "memory": peak_memory_bytes(),
+                        }
+                    )
                 case Snapshot():
-                    if self._settings.evaluates(self._job, event.version) or self._settings.saves(self._job, event.version):
+                    if self._settings.evaluates(self._job, event.version) or self._settings.saves(
+                        self._job, event.version
+                    ):
                         self._keep_due(event.version)
                     self._tell({"event": "snapshot", "version": event.version})
                 case Expelled():
@@ -77,9 +95,16 @@ class Reports:
                     self._tell({"event": "restored", "version": event.version, "lost": event.lost})
         if head.finished and not self._finished:
             self._finished = True
-            self._tell({"event": "finished", "ages": {str(age): count for age, count in sorted(head.ages.items())}})
+            self._tell(
+                {"event": "finished", "ages": {str(age): count for age, count in sorted(head.ages.items())}}
+            )
 
-    def carried(self, what: Literal["push", "pull"], held: Sequence[Tensor | None], buffers: Mapping[str, Tensor] | None) -> None:
+    def carried(
+        self,
+        what: Literal["push", "pull"],
+        held: Sequence[Tensor | None],
+        buffers: Mapping[str, Tensor] | None,
+    ) -> None:
         """Count the bytes of a message about what the server holds."""
         num_bytes = sum(each.nbytes for each in (*held, *(buffers or {}).values()) if each is not None)
         self._bytes[what] += num_bytes
@@ -97,7 +122,12 @@ class Reports:
             self._tell({"event": "counts", **counts})
 
     def _keep_due(self, version: int) -> None:
-        """Give all servers' files of a snapshot a second name, under which they stay when the servers let go of it."""
+        """Give all servers' files of a snapshot a second name, under which they stay when the servers let go
+        of it."""
         for server in range(self._num_servers):
-            with suppress(FileExistsError, FileNotFoundError):  # said again by a head that was started again; or the one that the run began with
-                os.link(self._directory / f"server-{server}" / snapshot_name(version), due_path(self._directory, version, server))
+            # said again by a head that was started again; or the one that the run began with
+            with suppress(FileExistsError, FileNotFoundError):
+                os.link(
+                    self._directory / f"server-{server}" / snapshot_name(version),
+                    due_path(self._directory, version, server),
+                )

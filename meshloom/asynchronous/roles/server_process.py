@@ -1,9 +1,10 @@
 """A server's process: it carries messages between workers, its store and the head, which lives in server 0.
 
-    workers <--Endpoint--> server 0: head, store <--Endpoint, keys of its own--> server k: store <--Endpoint--> workers
+    workers <--Endpoint--> server 0: head, store <--Endpoint, keys of its own--> server k: store
+    <--Endpoint--> workers
 
-What happens is told to the launcher, whose process shows it, evaluates and saves. Whatever a peer sends that makes no sense is refused, counted, and has
-no other effect.
+What happens is told to the launcher, whose process shows it, evaluates and saves. Whatever a peer sends that
+makes no sense is refused, counted, and has no other effect.
 """
 
 from __future__ import annotations
@@ -18,11 +19,41 @@ from typing import Any
 import torch
 import zmq
 
-from meshloom.asynchronous.messaging.codec import FROM_SERVERS, FROM_WORKERS, TO_SERVERS, TO_WORKERS, ServerState, decode, encode, limits_for
-from meshloom.asynchronous.messaging.handshake import Ask, Hello, RunDescription, Terms, Welcome, WorkerSeconds, digest_of, facts_of
+from meshloom.asynchronous.messaging.codec import (
+    FROM_SERVERS,
+    FROM_WORKERS,
+    TO_SERVERS,
+    TO_WORKERS,
+    ServerState,
+    decode,
+    encode,
+    limits_for,
+)
+from meshloom.asynchronous.messaging.handshake import (
+    Ask,
+    Hello,
+    RunDescription,
+    Terms,
+    Welcome,
+    WorkerSeconds,
+    digest_of,
+    facts_of,
+)
 from meshloom.asynchronous.messaging.outbox import Outbox
 from meshloom.asynchronous.protocol.head import STARTS, Head
-from meshloom.asynchronous.protocol.messages import HEAD, Address, Back, Broken, Join, Leave, ParametersPart, Push, PushStaged, Sent, SnapshotKept
+from meshloom.asynchronous.protocol.messages import (
+    HEAD,
+    Address,
+    Back,
+    Broken,
+    Join,
+    Leave,
+    ParametersPart,
+    Push,
+    PushStaged,
+    Sent,
+    SnapshotKept,
+)
 from meshloom.asynchronous.protocol.store import Storage, Store
 from meshloom.asynchronous.roles.reports import Reports, Tell
 from meshloom.asynchronous.state.checkpoints import Start
@@ -50,7 +81,15 @@ _HEAD_PATIENCE = SocketLimits(queue_messages=1000)
 class ServerProcess:
     """stop: signals that ask this process to end. tell: takes what the launcher should know."""
 
-    def __init__(self, role: Role, job: Job, plan: Plan, settings: AsynchronousSettings, stop: Sequence[int], tell: Tell) -> None:
+    def __init__(
+        self,
+        role: Role,
+        job: Job,
+        plan: Plan,
+        settings: AsynchronousSettings,
+        stop: Sequence[int],
+        tell: Tell,
+    ) -> None:
         self._role, self._job, self._plan, self._settings, self._stop = role, job, plan, settings, stop
         self._number = role.number
         shares = PushShares(job, plan)
@@ -83,7 +122,12 @@ class ServerProcess:
             stack.callback(self._numbers.close)
             limits = limits_for(FROM_WORKERS | TO_WORKERS, [self._holding])
             outer = stack.enter_context(
-                Endpoint(role.addresses[self._number], read_server_key(role.path / SERVER_KEY), limits, listening=role.listening[0])
+                Endpoint(
+                    role.addresses[self._number],
+                    read_server_key(role.path / SERVER_KEY),
+                    limits,
+                    listening=role.listening[0],
+                )
             )
             self._outer, self._to_workers = outer, Outbox(outer, MOST_FOR_WORKERS)
             self._inner: Endpoint | Connections | None = None
@@ -91,9 +135,15 @@ class ServerProcess:
                 limits = limits_for(FROM_SERVERS | TO_SERVERS)
                 if self._head is not None:
                     key = read_server_key(role.path / HEAD_KEYS[0])
-                    self._inner = stack.enter_context(Endpoint(role.head, key, limits, _HEAD_PATIENCE, listening=role.listening[1]))
+                    self._inner = stack.enter_context(
+                        Endpoint(role.head, key, limits, _HEAD_PATIENCE, listening=role.listening[1])
+                    )
                 else:
-                    self._inner = stack.enter_context(Connections([role.head], read_worker_key(role.path / HEAD_KEYS[1]), limits, _HEAD_PATIENCE))
+                    self._inner = stack.enter_context(
+                        Connections(
+                            [role.head], read_worker_key(role.path / HEAD_KEYS[1]), limits, _HEAD_PATIENCE
+                        )
+                    )
                 self._to_servers = Outbox(self._inner)
             self._reports.serving()
             if self._head is not None:
@@ -131,9 +181,13 @@ class ServerProcess:
                         self._from_server(event)
                     case Lost(peer):
                         self._to_servers.forget(peer)
-                        self._servers = {server: there for server, there in self._servers.items() if there != peer}
+                        self._servers = {
+                            server: there for server, there in self._servers.items() if there != peer
+                        }
                     case Joined(peer):
-                        if self._head is None:  # the head may be another now, and what it had sent before may be lost: as after a start
+                        # the head may be another now, and what it had sent before may be lost: as after a
+                        # start
+                        if self._head is None:
                             self._servers = {0: peer}
                             self._send(self._store.started())
             self._to_servers.flush()
@@ -144,7 +198,9 @@ class ServerProcess:
         self._tell_counts()
 
     def _tell_counts(self, now: bool = False) -> None:
-        self._reports.counts(self._outer.refused, self._head.refused if self._head is not None else 0, now=now)
+        self._reports.counts(
+            self._outer.refused, self._head.refused if self._head is not None else 0, now=now
+        )
 
     # --- Workers.
 
@@ -156,10 +212,16 @@ class ServerProcess:
                 self._to_workers.send(event.peer, *encode(Terms(text=self._description.to_json())))
             elif isinstance(message, Hello):
                 self._welcome(event.peer, message)
-            elif isinstance(message, WorkerSeconds | Join | Leave | Push) and worker is not None and message.worker == worker:
+            elif (
+                isinstance(message, WorkerSeconds | Join | Leave | Push)
+                and worker is not None
+                and message.worker == worker
+            ):
                 self._take(message)
             else:
-                raise MessageError(f"A {type(message).__name__} of {'nobody who was let in' if worker is None else f'worker {worker}'}.")
+                raise MessageError(
+                    f"A {type(message).__name__} of {'nobody who was let in' if worker is None else f'worker {worker}'}."
+                )
         except MessageError as error:
             self._outer.refused.message(str(error))
 
@@ -185,7 +247,9 @@ class ServerProcess:
     def _take(self, message: WorkerSeconds | Join | Leave | Push) -> None:
         """Of a worker that was let in."""
         if isinstance(message, Push):
-            if wrong := what_is_not_finite(message.gradients, message.loss, message.norm if self._job.clip_grad_norm is not None else 0.0):
+            if wrong := what_is_not_finite(
+                message.gradients, message.loss, message.norm if self._job.clip_grad_norm is not None else 0.0
+            ):
                 self._send([(HEAD, Broken(server=self._number, worker=message.worker))])
                 raise MessageError(f"A Push of worker {message.worker} whose {wrong} is not finite.")
             self._reports.carried("push", message.gradients, message.changes)
@@ -214,7 +278,8 @@ class ServerProcess:
     # --- Servers and the head.
 
     def _from_server(self, event: ReceivedMessage) -> None:
-        message = decode(event.header, event.tensors)  # both ends are of this run, with keys that nobody else has
+        # both ends are of this run, with keys that nobody else has
+        message = decode(event.header, event.tensors)
         if self._head is None:
             self._send(self._store.receive(message))
         elif isinstance(message, PushStaged | Broken | SnapshotKept | Back):
@@ -222,7 +287,8 @@ class ServerProcess:
             self._send(self._head.receive(message))
 
     def _send(self, sent: Sent) -> None:
-        """What is for this process is done at once, in order; what is for somebody who is not there is lost."""
+        """What is for this process is done at once, in order; what is for somebody who is not there is
+        lost."""
         waiting = deque(sent)
         while waiting:
             address, message = waiting.popleft()
@@ -244,7 +310,13 @@ class ServerProcess:
 
     def _hold(self, content: Content | None) -> Parameters:
         held = Parameters(
-            self._job, self._number, self._plan.servers, whole=self._whole, device=torch.device("cpu"), dtype=self._settings.dtype, content=content
+            self._job,
+            self._number,
+            self._plan.servers,
+            whole=self._whole,
+            device=torch.device("cpu"),
+            dtype=self._settings.dtype,
+            content=content,
         )
         if held.model is self._first_model() or (self._held is not None and held.model is self._held.model):
             raise JobError(

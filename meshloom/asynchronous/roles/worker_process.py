@@ -1,6 +1,8 @@
-"""A worker's process: it asks what the run is, is let in by all servers, computes what it is given, and goes when it is told to.
+"""A worker's process: it asks what the run is, is let in by all servers, computes what it is given, and goes
+when it is told to.
 
-asked --Terms--> checked --Welcome of every server--> joined: the state machine of asynchronous/protocol/worker.py
+asked --Terms--> checked --Welcome of every server--> joined: the state machine of
+asynchronous/protocol/worker.py
 """
 
 from __future__ import annotations
@@ -8,8 +10,24 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from meshloom.asynchronous.messaging.codec import FROM_WORKERS, TO_WORKERS, ServerState, decode, encode, limits_for
-from meshloom.asynchronous.messaging.handshake import Ask, Hello, RunDescription, Terms, Welcome, WorkerSeconds, digest_of, facts_of
+from meshloom.asynchronous.messaging.codec import (
+    FROM_WORKERS,
+    TO_WORKERS,
+    ServerState,
+    decode,
+    encode,
+    limits_for,
+)
+from meshloom.asynchronous.messaging.handshake import (
+    Ask,
+    Hello,
+    RunDescription,
+    Terms,
+    Welcome,
+    WorkerSeconds,
+    digest_of,
+    facts_of,
+)
 from meshloom.asynchronous.messaging.outbox import Outbox
 from meshloom.asynchronous.protocol.messages import Sent
 from meshloom.asynchronous.protocol.worker import Worker
@@ -28,7 +46,8 @@ _LINGER_SECONDS = 10.0  # for the last push, when a worker goes
 
 
 def ask(address: str, key: WorkerKey, timeout_seconds: float, stop: Sequence[int]) -> RunDescription | None:
-    """What the run at HOST:PORT is; None if a signal came first. Raises `PeerLostError` if nobody answers, `EndpointError` if the key is not that run's."""
+    """What the run at HOST:PORT is; None if a signal came first. Raises `PeerLostError` if nobody answers,
+    `EndpointError` if the key is not that run's."""
     deadline = time.monotonic() + timeout_seconds
     limits = limits_for(frozenset({encode(Ask())[0].kind, encode(Terms(text=""))[0].kind}))
     with Connections([address], key, limits) as connections:
@@ -43,13 +62,17 @@ def ask(address: str, key: WorkerKey, timeout_seconds: float, stop: Sequence[int
                         return RunDescription.from_json(answer.text)
     if stop:
         return None
-    raise PeerLostError(f"Nobody at {address} says what its run is within {timeout_seconds:g} s. Give the address that meshloom train has printed.")
+    raise PeerLostError(
+        f"Nobody at {address} says what its run is within {timeout_seconds:g} s. Give the address that meshloom train has printed."
+    )
 
 
 class WorkerProcess:
-    """replica: on which it computes. address: of server 0, at which it was asked. timeout_seconds: how long servers may be away.
+    """replica: on which it computes. address: of server 0, at which it was asked. timeout_seconds: how long
+    servers may be away.
 
-    stop: signals that ask this process to end: with the first it goes when its share is pushed, with a second at once.
+    stop: signals that ask this process to end: with the first it goes when its share is pushed, with a second
+        at once.
     tell: takes what a launcher should know.
     """
 
@@ -117,12 +140,21 @@ class WorkerProcess:
             if len(self._welcome) == len(self._addresses):
                 apart = time.monotonic()
             elif time.monotonic() > apart + self._timeout_seconds:
-                away = next(address for server, address in enumerate(self._addresses) if server not in self._welcome)
-                raise PeerLostError(f"The server at {away} has not been there for {self._timeout_seconds:g} s, so this worker ends.")
+                away = next(
+                    address for server, address in enumerate(self._addresses) if server not in self._welcome
+                )
+                raise PeerLostError(
+                    f"The server at {away} has not been there for {self._timeout_seconds:g} s, so this worker ends."
+                )
             self._compute()
         if self._number is not None:
             seconds = time.monotonic() - self._joined_at
-            self._send(0, WorkerSeconds(worker=self._number, seconds=seconds, computing=self._computing, reading=self._reading))
+            self._send(
+                0,
+                WorkerSeconds(
+                    worker=self._number, seconds=seconds, computing=self._computing, reading=self._reading
+                ),
+            )
         self._empty(connections)
 
     def _empty(self, connections: Connections) -> None:
@@ -151,7 +183,9 @@ class WorkerProcess:
             return
         try:
             message = decode(event.header, event.tensors, self._holdings[server])
-        except MessageError:  # of a server that has the key, and so of another version; what it meant is asked for again when it is missed
+        except MessageError:
+            # of a server that has the key, and so of another version; what it meant is asked for again when
+            # it is missed
             return
         if isinstance(message, Welcome):
             self._welcomed(server, message.worker)

@@ -1,11 +1,13 @@
-"""A worker of several ranks: it computes the gradient of a share with the model divided over them along pp and tp.
+"""A worker of several ranks: it computes the gradient of a share with the model divided over them along pp
+and tp.
 
     first rank        the others
     load              -                 whole parameters, as the servers gave them, stay on the host of the first rank
     compute(share)    follow()          every rank takes its parts of them, all compute, the first gathers the gradients
     close()           return
 
-Servers talk with the first rank alone. What it hands to the others (parameters, data, what to do) travels over the ranks' group for decisions.
+Servers talk with the first rank alone. What it hands to the others (parameters, data, what to do) travels
+over the ranks' group for decisions.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class _Answer:
 
 
 class TeamReplica:
-    """As `WorkerReplica`, on the ranks of `world`, whose mesh is that of `inner_plan(plan)`. `model` is whole and lies on the host of the first rank."""
+    """As `WorkerReplica`, on the ranks of `world`, whose mesh is that of `inner_plan(plan)`. `model` is whole
+    and lies on the host of the first rank."""
 
     def __init__(self, job: Job, plan: Plan, world: World, dtype: torch.dtype | None) -> None:
         self._job = job
@@ -74,7 +77,9 @@ class TeamReplica:
             self._stack.callback(each.close)
         models = [self.model, *(each.model for each in self._replicas)]
         if len({id(each) for each in models}) < len(models):
-            raise JobError("Job(model=...) returned the same module twice. Let the function build a new one at every call: every rank has its own.")
+            raise JobError(
+                "Job(model=...) returned the same module twice. Let the function build a new one at every call: every rank has its own."
+            )
         self._together(lambda replica: replica.prepare())
 
     @property
@@ -104,7 +109,13 @@ class TeamReplica:
             raise type(error)(f"Worker {worker}: {error}") from error
         before = dict(self.model.named_buffers())
         after = {name: each for name, each in answer.buffers.items() if each is not None}
-        return self._host.computed(worker, chunks, answer.gradients, changes_of({name: before[name] for name in after}, after), answer.loss)
+        return self._host.computed(
+            worker,
+            chunks,
+            answer.gradients,
+            changes_of({name: before[name] for name in after}, after),
+            answer.loss,
+        )
 
     def evaluate(self, chunks: Iterable[Chunk]) -> dict[str, float]:
         """As `WorkerReplica.evaluate`."""
@@ -125,7 +136,9 @@ class TeamReplica:
         """What the first rank handed over along pp and tp so far: as formulas say, and as counted."""
         seat = self._world.local[0]
         axes: list[Axis] = [axis for axis in ("pp", "tp") if axis in seat.groups]
-        return Traffic({axis: self._replicas[0].bytes_within(axis) for axis in axes}), Traffic.of({axis: seat.groups[axis].counts for axis in axes})
+        return Traffic({axis: self._replicas[0].bytes_within(axis) for axis in axes}), Traffic.of(
+            {axis: seat.groups[axis].counts for axis in axes}
+        )
 
     def _do(self, command: _Command | None) -> _Answer:
         return self._together(lambda replica: self._obey(replica, command))[0]
@@ -138,7 +151,9 @@ class TeamReplica:
 
     def _obey(self, replica: Replica, command: _Command | None) -> Steps[_Answer]:
         group = replica.seat.world
-        told: _Command = yield from scatter_objects(group, [command] * group.size if group.rank == 0 else None)
+        told: _Command = yield from scatter_objects(
+            group, [command] * group.size if group.rank == 0 else None
+        )
         gradients: Mapping[str, Tensor | None] = {}
         buffers: Mapping[str, Tensor | None] = {}
         metrics: Mapping[str, float] = {}
@@ -156,9 +171,16 @@ class TeamReplica:
         return _Answer(what=told.what, loss=loss, gradients=gradients, buffers=buffers, metrics=metrics)
 
     def _take(self, replica: Replica, group: Group) -> Steps[None]:
-        """Parameters and buffers of the first rank's whole model, this rank's parts of them, one tensor at a time."""
-        for (name, mine), value in zip(state_of(replica.model).items(), state_of(self.model).values(), strict=True):
-            whole = value.detach().contiguous() if group.rank == 0 else torch.empty_like(value, memory_format=torch.contiguous_format)
+        """Parameters and buffers of the first rank's whole model, this rank's parts of them, one tensor at a
+        time."""
+        for (name, mine), value in zip(
+            state_of(replica.model).items(), state_of(self.model).values(), strict=True
+        ):
+            whole = (
+                value.detach().contiguous()
+                if group.rank == 0
+                else torch.empty_like(value, memory_format=torch.contiguous_format)
+            )
             work = group.broadcast(whole, 0)
             yield
             work.wait()

@@ -1,4 +1,5 @@
-"""Snapshots of an asynchronous run as checkpoints on disk, and back: whole tensors, so that any number of servers can go on from them."""
+"""Snapshots of an asynchronous run as checkpoints on disk, and back: whole tensors, so that any number of
+servers can go on from them."""
 
 from __future__ import annotations
 
@@ -25,9 +26,17 @@ from meshloom.parameters.shards import Shards
 
 
 def write_snapshot(
-    directory: Path, version: int, contents: Sequence[Content], state: Any, model: nn.Module, job: Job, plan: Plan, replaced: Sequence[Path] = ()
+    directory: Path,
+    version: int,
+    contents: Sequence[Content],
+    state: Any,
+    model: nn.Module,
+    job: Job,
+    plan: Plan,
+    replaced: Sequence[Path] = (),
 ) -> Path:
-    """Save the snapshot after update `version`; its path. contents: of all servers. state: the head's. model: loaded with it. replaced: of `save`."""
+    """Save the snapshot after update `version`; its path. contents: of all servers. state: the head's. model:
+    loaded with it. replaced: of `save`."""
     values = {
         "updater": contents[0].settings,
         "seed": job.seed,
@@ -51,20 +60,28 @@ def write_snapshot(
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run begins: after update `version`, with the head's `state`. checkpoint: with the parameters; None: the job's own."""
+    """Where a run begins: after update `version`, with the head's `state`. checkpoint: with the parameters;
+    None: the job's own."""
 
     version: int
     state: Any
     checkpoint: Checkpoint | None
 
     @staticmethod
-    def find(settings: AsynchronousSettings, job: Job, plan: Plan, shares: PushShares, model: nn.Module) -> Start:
-        """At the checkpoint that the settings name, or at the beginning. Raises `CheckpointError` for one that this run cannot go on from."""
+    def find(
+        settings: AsynchronousSettings, job: Job, plan: Plan, shares: PushShares, model: nn.Module
+    ) -> Start:
+        """At the checkpoint that the settings name, or at the beginning. Raises `CheckpointError` for one
+        that this run cannot go on from."""
         if settings.resume is None:
             return Start(version=0, state=first_state(), checkpoint=None)
         checkpoint = Checkpoint.open(find(settings.resume))
         checkpoint.check_steps_left(settings.steps)
-        return Start(version=checkpoint.step, state=read_state(checkpoint, job, plan, shares, model), checkpoint=checkpoint)
+        return Start(
+            version=checkpoint.step,
+            state=read_state(checkpoint, job, plan, shares, model),
+            checkpoint=checkpoint,
+        )
 
     @property
     def note(self) -> str:
@@ -82,12 +99,17 @@ def read_content(checkpoint: Checkpoint, replica: Computing, server: int) -> Con
     weights = checkpoint.weights()
     return Content(
         values=[
-            weights[each.name].reshape(-1)[each.start : each.stop].to(each.parameter.device, each.parameter.dtype)
+            weights[each.name]
+            .reshape(-1)[each.start : each.stop]
+            .to(each.parameter.device, each.parameter.dtype)
             for each in replica.division[server]
         ],
-        buffers={name: weights.get(name, buffer).to(buffer.device, buffer.dtype) for name, buffer in replica.model.named_buffers()},
+        buffers={
+            name: weights.get(name, buffer).to(buffer.device, buffer.dtype)
+            for name, buffer in replica.model.named_buffers()
+        },
         read=checkpoint.read,
-        shapes={key: checkpoint.shape(key) for key in checkpoint.keys()},  # noqa: SIM118  (a checkpoint is no dict)
+        shapes={key: checkpoint.shape(key) for key in checkpoint.keys()},  # noqa: SIM118
         settings=checkpoint.values["updater"],
     )
 
@@ -95,12 +117,15 @@ def read_content(checkpoint: Checkpoint, replica: Computing, server: int) -> Con
 def read_state(checkpoint: Checkpoint, job: Job, plan: Plan, shares: PushShares, model: nn.Module) -> Any:
     """The head's state. A synchronous run has used the samples of as many whole batches as it has made steps.
 
-    Raises `CheckpointError` if the checkpoint is of another model, or its data would not go on where it stopped.
+    Raises `CheckpointError` if the checkpoint is of another model, or its data would not go on where it
+    stopped.
     """
     checkpoint.check(Shards({}, None).fingerprint(model))
     values: Any = checkpoint.values
     checkpoint.check_data(job)
     if "asynchronous" in values:
-        check_same_data(values["asynchronous"], {"dp": plan.dp, "microbatches": plan.microbatches}, "the plan")
+        check_same_data(
+            values["asynchronous"], {"dp": plan.dp, "microbatches": plan.microbatches}, "the plan"
+        )
         return values["asynchronous"]["state"]
     return {"ledger": Ledger(shares.first_of(checkpoint.step)).state(), "ages": {}}

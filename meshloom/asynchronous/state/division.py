@@ -12,7 +12,8 @@ from meshloom.optimizer.whole import divide
 def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
     """Whether the job's optimizers look at whole parameters, so that no parameter may lie on two servers.
 
-    Raises `PlanError` for an optimizer that looks at all of them at once, or if there are fewer parameters than servers.
+    Raises `PlanError` for an optimizer that looks at all of them at once, or if there are fewer parameters
+    than servers.
     """
     if num_servers == 1:
         return False
@@ -33,7 +34,8 @@ def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
 
 
 def divide_over_servers(named: NamedParameters, num_servers: int, *, whole: bool) -> list[list[Slice]]:
-    """What each server holds: consecutive elements, or with `whole` only whole parameters. In the order of the parameters.
+    """What each server holds: consecutive elements, or with `whole` only whole parameters. In the order of
+    the parameters.
 
     >>> from torch import nn, zeros
     >>> named = [("a", nn.Parameter(zeros(5))), ("b", nn.Parameter(zeros(3)))]
@@ -43,7 +45,11 @@ def divide_over_servers(named: NamedParameters, num_servers: int, *, whole: bool
     if whole:
         servers = divide([parameter.nbytes for _, parameter in named], num_servers)
         return [
-            [Slice(name, each, 0, each.numel()) for (name, each), server in zip(named, servers, strict=True) if server == number]
+            [
+                Slice(name, each, 0, each.numel())
+                for (name, each), server in zip(named, servers, strict=True)
+                if server == number
+            ]
             for number in range(num_servers)
         ]
     total = sum(parameter.nbytes for _, parameter in named)
@@ -51,7 +57,10 @@ def divide_over_servers(named: NamedParameters, num_servers: int, *, whole: bool
     before = 0  # bytes of the parameters so far
     for name, parameter in named:
         for number, part in enumerate(parts):
-            first, last = (_element(total * each // num_servers - before, parameter.element_size()) for each in (number, number + 1))
+            first, last = (
+                _element(total * each // num_servers - before, parameter.element_size())
+                for each in (number, number + 1)
+            )
             start, stop = min(first, parameter.numel()), min(last, parameter.numel())
             if start < stop or (parameter.numel() == 0 and number == 0):
                 part.append(Slice(name, parameter, start, stop))

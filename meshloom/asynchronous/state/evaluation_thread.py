@@ -13,9 +13,17 @@ from meshloom.core.job import Job
 
 
 class Look(threading.Thread):
-    """At the snapshot of update `version`, whose files are `paths`, by server; they are removed. evaluation, saved, error: what came of it."""
+    """At the snapshot of update `version`, whose files are `paths`, by server; they are removed. evaluation,
+    saved, error: what came of it."""
 
-    def __init__(self, inspection: Inspection, settings: AsynchronousSettings, job: Job, version: int, paths: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        inspection: Inspection,
+        settings: AsynchronousSettings,
+        job: Job,
+        version: int,
+        paths: Sequence[Path],
+    ) -> None:
         super().__init__(daemon=True)  # a run that ends early does not wait for it
         self.version = version
         self.evaluation: dict[str, float] | None = None

@@ -1,7 +1,9 @@
-"""What a server of an asynchronous run holds: its slices of the parameters, with the job's optimizer and scheduler over them.
+"""What a server of an asynchronous run holds: its slices of the parameters, with the job's optimizer and
+scheduler over them.
 
-Clipping needs the norm of the whole gradient. The worker, who has all of it, computes that norm and sends it along, so every server scales its part alike.
-Server 0 also holds the buffers: whole numbers (counters) add up, everything else is what the newest push says.
+Clipping needs the norm of the whole gradient. The worker, who has all of it, computes that norm and sends it
+along, so every server scales its part alike. Server 0 also holds the buffers: whole numbers (counters) add
+up, everything else is what the newest push says.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from meshloom.parameters.model import build_model
 class Content:
     """A server's part of a snapshot.
 
-    values: of each of its slices, flat. buffers: by name, of server 0. read, shapes, settings: the optimizer's state, as `Updater.load` takes it.
-    pieces: the same state, to be saved.
+    values: of each of its slices, flat. buffers: by name, of server 0. read, shapes, settings: the
+    optimizer's state, as `Updater.load` takes it. pieces: the same state, to be saved.
     """
 
     values: Sequence[Tensor]
@@ -43,7 +45,9 @@ class Content:
     pieces: Sequence[Piece] = ()
 
     @staticmethod
-    def of_pieces(*, values: Sequence[Tensor], buffers: Mapping[str, Tensor], settings: Any, pieces: Sequence[Piece]) -> Content:
+    def of_pieces(
+        *, values: Sequence[Tensor], buffers: Mapping[str, Tensor], settings: Any, pieces: Sequence[Piece]
+    ) -> Content:
         """A content whose optimizer state is read from the pieces that it is saved as, one of each key."""
         kept = {each.key: each for each in pieces}
         return Content(
@@ -67,10 +71,19 @@ class _Ownership:
 
 
 class Parameters:
-    """The holdings of server `number` of `num_servers`. content: of a snapshot; None: the job's own start. whole: as `divide_over_servers`."""
+    """The holdings of server `number` of `num_servers`. content: of a snapshot; None: the job's own start.
+    whole: as `divide_over_servers`."""
 
     def __init__(
-        self, job: Job, number: int, num_servers: int, *, whole: bool, device: torch.device, dtype: torch.dtype | None, content: Content | None
+        self,
+        job: Job,
+        number: int,
+        num_servers: int,
+        *,
+        whole: bool,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        content: Content | None,
     ) -> None:
         self.model = model = build_model(job, device, dtype)
         named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
@@ -87,7 +100,9 @@ class Parameters:
             parts=[(name, each) for name, each in named if name in here],
             made=made,
         )
-        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if number == 0 else {}
+        self._buffers = (
+            {name: buffer.clone() for name, buffer in model.named_buffers()} if number == 0 else {}
+        )
         self._first = number == 0
         if content is not None:
             for slice_, value in zip(self._slices, content.values, strict=True):
@@ -96,7 +111,15 @@ class Parameters:
                 buffer.copy_(content.buffers[name])
             self._updater.load(content.read, content.shapes, content.settings)
 
-    def apply(self, gradients: Sequence[Tensor | None], changes: Mapping[str, Tensor] | None, *, loss: float, norm: float, rate: float) -> None:
+    def apply(
+        self,
+        gradients: Sequence[Tensor | None],
+        changes: Mapping[str, Tensor] | None,
+        *,
+        loss: float,
+        norm: float,
+        rate: float,
+    ) -> None:
         """Make one update. gradients: of each slice, flat; None was not used. They are scaled in place."""
         if self._clip is not None:
             _scale(gradients, norm, self._clip)
@@ -107,7 +130,9 @@ class Parameters:
 
     def values(self) -> tuple[list[Tensor], dict[str, Tensor] | None]:
         """Copies, to be sent: of each slice, and of the buffers."""
-        return [each.data().clone() for each in self._slices], {name: each.clone() for name, each in self._buffers.items()} if self._first else None
+        return [each.data().clone() for each in self._slices], {
+            name: each.clone() for name, each in self._buffers.items()
+        } if self._first else None
 
     def snapshot(self) -> Content:
         """Copies of everything."""
@@ -126,12 +151,18 @@ class Parameters:
 
 
 def changes_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a push says of buffers that a share has changed: by how much, of whole numbers; else what they are now."""
-    return {name: each - before[name] if _counts(each) else each.clone() for name, each in after.items() if not torch.equal(each, before[name])}
+    """What a push says of buffers that a share has changed: by how much, of whole numbers; else what they are
+    now."""
+    return {
+        name: each - before[name] if _counts(each) else each.clone()
+        for name, each in after.items()
+        if not torch.equal(each, before[name])
+    }
 
 
 def what_is_not_finite(gradients: Sequence[Tensor | None], loss: float, norm: float) -> str:
-    """Which part of a push is no number, in words; "" if all are. An update with it would make all parameters so."""
+    """Which part of a push is no number, in words; "" if all are. An update with it would make all parameters
+    so."""
     if not math.isfinite(loss):
         return "loss"
     if not math.isfinite(norm):

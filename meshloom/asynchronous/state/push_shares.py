@@ -1,7 +1,8 @@
 """The data of one push: what a replica of a synchronous plan would read of a global batch.
 
-Share n is the share of replica n % dp of batch n // dp, where all batches are full; of a short batch, replicas without samples are left out. Its samples, its
-chunks and their draws are those of the synchronous plan, so with dp=1 a share is a batch.
+Share n is the share of replica n % dp of batch n // dp, where all batches are full; of a short batch,
+replicas without samples are left out. Its samples, its chunks and their draws are those of the synchronous
+plan, so with dp=1 a share is a batch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from meshloom.data.reading import ReadFailure
 
 @dataclass(frozen=True, kw_only=True)
 class PushShare:
-    """Chunks `cuts` of the global batch of step `step`, which belongs to `epoch`; indices: of its samples in the dataset, in order."""
+    """Chunks `cuts` of the global batch of step `step`, which belongs to `epoch`; indices: of its samples in
+    the dataset, in order."""
 
     epoch: int
     step: int
@@ -58,7 +60,9 @@ class PushShares:
     def first_of(self, step: int) -> int:
         """The first share of global batch `step`."""
         epoch, batch = divmod(step, self._batches.per_epoch)
-        return epoch * self.per_epoch + next(number for number, (of, _) in enumerate(self._epoch) if of == batch)
+        return epoch * self.per_epoch + next(
+            number for number, (of, _) in enumerate(self._epoch) if of == batch
+        )
 
     def find(self, number: int) -> PushShare:
         """Share `number`, from 0 over all epochs."""
@@ -66,17 +70,27 @@ class PushShares:
         batch, replica = self._epoch[position]
         step = epoch * self._batches.per_epoch + batch
         _, indices = self._batches.of(step)
-        cuts = [cut for cut in share_of(replica, cut_batch(len(indices), self._plan), self._plan) if cut.samples]
+        cuts = [
+            cut for cut in share_of(replica, cut_batch(len(indices), self._plan), self._plan) if cut.samples
+        ]
         return PushShare(epoch=epoch, step=step, cuts=cuts, indices=indices[cuts[0].start : cuts[-1].stop])
 
     def read(self, number: int) -> list[Chunk]:
-        """The chunks of share `number`; `batch` of each is the share's number of samples. Raises `DataError` when the job's data fails."""
+        """The chunks of share `number`; `batch` of each is the share's number of samples. Raises `DataError`
+        when the job's data fails."""
         share = self.find(number)
         first, total = share.cuts[0].start, len(share.indices)
         chunks: list[Chunk] = []
         for cut in share.cuts:
             with preserved_draws():
-                data = self._source[ReadRequest(share.step, cut.index, share.epoch, share.indices[cut.start - first : cut.stop - first])]
+                data = self._source[
+                    ReadRequest(
+                        share.step,
+                        cut.index,
+                        share.epoch,
+                        share.indices[cut.start - first : cut.stop - first],
+                    )
+                ]
             if isinstance(data, ReadFailure):
                 raise data.to_error()
             chunks.append(Chunk(share.step, total, cut.index, cut.samples, data))

@@ -1,4 +1,5 @@
-"""What a run of an asynchronous plan is told beside its job and plan, and when it takes, evaluates and saves snapshots because of it."""
+"""What a run of an asynchronous plan is told beside its job and plan, and when it takes, evaluates and saves
+snapshots because of it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class AsynchronousSettings:
 
     steps: updates of the whole run. overwrite: whether an earlier run's checkpoints in `out` may go.
     snapshot_every: updates between snapshots to which servers can go back. circumstances: of a virtual clock.
-    listen: of processes, HOST:PORT of server 0. timeout_seconds: how long they wait for a worker, or for a server, before they give up.
+    listen: of processes, HOST:PORT of server 0. timeout_seconds: how long they wait for a worker, or for a
+        server, before they give up.
     """
 
     steps: int
@@ -44,8 +46,18 @@ class AsynchronousSettings:
 
     def to_json(self) -> str:
         """What servers and workers of a run on processes are told of it."""
-        paths = {name: str(value.absolute()) if value is not None else None for name, value in (("out", self.out), ("resume", self.resume))}
-        return json.dumps({"steps": self.steps, "snapshot_every": self.snapshot_every, "timeout_seconds": self.timeout_seconds, **paths})
+        paths = {
+            name: str(value.absolute()) if value is not None else None
+            for name, value in (("out", self.out), ("resume", self.resume))
+        }
+        return json.dumps(
+            {
+                "steps": self.steps,
+                "snapshot_every": self.snapshot_every,
+                "timeout_seconds": self.timeout_seconds,
+                **paths,
+            }
+        )
 
     @staticmethod
     def from_json(text: str) -> AsynchronousSettings:
@@ -61,13 +73,22 @@ class AsynchronousSettings:
 
     def saves(self, job: Job, version: int) -> bool:
         """Whether it is saved as a checkpoint."""
-        return self.out is not None and (version == self.steps or (job.checkpoint_every is not None and version % job.checkpoint_every == 0))
+        return self.out is not None and (
+            version == self.steps
+            or (job.checkpoint_every is not None and version % job.checkpoint_every == 0)
+        )
 
     def rules(self, job: Job, plan: Plan) -> Rules:
         """For the head."""
         periods = [self.snapshot_every, *([job.evaluate.every] if job.evaluate else [])]
         periods += [job.checkpoint_every] if self.out and job.checkpoint_every else []
-        return Rules(num_servers=plan.servers, staleness=plan.staleness, steps=self.steps, keep_every=periods, rate_by_age=plan.rate_by_age)
+        return Rules(
+            num_servers=plan.servers,
+            staleness=plan.staleness,
+            steps=self.steps,
+            keep_every=periods,
+            rate_by_age=plan.rate_by_age,
+        )
 
 
 def inner_plan(plan: Plan) -> Plan:

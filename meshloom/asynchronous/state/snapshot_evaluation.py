@@ -1,4 +1,5 @@
-"""Looks at snapshots of an asynchronous run, which are of one version on all servers: evaluates them, and saves them as checkpoints."""
+"""Looks at snapshots of an asynchronous run, which are of one version on all servers: evaluates them, and
+saves them as checkpoints."""
 
 from __future__ import annotations
 
@@ -36,9 +37,12 @@ class Inspection:
         return self._replica.model
 
     def try_out(self) -> None:
-        """Before the first update: see that `out` can be written and loses nothing unasked, and evaluate one batch with the model as the job built it."""
+        """Before the first update: see that `out` can be written and loses nothing unasked, and evaluate one
+        batch with the model as the job built it."""
         group, settings = simulated_groups(1)[0], self._settings
-        self._replaced = run_in_steps([open_directory(settings.out, group, resume=settings.resume, overwrite=settings.overwrite)])[0]
+        self._replaced = run_in_steps(
+            [open_directory(settings.out, group, resume=settings.resume, overwrite=settings.overwrite)]
+        )[0]
         if self._job.evaluate is not None:
             with untouched(self.model):
                 self._replica.evaluate(self._chunks(num_batches=1))
@@ -52,16 +56,22 @@ class Inspection:
     def evaluate(self, contents: Sequence[Content | None]) -> dict[str, float]:
         """Every metric of the job's `Evaluate` over all of its data."""
         if self._job.evaluate is None:
-            raise JobError("This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every).")
+            raise JobError(
+                "This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every)."
+            )
         self.load(contents)
         return self._replica.evaluate(self._chunks())
 
     def save(self, version: int, contents: Sequence[Content], state: Any) -> Path:
         """Write a checkpoint into `out`; its path. state: the head's."""
         if self._settings.out is None:
-            raise CheckpointError("There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY.")
+            raise CheckpointError(
+                "There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY."
+            )
         self.load(contents)
-        path = write_snapshot(self._settings.out, version, contents, state, self.model, self._job, self._plan, self._replaced)
+        path = write_snapshot(
+            self._settings.out, version, contents, state, self.model, self._job, self._plan, self._replaced
+        )
         self._replaced = []
         return path
 
@@ -69,4 +79,6 @@ class Inspection:
         assert self._job.evaluate is not None
         if self._data is None:
             self._data = build_dataset(self._job.evaluate.data, self._job.seed)
-        return evaluation_chunks(self._data, self._job, Plan(), simulated_groups(1)[0], num_batches=num_batches)
+        return evaluation_chunks(
+            self._data, self._job, Plan(), simulated_groups(1)[0], num_batches=num_batches
+        )

@@ -30,7 +30,8 @@ _NUMBERS = struct.Struct("<QQ")
 
 
 class SnapshotFiles(MutableMapping[int, tuple[SnapshotKind, "Content | None"]]):
-    """The snapshots in `directory` by version; and until it is forgotten, the one that the run began with, which is in no file."""
+    """The snapshots in `directory` by version; and until it is forgotten, the one that the run began with,
+    which is in no file."""
 
     def __init__(self, directory: Path, first: tuple[int, SnapshotKind, Content | None]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,8 @@ class SnapshotFiles(MutableMapping[int, tuple[SnapshotKind, "Content | None"]]):
 
 
 class MappedNumbers:
-    """Two numbers of a server in a file that is mapped into memory: they are as the process left them, however it ended."""
+    """Two numbers of a server in a file that is mapped into memory: they are as the process left them,
+    however it ended."""
 
     def __init__(self, path: Path) -> None:
         with path.open("a+b") as file:
@@ -138,7 +140,10 @@ def read_snapshot(path: Path) -> tuple[SnapshotKind, Content]:
     """What `write_snapshot` wrote, on the CPU."""
     tensors = load_file(path)
     said = json.loads(tensors["said"].numpy().tobytes())
-    pieces = [Piece(key, tensors[f"piece-{number}"], start, stop, tuple(shape)) for number, (key, start, stop, shape) in enumerate(said["pieces"])]
+    pieces = [
+        Piece(key, tensors[f"piece-{number}"], start, stop, tuple(shape))
+        for number, (key, start, stop, shape) in enumerate(said["pieces"])
+    ]
     return SnapshotKind(incarnation=said["incarnation"], state=said["state"]), Content.of_pieces(
         values=[tensors[f"value-{number}"] for number in range(said["values"])],
         buffers={name: tensors[f"buffer-{number}"] for number, name in enumerate(said["buffers"])},

@@ -92,28 +92,46 @@ class WorkerReplica:
         self._check_finite(worker, chunks, total, weight)
         gradients = run_in_steps([self._gradients.finish(divisor)])[0]
         computed = self.computed(
-            worker, chunks, dict(zip(self._names, gradients, strict=True)), changes_of(before, dict(self.model.named_buffers())), total / weight
+            worker,
+            chunks,
+            dict(zip(self._names, gradients, strict=True)),
+            changes_of(before, dict(self.model.named_buffers())),
+            total / weight,
         )
         self._gradients.begin_step()  # what was computed belongs to the push now
         return computed
 
     def computed(
-        self, worker: int, chunks: Sequence[Chunk], gradients: Mapping[str, Tensor | None], changes: Mapping[str, Tensor], loss: float
+        self,
+        worker: int,
+        chunks: Sequence[Chunk],
+        gradients: Mapping[str, Tensor | None],
+        changes: Mapping[str, Tensor],
+        loss: float,
     ) -> Computed:
-        """What is pushed. gradients: of every trainable parameter by name, None was not used. changes: of buffers, by name.
+        """What is pushed. gradients: of every trainable parameter by name, None was not used. changes: of
+        buffers, by name.
 
-        Raises `TrainingError` if a gradient is no number: with it one push would make the parameters of all workers so.
+        Raises `TrainingError` if a gradient is no number: with it one push would make the parameters of all
+        workers so.
         """
         norm = float(sum_of_squares(list(gradients.values()), self._device).sqrt())
         if not math.isfinite(norm):
-            broken = [name for name, each in gradients.items() if each is not None and not bool(each.isfinite().all())]
+            broken = [
+                name
+                for name, each in gradients.items()
+                if each is not None and not bool(each.isfinite().all())
+            ]
             if broken:
                 raise TrainingError(
                     f"The gradient of {_share(worker, chunks)} is not finite, although its loss is {loss:g}: first that of {broken[0]}. It was not pushed. "
                     "Look at what the loss does there (a root or a norm of 0, a division, an overflow), or at this share."
                 )
         return Computed(
-            gradients=[[self._cut(gradients[each.name], each.start, each.stop) for each in slices] for slices in self.division],
+            gradients=[
+                [self._cut(gradients[each.name], each.start, each.stop) for each in slices]
+                for slices in self.division
+            ],
             changes=dict(changes),
             loss=loss,
             norm=norm if self._job.clip_grad_norm is not None else math.nan,
@@ -147,7 +165,9 @@ class WorkerReplica:
     def _again(self, chunk: Chunk) -> Tensor:
         with ExitStack() as around:
             self._begin(chunk, around)
-            return as_sum(self._job.loss(self.model, self._data(chunk)), chunk.samples, needs_gradient=False)[0]
+            return as_sum(self._job.loss(self.model, self._data(chunk)), chunk.samples, needs_gradient=False)[
+                0
+            ]
 
     def _check_finite(self, worker: int, chunks: Sequence[Chunk], total: float, weight: float) -> None:
         share = _share(worker, chunks)
@@ -157,12 +177,16 @@ class WorkerReplica:
             raise DataError(
                 f"The weights of {share} sum to {weight:g}, so there is no mean loss. Leave out samples without anything to average over."
             )
-        if broken := next((name for name, each in self.model.named_parameters() if not bool(each.isfinite().all())), None):
+        if broken := next(
+            (name for name, each in self.model.named_parameters() if not bool(each.isfinite().all())), None
+        ):
             raise TrainingError(
                 f"The loss of {share} is {total / weight if weight else math.nan:g}, because an update before it has made {broken} infinite or no number. "
                 "Lower the learning rate, or clip gradients."
             )
-        where = find_not_finite(self.model, chunks, partial(self._again)) or "the sum over all chunks overflowed"
+        where = (
+            find_not_finite(self.model, chunks, partial(self._again)) or "the sum over all chunks overflowed"
+        )
         raise TrainingError(
             f"The loss of {share} is {total / weight if weight else math.nan:g}: {where}. Lower the learning rate, clip gradients, or look at this share."
         )

@@ -22,7 +22,8 @@ class Background:
         self._failure: BaseException | None = None
 
     def start(self, what: str, steps: Waits) -> Work:
-        """Begin an operation, when those before it are over. After one has failed, all later ones fail with its error."""
+        """Begin an operation, when those before it are over. After one has failed, all later ones fail with
+        its error."""
         self._patience.check(what)
         return BackgroundWork(self._patience, self._thread.submit(lambda: self._run(steps)), what)
 

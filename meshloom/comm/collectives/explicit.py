@@ -1,12 +1,13 @@
-"""A group whose all-reduce is spelled out: as a ring, a tree, by halving or by hosts, on `send` and `recv` of the group underneath.
+"""A group whose all-reduce is spelled out: as a ring, a tree, by halving or by hosts, on `send` and `recv` of
+the group underneath.
 
     ring           reduce_scatter and all_gather too
     tree           broadcast too
     halving        reduce_scatter and all_gather too
     hierarchical
 
-Every other call goes through. All pass one line, first in, first out, which goes on by itself: on processes in a thread, on simulated ranks
-whenever one of them waits.
+Every other call goes through. All pass one line, first in, first out, which goes on by itself: on processes
+in a thread, on simulated ranks whenever one of them waits.
 """
 
 from __future__ import annotations
@@ -45,18 +46,22 @@ def spelled_out(
     activity: Activity | None = None,
     who_left: Callable[[], str | None] = lambda: None,
 ) -> SpelledOutGroup:
-    """`group` with collectives of `algorithm`, one of `ALGORITHMS`. Whoever makes it closes it, before `group`, which nobody else uses meanwhile.
+    """`group` with collectives of `algorithm`, one of `ALGORITHMS`. Whoever makes it closes it, before
+    `group`, which nobody else uses meanwhile.
 
     hosts: the host of each rank, for `hierarchical`; None: all are on one.
     chunk_bytes: what is sent at once, at most.
-    name, activity, who_left: what to call this rank in errors, where it writes that it waits, and who has aborted, if anybody has.
-    Raises `CollectiveError` for an algorithm that is not known, or hosts that are not the ranks'.
+    name, activity, who_left: what to call this rank in errors, where it writes that it waits, and who has
+    aborted, if anybody has. Raises `CollectiveError` for an algorithm that is not known, or hosts that are
+    not the ranks'.
     """
     if algorithm not in ALGORITHMS:
         raise CollectiveError(f"An all-reduce by {algorithm!r} is not known. Use {', '.join(ALGORITHMS)}.")
     hosts = [0] * group.size if hosts is None else list(hosts)
     if len(hosts) != group.size:
-        raise CollectiveError(f"hosts={hosts} are of {len(hosts)} ranks, and the group has {group.size}. Give the host of each rank.")
+        raise CollectiveError(
+            f"hosts={hosts} are of {len(hosts)} ranks, and the group has {group.size}. Give the host of each rank."
+        )
     if chunk_bytes < 1:
         raise CollectiveError(f"chunk_bytes={chunk_bytes} must be 1 or more.")
     activity = activity or Activity()
@@ -71,7 +76,15 @@ class SpelledOutGroup(Group):
     sent_messages, sent_bytes: what this rank sent for the collectives that are spelled out, so far.
     """
 
-    def __init__(self, group: Group, algorithm: str, hosts: Sequence[int], chunk_bytes: int, patience: Patience, activity: Activity) -> None:
+    def __init__(
+        self,
+        group: Group,
+        algorithm: str,
+        hosts: Sequence[int],
+        chunk_bytes: int,
+        patience: Patience,
+        activity: Activity,
+    ) -> None:
         self.algorithm = algorithm
         self.sent_messages = 0
         self.sent_bytes = 0
@@ -79,8 +92,13 @@ class SpelledOutGroup(Group):
         self._hosts = hosts
         self._chunk_bytes = chunk_bytes
         self._activity = activity
-        self._chunks: dict[tuple[str, int, int], list[Move]] = {}  # by operation, elements and elements in a chunk
-        self._line = _InTurns(group) if isinstance(group, SimulatedGroup) else Background(f"{algorithm} of {patience.member}", patience)
+        # by operation, elements and elements in a chunk
+        self._chunks: dict[tuple[str, int, int], list[Move]] = {}
+        self._line = (
+            _InTurns(group)
+            if isinstance(group, SimulatedGroup)
+            else Background(f"{algorithm} of {patience.member}", patience)
+        )
 
     @property
     def rank(self) -> int:
@@ -97,7 +115,9 @@ class SpelledOutGroup(Group):
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         flat = self._flat(tensor, op)
         mean = op == "avg"
-        chunks = self._planned(f"all_reduce {mean}", flat, lambda: self._all_reduce_moves(flat.numel()).moves(mean=mean))
+        chunks = self._planned(
+            f"all_reduce {mean}", flat, lambda: self._all_reduce_moves(flat.numel()).moves(mean=mean)
+        )
         return self._start(f"all_reduce of {flat.nbytes} bytes", carry_out(self._group, chunks, flat, op))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
@@ -132,10 +152,17 @@ class SpelledOutGroup(Group):
         if self.algorithm != "tree":
             return self._pass("broadcast", lambda: self._group.broadcast(tensor, source))
         flat = tensor.detach().view(-1)
-        chunks = self._planned(f"broadcast {source}", flat, lambda: tree_broadcast(self.rank, self.size, flat.numel(), source))
-        return self._start(f"broadcast of {flat.nbytes} bytes from rank {source}", carry_out(self._group, chunks, flat, "sum"))
+        chunks = self._planned(
+            f"broadcast {source}", flat, lambda: tree_broadcast(self.rank, self.size, flat.numel(), source)
+        )
+        return self._start(
+            f"broadcast of {flat.nbytes} bytes from rank {source}",
+            carry_out(self._group, chunks, flat, "sum"),
+        )
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Work:
         return self._pass("all_to_all", lambda: self._group.all_to_all(output, tensor, output_sizes, sizes))
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
@@ -158,7 +185,8 @@ class SpelledOutGroup(Group):
         self._group.abort()
 
     def close(self) -> None:
-        """End this group's thread, once what was started is over; what other ranks do not join within seconds never will be."""
+        """End this group's thread, once what was started is over; what other ranks do not join within seconds
+        never will be."""
         if not self._line.close(_END_SECONDS):
             self.abort()
 
@@ -183,7 +211,9 @@ class SpelledOutGroup(Group):
         try:
             combine(torch.empty_like(flat[:0]), flat[:0], op)
         except (RuntimeError, NotImplementedError) as error:
-            raise CollectiveError(f"Tensors of {flat.dtype} cannot be reduced by {op} with {self.algorithm}. Use exchange=all_reduce.") from error
+            raise CollectiveError(
+                f"Tensors of {flat.dtype} cannot be reduced by {op} with {self.algorithm}. Use exchange=all_reduce."
+            ) from error
         return flat
 
     def _planned(self, operation: str, flat: Tensor, moves: Callable[[], list[Move]]) -> list[Move]:

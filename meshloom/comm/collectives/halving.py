@@ -1,4 +1,5 @@
-"""All-reduce by recursive halving and doubling: partners at half the distance exchange half as much, then back.
+"""All-reduce by recursive halving and doubling: partners at half the distance exchange half as much, then
+back.
 
 N = 4, pieces a b c d:
 
@@ -6,8 +7,9 @@ N = 4, pieces a b c d:
     distance 1   0 <-> 1  a for b          2 <-> 3  c for d           0 has a, 1 has b, 2 has c, 3 has d
     and the same way back, now sending what is summed
 
-2 log2 N steps move 2(N-1)/N of the elements (Rabenseifner; Thakur et al., 2005). With P < N < 2P ranks, P a power of two, the first N - P pairs
-are folded: the second of a pair gives all it has to the first, which takes part for both.
+2 log2 N steps move 2(N-1)/N of the elements (Rabenseifner; Thakur et al., 2005). With P < N < 2P ranks, P a
+power of two, the first N - P pairs are folded: the second of a pair gives all it has to the first, which
+takes part for both.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ def halving(rank: int, size: int, num_elements: int) -> AllReduceMoves:
     offsets = divided(0, num_elements, power)
     place = _place(rank, folded)
     if place is None:
-        return AllReduceMoves(reduce=moved("send", rank - 1, 0, num_elements), owned=(0, 0), gather=moved("receive", rank - 1, 0, num_elements))
+        return AllReduceMoves(
+            reduce=moved("send", rank - 1, 0, num_elements),
+            owned=(0, 0),
+            gather=moved("receive", rank - 1, 0, num_elements),
+        )
     other = rank + 1 if place < folded else None
     reduce = moved("add", other, 0, num_elements) if other else []
     gather = moved("send", other, 0, num_elements) if other else []
@@ -44,7 +50,9 @@ def halving_reduce_scatter(rank: int, size: int, num_elements: int) -> list[Move
     piece = num_elements // size
     place = _place(rank, folded)
     if place is None:
-        return moved("send", rank - 1, 0, num_elements) + moved("receive", rank - 1, rank * piece, (rank + 1) * piece)
+        return moved("send", rank - 1, 0, num_elements) + moved(
+            "receive", rank - 1, rank * piece, (rank + 1) * piece
+        )
     folds = place < folded
     offsets = [piece * first for first in _firsts(power, folded)]
     return [
@@ -112,7 +120,9 @@ def _halve(place: int, power: int, folded: int, offsets: Sequence[int]) -> list[
         partner = _rank(place ^ distance, folded)
         upper = place & distance
         keep, give = (low + distance, low) if upper else (low, low + distance)
-        moves += moved("send", partner, offsets[give], offsets[give + distance]) + moved("add", partner, offsets[keep], offsets[keep + distance])
+        moves += moved("send", partner, offsets[give], offsets[give + distance]) + moved(
+            "add", partner, offsets[keep], offsets[keep + distance]
+        )
         low, distance = keep, distance // 2
     return moves
 

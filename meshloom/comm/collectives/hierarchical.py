@@ -1,4 +1,5 @@
-"""All-reduce over several hosts: rings inside the hosts, then rings between them, each rank for its share, then inside again.
+"""All-reduce over several hosts: rings inside the hosts, then rings between them, each rank for its share,
+then inside again.
 
 2 hosts with 2 ranks each, shares x and y:
 
@@ -8,8 +9,8 @@
     between     x0+..+x3   y0+..+y3       x0+..+x3   y0+..+y3    all-reduce on the rings 0, 2 and 1, 3: half the bytes from each
     inside      x, y       x, y           x, y       x, y        all-gather on the ring of a host
 
-(Two levels as in Cho et al., "BlueConnect", 2019.) There are as many shares as the smallest host has ranks; further ranks of a host give all
-they have to one of those that have a share, and get the result from it.
+(Two levels as in Cho et al., "BlueConnect", 2019.) There are as many shares as the smallest host has ranks;
+further ranks of a host give all they have to one of those that have a share, and get the result from it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ def hierarchical(rank: int, hosts: Sequence[int], num_elements: int) -> AllReduc
     index = here.index(rank)
     if index >= shares:
         partner = here[index % shares]
-        return AllReduceMoves(reduce=moved("send", partner, 0, num_elements), owned=(0, 0), gather=moved("receive", partner, 0, num_elements))
+        return AllReduceMoves(
+            reduce=moved("send", partner, 0, num_elements),
+            owned=(0, 0),
+            gather=moved("receive", partner, 0, num_elements),
+        )
     further = [other for number, other in enumerate(here) if number >= shares and number % shares == index]
     inside, between = here[:shares], [ranks[index] for ranks in members]
     place = between.index(rank)

@@ -6,8 +6,9 @@ N = 6, distances 1, 2, 4 on the way to rank 0, and back:
     2 -> 0
     4 -> 0
 
-2 log2 N messages one after another, each of all elements (Thakur et al., "Optimization of collective communication operations in MPICH",
-2005). They are 2(N-1) in all, the fewest there can be, where halving has N log2 N or more.
+2 log2 N messages one after another, each of all elements (Thakur et al., "Optimization of collective
+communication operations in MPICH", 2005). They are 2(N-1) in all, the fewest there can be, where halving has
+N log2 N or more.
 """
 
 from __future__ import annotations

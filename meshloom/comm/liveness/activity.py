@@ -1,4 +1,5 @@
-"""What a rank is doing at this moment, written where another process can read it, also after the rank was killed.
+"""What a rank is doing at this moment, written where another process can read it, also after the rank was
+killed.
 
     a rank      enter("saving", 12)   began(1F3)   waits()   goes_on()   ended(1F3)       about a microsecond each, no system call
                       |
@@ -47,10 +48,12 @@ class ActionLike(Protocol):
 class ActivitySnapshot:
     """What a rank was doing when somebody looked.
 
-    step: the batch's number; in "between steps", "comparing", "evaluating" and "saving" how many steps are done.
-    stage, kind, microbatch: of the action, in "computing" and "before"; of "chunk", microbatch is the chunk's number in the batch.
-    since: when this began. moved: when the rank last began something, or stopped to wait within it. waits: for another rank, now.
-    longest_seconds: that an action of this stage and kind took at most; 0: not known yet.
+    step: the batch's number; in "between steps", "comparing", "evaluating" and "saving" how many steps are
+        done.
+    stage, kind, microbatch: of the action, in "computing" and "before"; of "chunk", microbatch is the chunk's
+    number in the batch. since: when this began. moved: when the rank last began something, or stopped to wait
+    within it. waits: for another rank, now. longest_seconds: that an action of this stage and kind took at
+    most; 0: not known yet.
     """
 
     phase: Phase
@@ -80,7 +83,9 @@ class ActivitySnapshot:
             case "between steps":
                 return (f"between steps {step - 1} and {step}" if step else "about to begin step 0") + waiting
             case "comparing" | "evaluating" | "saving":
-                what = {"comparing": "comparing the ranks", "evaluating": "evaluating", "saving": "saving"}[self.phase]
+                what = {"comparing": "comparing the ranks", "evaluating": "evaluating", "saving": "saving"}[
+                    self.phase
+                ]
                 return f"{what} after {step} step{'s' * (step != 1)}{waiting}"
             case "starting":
                 return "starting"
@@ -100,9 +105,7 @@ class ActivitySnapshot:
                 return f"updating the parameters in step {step}{waiting}"
 
     def _action(self) -> str:
-        return (
-            f"{self.stage}{self.kind}{self.microbatch} of step {self.step} (stage {self.stage}, {KINDS[self.kind]} of microbatch {self.microbatch})"
-        )
+        return f"{self.stage}{self.kind}{self.microbatch} of step {self.step} (stage {self.stage}, {KINDS[self.kind]} of microbatch {self.microbatch})"
 
 
 class Activity:
@@ -123,7 +126,9 @@ class Activity:
     def enter(self, phase: Phase, step: int = 0, microbatch: int = 0) -> None:
         """Something else than an action begins."""
         self._step = step
-        _RECORD.pack_into(self._page, _START, PHASES.index(phase), step, 0, 0, microbatch, time.monotonic(), 0.0)
+        _RECORD.pack_into(
+            self._page, _START, PHASES.index(phase), step, 0, 0, microbatch, time.monotonic(), 0.0
+        )
         self._doubles[_WAITS] = 0.0
 
     def follow(self, actions: Sequence[ActionLike]) -> None:
@@ -166,7 +171,17 @@ class Activity:
 
     def _write(self, phase: int, action: ActionLike, now: float) -> None:
         longest = self._longest.get((action.stage, action.kind), 0.0)
-        _RECORD.pack_into(self._page, _START, phase, self._step, action.stage, ord(action.kind), action.microbatch, now, longest)
+        _RECORD.pack_into(
+            self._page,
+            _START,
+            phase,
+            self._step,
+            action.stage,
+            ord(action.kind),
+            action.microbatch,
+            now,
+            longest,
+        )
 
 
 _BEFORE, _COMPUTING = PHASES.index("before"), PHASES.index("computing")
@@ -183,7 +198,8 @@ def is_page(page: memoryview) -> bool:
 
 
 def read(page: memoryview) -> ActivitySnapshot | None:
-    """What is written there; None if the rank is just writing. What a dead rank has left can always be read."""
+    """What is written there; None if the rank is just writing. What a dead rank has left can always be
+    read."""
     for _ in range(3):  # a write in between shows as a difference
         seen, again = bytes(page[_START : (_MOVED + 1) * 8]), bytes(page[_START : (_MOVED + 1) * 8])
         if seen == again:

@@ -1,7 +1,7 @@
 """The note that a rank leaves in its group's store when it aborts, for those who wait for it.
 
-A store whose host can no longer be reached answers nobody, whatever time it is given, and keeps whoever asked. So a thread asks, and is left behind if it does
-not come back.
+A store whose host can no longer be reached answers nobody, whatever time it is given, and keeps whoever
+asked. So a thread asks, and is left behind if it does not come back.
 """
 
 from __future__ import annotations

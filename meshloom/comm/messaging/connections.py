@@ -7,7 +7,8 @@
                 case Message(peer, header, tensors): ...
                 case Lost(peer): ...  # a Joined with another number follows when the server is back
 
-Connections belong to one thread. They are kept alive and encrypted beside it, whatever that thread computes; a lost one is made again by `poll`.
+Connections belong to one thread. They are kept alive and encrypted beside it, whatever that thread computes;
+a lost one is made again by `poll`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,16 @@ from meshloom.core.errors import PeerLostError
 
 
 class Connections:
-    """To the servers at these addresses (HOST:PORT), which need not be there yet. Raises `EndpointError` for addresses that cannot be."""
+    """To the servers at these addresses (HOST:PORT), which need not be there yet. Raises `EndpointError` for
+    addresses that cannot be."""
 
-    def __init__(self, addresses: Sequence[str], key: WorkerKey, limits: FrameLimits, patience: SocketLimits | None = None) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        key: WorkerKey,
+        limits: FrameLimits,
+        patience: SocketLimits | None = None,
+    ) -> None:
         for address in addresses:
             locate(address)
         self.limits = limits
@@ -40,7 +48,10 @@ class Connections:
         self._context: zmq.Context[Any] = zmq.Context()
         numbers = count(1)
         self._lines = [
-            ServerConnection(self._context, address, key, limits, patience or SocketLimits(), self._events, numbers) for address in addresses
+            ServerConnection(
+                self._context, address, key, limits, patience or SocketLimits(), self._events, numbers
+            )
+            for address in addresses
         ]
 
     @property
@@ -61,16 +72,19 @@ class Connections:
     def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> Sending:
         """Send without waiting; tensors are not copied and stay as they are until the `Sending` is done.
 
-        Raises `PeerLostError` if that connection has ended, `MessageError` if the server has not taken what was sent before.
+        Raises `PeerLostError` if that connection has ended, `MessageError` if the server has not taken what
+        was sent before.
         """
         return self._line_of(peer).send(write_frames(header, tensors, self.limits))
 
     def drop(self, peer: int) -> None:
-        """End a connection, for example of a server that does not answer: a `Lost` follows, and a new one is made."""
+        """End a connection, for example of a server that does not answer: a `Lost` follows, and a new one is
+        made."""
         self._line_of(peer).end()
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """What happened, in order; waits for the first at most this long. Raises `EndpointError` if a server does not take the key."""
+        """What happened, in order; waits for the first at most this long. Raises `EndpointError` if a server
+        does not take the key."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             for line in self._lines:
@@ -97,7 +111,9 @@ class Connections:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close(1.0 if kind is None else 0.0)
 
     def _line_of(self, peer: int) -> ServerConnection:

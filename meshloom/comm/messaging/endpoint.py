@@ -4,10 +4,11 @@
         for event in endpoint.poll(timeout_seconds=1.0):
             match event:
                 case Joined(peer): ...
-                case Message(peer, header, tensors): endpoint.send(peer, Header(kind=ANSWER, answers=header.sequence), [parameters])
-                case Lost(peer): ...
+                case Message(peer, header, tensors): endpoint.send(peer, Header(kind=ANSWER,
+                answers=header.sequence), [parameters]) case Lost(peer): ...
 
-An endpoint belongs to one thread. Connections are kept alive and encrypted beside it, whatever that thread computes; who is new is let in by the next `poll`.
+An endpoint belongs to one thread. Connections are kept alive and encrypted beside it, whatever that thread
+computes; who is new is let in by the next `poll`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,25 @@ from torch import Tensor
 from zmq.utils import z85
 
 from meshloom.comm.messaging.keys import ServerKey
-from meshloom.comm.messaging.sockets import Event, Joined, Lost, ReceivedMessage, Sending, SocketLimits, Watch, locate, open_socket, receive, send
+from meshloom.comm.messaging.sockets import (
+    Event,
+    Joined,
+    Lost,
+    ReceivedMessage,
+    Sending,
+    SocketLimits,
+    Watch,
+    locate,
+    open_socket,
+    receive,
+    send,
+)
 from meshloom.comm.messaging.wire_format import FrameLimits, Header, read_frames, write_frames
 from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
 _MOST_AT_ONCE = 16  # messages of one poll
-_LAST_WORDS_SECONDS = 1.0  # how long the messages of a peer that has gone may take to be read, where others keep coming
+# how long the messages of a peer that has gone may take to be read, where others keep coming
+_LAST_WORDS_SECONDS = 1.0
 _DOMAIN = "meshloom"
 
 
@@ -37,8 +51,9 @@ _DOMAIN = "meshloom"
 class Refused:
     """What was refused so far.
 
-    connections: that ended before their peer was let in: no key, another job's, or not a peer of this kind at all. keys: how many of them
-    had shown a key. messages: of peers that had been let in. last: why the last message was refused.
+    connections: that ended before their peer was let in: no key, another job's, or not a peer of this kind at
+    all. keys: how many of them had shown a key. messages: of peers that had been let in. last: why the last
+    message was refused.
     """
 
     connections: int = 0
@@ -47,7 +62,8 @@ class Refused:
     last: str = ""
 
     def message(self, why: str) -> None:
-        """Count a message that was refused; also for the endpoint's user, for messages that make no sense to it."""
+        """Count a message that was refused; also for the endpoint's user, for messages that make no sense to
+        it."""
         self.messages += 1
         self.last = why
 
@@ -61,12 +77,21 @@ class _Peer:
 
 
 class Endpoint:
-    """Listens at exactly the address given (HOST:PORT; port 0 lets the kernel choose) from its making until `close`. Raises `EndpointError`.
+    """Listens at exactly the address given (HOST:PORT; port 0 lets the kernel choose) from its making until
+    `close`. Raises `EndpointError`.
 
-    listening: the descriptor of a socket that listens at that address already, which a server that is started again finds as it was.
+    listening: the descriptor of a socket that listens at that address already, which a server that is started
+        again finds as it was.
     """
 
-    def __init__(self, address: str, key: ServerKey, limits: FrameLimits, patience: SocketLimits | None = None, listening: int | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        key: ServerKey,
+        limits: FrameLimits,
+        patience: SocketLimits | None = None,
+        listening: int | None = None,
+    ) -> None:
         host, port, six = locate(address)
         self.limits = limits
         self.refused = Refused()
@@ -75,12 +100,14 @@ class Endpoint:
         self._numbers: dict[bytes, int] = {}
         self._at: dict[int, int] = {}  # descriptor of a connection -> peer
         self._open: set[int] = set()  # descriptors of connections
-        self._ending: dict[int, float] = {}  # peers whose connection ended, and until when their messages are still read
+        # peers whose connection ended, and until when their messages are still read
+        self._ending: dict[int, float] = {}
         self._events: deque[Event] = deque()
         self._joined = 0
         self._context: zmq.Context[Any] = zmq.Context()
         self._patience = patience or SocketLimits()
-        self._keys_shown: zmq.Socket[Any] = self._context.socket(zmq.REP)  # before anybody can connect: without it, every key would do
+        # before anybody can connect: without it, every key would do
+        self._keys_shown: zmq.Socket[Any] = self._context.socket(zmq.REP)
         self._keys_shown.setsockopt(zmq.LINGER, 0)
         self._keys_shown.bind("inproc://zeromq.zap.01")
         self._router = open_socket(self._context, zmq.ROUTER, limits, self._patience)
@@ -94,7 +121,8 @@ class Endpoint:
         if listening is not None:
             self._router.setsockopt(zmq.USE_FD, listening)
         self._watch = Watch(self._context, self._router)
-        self.sockets = [self._keys_shown, self._router, self._watch.socket]  # for a poller that waits for other things too
+        # for a poller that waits for other things too
+        self.sockets = [self._keys_shown, self._router, self._watch.socket]
         self._poller = zmq.Poller()
         for each in self.sockets:
             self._poller.register(each, zmq.POLLIN)
@@ -115,7 +143,8 @@ class Endpoint:
     def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> Sending:
         """Send without waiting; tensors are not copied and stay as they are until the `Sending` is done.
 
-        Raises `PeerLostError` if the peer is gone, `MessageError` if it has not taken what was sent before (decide: later, or `drop` it).
+        Raises `PeerLostError` if the peer is gone, `MessageError` if it has not taken what was sent before
+        (decide: later, or `drop` it).
         """
         if peer not in self._peers:
             raise PeerLostError(f"Peer {peer} is gone.")
@@ -125,17 +154,21 @@ class Endpoint:
             return send(self._router, [known.identity, *frames])
         except zmq.Again:
             waiting = f"{self._patience.queue_messages} messages"
-            raise MessageError(f"Peer {peer} at {known.address} has not taken {waiting} that wait for it. Send later, or drop it.") from None
+            raise MessageError(
+                f"Peer {peer} at {known.address} has not taken {waiting} that wait for it. Send later, or drop it."
+            ) from None
         except zmq.ZMQError:
             raise PeerLostError(f"Peer {peer} at {known.address} is gone.") from None
 
     def drop(self, peer: int) -> None:
-        """Treat a peer as lost: nothing more is read from it, and a `Lost` follows. Its connection stays until the peer or the endpoint closes."""
+        """Treat a peer as lost: nothing more is read from it, and a `Lost` follows. Its connection stays
+        until the peer or the endpoint closes."""
         if peer in self._peers:
             self._lose(peer)
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """What happened, in order; waits for the first at most this long. Lets in who shows the job's key, and reads some 16 messages at most."""
+        """What happened, in order; waits for the first at most this long. Lets in who shows the job's key,
+        and reads some 16 messages at most."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             self._look_at_keys()
@@ -162,14 +195,21 @@ class Endpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close(1.0 if kind is None else 0.0)
 
     def _look_at_keys(self) -> None:
         """Answer who asks to be let in (ZeroMQ's RFC 27): only the workers' key is."""
         while (frames := receive(self._keys_shown, 8)) is not None:
             request = [frame.bytes for frame in frames]
-            known = len(request) == 7 and request[5] == b"CURVE" and request[2] == _DOMAIN.encode() and request[6] == self._workers_key
+            known = (
+                len(request) == 7
+                and request[5] == b"CURVE"
+                and request[2] == _DOMAIN.encode()
+                and request[6] == self._workers_key
+            )
             self.refused.keys += not known
             answer = [b"200", b"", b"worker", b""] if known else [b"400", b"", b"", b""]
             self._keys_shown.send_multipart([b"1.0", request[1] if len(request) > 1 else b"", *answer])
@@ -188,7 +228,8 @@ class Endpoint:
     def _read(self) -> None:
         """Messages that are there, then the loss of peers that have nothing more to be read."""
         for _ in range(_MOST_AT_ONCE):
-            frames = receive(self._router, 2 + self.limits.num_tensors + 1)  # one more than allowed, so that it is seen
+            # one more than allowed, so that it is seen
+            frames = receive(self._router, 2 + self.limits.num_tensors + 1)
             if frames is None:
                 for peer in list(self._ending):
                     self._lose(peer)
@@ -206,7 +247,9 @@ class Endpoint:
                 self.refused.message("A message of nobody who is there.")
             return
         try:
-            self._events.append(ReceivedMessage(peer, *read_frames([frame.buffer for frame in frames], self.limits)))
+            self._events.append(
+                ReceivedMessage(peer, *read_frames([frame.buffer for frame in frames], self.limits))
+            )
         except MessageError as error:
             self.refused.message(str(error))
 
@@ -218,7 +261,12 @@ class Endpoint:
         if descriptor in self._at:  # its peer went before this one came, and was welcomed late
             self._lose(self._at[descriptor])
         self._joined += 1
-        peer = _Peer(number=self._joined, identity=identity, descriptor=descriptor, address=str(frame.get("Peer-Address")))
+        peer = _Peer(
+            number=self._joined,
+            identity=identity,
+            descriptor=descriptor,
+            address=str(frame.get("Peer-Address")),
+        )
         self._peers[peer.number] = peer
         self._numbers[identity] = self._at[descriptor] = peer.number
         self._events.append(Joined(peer.number, peer.address))

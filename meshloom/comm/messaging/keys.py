@@ -1,8 +1,10 @@
-"""The keys of one job: one pair for its servers, one for its workers, in two files that only their user can read.
+"""The keys of one job: one pair for its servers, one for its workers, in two files that only their user can
+read.
 
-Who has the servers' file can be a server of the job, who has the workers' file can join it as a worker. A worker talks to nobody but a server of
-its job, since it knows the servers' public key; a server to nobody but workers of its job, since it knows theirs. Keys are those of
-CURVE (Curve25519, Bernstein 2006), as text of 40 characters (Z85).
+Who has the servers' file can be a server of the job, who has the workers' file can join it as a worker. A
+worker talks to nobody but a server of its job, since it knows the servers' public key; a server to nobody but
+workers of its job, since it knows theirs. Keys are those of CURVE (Curve25519, Bernstein 2006), as text of 40
+characters (Z85).
 """
 
 from __future__ import annotations
@@ -60,13 +62,25 @@ def make_keys() -> tuple[ServerKey, WorkerKey]:
 def write_key(path: Path, key: ServerKey | WorkerKey) -> None:
     """Make the file, with mode 0600. Raises `EndpointError` if it is there already or cannot be made."""
     if isinstance(key, ServerKey):
-        content = {"meshloom": "server key", "public": key.public, "secret": key.secret, "workers_public": key.workers_public}
+        content = {
+            "meshloom": "server key",
+            "public": key.public,
+            "secret": key.secret,
+            "workers_public": key.workers_public,
+        }
     else:
-        content = {"meshloom": "worker key", "public": key.public, "secret": key.secret, "servers_public": key.servers_public}
+        content = {
+            "meshloom": "worker key",
+            "public": key.public,
+            "secret": key.secret,
+            "servers_public": key.servers_public,
+        }
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        raise EndpointError(f"The key file {path} cannot be made: {error.strerror}. Keys are never written over others.") from None
+        raise EndpointError(
+            f"The key file {path} cannot be made: {error.strerror}. Keys are never written over others."
+        ) from None
     with open(descriptor, "w", encoding="utf-8") as file:
         os.fchmod(descriptor, 0o600)  # whatever the umask has left of it
         file.write(json.dumps(content, indent=1) + "\n")
@@ -102,7 +116,11 @@ def _read(path: Path, what: str, others: str) -> dict[str, str]:
     except ValueError:
         content = None
     names = {"meshloom", "public", "secret", others}
-    if not isinstance(content, dict) or content.keys() != names or not all(isinstance(value, str) for value in content.values()):
+    if (
+        not isinstance(content, dict)
+        or content.keys() != names
+        or not all(isinstance(value, str) for value in content.values())
+    ):
         raise EndpointError(f"{path} is not a {what} of meshloom.")
     said: dict[str, str] = dict(content)
     if said.pop("meshloom") != what:
@@ -120,12 +138,15 @@ def _refuse_wrong_pair(public: str, secret: str) -> None:
     _refuse_no_key(public)
     _refuse_no_key(secret)
     if zmq.curve_public(secret.encode()) != public.encode():
-        raise EndpointError(f"The public key {public} does not belong to its secret key: the key file is damaged.")
+        raise EndpointError(
+            f"The public key {public} does not belong to its secret key: the key file is damaged."
+        )
 
 
 def _refuse_no_key(text: str) -> None:
     try:
-        valid = len(text) == 40 and len(zmq.curve_public(text.encode("ascii"))) == 40  # any 32 bytes are a secret key
+        # any 32 bytes are a secret key
+        valid = len(text) == 40 and len(zmq.curve_public(text.encode("ascii"))) == 40
     except (zmq.ZMQError, UnicodeEncodeError):
         valid = False
     if not valid:

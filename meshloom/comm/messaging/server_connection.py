@@ -1,6 +1,7 @@
 """One connection of a worker to one server, made again whenever it ends.
 
-Every connection has a socket and an identity of its own, so that nothing of one connection, neither sent nor received, gets into the next.
+Every connection has a socket and an identity of its own, so that nothing of one connection, neither sent nor
+received, gets into the next.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _HANDSHAKE_FAILED = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_F
 
 
 class ServerConnection:
-    """To the server at `address`. What happens goes to `events`; each connection takes its number from `numbers`."""
+    """To the server at `address`. What happens goes to `events`; each connection takes its number from
+    `numbers`."""
 
     def __init__(
         self,
@@ -77,7 +79,8 @@ class ServerConnection:
         return self._turn if self.peer is None else float("inf")
 
     def look(self) -> None:
-        """Connect if it is time, follow what happened to the connection, read its messages. Raises `EndpointError` if the key is not taken."""
+        """Connect if it is time, follow what happened to the connection, read its messages. Raises
+        `EndpointError` if the key is not taken."""
         if self.peer is None and time.monotonic() >= self._turn:
             self._close(0.0)
             self._open()
@@ -85,7 +88,8 @@ class ServerConnection:
             return
         self._follow()
         for _ in range(_MOST_AT_ONCE):
-            if (frames := receive(self._socket, 1 + self._limits.num_tensors + 1)) is None:  # one more than allowed, so that it is seen
+            # one more than allowed, so that it is seen
+            if (frames := receive(self._socket, 1 + self._limits.num_tensors + 1)) is None:
                 if self._ended:
                     self.end()
                 return
@@ -93,7 +97,8 @@ class ServerConnection:
             self._take(frames)
 
     def send(self, frames: Sequence[Buffer]) -> Sending:
-        """To the server that is there. Raises `PeerLostError`, or `MessageError` if it does not take any more."""
+        """To the server that is there. Raises `PeerLostError`, or `MessageError` if it does not take any
+        more."""
         if self._socket is None or self._ended:
             raise PeerLostError(f"The connection to {self.address} has ended.")
         try:
@@ -103,7 +108,9 @@ class ServerConnection:
             if self._ended:
                 raise PeerLostError(f"The connection to {self.address} has ended.") from None
             waiting = f"{self._patience.queue_messages} messages"
-            raise MessageError(f"The server at {self.address} has not taken {waiting} that wait for it. Send later.") from None
+            raise MessageError(
+                f"The server at {self.address} has not taken {waiting} that wait for it. Send later."
+            ) from None
 
     def end(self) -> None:
         """End this connection; the next is made a little later."""
@@ -120,7 +127,8 @@ class ServerConnection:
 
     def _open(self) -> None:
         try:
-            host, port, six = locate(self.address)  # again: a server that comes back may be at another address of the same name
+            # again: a server that comes back may be at another address of the same name
+            host, port, six = locate(self.address)
         except EndpointError:  # it was known when the worker started
             self._turn = time.monotonic() + _RETRY_SECONDS
             return
@@ -129,7 +137,8 @@ class ServerConnection:
         )  # kept at once, so that whatever fails, it is closed
         made.setsockopt(zmq.IPV6, six)
         made.setsockopt(zmq.ROUTING_ID, b"W" + os.urandom(15))
-        made.setsockopt(zmq.PROBE_ROUTER, 1)  # the server learns of every connection, before its first message
+        # the server learns of every connection, before its first message
+        made.setsockopt(zmq.PROBE_ROUTER, 1)
         made.setsockopt(zmq.CONNECT_TIMEOUT, max(1, round(self._patience.lost_after_seconds * 1000)))
         made.setsockopt(zmq.CURVE_SERVERKEY, self._key.servers_public.encode())
         made.setsockopt(zmq.CURVE_PUBLICKEY, self._key.public.encode())
@@ -157,7 +166,8 @@ class ServerConnection:
                 raise EndpointError(
                     f"The server at {self.address} refuses this worker's key ({detail}). Use the worker key that was made for its job."
                 )
-            elif event in _HANDSHAKE_FAILED and time.monotonic() - self._opened < HANDSHAKE_SECONDS / 2:  # else the server is busy
+            elif event in _HANDSHAKE_FAILED and time.monotonic() - self._opened < HANDSHAKE_SECONDS / 2:
+                # else the server is busy
                 self._broken_handshakes += 1
                 if self._broken_handshakes == _MOST_BROKEN_HANDSHAKES:
                     raise EndpointError(
@@ -171,6 +181,8 @@ class ServerConnection:
         if self.peer is None:
             return
         try:
-            self._events.append(ReceivedMessage(self.peer, *read_frames([frame.buffer for frame in frames], self._limits)))
+            self._events.append(
+                ReceivedMessage(self.peer, *read_frames([frame.buffer for frame in frames], self._limits))
+            )
         except MessageError:
             self.num_refused += 1

@@ -1,7 +1,9 @@
-"""What endpoints and connections share: ZeroMQ sockets with bounded queues and heartbeats, their events, and frames in and out.
+"""What endpoints and connections share: ZeroMQ sockets with bounded queues and heartbeats, their events, and
+frames in and out.
 
-A context has one thread that does all input and output, so that what it reports about connections comes in the order in which it happened. No
-socket connects again by itself: whoever uses it makes a new one, so that nothing queued for one connection reaches the next.
+A context has one thread that does all input and output, so that what it reports about connections comes in
+the order in which it happened. No socket connects again by itself: whoever uses it makes a new one, so that
+nothing queued for one connection reaches the next.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from meshloom.core.errors import EndpointError
 
 _ENVELOPE_BYTES = 256  # what CURVE adds to a frame, and more
 _HANDSHAKE_BYTES = 4096
-_NEVER_SECONDS = 1_000_000  # -1, which says never, would throw away what has arrived as soon as a connection ends
+# -1, which says never, would throw away what has arrived as soon as a connection ends
+_NEVER_SECONDS = 1_000_000
 HANDSHAKE_SECONDS = 30.0  # a server may be busy for a while before it looks at a new peer's key
 WATCHED = (
     zmq.EVENT_ACCEPTED
@@ -38,7 +41,8 @@ WATCHED = (
 
 @dataclass(frozen=True)
 class Joined:
-    """A peer is there. Every connection is a new peer with a new number, also when the same process connects again. address: HOST:PORT or HOST."""
+    """A peer is there. Every connection is a new peer with a new number, also when the same process connects
+    again. address: HOST:PORT or HOST."""
 
     peer: int
     address: str
@@ -46,7 +50,8 @@ class Joined:
 
 @dataclass(frozen=True)
 class Lost:
-    """A peer has gone, and nothing more comes from it. What was on its way to it may be lost; none of it arrives twice or later."""
+    """A peer has gone, and nothing more comes from it. What was on its way to it may be lost; none of it
+    arrives twice or later."""
 
     peer: int
     address: str
@@ -54,7 +59,8 @@ class Lost:
 
 @dataclass(frozen=True, eq=False)
 class ReceivedMessage:
-    """From a peer that is there. The tensors use the memory that the message arrived in, and may be written to."""
+    """From a peer that is there. The tensors use the memory that the message arrived in, and may be written
+    to."""
 
     peer: int
     header: Header
@@ -89,8 +95,9 @@ class Sending:
 class SocketLimits:
     """How long a peer may be silent, and how much may wait for it.
 
-    lost_after_seconds: a peer whose machine or process does not answer is lost within this time (one that ended is lost at once). A tensor must be sent
-        in less than half of it, since heartbeats travel between frames. queue_messages: that wait for a peer on this side, and as many on the other.
+    lost_after_seconds: a peer whose machine or process does not answer is lost within this time (one that
+        ended is lost at once). A tensor must be sent in less than half of it, since heartbeats travel between
+        frames. queue_messages: that wait for a peer on this side, and as many on the other.
     """
 
     lost_after_seconds: float = 10.0
@@ -103,7 +110,9 @@ class SocketLimits:
             )
 
 
-def open_socket(context: zmq.Context[Any], kind: int, limits: FrameLimits, patience: SocketLimits) -> zmq.Socket[Any]:
+def open_socket(
+    context: zmq.Context[Any], kind: int, limits: FrameLimits, patience: SocketLimits
+) -> zmq.Socket[Any]:
     """A socket that takes no larger frames, queues no more messages, and notices dead peers."""
     made: zmq.Socket[Any] = context.socket(kind)
     made.setsockopt(zmq.LINGER, 0)
@@ -121,12 +130,14 @@ class Watch:
     """The events of a socket's connections, in order: (event, descriptor or detail)."""
 
     def __init__(self, context: zmq.Context[Any], watched: zmq.Socket[Any]) -> None:
-        # A name that no watch has had: the thread that does input and output lets go of one that was closed a little later.
+        # A name that no watch has had: the thread that does input and output lets go of one that was closed a
+        # little later.
         name = f"inproc://watch-{secrets.token_hex(16)}"
         watched.monitor(name, WATCHED)
         self.socket: zmq.Socket[Any] = context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop the thread that does all input and output
+        # a full queue would stop the thread that does all input and output
+        self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.connect(name)
         self._watched = watched
 
@@ -156,7 +167,8 @@ def receive(source: zmq.Socket[Any], most: int) -> list[zmq.Frame] | None:
 
 
 def send(target: zmq.Socket[Any], frames: Sequence[Buffer]) -> Sending:
-    """Hand over the frames, whose memory is used as it is. Raises `zmq.Again` or another `zmq.ZMQError`, and then nothing is sent."""
+    """Hand over the frames, whose memory is used as it is. Raises `zmq.Again` or another `zmq.ZMQError`, and
+    then nothing is sent."""
     return Sending(target.send_multipart(frames, zmq.DONTWAIT, copy=False, track=True))
 
 
@@ -172,7 +184,9 @@ def locate(address: str) -> tuple[str, int, bool]:
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise EndpointError(f"{address!r} is not an address. Write HOST:PORT, for example 192.168.0.5:5000.")
     try:
-        found = socket.getaddrinfo(host.removeprefix("[").removesuffix("]"), int(port), type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(
+            host.removeprefix("[").removesuffix("]"), int(port), type=socket.SOCK_STREAM
+        )
     except OSError as reason:
         raise EndpointError(f"The host {host} of {address} is not known: {reason.strerror}.") from None
     numeric = str(found[0][4][0])

@@ -1,11 +1,12 @@
-"""A message between peers that come and go: a fixed header, then the raw bytes of its tensors, one frame each.
+"""A message between peers that come and go: a fixed header, then the raw bytes of its tensors, one frame
+each.
 
     header frame    48 bytes: magic, format, kind, worker, number of tensors, sequence, answers, step, version
                     per tensor: dtype, number of dims, bytes, size of each dim
     tensor frames   the elements in C order, as they lie in memory
 
-All numbers are little-endian, all bytes have a meaning, and only one: whatever can be read is written the same way. Nothing is
-unpickled or evaluated. What is not exactly so is refused with `MessageError`.
+All numbers are little-endian, all bytes have a meaning, and only one: whatever can be read is written the
+same way. Nothing is unpickled or evaluated. What is not exactly so is refused with `MessageError`.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 class Header:
     """What a message is about. The transport gives no meaning to any of it.
 
-    kind: which message it is (16 bits). worker: which worker it is from or for (32 bits). sequence: the sender's count of messages.
-    answers: the sequence of the message that this one answers. step: the sender's step. version: of the parameters it is about.
+    kind: which message it is (16 bits). worker: which worker it is from or for (32 bits). sequence: the
+    sender's count of messages. answers: the sequence of the message that this one answers. step: the sender's
+    step. version: of the parameters it is about.
     """
 
     kind: int
@@ -69,12 +71,15 @@ class Header:
     def __post_init__(self) -> None:
         for name, bits in _WIDTH_BITS.items():
             if not 0 <= getattr(self, name) < 1 << bits:
-                raise MessageError(f"A message cannot have {name}={getattr(self, name)}: it has {bits} bits and no sign.")
+                raise MessageError(
+                    f"A message cannot have {name}={getattr(self, name)}: it has {bits} bits and no sign."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrameLimits:
-    """What a peer takes and sends at most, known before anything arrives. Larger frames end the connection before their memory is taken.
+    """What a peer takes and sends at most, known before anything arrives. Larger frames end the connection
+    before their memory is taken.
 
     kinds: of messages. num_tensors: in one message. tensor_bytes: of one tensor.
     """
@@ -113,7 +118,8 @@ class Described:
 def write_frames(header: Header, tensors: Sequence[Tensor], limits: FrameLimits) -> list[Buffer]:
     """The header's bytes, then each tensor's memory itself (a copy only of tensors that are not contiguous).
 
-    Raises `MessageError` for what the limits do not allow and for tensors that are not on the CPU or of a dtype that cannot travel.
+    Raises `MessageError` for what the limits do not allow and for tensors that are not on the CPU or of a
+    dtype that cannot travel.
     """
     described = [_describe(tensor) for tensor in tensors]
     refuse_beyond(limits, header, described)
@@ -121,7 +127,8 @@ def write_frames(header: Header, tensors: Sequence[Tensor], limits: FrameLimits)
 
 
 def read_frames(frames: Sequence[Buffer], limits: FrameLimits) -> tuple[Header, list[Tensor]]:
-    """Header and tensors, which use the frames' memory (writable if the frames are). Raises `MessageError` for anything malformed."""
+    """Header and tensors, which use the frames' memory (writable if the frames are). Raises `MessageError`
+    for anything malformed."""
     if not frames:
         raise MessageError("A message without a header.")
     header, described = read_header(frames[0], limits)
@@ -145,14 +152,17 @@ def write_header(header: Header, tensors: Sequence[Described]) -> bytes:
 
 
 def read_header(frame: Buffer, limits: FrameLimits) -> tuple[Header, list[Described]]:
-    """Header and the tensors that it describes, within the limits. Raises `MessageError` for anything else."""
+    """Header and the tensors that it describes, within the limits. Raises `MessageError` for anything
+    else."""
     if not _FIXED.size <= len(frame) <= limits.header_bytes:
         raise MessageError(f"A header of {len(frame)} bytes; it has {_FIXED.size} to {limits.header_bytes}.")
     magic, form, kind, worker, num_tensors, sequence, answers, step, version = _FIXED.unpack_from(frame)
     if magic != MAGIC:
         raise MessageError(f"A message that starts with {magic!r} is not of meshloom.")
     if form != FORMAT:
-        raise MessageError(f"A message of format {form}; this version of meshloom reads format {FORMAT}. Use the same version everywhere.")
+        raise MessageError(
+            f"A message of format {form}; this version of meshloom reads format {FORMAT}. Use the same version everywhere."
+        )
     if num_tensors > limits.num_tensors:
         raise MessageError(f"A message of {num_tensors} tensors; {limits.num_tensors} are expected at most.")
     header = Header(kind=kind, worker=worker, sequence=sequence, answers=answers, step=step, version=version)
@@ -170,12 +180,18 @@ def read_header(frame: Buffer, limits: FrameLimits) -> tuple[Header, list[Descri
 def refuse_beyond(limits: FrameLimits, header: Header, tensors: Sequence[Described]) -> None:
     """Raise `MessageError` for a message that is not within the limits."""
     if header.kind not in limits.kinds:
-        raise MessageError(f"A message of kind {header.kind}; known are {', '.join(map(str, sorted(limits.kinds)))}.")
+        raise MessageError(
+            f"A message of kind {header.kind}; known are {', '.join(map(str, sorted(limits.kinds)))}."
+        )
     if len(tensors) > limits.num_tensors:
-        raise MessageError(f"A message of {len(tensors)} tensors; {limits.num_tensors} are expected at most. Send several messages.")
+        raise MessageError(
+            f"A message of {len(tensors)} tensors; {limits.num_tensors} are expected at most. Send several messages."
+        )
     largest = max((each.num_bytes for each in tensors), default=0)
     if largest > limits.tensor_bytes:
-        raise MessageError(f"A tensor of {largest} bytes; {limits.tensor_bytes} are expected at most. Send it in slices.")
+        raise MessageError(
+            f"A tensor of {largest} bytes; {limits.tensor_bytes} are expected at most. Send it in slices."
+        )
 
 
 def _read_described(frame: Buffer, offset: int) -> tuple[Described, int]:
@@ -191,7 +207,8 @@ def _read_described(frame: Buffer, offset: int) -> tuple[Described, int]:
     if len(frame) - offset < 8 * num_dims:
         raise MessageError("A header that ends within the shape of a tensor.")
     described = Described(dtype=DTYPES[code], shape=struct.unpack_from(f"<{num_dims}Q", frame, offset))
-    if prod(max(size, 1) for size in described.shape) * described.dtype.itemsize >= 1 << 62:  # torch computes strides in 63 bits
+    # torch computes strides in 63 bits
+    if prod(max(size, 1) for size in described.shape) * described.dtype.itemsize >= 1 << 62:
         raise MessageError(f"A tensor of shape {described.shape}, which no memory could hold.")
     if described.num_bytes != num_bytes:
         raise MessageError(f"A tensor of {num_bytes} bytes whose shape and dtype make {described.num_bytes}.")
@@ -200,11 +217,17 @@ def _read_described(frame: Buffer, offset: int) -> tuple[Described, int]:
 
 def _describe(tensor: Tensor) -> Described:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise MessageError(f"A {tensor.layout} tensor on {tensor.device} cannot be sent: messages take dense tensors on the CPU. Use .cpu().")
+        raise MessageError(
+            f"A {tensor.layout} tensor on {tensor.device} cannot be sent: messages take dense tensors on the CPU. Use .cpu()."
+        )
     if tensor.dtype not in CODES:
-        raise MessageError(f"A tensor of {tensor.dtype} cannot be sent. Convert it, for example with .view(torch.uint8).")
+        raise MessageError(
+            f"A tensor of {tensor.dtype} cannot be sent. Convert it, for example with .view(torch.uint8)."
+        )
     if tensor.ndim > MOST_DIMS:
-        raise MessageError(f"A tensor of {tensor.ndim} dims cannot be sent: {MOST_DIMS} are allowed. Reshape it.")
+        raise MessageError(
+            f"A tensor of {tensor.ndim} dims cannot be sent: {MOST_DIMS} are allowed. Reshape it."
+        )
     return Described(dtype=tensor.dtype, shape=tuple(tensor.shape))
 
 

@@ -3,7 +3,8 @@
     rank 0   sent |------ there ------>              |  came back
     rank r                      its clock |------ back ------>
 
-The answer was read somewhere between `sent` and `came back` (Cristian, 1989). Of several round trips the fastest says most.
+The answer was read somewhere between `sent` and `came back` (Cristian, 1989). Of several round trips the
+fastest says most.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ ROUND_TRIPS = 15
 
 @dataclass(frozen=True, kw_only=True)
 class Offset:
-    """seconds: how much a rank's clock is ahead of rank 0's. error_seconds: by how much that may be wrong, either way."""
+    """seconds: how much a rank's clock is ahead of rank 0's. error_seconds: by how much that may be wrong,
+    either way."""
 
     seconds: float
     error_seconds: float
 
 
-def clock_offsets(group: Group, round_trips: int = ROUND_TRIPS, clock: Callable[[], float] = time.perf_counter) -> Steps[list[Offset]]:
+def clock_offsets(
+    group: Group, round_trips: int = ROUND_TRIPS, clock: Callable[[], float] = time.perf_counter
+) -> Steps[list[Offset]]:
     """Of every rank, on every rank; all ranks call it. group: of CPU tensors. clock: this rank's, in seconds.
 
     Processes of one host share a clock. So an offset that cannot be told from none is none.

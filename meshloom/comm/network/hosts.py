@@ -1,4 +1,5 @@
-"""A group over several hosts with the same number of ranks on each: what crosses the network is divided among the ranks of a host.
+"""A group over several hosts with the same number of ranks on each: what crosses the network is divided among
+the ranks of a host.
 
 An all-reduce on 2 hosts with 2 ranks each, of a tensor with halves x and y:
 
@@ -8,8 +9,9 @@ An all-reduce on 2 hosts with 2 ranks each, of a tensor with halves x and y:
     between hosts    x0+..+x3   y0+..+y3       x0+..+x3   y0+..+y3    rank 0 with 2, rank 1 with 3: half the bytes from each
     inside a host    x, y       x, y           x, y       x, y        all-gather
 
-(Two levels as in Cho et al., "BlueConnect", 2019.) Reduce-scatter, all-gather, broadcast and barrier go likewise. Messages take the short way if both
-ranks share a host. The rest goes straight over the group of all ranks.
+(Two levels as in Cho et al., "BlueConnect", 2019.) Reduce-scatter, all-gather, broadcast and barrier go
+likewise. Messages take the short way if both ranks share a host. The rest goes straight over the group of all
+ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ _END_SECONDS = 5.0  # that threads are given to end
 class HostsParts:
     """The groups underneath, of which one rank is a member.
 
-    first, last, post: each of the ranks of this host, in the same order: for what comes before the network, after it, and for messages.
-    across: the ranks that have this rank's number in `first` on their hosts, in order of the hosts.
+    first, last, post: each of the ranks of this host, in the same order: for what comes before the network,
+    after it, and for messages. across: the ranks that have this rank's number in `first` on their hosts, in
+    order of the hosts.
     whole: all ranks.
     """
 
@@ -55,8 +58,9 @@ class HostsGroup(Group):
 
     hosts: the group's ranks on each host, as many on each.
     members: what to call each rank in errors, like "rank 3 (dp=3)".
-    activity: where this rank writes that it waits; `post` and `whole` write there themselves. After a wait that failed it still says so.
-    who_left: what to call a rank that has aborted, if one has; a waiting rank asks once a second.
+    activity: where this rank writes that it waits; `post` and `whole` write there themselves. After a wait
+    that failed it still says so. who_left: what to call a rank that has aborted, if one has; a waiting rank
+    asks once a second.
     """
 
     def __init__(
@@ -70,12 +74,19 @@ class HostsGroup(Group):
         self._hosts = tuple(tuple(ranks) for ranks in hosts)
         self._parts = parts
         self._members = tuple(members)
-        self._places = {rank: (host, index) for host, ranks in enumerate(self._hosts) for index, rank in enumerate(ranks)}
+        self._places = {
+            rank: (host, index) for host, ranks in enumerate(self._hosts) for index, rank in enumerate(ranks)
+        }
         self._host, self._index = self._places[parts.whole.rank]
         expected = parts.whole.size, len(self._hosts), *[len(self._hosts[0])] * 3
-        found = len(self._places), *[group.size for group in (parts.across, parts.first, parts.last, parts.post)]
+        found = (
+            len(self._places),
+            *[group.size for group in (parts.across, parts.first, parts.last, parts.post)],
+        )
         if found != expected or {len(ranks) for ranks in self._hosts} != {len(self._hosts[0])}:
-            raise CollectiveError(f"Hosts with ranks {list(self._hosts)} need the same number on each, and groups of these sizes; they are {found}.")
+            raise CollectiveError(
+                f"Hosts with ranks {list(self._hosts)} need the same number on each, and groups of these sizes; they are {found}."
+            )
         self.who_left = who_left
         self._patience = Patience(self._members[self.rank], activity, who_left)
         self._line = PhasedLine(f"group of {self._members[self.rank]}")
@@ -96,7 +107,8 @@ class HostsGroup(Group):
         flat = tensor.detach().view(-1)
         k = len(self._hosts[0])
         n = flat.numel() // k
-        body, rest = flat[: n * k], flat[n * k :]  # rest: what does not divide by k; the first rank of each host takes it across
+        # rest: what does not divide by k; the first rank of each host takes it across
+        body, rest = flat[: n * k], flat[n * k :]
         leads = self._index == 0
         mine = torch.empty(n + (rest.numel() if leads else 0), dtype=flat.dtype)
 
@@ -122,11 +134,17 @@ class HostsGroup(Group):
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         output, flat = output.detach().view(-1), tensor.detach().view(-1)
-        mine = torch.empty(len(self._hosts), output.numel(), dtype=flat.dtype)  # [h]: the sum over this host of what is for this index of host h
+        # [h]: the sum over this host of what is for this index of host h
+        mine = torch.empty(len(self._hosts), output.numel(), dtype=flat.dtype)
 
         def first() -> None:
             slices = [self._slices(flat, host) for host in range(len(self._hosts))]
-            _wait([self._parts.first.reduce_scatter(sums, slice_, _summed(op)) for sums, slice_ in zip(mine, slices, strict=True)])
+            _wait(
+                [
+                    self._parts.first.reduce_scatter(sums, slice_, _summed(op))
+                    for sums, slice_ in zip(mine, slices, strict=True)
+                ]
+            )
 
         def second() -> Sequence[Work]:
             return [self._parts.across.reduce_scatter(output, mine.view(-1), _summed(op))]
@@ -146,7 +164,12 @@ class HostsGroup(Group):
 
         def third() -> None:
             slices = [self._slices(output, host, filled=False) for host in range(len(self._hosts))]
-            _wait([self._parts.last.all_gather(slice_, theirs) for slice_, theirs in zip(slices, mine, strict=True)])
+            _wait(
+                [
+                    self._parts.last.all_gather(slice_, theirs)
+                    for slice_, theirs in zip(slices, mine, strict=True)
+                ]
+            )
             for ranks, slice_ in zip(self._hosts, slices, strict=True):
                 if not _consecutive(ranks):
                     output.view(self.size, flat.numel())[list(ranks)] = slice_.view(len(ranks), flat.numel())
@@ -168,28 +191,47 @@ class HostsGroup(Group):
 
         def second() -> Sequence[Work]:
             works = _nonempty(mine, lambda: self._parts.across.broadcast(mine, host))
-            return works + (_nonempty(rest, lambda: self._parts.across.broadcast(rest, host)) if self._index == 0 else [])
+            return works + (
+                _nonempty(rest, lambda: self._parts.across.broadcast(rest, host)) if self._index == 0 else []
+            )
 
         def third() -> None:
             if not here:
                 inside = _nonempty(body, lambda: self._parts.last.all_gather(body, mine))
                 _wait(inside + _nonempty(rest, lambda: self._parts.last.broadcast(rest, 0)))
 
-        return self._start(f"broadcast of {flat.nbytes} bytes from {self._members[source]}", first, second, third)
+        return self._start(
+            f"broadcast of {flat.nbytes} bytes from {self._members[source]}", first, second, third
+        )
 
     def barrier(self) -> Work:
         parts = self._parts
-        return self._start("barrier", lambda: parts.first.barrier().wait(), lambda: [parts.across.barrier()], lambda: parts.last.barrier().wait())
+        return self._start(
+            "barrier",
+            lambda: parts.first.barrier().wait(),
+            lambda: [parts.across.barrier()],
+            lambda: parts.last.barrier().wait(),
+        )
 
     def send(self, tensor: Tensor, destination: int) -> Work:
         host, index = self._places[destination]
-        return self._parts.post.send(tensor, index) if host == self._host else self._parts.whole.send(tensor, destination)
+        return (
+            self._parts.post.send(tensor, index)
+            if host == self._host
+            else self._parts.whole.send(tensor, destination)
+        )
 
     def recv(self, tensor: Tensor, source: int) -> Work:
         host, index = self._places[source]
-        return self._parts.post.recv(tensor, index) if host == self._host else self._parts.whole.recv(tensor, source)
+        return (
+            self._parts.post.recv(tensor, index)
+            if host == self._host
+            else self._parts.whole.recv(tensor, source)
+        )
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Work:
         return self._parts.whole.all_to_all(output, tensor, output_sizes, sizes)
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
@@ -205,21 +247,35 @@ class HostsGroup(Group):
         self._line.close(_END_SECONDS)  # what its threads wait for fails now
 
     def close(self) -> None:
-        """End this group's threads, once what was started is over; what other ranks do not join within seconds never will be."""
+        """End this group's threads, once what was started is over; what other ranks do not join within
+        seconds never will be."""
         if not self._line.close(_END_SECONDS):
             self.abort()
 
-    def _start(self, what: str, first: Callable[[], None], second: Callable[[], Sequence[Work]], third: Callable[[], None]) -> Work:
+    def _start(
+        self,
+        what: str,
+        first: Callable[[], None],
+        second: Callable[[], Sequence[Work]],
+        third: Callable[[], None],
+    ) -> Work:
         self._patience.check(what)
-        return BackgroundWork(self._patience, self._line.start(Phases(first=first, second=second, third=third)), what)
+        return BackgroundWork(
+            self._patience, self._line.start(Phases(first=first, second=second, third=third)), what
+        )
 
     def _slices(self, flat: Tensor, host: int, *, filled: bool = True) -> Tensor:
-        """Of `flat` [size * n] those of the ranks of a host, [k * n]; a part of `flat` if its ranks are numbered consecutively."""
+        """Of `flat` [size * n] those of the ranks of a host, [k * n]; a part of `flat` if its ranks are
+        numbered consecutively."""
         ranks = self._hosts[host]
         n = flat.numel() // self.size
         if _consecutive(ranks):
             return flat[ranks[0] * n : (ranks[-1] + 1) * n]
-        return flat.view(self.size, n)[list(ranks)].view(-1) if filled else torch.empty(len(ranks) * n, dtype=flat.dtype)
+        return (
+            flat.view(self.size, n)[list(ranks)].view(-1)
+            if filled
+            else torch.empty(len(ranks) * n, dtype=flat.dtype)
+        )
 
 
 def _consecutive(ranks: Sequence[int]) -> bool:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from meshloom.core.errors import CollectiveError, PeerLostError
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # containers of one host have names of their own, but were booted together
+# containers of one host have names of their own, but were booted together
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def check_one_host(store: dist.Store, rank: int, members: Sequence[str], timeout: timedelta) -> None:

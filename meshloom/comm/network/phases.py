@@ -4,9 +4,10 @@
     first thread       [1 first, begins second]  [2 first, begins second]
     second thread                                [1 second is over, third]  [2 second is over, third]
 
-A rank that waits for one group may hold up a rank that waits for another. If phases went on only in `wait`, two such ranks could wait for each
-other for ever. Each thread takes the operations in the order of their start, which is the same on all ranks, so the groups that the phases
-use see one order too, as long as no group is used by both threads.
+A rank that waits for one group may hold up a rank that waits for another. If phases went on only in `wait`,
+two such ranks could wait for each other for ever. Each thread takes the operations in the order of their
+start, which is the same on all ranks, so the groups that the phases use see one order too, as long as no
+group is used by both threads.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Phases:
 class PhasedLine:
     """A first-in-first-out line of such operations, with a thread for each end; whoever makes it closes it.
 
-    The threads do not keep a process from ending: an operation that other ranks never join would do so for ever.
+    The threads do not keep a process from ending: an operation that other ranks never join would do so for
+    ever.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,7 +44,8 @@ class PhasedLine:
         self._back_failure: BaseException | None = None
 
     def start(self, phases: Phases) -> Future[None]:
-        """What is done when the third phase is over. After one operation has failed, all later ones fail with its error."""
+        """What is done when the third phase is over. After one operation has failed, all later ones fail with
+        its error."""
         begun = self._front.submit(lambda: self._begin(phases))
         return self._back.submit(lambda: self._end(phases, begun))
 
@@ -53,7 +56,8 @@ class PhasedLine:
         return self._front.ended_within(seconds) and self._back.ended_within(seconds)
 
     def _begin(self, phases: Phases) -> Sequence[Work]:
-        # The groups below are out of step after a failure: some ranks have started phases that others never will.
+        # The groups below are out of step after a failure: some ranks have started phases that others never
+        # will.
         if failure := self._front_failure or self._back_failure:
             raise failure
         try:

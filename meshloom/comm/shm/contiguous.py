@@ -1,4 +1,5 @@
-"""Tensors as contiguous memory: themselves where they are, a copy otherwise, which is copied back where it was written."""
+"""Tensors as contiguous memory: themselves where they are, a copy otherwise, which is copied back where it
+was written."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def to_write(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
     return flat, finish
 
 
-def one_after_another(written: Sequence[tuple[Tensor, Callable[[], None] | None]]) -> Callable[[], None] | None:
+def one_after_another(
+    written: Sequence[tuple[Tensor, Callable[[], None] | None]],
+) -> Callable[[], None] | None:
     """What brings all that `to_write` gave to their tensors, if one needs it."""
     finishes = [finish for _, finish in written if finish]
     if not finishes:

@@ -12,8 +12,20 @@ Op = Literal["sum", "avg", "product", "min", "max", "and", "or", "xor"]
 Descriptor = tuple[int, int, int, int, int, tuple[int, ...]]  # kind, op, dtype, root, elements, shape
 
 # In the order of ml_kind, ml_op and ml_dtype in native/engine.h.
-KINDS = ("barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
-BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER, ALL_TO_ALL = range(len(KINDS))
+KINDS = (
+    "barrier",
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "all_to_all",
+)
+BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER, ALL_TO_ALL = range(
+    len(KINDS)
+)
 OPS: tuple[Op, ...] = ("sum", "avg", "product", "min", "max", "and", "or", "xor")
 DTYPES = {
     dtype: number
@@ -23,7 +35,8 @@ DTYPES = {
         torch.complex64, torch.complex128,
     ))
 }  # fmt: skip
-MOVED = {1: 15, 2: 16, 4: 17, 8: 18, 16: 19}  # other types, by the bytes of an element: moved, but not computed with
+# other types, by the bytes of an element: moved, but not computed with
+MOVED = {1: 15, 2: 16, 4: 17, 8: 18, 16: 19}
 DONE, WAITING, MISMATCH, ABORTED, NO_SPACE, NO_MEMORY, OUTSIDE = range(7)
 
 
@@ -50,5 +63,9 @@ def tensor_of(found: Descriptor | None) -> str:
         return "something else"
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     number = found[2]
-    name = names[number] if number < len(names) else f"elements of {next(size for size, moved in MOVED.items() if moved == number)} bytes"
+    name = (
+        names[number]
+        if number < len(names)
+        else f"elements of {next(size for size, moved in MOVED.items() if moved == number)} bytes"
+    )
     return f"{name}{list(found[5])}"

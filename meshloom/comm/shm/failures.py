@@ -1,4 +1,5 @@
-"""What a rank that talks through memory says when a wait fails: who is missing, or what others have called instead."""
+"""What a rank that talks through memory says when a wait fails: who is missing, or what others have called
+instead."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Of waits of rank `rank`. engine, handle: asked for what each rank has started. members: what to call the ranks."""
+    """Of waits of rank `rank`. engine, handle: asked for what each rank has started. members: what to call
+    the ranks."""
 
     engine: Any
     handle: Handle
@@ -32,18 +34,24 @@ class Failures:
         """The process of `rank`, which `what` needs, has ended."""
         return PeerLostError(f"{self.here} lost {self.members[rank]}, whose process has ended, in {what}.")
 
-    def late(self, missing: Sequence[int], what: str, timeout_seconds: float, *, message: bool) -> PeerLostError:
+    def late(
+        self, missing: Sequence[int], what: str, timeout_seconds: float, *, message: bool
+    ) -> PeerLostError:
         """`what` took longer than the timeout. missing: whom it waits for, as far as that is known."""
         who = ", ".join(self.members[rank] for rank in missing) or "the other ranks"
         last = "".join(f" {self.members[rank]} {self._last_of(rank)}." for rank in missing[:3] if not message)
-        return PeerLostError(f"{self.here} waited too long for {who} in {what}: longer than the timeout of {timeout_seconds:g} s.{last}")
+        return PeerLostError(
+            f"{self.here} waited too long for {who} in {what}: longer than the timeout of {timeout_seconds:g} s.{last}"
+        )
 
     def of(self, status: int, what: str, *, message: bool) -> MeshloomError:
         """The engine ended the wait with this status. Too little memory for an arena is not told here."""
         engine, handle = self.engine, self.handle
         if status == ABORTED:
             by = engine.aborted_by(handle)
-            return PeerLostError(f"{self.here} lost {self.members[by] if by >= 0 else 'another rank'}, {HAS_ABORTED}, in {what}.")
+            return PeerLostError(
+                f"{self.here} lost {self.members[by] if by >= 0 else 'another rank'}, {HAS_ABORTED}, in {what}."
+            )
         if status not in (MISMATCH, OUTSIDE):
             return CollectiveError(f"{self.here} is out of memory in {what}.")
         rank, number = engine.mismatch(handle)
@@ -54,10 +62,14 @@ class Failures:
             )
         if message:
             sent = engine.letter(handle, rank, number)
-            return CollectiveError(f"{what} on {self.here} met {tensor_of(sent)} from {there}: give recv the shape and dtype that were sent.")
+            return CollectiveError(
+                f"{what} on {self.here} met {tensor_of(sent)} from {there}: give recv the shape and dtype that were sent."
+            )
         own, other = engine.descriptor(handle, self.rank, number), engine.descriptor(handle, rank, number)
         if own == other:
-            return CollectiveError(f"{what}: the sizes that {self.here} and {there} expect of each other differ.")
+            return CollectiveError(
+                f"{what}: the sizes that {self.here} and {there} expect of each other differ."
+            )
         return CollectiveError(
             f"{self.here} called {call_of(own)} where {there} called {call_of(other)}: all ranks of a group must make the same calls in the same order."
         )

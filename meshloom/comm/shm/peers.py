@@ -1,4 +1,5 @@
-"""Whether the processes of the other ranks live: a handle on each process, which no later process of the same number can take."""
+"""Whether the processes of the other ranks live: a handle on each process, which no later process of the same
+number can take."""
 
 from __future__ import annotations
 

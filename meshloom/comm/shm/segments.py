@@ -1,9 +1,13 @@
-"""Memory that several processes of one host map: files without a name where the system has them, which nothing can leave behind.
+"""Memory that several processes of one host map: files without a name where the system has them, which
+nothing can leave behind.
 
-A rank makes a file in memory (memfd) and tells its process and descriptor; the others open it as /proc/PID/fd/DESCRIPTOR, as
-processes of one user may. Where that does not work (no memfd, no /proc, hidden processes) files have a name in /dev/shm for the moment in which
-all ranks open them. Either way nobody but their user may open them (mode 0600), and what is opened must be such a file, of
-the same user and of the expected size: otherwise another user, who may say anything, could put his own memory there, or a file of this user's that is something else.
+A rank makes a file in memory (memfd) and tells its process and descriptor; the others open it as
+/proc/PID/fd/DESCRIPTOR, as
+processes of one user may. Where that does not work (no memfd, no /proc, hidden processes) files have a name
+in /dev/shm for the moment in which all ranks open them. Either way nobody but their user may open them (mode
+0600), and what is opened must be such a file, of
+the same user and of the expected size: otherwise another user, who may say anything, could put his own memory
+there, or a file of this user's that is something else.
 """
 
 from __future__ import annotations
@@ -26,7 +30,10 @@ from meshloom.core.errors import CollectiveError
 
 PAGE = mmap.PAGESIZE
 _NAME = "meshloom"  # of files without one, where the system shows them
-_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)  # the size stays
+# the size stays
+_SEALS = (
+    getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
+)
 
 
 class Files(ABC):
@@ -39,11 +46,13 @@ class Files(ABC):
 
     @abstractmethod
     def create(self, num_bytes: int, *, backed: bool) -> tuple[int, int]:
-        """Descriptor and number of a new file. backed: its memory is taken now. Raises `CollectiveError` if there is too little."""
+        """Descriptor and number of a new file. backed: its memory is taken now. Raises `CollectiveError` if
+        there is too little."""
 
     @abstractmethod
     def open(self, process: int, number: int, num_bytes: int) -> int:
-        """Descriptor of another process's file of that many bytes. Raises `OSError` if it is not there, or is not what `create` makes for this user."""
+        """Descriptor of another process's file of that many bytes. Raises `OSError` if it is not there, or is
+        not what `create` makes for this user."""
 
     @abstractmethod
     def all_have_opened(self, number: int) -> None:
@@ -69,7 +78,8 @@ class Anonymous(Files):
         path = f"/proc/{process}/fd/{number}"
         if os.stat(f"/proc/{process}").st_uid != os.geteuid():
             raise PermissionError(f"process {process} belongs to another user")
-        if os.readlink(path) != f"/memfd:{_NAME} (deleted)":  # nothing else is opened: that alone may have effects
+        # nothing else is opened: that alone may have effects
+        if os.readlink(path) != f"/memfd:{_NAME} (deleted)":
             raise PermissionError(f"file {number} of process {process} is not shared memory")
         return _checked(os.open(path, os.O_RDWR | os.O_CLOEXEC), num_bytes, _SEALS)
 
@@ -81,7 +91,9 @@ class Named(Files):
     """Files in a directory in memory, until all have opened them."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._directory = directory or (Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir()))
+        self._directory = directory or (
+            Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+        )
         self._remove_leftovers()
 
     @property
@@ -123,7 +135,8 @@ class Named(Files):
 
 
 def map_file(descriptor: int, num_bytes: int) -> Tensor:
-    """The file's memory as bytes (uint8 [num_bytes]); it stays mapped for as long as a tensor uses it. The descriptor may be closed."""
+    """The file's memory as bytes (uint8 [num_bytes]); it stays mapped for as long as a tensor uses it. The
+    descriptor may be closed."""
     return torch.frombuffer(mmap.mmap(descriptor, max(num_bytes, PAGE)), dtype=torch.uint8)[:num_bytes]
 
 
@@ -143,7 +156,8 @@ def free_bytes(descriptor: int) -> int | None:
 
 
 def _make_room(descriptor: int, num_bytes: int, backed: bool, where: str) -> None:
-    """The file gets its length, and its memory if `backed`: a page that is missing when it is touched would kill the process."""
+    """The file gets its length, and its memory if `backed`: a page that is missing when it is touched would
+    kill the process."""
     length = max(num_bytes, PAGE)
     try:
         os.fchmod(descriptor, 0o600)
@@ -157,7 +171,8 @@ def _make_room(descriptor: int, num_bytes: int, backed: bool, where: str) -> Non
 
 
 def _checked(descriptor: int, num_bytes: int, seals: int | None = None) -> int:
-    """The descriptor, if it is a file for this user alone, of the size for `num_bytes`, and with these seals. Otherwise it is closed: `PermissionError`."""
+    """The descriptor, if it is a file for this user alone, of the size for `num_bytes`, and with these seals.
+    Otherwise it is closed: `PermissionError`."""
     try:
         found = os.fstat(descriptor)
         facts = stat.S_ISREG(found.st_mode), found.st_uid, stat.S_IMODE(found.st_mode), found.st_size

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class SharedMemorySettings:
     """How tensors travel.
 
-    small_bytes: up to here every rank computes all of a sum. chunk_bytes: of a larger one, what a rank computes at a time.
+    small_bytes: up to here every rank computes all of a sum. chunk_bytes: of a larger one, what a rank
+        computes at a time.
     piece_bytes: what travels at a time; eager_bytes: of pieces that are handed in before anybody waits.
     message_piece_bytes, message_bytes: likewise, of messages.
     spins: how often a waiting rank looks before it yields its core, yields: and before it sleeps.

@@ -14,7 +14,9 @@ from meshloom.comm.shm.engine_calls import KINDS, describe
 class _Waits(Protocol):
     """The group, as what it has started sees it."""
 
-    def wait_for(self, number: int, what: Callable[[], str], message: bool, peer: int | None = None) -> None: ...
+    def wait_for(
+        self, number: int, what: Callable[[], str], message: bool, peer: int | None = None
+    ) -> None: ...
     def is_over(self, number: int, message: bool) -> bool: ...
     def source_of(self, number: int) -> int: ...
 
@@ -31,8 +33,16 @@ class RecvWork(Work):
 class StartedOperation(Work):
     """One that all ranks of the group start. finish: what is left to do when it is over."""
 
-    def __init__(self, group: _Waits, number: int, kind: int, tensor: Tensor | None, finish: Callable[[], None] | None) -> None:
-        self._group, self._number, self._kind, self._tensor, self._finish = group, number, kind, tensor, finish
+    def __init__(
+        self, group: _Waits, number: int, kind: int, tensor: Tensor | None, finish: Callable[[], None] | None
+    ) -> None:
+        self._group, self._number, self._kind, self._tensor, self._finish = (
+            group,
+            number,
+            kind,
+            tensor,
+            finish,
+        )
         self._done = False
 
     def wait(self) -> None:
@@ -53,7 +63,15 @@ class StartedOperation(Work):
 class StartedMessage(RecvWork):
     """A send, or a receive from `peer`; None: from whoever sends. what: it is, for errors."""
 
-    def __init__(self, group: _Waits, number: int, what: str, peer: int | None, tensor: Tensor, finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        group: _Waits,
+        number: int,
+        what: str,
+        peer: int | None,
+        tensor: Tensor,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
         self._group, self._number, self._text, self._peer, self._finish = group, number, what, peer, finish
         self._tensor = tensor  # lives until the message is over
         self.source = peer

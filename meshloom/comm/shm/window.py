@@ -1,4 +1,5 @@
-"""Memory of every rank of a group that all ranks of one host map: asked for, opened by all, and only then in use."""
+"""Memory of every rank of a group that all ranks of one host map: asked for, opened by all, and only then in
+use."""
 
 from __future__ import annotations
 
@@ -28,8 +29,16 @@ class SharedWindow:
         return self._memory[rank]
 
 
-def share_memory(group: Group, files: Files, processes: Sequence[int], members: Sequence[str], num_bytes: int, owner: int | None) -> list[Tensor]:
-    """Map `num_bytes` of every rank, or of `owner` alone, whose others are empty: uint8 tensors in order of ranks. All ranks call it together.
+def share_memory(
+    group: Group,
+    files: Files,
+    processes: Sequence[int],
+    members: Sequence[str],
+    num_bytes: int,
+    owner: int | None,
+) -> list[Tensor]:
+    """Map `num_bytes` of every rank, or of `owner` alone, whose others are empty: uint8 tensors in order of
+    ranks. All ranks call it together.
 
     files: how memory is shared. processes, members: of the ranks, their process ids and what to call them.
     Raises `CollectiveError` on all ranks if one has too little memory or if they ask for different sizes.
@@ -48,15 +57,21 @@ def share_memory(group: Group, files: Files, processes: Sequence[int], members: 
         raise problem
     try:
         if -1 in numbers:
-            raise CollectiveError(f"{members[numbers.index(-1)]} has too little memory for a window of {num_bytes} bytes.")
+            raise CollectiveError(
+                f"{members[numbers.index(-1)]} has too little memory for a window of {num_bytes} bytes."
+            )
         if len(set(sizes)) > 1:
-            raise CollectiveError(f"The ranks ask for windows of different sizes, {sizes} bytes: all must ask for the same.")
+            raise CollectiveError(
+                f"The ranks ask for windows of different sizes, {sizes} bytes: all must ask for the same."
+            )
         memory: list[Tensor] = []
         for other in range(group.size):
             if other not in givers:
                 memory.append(torch.empty(0, dtype=torch.uint8))
                 continue
-            opened = descriptor if other == group.rank else files.open(processes[other], numbers[other], num_bytes)
+            opened = (
+                descriptor if other == group.rank else files.open(processes[other], numbers[other], num_bytes)
+            )
             memory.append(map_file(opened, num_bytes))
             if other != group.rank:
                 os.close(opened)

@@ -31,7 +31,8 @@ class ShmWork(_DistWork):
     """Operations that were started together, and what there is to do once they are over.
 
     what: for errors. near: brings the results back. result: the tensors that the operation fills.
-    limit: how long `wait` may take; None: as long as the group's own timeout allows. completer: waits where nobody else does.
+    limit: how long `wait` may take; None: as long as the group's own timeout allows. completer: waits where
+        nobody else does.
     """
 
     in_order = True  # whether operations of its group are over in the order in which they started
@@ -47,7 +48,13 @@ class ShmWork(_DistWork):
         finish: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
-        self._what, self._parts, self._near, self._completer, self._finish = what, parts, near, completer, finish
+        self._what, self._parts, self._near, self._completer, self._finish = (
+            what,
+            parts,
+            near,
+            completer,
+            finish,
+        )
         self._limit = limit
         self._result = list(result)
         self._lock = threading.Lock()  # who waits for a future does it in another thread
@@ -134,7 +141,9 @@ class ShmWork(_DistWork):
 
     def _too_long(self, limit: timedelta | None) -> TransportError:
         seconds = limit.total_seconds() if limit else 0.0
-        return TransportError(f"{self._what} has reached its timeout of {seconds:g} s while other ranks had not started it.")
+        return TransportError(
+            f"{self._what} has reached its timeout of {seconds:g} s while other ranks had not started it."
+        )
 
 
 class ShmReceived(ShmWork):
@@ -153,7 +162,8 @@ class ShmReceived(ShmWork):
 
 
 class Completer:
-    """A thread that waits for works in the order in which they were started, and one for each that knows no order; there is none until it is needed.
+    """A thread that waits for works in the order in which they were started, and one for each that knows no
+    order; there is none until it is needed.
 
     The threads are daemons: what a rank that is gone has left unfinished does not keep this process alive.
     """

@@ -1,9 +1,11 @@
 """Groups over torch.distributed process groups: Gloo between CPU tensors, NCCL between CUDA tensors.
 
-Every operation starts asynchronously. What a backend lacks is put together from what it has: avg is a sum that is
+Every operation starts asynchronously. What a backend lacks is put together from what it has: avg is a sum
+that is
 divided in `wait()`, a barrier is an all-reduce of one element.
 
-A rank that goes away. When its process ends, its connections close and operations under way fail everywhere. While
+A rank that goes away. When its process ends, its connections close and operations under way fail everywhere.
+While
 it lives, `abort()` leaves a note in the group's store, which waiting ranks look at once a second.
 """
 
@@ -26,16 +28,38 @@ from meshloom.comm.mean import divide
 from meshloom.core.errors import ABORTED, CollectiveError, PeerLostError
 
 # torch 2.13 renamed these two and warns about the old names.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor")
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor")
+_all_gather: Callable[..., Any] = getattr(
+    dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+)
+_reduce_scatter: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
 
-_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 _GLANCE = timedelta(seconds=1)
-# Gloo copies what it scatters or gathers, until somebody has waited for it. Above so many bytes under way the oldest is waited for first.
+# Gloo copies what it scatters or gathers, until somebody has waited for it. Above so many bytes under way the
+# oldest is waited for first.
 _COPIED_BYTES = 64 << 20
 
 # Fragments of what Gloo, NCCL and the store say, in lower case.
-_LOST = ("connection", "closed", "reset by peer", "broken pipe", "timed out", "timeout", "abort", "remote", "nccl", "socket", "store")
+_LOST = (
+    "connection",
+    "closed",
+    "reset by peer",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "abort",
+    "remote",
+    "nccl",
+    "socket",
+    "store",
+)
 _TIMED_OUT = ("timed out", "timeout")
 _UNEQUAL = ("op.preamble", "size mismatch", "must be same", "nbytes")
 
@@ -95,13 +119,17 @@ class C10dGroup(Group):
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         output, tensor = output.detach(), tensor.detach()
         # Gloo's own is an all-reduce of a copy.
-        of_all = tensor.device.type == "cpu" and output.data_ptr() == tensor.data_ptr() + self.rank * output.nbytes
+        of_all = (
+            tensor.device.type == "cpu" and output.data_ptr() == tensor.data_ptr() + self.rank * output.nbytes
+        )
         return self._start(
             f"reduce_scatter of {_describe(tensor)}",
             [output, tensor],
             (lambda: dist.all_reduce(tensor, _OPS[op], group=self._process_group, async_op=True))
             if of_all
-            else lambda: _reduce_scatter(output.view(-1), tensor.view(-1), op=_OPS[op], group=self._process_group, async_op=True),
+            else lambda: _reduce_scatter(
+                output.view(-1), tensor.view(-1), op=_OPS[op], group=self._process_group, async_op=True
+            ),
             (lambda: divide(output, self.size)) if op == "avg" else None,
             copied_bytes=0 if of_all else tensor.nbytes,
         )
@@ -115,26 +143,38 @@ class C10dGroup(Group):
             copied_bytes=output.nbytes,
         )
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Work:
         output, tensor = output.detach(), tensor.detach()
         return self._start(
             f"all_to_all of {_describe(tensor)}",
             [output, tensor],
-            lambda: dist.all_to_all_single(output, tensor, list(output_sizes), list(sizes), group=self._process_group, async_op=True),
+            lambda: dist.all_to_all_single(
+                output, tensor, list(output_sizes), list(sizes), group=self._process_group, async_op=True
+            ),
         )
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
         tensor = tensor.detach()
-        targets = [output.detach() for output in outputs] if outputs is not None and self.rank == destination else None
+        targets = (
+            [output.detach() for output in outputs]
+            if outputs is not None and self.rank == destination
+            else None
+        )
         return self._start(
             f"gather of {_describe(tensor)} to {self._members[destination]}",
             [tensor, *(targets or ())],
-            lambda: dist.gather(tensor, targets, group=self._process_group, group_dst=destination, async_op=True),
+            lambda: dist.gather(
+                tensor, targets, group=self._process_group, group_dst=destination, async_op=True
+            ),
         )
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
         output = output.detach()
-        sent = [tensor.detach() for tensor in tensors] if tensors is not None and self.rank == source else None
+        sent = (
+            [tensor.detach() for tensor in tensors] if tensors is not None and self.rank == source else None
+        )
         return self._start(
             f"scatter of {_describe(output)} from {self._members[source]}",
             [output, *(sent or ())],
@@ -152,12 +192,22 @@ class C10dGroup(Group):
     def send(self, tensor: Tensor, destination: int) -> Work:
         tensor = tensor.detach()
         what = f"send of {_describe(tensor)} to {self._members[destination]}"
-        return self._start(what, [tensor], lambda: dist.isend(tensor, group=self._process_group, group_dst=destination), glance=False)
+        return self._start(
+            what,
+            [tensor],
+            lambda: dist.isend(tensor, group=self._process_group, group_dst=destination),
+            glance=False,
+        )
 
     def recv(self, tensor: Tensor, source: int) -> Work:
         tensor = tensor.detach()
         what = f"recv of {_describe(tensor)} from {self._members[source]}"
-        return self._start(what, [tensor], lambda: dist.irecv(tensor, group=self._process_group, group_src=source), glance=False)
+        return self._start(
+            what,
+            [tensor],
+            lambda: dist.irecv(tensor, group=self._process_group, group_src=source),
+            glance=False,
+        )
 
     def barrier(self) -> Work:
         token = torch.zeros(1, device=self._device)
@@ -166,7 +216,12 @@ class C10dGroup(Group):
             if token.is_cuda:  # a CUDA wait only orders streams
                 torch.cuda.current_stream(token.device).synchronize()
 
-        return self._start("barrier", [token], lambda: dist.all_reduce(token, group=self._process_group, async_op=True), arrive)
+        return self._start(
+            "barrier",
+            [token],
+            lambda: dist.all_reduce(token, group=self._process_group, async_op=True),
+            arrive,
+        )
 
     def abort(self) -> None:
         if self._aborted:
@@ -185,7 +240,8 @@ class C10dGroup(Group):
         glance: bool = True,
         copied_bytes: int = 0,
     ) -> Work:
-        """`finish` runs in the wait. glance: whether the wait may look up from time to time (waiting for a message again is not possible).
+        """`finish` runs in the wait. glance: whether the wait may look up from time to time (waiting for a
+        message again is not possible).
 
         copied_bytes: of which the backend holds a copy on the CPU, until the wait.
         """
@@ -197,7 +253,9 @@ class C10dGroup(Group):
             work = start()
         if work is None:
             raise CollectiveError(f"{self._members[self.rank]} takes no part in {what}.")
-        started = _C10dWork(self, work, what, tensors, finish, glance and on_cpu, copied_bytes if on_cpu else 0)
+        started = _C10dWork(
+            self, work, what, tensors, finish, glance and on_cpu, copied_bytes if on_cpu else 0
+        )
         if started.copied_bytes:
             self._copied.append(started)
         return started
@@ -225,7 +283,9 @@ class C10dGroup(Group):
                     if work.is_completed():
                         raise  # the operation itself failed; otherwise only the glance is due
                     if left := self.who_left():
-                        raise PeerLostError(f"{self._members[self.rank]} lost {left}, {ABORTED}, in {what}.") from None
+                        raise PeerLostError(
+                            f"{self._members[self.rank]} lost {left}, {ABORTED}, in {what}."
+                        ) from None
             self._check_aborted(what)
             work.wait()
 
@@ -245,7 +305,9 @@ class C10dGroup(Group):
             text = str(error).lower()
             here = self._members[self.rank]
             if any(fragment in text for fragment in _UNEQUAL):
-                raise CollectiveError(f"{what} on {here} met another operation or size on another rank: {_first_line(error)}") from error
+                raise CollectiveError(
+                    f"{what} on {here} met another operation or size on another rank: {_first_line(error)}"
+                ) from error
             if not any(fragment in text for fragment in _LOST):
                 raise
             others = [member for member in self._members if member != here]

@@ -1,7 +1,8 @@
-"""Which groups carry the tensors of other devices, where a process group was made with several backends, as in "cpu:shm,cuda:nccl".
+"""Which groups carry the tensors of other devices, where a process group was made with several backends, as
+in "cpu:shm,cuda:nccl".
 
-torch.distributed lets a process group of Python stand alone: it makes no second backend beside it. So the group does, when the first
-tensor of such a device comes, which is at the same call on all ranks.
+torch.distributed lets a process group of Python stand alone: it makes no second backend beside it. So the
+group does, when the first tensor of such a device comes, which is at the same call on all ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class OtherBackends:
         name = self._backends().get(device)
         if name is None:
             known = ",".join(f"{each}:{backend}" for each, backend in self._names.items())
-            raise DeviceError(f"This group has no backend for {device} tensors, it was made with '{known}'; add '{device}:shm' to it.")
+            raise DeviceError(
+                f"This group has no backend for {device} tensors, it was made with '{known}'; add '{device}:shm' to it."
+            )
         if name == "shm":
             return None
         if device not in self._groups:
@@ -74,7 +77,9 @@ class OtherBackends:
             backend = _c10d.ProcessGroupGloo(store, rank, size, timeout=options.timeout)
             kind = dist.ProcessGroup.BackendType.GLOO
         else:
-            raise DeviceError(f"The shm backend cannot stand beside '{name}' for {device} tensors; use nccl, gloo or shm for them.")
+            raise DeviceError(
+                f"The shm backend cannot stand beside '{name}' for {device} tensors; use nccl, gloo or shm for them."
+            )
         backend._set_sequence_number_for_group()
         group: Any = dist.ProcessGroup(store, rank, size)
         group._set_default_backend(kind)

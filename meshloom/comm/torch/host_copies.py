@@ -6,8 +6,9 @@
     ...                              the transport reads and writes `host`
     near.bring_back()                what was written goes where it belongs
 
-Copies from and to a GPU run on the stream that was current when the stand-in was made: what was enqueued there before is read, and what
-is enqueued there after `bring_back`, or on a stream that calls `follow`, finds the results.
+Copies from and to a GPU run on the stream that was current when the stand-in was made: what was enqueued
+there before is read, and what is enqueued there after `bring_back`, or on a stream that calls `follow`, finds
+the results.
 """
 
 from __future__ import annotations
@@ -95,8 +96,11 @@ class StandIns:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether both lie in one storage: pieces of it that do not touch are told apart only if they are contiguous."""
+    """Whether both lie in one storage: pieces of it that do not touch are told apart only if they are
+    contiguous."""
     if one.device != other.device or one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
-    apart = one.data_ptr() >= other.data_ptr() + other.nbytes or other.data_ptr() >= one.data_ptr() + one.nbytes
+    apart = (
+        one.data_ptr() >= other.data_ptr() + other.nbytes or other.data_ptr() >= one.data_ptr() + one.nbytes
+    )
     return not (apart and one.is_contiguous() and other.is_contiguous())

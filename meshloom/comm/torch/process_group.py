@@ -1,6 +1,7 @@
 """A process group of torch.distributed whose ranks talk through shared memory.
 
-Every method starts its operation and returns a `ShmWork`. torch 2.13 renamed some of them; both names are here, the older ones at the end.
+Every method starts its operation and returns a `ShmWork`. torch 2.13 renamed some of them; both names are
+here, the older ones at the end.
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ class ShmProcessGroup(_ProcessGroup):
 
     @collective(_options.AllreduceOptions)
     def allreduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
-        return self._sparse_sum(tensors, opts) if tensors[0].layout != torch.strided else self._all_reduced(tensors, opts)
+        return (
+            self._sparse_sum(tensors, opts)
+            if tensors[0].layout != torch.strided
+            else self._all_reduced(tensors, opts)
+        )
 
     @collective(_options.AllreduceCoalescedOptions)
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> ShmWork:
@@ -75,8 +80,17 @@ class ShmProcessGroup(_ProcessGroup):
     @collective(_options.BroadcastOptions)
     def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         near = StandIns()
-        host = [near.changed(tensor) if opts.rootRank == self.rank() else near.written(tensor) for tensor in tensors]
-        return self._start("broadcast", near, tensors, opts, lambda: [self._group.broadcast(tensor, opts.rootRank) for tensor in host])
+        host = [
+            near.changed(tensor) if opts.rootRank == self.rank() else near.written(tensor)
+            for tensor in tensors
+        ]
+        return self._start(
+            "broadcast",
+            near,
+            tensors,
+            opts,
+            lambda: [self._group.broadcast(tensor, opts.rootRank) for tensor in host],
+        )
 
     @collective(_options.AllgatherOptions)
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> ShmWork:
@@ -90,10 +104,17 @@ class ShmProcessGroup(_ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> ShmWork:
         near = StandIns()
         host = [
-            ([near.written(output, apart_from=tensor) for output in each], near.read(tensor)) for each, tensor in zip(outputs, tensors, strict=True)
+            ([near.written(output, apart_from=tensor) for output in each], near.read(tensor))
+            for each, tensor in zip(outputs, tensors, strict=True)
         ]
         result = [output for each in outputs for output in each]
-        return self._start("all_gather", near, result, opts, lambda: [self._group.gather_all(each, tensor) for each, tensor in host])
+        return self._start(
+            "all_gather",
+            near,
+            result,
+            opts,
+            lambda: [self._group.gather_all(each, tensor) for each, tensor in host],
+        )
 
     @collective(_options.AllgatherOptions)
     def allgather_coalesced(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> ShmWork:
@@ -104,41 +125,70 @@ class ShmProcessGroup(_ProcessGroup):
         return self._reduce_scatter([output], [tensor], opts)
 
     @collective(_options.ReduceScatterOptions)
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> ShmWork:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any
+    ) -> ShmWork:
         return self._reduce_scatter(outputs, tensors, opts)
 
     @collective(_options.ReduceScatterOptions)
     def reduce_scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> ShmWork:
         near, kind = StandIns(), opts.reduceOp
         host = [
-            (near.written(output, apart_from=each), [near.read(tensor) for tensor in each]) for output, each in zip(outputs, tensors, strict=True)
+            (near.written(output, apart_from=each), [near.read(tensor) for tensor in each])
+            for output, each in zip(outputs, tensors, strict=True)
         ]
 
         def start() -> list[Work]:
-            return [self._group.scatter_reduced(output, [scaled(tensor, kind) for tensor in each], op_of(kind)) for output, each in host]
+            return [
+                self._group.scatter_reduced(output, [scaled(tensor, kind) for tensor in each], op_of(kind))
+                for output, each in host
+            ]
 
         return self._start("reduce_scatter", near, outputs, opts, start)
 
     @collective(_options.AllToAllOptions)
-    def all_to_all_single(self, output: Tensor, tensor: Tensor, output_rows: list[int], rows: list[int], opts: Any) -> ShmWork:
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_rows: list[int], rows: list[int], opts: Any
+    ) -> ShmWork:
         sizes, output_sizes = self._elements(tensor, rows), self._elements(output, output_rows)
         near = StandIns()
         source, target = near.read(tensor), near.written(output, apart_from=tensor)
-        return self._start("all_to_all", near, [output], opts, lambda: [self._group.all_to_all(target, source, output_sizes, sizes)])
+        return self._start(
+            "all_to_all",
+            near,
+            [output],
+            opts,
+            lambda: [self._group.all_to_all(target, source, output_sizes, sizes)],
+        )
 
     @collective(_options.AllToAllOptions)
     def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> ShmWork:
         near = StandIns()
         source, target = near.joined(tensors), near.parted(outputs)
         sizes, output_sizes = [tensor.numel() for tensor in tensors], [output.numel() for output in outputs]
-        return self._start("all_to_all", near, outputs, opts, lambda: [self._group.all_to_all(target, source, output_sizes, sizes)])
+        return self._start(
+            "all_to_all",
+            near,
+            outputs,
+            opts,
+            lambda: [self._group.all_to_all(target, source, output_sizes, sizes)],
+        )
 
     @collective(_options.GatherOptions)
     def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> ShmWork:
         near, root = StandIns(), opts.rootRank
         result = outputs[0] if root == self.rank() else []
-        host, targets = near.read(tensors[0]), [near.written(output, apart_from=tensors[0]) for output in result]
-        return self._start("gather", near, result, opts, lambda: [self._group.gather(targets if root == self.rank() else None, host, root)])
+        host, targets = (
+            near.read(tensors[0]),
+            [near.written(output, apart_from=tensors[0]) for output in result],
+        )
+        return self._start(
+            "gather",
+            near,
+            result,
+            opts,
+            lambda: [self._group.gather(targets if root == self.rank() else None, host, root)],
+        )
 
     @collective(_options.ScatterOptions)
     def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> ShmWork:
@@ -146,7 +196,9 @@ class ShmProcessGroup(_ProcessGroup):
         given = tensors[0] if root == self.rank() else []
         sources = [near.read(tensor) for tensor in given] if root == self.rank() else None
         target = near.written(outputs[0], apart_from=given)
-        return self._start("scatter", near, outputs, opts, lambda: [self._group.scatter(target, sources, root)])
+        return self._start(
+            "scatter", near, outputs, opts, lambda: [self._group.scatter(target, sources, root)]
+        )
 
     @collective(_options.BarrierOptions)
     def barrier(self, opts: Any) -> ShmWork:
@@ -165,7 +217,9 @@ class ShmProcessGroup(_ProcessGroup):
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> ShmWork:
         near = StandIns()
         host = [near.read(tensor) for tensor in tensors]
-        return self._start("send", near, [], None, lambda: [self._group.send(tensor, destination, tag) for tensor in host])
+        return self._start(
+            "send", near, [], None, lambda: [self._group.send(tensor, destination, tag) for tensor in host]
+        )
 
     @collective()
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> ShmWork:
@@ -221,7 +275,8 @@ class ShmProcessGroup(_ProcessGroup):
     def shutdown(self) -> None:
         self._others.shutdown()
         if self._completer.close():
-            self._group.close()  # otherwise a thread still waits in its memory, which stays until the process ends
+            # otherwise a thread still waits in its memory, which stays until the process ends
+            self._group.close()
 
     def abort(self) -> None:
         self._others.abort()
@@ -235,22 +290,43 @@ class ShmProcessGroup(_ProcessGroup):
 
     def _all_gather(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> ShmWork:
         near = StandIns()
-        host = [(near.written(output, apart_from=tensor), near.read(tensor)) for output, tensor in zip(outputs, tensors, strict=True)]
-        return self._start("all_gather", near, outputs, opts, lambda: [self._group.all_gather(output, tensor) for output, tensor in host])
+        host = [
+            (near.written(output, apart_from=tensor), near.read(tensor))
+            for output, tensor in zip(outputs, tensors, strict=True)
+        ]
+        return self._start(
+            "all_gather",
+            near,
+            outputs,
+            opts,
+            lambda: [self._group.all_gather(output, tensor) for output, tensor in host],
+        )
 
     def _reduce_scatter(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> ShmWork:
         near, kind = StandIns(), opts.reduceOp
-        host = [(near.written(output, apart_from=tensor), near.read(tensor)) for output, tensor in zip(outputs, tensors, strict=True)]
+        host = [
+            (near.written(output, apart_from=tensor), near.read(tensor))
+            for output, tensor in zip(outputs, tensors, strict=True)
+        ]
 
         def start() -> list[Work]:
-            return [self._group.reduce_scatter(output, scaled(tensor, kind), op_of(kind)) for output, tensor in host]
+            return [
+                self._group.reduce_scatter(output, scaled(tensor, kind), op_of(kind))
+                for output, tensor in host
+            ]
 
         return self._start("reduce_scatter", near, outputs, opts, start)
 
     def _all_reduced(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         near = StandIns()
         host = [near.changed(tensor) for tensor in tensors]
-        return self._start("all_reduce", near, tensors, opts, lambda: [self._all_reduce(tensor, opts.reduceOp) for tensor in host])
+        return self._start(
+            "all_reduce",
+            near,
+            tensors,
+            opts,
+            lambda: [self._all_reduce(tensor, opts.reduceOp) for tensor in host],
+        )
 
     def _all_reduce(self, tensor: Tensor, kind: Any) -> Work:
         if (summand := scaled(tensor, kind)) is not tensor:
@@ -259,9 +335,13 @@ class ShmProcessGroup(_ProcessGroup):
 
     def _sparse_sum(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         if op_of(opts.reduceOp) != "sum" or len(tensors) != 1:
-            raise CollectiveError("The shm backend reduces sparse tensors one by one and with SUM only; make them dense first.")
+            raise CollectiveError(
+                "The shm backend reduces sparse tensors one by one and with SUM only; make them dense first."
+            )
         total = SparseSum(self._group, tensors[0])
-        return self._start("all_reduce of a sparse tensor", StandIns(), tensors, opts, total.start, total.finish)
+        return self._start(
+            "all_reduce of a sparse tensor", StandIns(), tensors, opts, total.start, total.finish
+        )
 
     def _receive(self, tensors: list[Tensor], source: int | None, tag: int) -> ShmWork:
         near = StandIns()
@@ -284,11 +364,16 @@ class ShmProcessGroup(_ProcessGroup):
         return ShmWork(what, start(), near, result, self._completer, limit, finish)
 
     def _elements(self, tensor: Tensor, rows: list[int]) -> list[int]:
-        """How many elements of `tensor` go to or come from each rank; `rows`: how many of its first dim, empty: equal parts."""
+        """How many elements of `tensor` go to or come from each rank; `rows`: how many of its first dim,
+        empty: equal parts."""
         if not rows and tensor.dim() and tensor.shape[0] % self.size():
-            raise CollectiveError(f"all_to_all: {tensor.shape[0]} rows do not divide equally over {self.size()} ranks; say how many each one gets.")
+            raise CollectiveError(
+                f"all_to_all: {tensor.shape[0]} rows do not divide equally over {self.size()} ranks; say how many each one gets."
+            )
         if rows and (len(rows) != self.size() or sum(rows) != tensor.shape[0]):
-            raise CollectiveError(f"all_to_all: a tensor of {tensor.shape[0]} rows was split as {rows} for {self.size()} ranks.")
+            raise CollectiveError(
+                f"all_to_all: a tensor of {tensor.shape[0]} rows was split as {rows} for {self.size()} ranks."
+            )
         if not rows:
             return [tensor.numel() // self.size()] * self.size()
         return [count * tensor[:1].numel() for count in rows] if tensor.shape[0] else [0] * self.size()

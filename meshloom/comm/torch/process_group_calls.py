@@ -1,4 +1,5 @@
-"""How torch.distributed calls a process group: the options it leaves out, the reductions it asks for, the errors it expects."""
+"""How torch.distributed calls a process group: the options it leaves out, the reductions it asks for, the
+errors it expects."""
 
 from __future__ import annotations
 
@@ -37,10 +38,13 @@ _OPS = {
 }
 
 
-def collective(options: Callable[[], Any] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def collective(
+    options: Callable[[], Any] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For methods that carry tensors.
 
-    They hand the call to the backend of the tensors' device, and raise what callers of torch.distributed expect.
+    They hand the call to the backend of the tensors' device, and raise what callers of torch.distributed
+    expect.
     options: makes the last argument, where the caller has left it out.
     """
 
@@ -53,7 +57,11 @@ def collective(options: Callable[[], Any] | None = None) -> Callable[[Callable[.
                 named["opts"] = options()
             try:
                 other = self.carrier_of(_first_tensor(arguments))
-                return _named(other, method.__name__)(*arguments, **named) if other else method(self, *arguments, **named)
+                return (
+                    _named(other, method.__name__)(*arguments, **named)
+                    if other
+                    else method(self, *arguments, **named)
+                )
             except MeshloomError as error:
                 raise TransportError(str(error)) from error
 
@@ -73,7 +81,11 @@ def op_of(kind: Any) -> Op:
 def scaled(tensor: Tensor, kind: Any) -> Tensor:
     """What PREMUL_SUM sums."""
     factor = kind.__getstate__()[1]
-    return tensor if factor is None else tensor * torch.as_tensor(factor, dtype=tensor.dtype, device=tensor.device)
+    return (
+        tensor
+        if factor is None
+        else tensor * torch.as_tensor(factor, dtype=tensor.dtype, device=tensor.device)
+    )
 
 
 def _first_tensor(arguments: Sequence[Any]) -> Tensor | None:

@@ -1,4 +1,5 @@
-"""The sum of sparse tensors over the ranks of a group: all ranks' indices and values are gathered, then added up by each."""
+"""The sum of sparse tensors over the ranks of a group: all ranks' indices and values are gathered, then added
+up by each."""
 
 from __future__ import annotations
 
@@ -35,6 +36,8 @@ class SparseSum:
     def finish(self) -> None:
         indices = torch.cat([self._indices[rank, :count] for rank, count in enumerate(self._counts)])
         values = torch.cat([self._values[rank, :count] for rank, count in enumerate(self._counts)])
-        total = torch.sparse_coo_tensor(indices.T, values, self._tensor.shape, check_invariants=False).coalesce()
+        total = torch.sparse_coo_tensor(
+            indices.T, values, self._tensor.shape, check_invariants=False
+        ).coalesce()
         with torch.no_grad():
             self._tensor.copy_(total)  # not its `detach()`, which has indices of its own

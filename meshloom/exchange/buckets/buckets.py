@@ -1,9 +1,11 @@
-"""Gradients gathered into flat buckets, each of which may travel as soon as it and those before it are complete.
+"""Gradients gathered into flat buckets, each of which may travel as soon as it and those before it are
+complete.
 
     backward ->  head.weight  blocks.1...   | blocks.0...            | embedding.weight
                  bucket 0: complete, travels  bucket 1: filling        bucket 2: empty
 
-All ranks start buckets in one order, or collectives would not match: reverse order of the model's parameters in the
+All ranks start buckets in one order, or collectives would not match: reverse order of the model's parameters
+in the
 first step, then the order in which rank 0's backward completed them.
 """
 
@@ -38,7 +40,8 @@ class BucketEntry:
 
 @dataclass
 class Bucket:
-    """One flat piece of gradients: `length` elements, zero-padded to the length of `flat`. number: its place in `GradientBuckets.buckets`."""
+    """One flat piece of gradients: `length` elements, zero-padded to the length of `flat`. number: its place
+    in `GradientBuckets.buckets`."""
 
     number: int
     entries: list[BucketEntry]
@@ -49,7 +52,9 @@ class Bucket:
     views: list[Tensor] = field(default_factory=list[Tensor])
 
     def __post_init__(self) -> None:
-        self.views = [self.flat[entry.start : entry.stop].view(entry.parameter.shape) for entry in self.entries]
+        self.views = [
+            self.flat[entry.start : entry.stop].view(entry.parameter.shape) for entry in self.entries
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -59,10 +64,13 @@ class Bucket:
 class GradientBuckets:
     """Adds up gradients chunk by chunk, and hands each complete bucket to `start`, in one order on all ranks.
 
-    named: the trainable parameters. bucket_bytes: size at which a bucket is closed. multiple: the length of every
-    bucket is a multiple of it. num_extra: of the number of entries, how many elements to add for the exchange's own use.
-    overlap: start buckets during the last chunk's backward, or only in `start_rest`. apart: names of parameters that share no bucket with others:
-    those that other groups of ranks hold too, and lay out alike, so that the same sums and updates come out bit by bit.
+    named: the trainable parameters. bucket_bytes: size at which a bucket is closed. multiple: the length of
+        every
+    bucket is a multiple of it. num_extra: of the number of entries, how many elements to add for the
+    exchange's own use.
+    overlap: start buckets during the last chunk's backward, or only in `start_rest`. apart: names of
+    parameters that share no bucket with others: those that other groups of ranks hold too, and lay out alike,
+    so that the same sums and updates come out bit by bit.
     allocate: makes the buckets' flat tensors, of zeros.
     """
 
@@ -80,9 +88,14 @@ class GradientBuckets:
     ) -> None:
         grouped = _group(named, bucket_bytes, apart)
         flats = allocate([_extent(entries, multiple, num_extra(len(entries))) for entries in grouped])
-        self.buckets = [_bucket(number, entries, flat) for number, (entries, flat) in enumerate(zip(grouped, flats, strict=True))]
+        self.buckets = [
+            _bucket(number, entries, flat)
+            for number, (entries, flat) in enumerate(zip(grouped, flats, strict=True))
+        ]
         self._place = {
-            id(entry.parameter): (bucket, entry, view) for bucket in self.buckets for entry, view in zip(bucket.entries, bucket.views, strict=True)
+            id(entry.parameter): (bucket, entry, view)
+            for bucket in self.buckets
+            for entry, view in zip(bucket.entries, bucket.views, strict=True)
         }
         self._start = start
         self._overlap = overlap
@@ -114,7 +127,8 @@ class GradientBuckets:
         return Room(tensor=view, filled=entry.arrived)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Move `parameter.grad` into its bucket, if there is one and it is not there already; in the last chunk, nothing more comes after that."""
+        """Move `parameter.grad` into its bucket, if there is one and it is not there already; in the last
+        chunk, nothing more comes after that."""
         bucket, entry, view = self._place[id(parameter)]
         if parameter.grad is not None:
             if bucket.started:
@@ -134,7 +148,8 @@ class GradientBuckets:
                     self._start_complete()
 
     def start_rest(self) -> None:
-        """Start every bucket that has not started, with gradients that nobody called ready; what got none is zero."""
+        """Start every bucket that has not started, with gradients that nobody called ready; what got none is
+        zero."""
         for bucket in self.buckets:
             for entry in bucket.entries:
                 self.gradient_ready(entry.parameter) if entry.parameter.grad is not None else None
@@ -146,7 +161,10 @@ class GradientBuckets:
         if self._order_shared:
             return
         self._order_shared = True
-        order = [*self._completed, *(index for index in range(len(self.buckets)) if index not in self._completed)]
+        order = [
+            *self._completed,
+            *(index for index in range(len(self.buckets)) if index not in self._completed),
+        ]
         decided = torch.tensor(order, dtype=torch.int64, device=self.buckets[0].flat.device)
         work = group.broadcast(decided, 0)
         yield
@@ -179,7 +197,9 @@ def _add(gradient: Tensor, view: Tensor, *, to_what_arrived: bool) -> None:
         view.zero_().add_(gradient)
 
 
-def _group(named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int, apart: Collection[str]) -> list[list[tuple[str, nn.Parameter]]]:
+def _group(
+    named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int, apart: Collection[str]
+) -> list[list[tuple[str, nn.Parameter]]]:
     """Parameters in reverse order, cut into buckets of one dtype and device each."""
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[list[tuple[str, nn.Parameter]]]] = {}
     filled: dict[tuple[torch.dtype, torch.device, bool], int] = {}

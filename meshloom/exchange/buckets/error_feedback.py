@@ -1,11 +1,13 @@
-"""What compression left out of a gradient is kept, and added to the next one, so that it arrives late but is not lost.
+"""What compression left out of a gradient is kept, and added to the next one, so that it arrives late but is
+not lost.
 
-Source: Seide et al., "1-bit stochastic gradient descent" (2014); Karimireddy et al., "Error feedback fixes SignSGD" (2019).
+Source: Seide et al., "1-bit stochastic gradient descent" (2014); Karimireddy et al., "Error feedback fixes
+    SignSGD" (2019).
 
     sent + error  =  gradient + error of the step before            on each rank, for each element
 
-A parameter that no rank used in a step takes no update in it, so its error waits. Errors are what this rank's own share left out; they differ between
-ranks and are not part of a checkpoint.
+A parameter that no rank used in a step takes no update in it, so its error waits. Errors are what this rank's
+own share left out; they differ between ranks and are not part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class ErrorFeedback:
         self._used: list[list[bool]] = []
 
     def begin(self, buckets: Sequence[Bucket], divisor: float, group: Group) -> Steps[None]:
-        """Add up the flags, and let each bucket be this rank's share of the mean (its gradients over `divisor`) plus its errors."""
+        """Add up the flags, and let each bucket be this rank's share of the mean (its gradients over
+        `divisor`) plus its errors."""
         works = [group.all_reduce(bucket.flat[bucket.length :]) for bucket in buckets]
         if not self._errors:
             self._errors = [torch.zeros_like(bucket.flat[: bucket.length]) for bucket in buckets]
@@ -53,4 +56,8 @@ class ErrorFeedback:
 
     def _places(self, index: int, bucket: Bucket) -> list[tuple[int, int]]:
         """Start and stop of the parameters that some rank used."""
-        return [(entry.start, entry.stop) for entry, used in zip(bucket.entries, self._used[index], strict=True) if used]
+        return [
+            (entry.start, entry.stop)
+            for entry, used in zip(bucket.entries, self._used[index], strict=True)
+            if used
+        ]

@@ -1,13 +1,16 @@
-"""Gradients of matrices travel as two thin factors, found by one step of power iteration; what they leave out waits as error.
+"""Gradients of matrices travel as two thin factors, found by one step of power iteration; what they leave out
+waits as error.
 
-Source: Vogels, Karimireddy & Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (2019), algorithms 1 and 2.
+Source: Vogels, Karimireddy & Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization" (2019), algorithms 1 and 2.
 
     M  [n, m]   this rank's gradient plus its error                      (algorithm 2, line 6)
     P = M Q     [n, r], all-reduced, columns made orthonormal            (algorithm 1, lines 2-4); Q is the last step's, at first random
     Q = M' P    [m, r], all-reduced                                      (lines 5-6)
     P Q'        the mean of all ranks' M, projected on the columns of P  (line 8)
 
-The error is M less its own projection. Whatever is not smaller as factors (vectors, small matrices) travels as it is, beside P.
+The error is M less its own projection. Whatever is not smaller as factors (vectors, small matrices) travels
+as it is, beside P.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from meshloom.exchange.buckets.reduction import Reduction
 
 
 class PowerSGD(Reduction):
-    """rank: columns of the factors, r. A tensor [n, ...] is a matrix of n rows. Travels after backward, in two rounds."""
+    """rank: columns of the factors, r. A tensor [n, ...] is a matrix of n rows. Travels after backward, in
+    two rounds."""
 
     def __init__(self, group: Group, rank: int) -> None:
         self._group = group
@@ -48,7 +52,9 @@ class PowerSGD(Reduction):
         second: list[Tensor] = []
         for index, (bucket, of, message) in enumerate(zip(buckets, matrices, first, strict=True)):
             others = self._others(bucket)
-            received = message.split([*(each.num_rows * self._rank for each in of), *(len(each) for each in others)])
+            received = message.split(
+                [*(each.num_rows * self._rank for each in of), *(len(each) for each in others)]
+            )
             left = torch.zeros_like(bucket.flat[: bucket.length])
             own: list[Tensor] = []
             for each, product in zip(of, received, strict=False):
@@ -61,7 +67,9 @@ class PowerSGD(Reduction):
             second.append(_joined(own, bucket))
         yield from self._add_up(second)
         for bucket, of, message in zip(buckets, matrices, second, strict=True):
-            for each, flat in zip(of, message.split([each.num_columns * self._rank for each in of]), strict=True):
+            for each, flat in zip(
+                of, message.split([each.num_columns * self._rank for each in of]), strict=True
+            ):
                 factor = flat.view(each.num_columns, self._rank)
                 bucket.flat[each.start : each.stop] = (each.columns @ factor.mH).reshape(-1)
                 if bool(factor.any()):  # else the last one is a better guess
@@ -71,7 +79,9 @@ class PowerSGD(Reduction):
         total = self._errors.flag_bytes(buckets)
         for bucket in buckets:
             shapes = [_matrix_shape(entry) for entry in self._compressed(bucket)]
-            num_elements = self._rank * sum(n + m for n, m in shapes) + sum(len(each) for each in self._others(bucket))
+            num_elements = self._rank * sum(n + m for n, m in shapes) + sum(
+                len(each) for each in self._others(bucket)
+            )
             total += num_elements * _precision(bucket.flat.dtype).itemsize
         return {"all_reduce": total}
 
@@ -81,12 +91,17 @@ class PowerSGD(Reduction):
 
     def _others(self, bucket: Bucket) -> list[Tensor]:
         compressed = {entry.name for entry in self._compressed(bucket)}
-        return [bucket.flat[entry.start : entry.stop] for entry in bucket.entries if entry.name not in compressed]
+        return [
+            bucket.flat[entry.start : entry.stop] for entry in bucket.entries if entry.name not in compressed
+        ]
 
     def _factor(self, of: _Matrix) -> Tensor:
-        if of.name not in self._factors:  # from its name, because ranks of tp hold some parameters alike and others not
+        # from its name, because ranks of tp hold some parameters alike and others not
+        if of.name not in self._factors:
             generator = torch.Generator().manual_seed(zlib.crc32(of.name.encode()))
-            self._factors[of.name] = torch.randn(of.num_columns, self._rank, generator=generator, dtype=torch.float64).to(of.value)
+            self._factors[of.name] = torch.randn(
+                of.num_columns, self._rank, generator=generator, dtype=torch.float64
+            ).to(of.value)
         return self._factors[of.name]
 
     def _add_up(self, messages: Sequence[Tensor]) -> Steps[None]:
@@ -97,7 +112,8 @@ class PowerSGD(Reduction):
 
 
 class _Matrix:
-    """A parameter's gradient in a bucket, elements `start` to `stop`, as `value` [num_rows, num_columns]; `columns` [num_rows, r] once known."""
+    """A parameter's gradient in a bucket, elements `start` to `stop`, as `value` [num_rows, num_columns];
+    `columns` [num_rows, r] once known."""
 
     columns: Tensor
 
@@ -121,7 +137,11 @@ def _matrix_shape(entry: BucketEntry) -> tuple[int, int]:
 def _joined(parts: Sequence[Tensor], bucket: Bucket) -> Tensor:
     """What travels of a bucket, flat."""
     precision = _precision(bucket.flat.dtype)
-    return torch.cat([part.reshape(-1).to(precision) for part in parts]) if parts else bucket.flat.new_empty(0, dtype=precision)
+    return (
+        torch.cat([part.reshape(-1).to(precision) for part in parts])
+        if parts
+        else bucket.flat.new_empty(0, dtype=precision)
+    )
 
 
 def _precision(dtype: torch.dtype) -> torch.dtype:

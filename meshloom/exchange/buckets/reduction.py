@@ -1,6 +1,8 @@
-"""How the mean of a bucket of gradients over all ranks is made: exactly, here; smaller in `bf16.py`, `powersgd.py` and `topk.py`.
+"""How the mean of a bucket of gradients over all ranks is made: exactly, here; smaller in `bf16.py`,
+`powersgd.py` and `topk.py`.
 
-Behind a bucket's elements stand its *flags*: one number per parameter, 1 where this rank has a gradient of it, else 0.
+Behind a bucket's elements stand its *flags*: one number per parameter, 1 where this rank has a gradient of
+it, else 0.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class Reduction(ABC):
 
     @abstractmethod
     def finish(self, buckets: Sequence[Bucket], divisor: float) -> Steps[None]:
-        """Every bucket, all of which have started, becomes the sum over ranks divided by `divisor`, with the same bits on all of them; its flags the plain sum."""
+        """Every bucket, all of which have started, becomes the sum over ranks divided by `divisor`, with the
+        same bits on all of them; its flags the plain sum."""
 
     @abstractmethod
     def bytes_per_step(self, buckets: Sequence[Bucket]) -> dict[str, int]:

@@ -1,7 +1,8 @@
-"""Of each bucket travels the share of elements that are largest on the rank, with their places; the rest waits as error.
+"""Of each bucket travels the share of elements that are largest on the rank, with their places; the rest
+waits as error.
 
-Source: Aji & Heafield, "Sparse Communication for Distributed Gradient Descent" (2017); with error feedback as in Stich et al., "Sparsified SGD with
-Memory" (2018).
+Source: Aji & Heafield, "Sparse Communication for Distributed Gradient Descent" (2017); with error feedback as
+in Stich et al., "Sparsified SGD with Memory" (2018).
 
     rank 0    [ .1  -9   .2   .3   7 ]   sends -9 at 1, 7 at 4       all ranks   [ 0  -14  0  6  7 ]
     rank 1    [ .2  -5   .1    6  .4 ]   sends -5 at 1, 6 at 3
@@ -53,8 +54,11 @@ class TopK(Reduction):
             work.wait()
         for bucket, places, everyone in received:
             flat = bucket.flat[: bucket.length].zero_()
-            for where, what in zip(places.view(self._group.size, -1), everyone.view(self._group.size, -1), strict=True):
-                flat.index_add_(0, where, what)  # a rank's places differ from each other, so the order of sums is that of ranks
+            for where, what in zip(
+                places.view(self._group.size, -1), everyone.view(self._group.size, -1), strict=True
+            ):
+                # a rank's places differ from each other, so the order of sums is that of ranks
+                flat.index_add_(0, where, what)
 
     def bytes_per_step(self, buckets: Sequence[Bucket]) -> dict[str, int]:
         return {

@@ -18,14 +18,22 @@ from meshloom.launch.processes.rank_process import RankProcess
 
 
 class Children:
-    """guard: ends them if this process is killed; it is whoever makes this that enters and leaves it. `processes`: in the order of their start."""
+    """guard: ends them if this process is killed; it is whoever makes this that enters and leaves it.
+    `processes`: in the order of their start."""
 
     def __init__(self, guard: Guard) -> None:
         self.processes: list[RankProcess] = []
         self._guard = guard
         self._selector = selectors.DefaultSelector()
 
-    def start(self, name: str, prefix: str | None, command: Sequence[str], environment: Mapping[str, str], passed: Sequence[int] = ()) -> RankProcess:
+    def start(
+        self,
+        name: str,
+        prefix: str | None,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        passed: Sequence[int] = (),
+    ) -> RankProcess:
         """Start one more; arguments as of `RankProcess`. Raises `OSError` if that cannot be."""
         process = RankProcess(name, prefix, command, environment, passed)
         self.processes.append(process)
@@ -72,8 +80,16 @@ class Children:
 
 
 def open_store() -> tuple[dist.Store, int]:
-    """A store in this process, and its port of this machine, where ranks that are started here meet. It goes when nobody holds it any more."""
+    """A store in this process, and its port of this machine, where ranks that are started here meet. It goes
+    when nobody holds it any more."""
     # It takes over a socket that is bound already, to this machine alone.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        return dist.TCPStore("127.0.0.1", port, None, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())), port
+        return dist.TCPStore(
+            "127.0.0.1",
+            port,
+            None,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
+        ), port

@@ -1,11 +1,13 @@
-"""Starts the servers and workers of an asynchronous run on this machine, starts servers again that were killed, and ends all of them.
+"""Starts the servers and workers of an asynchronous run on this machine, starts servers again that were
+killed, and ends all of them.
 
     launcher     holds the sockets that servers listen on, so that a server which comes back has its address, and hears what servers and workers tell
     server 0     has the head too
     server k     talks to the head over a socket of its own, with keys that workers do not have
     worker       as one that joins from elsewhere
 
-A worker that is killed stays away. One that fails, and a server that fails, end the run: the same error would be everybody's.
+A worker that is killed stays away. One that fails, and a server that fails, end the run: the same error would
+be everybody's.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _WILDCARDS = ("0.0.0.0", "::", "[::]")
 
 @dataclass(frozen=True, kw_only=True)
 class RoleCommand:
-    """What all processes run, a module, and what they are told: the job's FILE.py:NAME and its sys.argv after its name, the plan and the settings as text."""
+    """What all processes run, a module, and what they are told: the job's FILE.py:NAME and its sys.argv after
+    its name, the plan and the settings as text."""
 
     module: str
     target: str
@@ -51,19 +54,35 @@ class RoleCommand:
 
 
 class ElasticProcesses:
-    """A context manager. directory: of this run alone. listen: HOST:PORT of server 0; server k has the k-th port after it, if that is not 0.
+    """A context manager. directory: of this run alone. listen: HOST:PORT of server 0; server k has the k-th
+    port after it, if that is not 0.
 
     ranks_per_worker: processes of a worker, which it starts itself if there are several.
     Raises `EndpointError` for an address that cannot be listened at.
     """
 
-    def __init__(self, program: RoleCommand, directory: Path, listen: str, *, num_servers: int, num_workers: int, ranks_per_worker: int = 1) -> None:
-        self._program, self._directory, self._num_workers, self._ranks_per_worker = program, directory, num_workers, ranks_per_worker
+    def __init__(
+        self,
+        program: RoleCommand,
+        directory: Path,
+        listen: str,
+        *,
+        num_servers: int,
+        num_workers: int,
+        ranks_per_worker: int = 1,
+    ) -> None:
+        self._program, self._directory, self._num_workers, self._ranks_per_worker = (
+            program,
+            directory,
+            num_workers,
+            ranks_per_worker,
+        )
         self._command = [sys.executable, "-m", program.module, str(directory)]
         self._stack = ExitStack()
         guard = self._stack.enter_context(Guard())
         self._children = Children(guard)
-        self._stack.callback(self._children.close)  # there is nothing to be saved: snapshots are whole at any moment
+        # there is nothing to be saved: snapshots are whole at any moment
+        self._stack.callback(self._children.close)
         self._servers: dict[int, RankProcess] = {}
         self._workers: list[RankProcess] = []
         self._running: dict[int, float] = {}  # when each server was last seen not to be stopped
@@ -75,7 +94,10 @@ class ElasticProcesses:
             guard.removes(directory.resolve())
             _write_keys(directory)
             host, port = locate(listen)[:2]
-            self._listening = [building.enter_context(_listen(host, port + number if port else 0)) for number in range(num_servers)]
+            self._listening = [
+                building.enter_context(_listen(host, port + number if port else 0))
+                for number in range(num_servers)
+            ]
             self._head = building.enter_context(_listen(host, 0)) if num_servers > 1 else None
             self._stack = building.pop_all()
         shown = listen.rpartition(":")[0]
@@ -86,7 +108,9 @@ class ElasticProcesses:
         for number in range(len(self._listening)):
             self._start_server(number)
         for number in range(self._num_workers):
-            self._workers.append(self._start("a worker", "[worker]", self._role("worker", number, 1, self._reached(), ""), ()))
+            self._workers.append(
+                self._start("a worker", "[worker]", self._role("worker", number, 1, self._reached(), ""), ())
+            )
 
     @property
     def worker_key(self) -> Path:
@@ -102,7 +126,8 @@ class ElasticProcesses:
         self._since_update.clear()
 
     def poll(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
-        """What was told, and by whom, after waiting for the first at most this long. Raises `EndedError` when a process has failed."""
+        """What was told, and by whom, after waiting for the first at most this long. Raises `EndedError` when
+        a process has failed."""
         self._children.listen(seconds)
         self._wake_servers()
         ended = self._children.bury_ended()
@@ -116,7 +141,11 @@ class ElasticProcesses:
 
     def stopped(self) -> list[str]:
         """Names of processes that are stopped (SIGSTOP)."""
-        return [each.name for each in self._children.processes if each.exit_code is None and process_state(each.group).state == "T"]
+        return [
+            each.name
+            for each in self._children.processes
+            if each.exit_code is None and process_state(each.group).state == "T"
+        ]
 
     def ended_workers(self) -> list[str]:
         """How workers that failed or were killed ended, each in a few words."""
@@ -138,7 +167,9 @@ class ElasticProcesses:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         self._stack.close()
 
     def _wait(self, processes: Sequence[RankProcess], seconds: float) -> list[tuple[str, dict[str, Any]]]:
@@ -149,13 +180,16 @@ class ElasticProcesses:
         return told + self.poll(0.0)
 
     def _wake_servers(self) -> None:
-        """One that is stopped is killed after a while, and so started again: nobody else can do what it does."""
+        """One that is stopped is killed after a while, and so started again: nobody else can do what it
+        does."""
         now = time.monotonic()
         for number, server in self._servers.items():
             if server.exit_code is not None or process_state(server.group).state != "T":
                 self._running[number] = now
             elif now > self._running[number] + STOPPED_SECONDS:
-                self._notes.append(f"server {number} has been stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and all workers need it: it is killed")
+                self._notes.append(
+                    f"server {number} has been stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and all workers need it: it is killed"
+                )
                 server.send(signal.SIGKILL)
                 self._running[number] = now
 
@@ -166,10 +200,19 @@ class ElasticProcesses:
         sockets = [self._listening[number], *([self._head] if self._head is not None and number == 0 else [])]
         descriptors = tuple(each.fileno() for each in sockets)
         head = f"{self._host()}:{self._head.getsockname()[1]}" if self._head is not None else ""
-        role = replace(self._role("server", number, self._starts[number], self.addresses, head), listening=descriptors)
+        role = replace(
+            self._role("server", number, self._starts[number], self.addresses, head), listening=descriptors
+        )
         self._servers[number] = self._start(f"server {number}", f"[server {number}]", role, descriptors)
 
-    def _role(self, kind: Literal["server", "worker"], number: int, start: int, addresses: tuple[str, ...], head: str) -> Role:
+    def _role(
+        self,
+        kind: Literal["server", "worker"],
+        number: int,
+        start: int,
+        addresses: tuple[str, ...],
+        head: str,
+    ) -> Role:
         program = self._program
         return Role(
             kind=kind, target=program.target, words=program.words, plan=program.plan, settings=program.settings, number=number, start=start,
@@ -177,7 +220,13 @@ class ElasticProcesses:
         )  # fmt: skip
 
     def _start(self, name: str, prefix: str, role: Role, passed: Sequence[int]) -> RankProcess:
-        return self._children.start(name, prefix, self._command, role_environment(role, self._num_workers * self._ranks_per_worker), passed)
+        return self._children.start(
+            name,
+            prefix,
+            self._command,
+            role_environment(role, self._num_workers * self._ranks_per_worker),
+            passed,
+        )
 
     def _see_to(self, ended: Sequence[RankProcess]) -> None:
         for process in ended:
@@ -187,14 +236,19 @@ class ElasticProcesses:
             if failure is not None and failure.kind and not failure.consequence:
                 raise EndedError(str(failure.of(process.name)), failure.exit_code)
             if process in self._workers:
-                self._notes += [f"{process.name} {process.how_it_ended}; the run goes on"] if process.exit_code else []
+                self._notes += (
+                    [f"{process.name} {process.how_it_ended}; the run goes on"] if process.exit_code else []
+                )
             else:
-                self._again(next(number for number, server in self._servers.items() if server is process), process)
+                self._again(
+                    next(number for number, server in self._servers.items() if server is process), process
+                )
 
     def _again(self, number: int, server: RankProcess) -> None:
         if self._since_update[number] >= MOST_STARTS:
             raise EndedError(
-                f"server {number} has ended {MOST_STARTS} times without an update in between; the last time it {server.how_it_ended}.", 1
+                f"server {number} has ended {MOST_STARTS} times without an update in between; the last time it {server.how_it_ended}.",
+                1,
             )
         self._notes.append(f"server {number} {server.how_it_ended}; it is started again")
         self._children.remove(server)
@@ -227,6 +281,8 @@ def _listen(host: str, port: int) -> socket.socket:
         made = socket.create_server((host.strip("[]"), port), family=family)
     except (OSError, OverflowError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise EndpointError(f"Cannot listen at {host}:{port}: {why}. Give an address of this machine and a free port, or port 0.") from None
+        raise EndpointError(
+            f"Cannot listen at {host}:{port}: {why}. Give an address of this machine and a free port, or port 0."
+        ) from None
     made.setblocking(False)
     return made

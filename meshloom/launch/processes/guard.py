@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-# Reads "+group", "-group" and "/" with a directory's bytes in hexadecimal, for a name may have any characters.
+# Reads "+group", "-group" and "/" with a directory's bytes in hexadecimal, for a name may have any
+# characters.
 # When the pipe closes, kills the groups that are left, then removes the directories.
 _GUARD = """
 import os, shutil, signal, sys, time

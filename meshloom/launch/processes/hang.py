@@ -1,12 +1,15 @@
-"""Finds the rank that hangs: it computes far longer than it ever did, or was stopped, and the others wait for it.
+"""Finds the rank that hangs: it computes far longer than it ever did, or was stopped, and the others wait for
+it.
 
-The launcher looks a few times a second at what each rank says that it does (`comm/liveness/activity.py`) and at what the system says of its process.
-A run that is slow, on a machine under load, or held up together with the launcher is none that hangs:
+The launcher looks a few times a second at what each rank says that it does (`comm/liveness/activity.py`) and
+at what the system says of its process. A run that is slow, on a machine under load, or held up together with
+the launcher is none that hangs:
 
-    only in an action of a pipeline whose usual time is known, after the first steps; never in reading, saving, evaluating, or the user's own code
-    for `seconds` and for ten times the longest that such an action took
-    only time counts in which the launcher had its turns too (not while the machine slept), and half of it not spent on waiting for a core
-    only while the other ranks of the replica wait
+    only in an action of a pipeline whose usual time is known, after the first steps; never in reading,
+    saving, evaluating, or the user's own code for `seconds` and for ten times the longest that such an action
+    took
+    only time counts in which the launcher had its turns too (not while the machine slept), and half of it not
+    spent on waiting for a core only while the other ranks of the replica wait
 
 A stopped process (SIGSTOP) is reported in whatever it was doing.
 """
@@ -33,8 +36,8 @@ WAITING_SECONDS = 1.0  # how long the others have waited
 class ProcessState:
     """What the system says of a process.
 
-    state: R runs or could, S sleeps, D waits for a disk, T is stopped, t is held by a debugger; "" where that cannot be known.
-    starved_seconds: how long its main thread has waited for a core, since it was started.
+    state: R runs or could, S sleeps, D waits for a disk, T is stopped, t is held by a debugger; "" where that
+    cannot be known. starved_seconds: how long its main thread has waited for a core, since it was started.
     """
 
     state: str = ""
@@ -61,7 +64,8 @@ class _Watched:
 
 
 class HangWatch:
-    """Looks at the ranks of `mesh` from time to time; seconds: how long a rank may do what usually takes less than a tenth of it."""
+    """Looks at the ranks of `mesh` from time to time; seconds: how long a rank may do what usually takes less
+    than a tenth of it."""
 
     def __init__(self, mesh: Mesh, seconds: float) -> None:
         self._mesh = mesh
@@ -70,8 +74,11 @@ class HangWatch:
         self._watched: dict[int, _Watched] = {}
         self._looked: float | None = None
 
-    def look(self, now: float, doing: Sequence[ActivitySnapshot | None], processes: Sequence[ProcessState]) -> Hang | None:
-        """The rank that hangs; None if there is none. now: of the monotonic clock. doing, processes: by rank."""
+    def look(
+        self, now: float, doing: Sequence[ActivitySnapshot | None], processes: Sequence[ProcessState]
+    ) -> Hang | None:
+        """The rank that hangs; None if there is none. now: of the monotonic clock. doing, processes: by
+        rank."""
         gap = min(now - self._looked, LONGEST_GAP_SECONDS) if self._looked is not None else 0.0
         self._looked = now
         for rank, (snapshot, process) in enumerate(zip(doing, processes, strict=True)):
@@ -96,7 +103,12 @@ class HangWatch:
 
     def _stopped(self, rank: int, doing: Sequence[ActivitySnapshot | None]) -> str | None:
         watched = self._watched.get(rank)
-        if watched is None or not watched.stopped or watched.seconds < self._seconds or all(each.stopped for each in self._watched.values()):
+        if (
+            watched is None
+            or not watched.stopped
+            or watched.seconds < self._seconds
+            or all(each.stopped for each in self._watched.values())
+        ):
             return None
         name = capital(rank_name(rank, self._mesh))
         return (
@@ -104,9 +116,21 @@ class HangWatch:
             "The run was ended; with --hang-seconds 0 it would have waited."
         )
 
-    def _stuck(self, rank: int, now: float, doing: Sequence[ActivitySnapshot | None], processes: Sequence[ProcessState]) -> str | None:
+    def _stuck(
+        self,
+        rank: int,
+        now: float,
+        doing: Sequence[ActivitySnapshot | None],
+        processes: Sequence[ProcessState],
+    ) -> str | None:
         snapshot, watched = doing[rank], self._watched.get(rank)
-        if snapshot is None or watched is None or snapshot.phase != "computing" or snapshot.waits or not snapshot.longest_seconds:
+        if (
+            snapshot is None
+            or watched is None
+            or snapshot.phase != "computing"
+            or snapshot.waits
+            or not snapshot.longest_seconds
+        ):
             return None
         limit = max(self._seconds, TIMES_LONGER * snapshot.longest_seconds)
         starved = processes[rank].starved_seconds - watched.starved_before
@@ -116,7 +140,10 @@ class HangWatch:
             return None
         if not all(each and each.waits and now - each.moved >= WAITING_SECONDS for each in others):
             return None
-        how = {"R": "it is running, as in a loop without an end", "S": "it sleeps, as one that waits for a lock or a file"}
+        how = {
+            "R": "it is running, as in a loop without an end",
+            "S": "it sleeps, as one that waits for a lock or a file",
+        }
         state = f" ({how[processes[rank].state]})" if processes[rank].state in how else ""
         return (
             f"{capital(rank_name(rank, self._mesh))} has been {snapshot} for {now - snapshot.since:.0f} s{state}; it took {snapshot.longest_seconds:.2g} s "
@@ -125,7 +152,8 @@ class HangWatch:
 
 
 def process_state(process: int) -> ProcessState:
-    """Of a process of this machine, by its number. Nothing is known of one that is gone, or where there is no /proc."""
+    """Of a process of this machine, by its number. Nothing is known of one that is gone, or where there is no
+    /proc."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][:1]
         starved = int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9

@@ -21,25 +21,36 @@ from meshloom.launch.processes.hang import DEFAULT_SECONDS, LOOK_SECONDS, HangWa
 from meshloom.launch.processes.rank_process import RankProcess
 from meshloom.launch.processes.signals import ONE_REQUEST_SECONDS, noted_signals
 
-CAUSE_SECONDS = 1.5  # how long the launcher waits for the cause, once a rank has reported that another one is gone
+# how long the launcher waits for the cause, once a rank has reported that another one is gone
+CAUSE_SECONDS = 1.5
 STACK_SECONDS = 0.5  # that a rank which hangs is given to print where
 GRACE_SECONDS = 2.0  # between asking ranks to end and killing them
 
 
-def run_ranks(command: list[str], mesh: Mesh, devices: str, plan_text: str, hang_seconds: float = DEFAULT_SECONDS, transport: str = "auto") -> int:
+def run_ranks(
+    command: list[str],
+    mesh: Mesh,
+    devices: str,
+    plan_text: str,
+    hang_seconds: float = DEFAULT_SECONDS,
+    transport: str = "auto",
+) -> int:
     """Run `command` once per rank, as processes of this machine, until all have ended; the exit code.
 
     devices: "cuda" or "cpu", as `choose_devices` said; ranks find it, and the plan, in their environment.
     transport: what they talk through, one of `TRANSPORTS`; ranks find it likewise.
     hang_seconds: how long a rank may hang before the run is ended; 0: for ever. See hang.py.
-    stdout is rank 0's; what the others print goes to stderr, with their rank. The first failure ends all ranks and is printed to
-    stderr, once. SIGINT, SIGTERM and SIGHUP end all ranks too: 130, 143, 129; ranks that train save what they have first, unless a second signal
-    comes. No process of the ranks is left, whatever happens.
+    stdout is rank 0's; what the others print goes to stderr, with their rank. The first failure ends all
+    ranks and is printed to stderr, once. SIGINT, SIGTERM and SIGHUP end all ranks too: 130, 143, 129; ranks
+    that train save what they have first, unless a second signal comes. No process of the ranks is left,
+    whatever happens.
     """
     with noted_signals() as signals:
         with Guard() as guard, _Ranks(guard) as ranks:
             hang = HangWatch(mesh, hang_seconds) if hang_seconds else None
-            outcome = ranks.start(command, mesh, devices, plan_text, transport, signals) or ranks.watch(signals, hang)
+            outcome = ranks.start(command, mesh, devices, plan_text, transport, signals) or ranks.watch(
+                signals, hang
+            )
             ranks.end(signals)
         if outcome.text:
             with suppress(OSError):  # the terminal is gone; the exit code still says it
@@ -54,7 +65,11 @@ class _Outcome:
 
 
 def _stopped(signals: list[int]) -> _Outcome | None:
-    return _Outcome(128 + signals[0], f"Stopped by {signal.Signals(signals[0]).name}; all ranks have ended.") if signals else None
+    return (
+        _Outcome(128 + signals[0], f"Stopped by {signal.Signals(signals[0]).name}; all ranks have ended.")
+        if signals
+        else None
+    )
 
 
 class _Ranks:
@@ -62,7 +77,8 @@ class _Ranks:
 
     def __init__(self, guard: Guard) -> None:
         self._children = Children(guard)
-        self._scratch = tempfile.mkdtemp(prefix="meshloom-")  # for what ranks and their data workers leave behind when they are killed
+        # for what ranks and their data workers leave behind when they are killed
+        self._scratch = tempfile.mkdtemp(prefix="meshloom-")
         guard.removes(Path(self._scratch).resolve())
         self._ranks = self._children.processes
         self._handed_on = 0.0  # when a signal was handed on to the ranks
@@ -77,7 +93,9 @@ class _Ranks:
         finally:
             self._children.close()
 
-    def start(self, command: list[str], mesh: Mesh, devices: str, plan_text: str, transport: str, signals: list[int]) -> _Outcome | None:
+    def start(
+        self, command: list[str], mesh: Mesh, devices: str, plan_text: str, transport: str, signals: list[int]
+    ) -> _Outcome | None:
         """Start all ranks, and see to it that they are ended; what stopped that, if anything did."""
         self._store, port = open_store()
         secret = secrets.token_hex(32)
@@ -87,7 +105,10 @@ class _Ranks:
             try:
                 environment = rank_environment(number, mesh.size, port, secret, devices, plan_text, transport)
                 self._children.start(
-                    rank_name(number, mesh), f"[rank {number}]" if number else None, command, {**environment, SCRATCH: self._scratch}
+                    rank_name(number, mesh),
+                    f"[rank {number}]" if number else None,
+                    command,
+                    {**environment, SCRATCH: self._scratch},
                 )
             except OSError as error:
                 return _Outcome(1, f"Rank {number} could not be started: {error}.")
@@ -103,15 +124,24 @@ class _Ranks:
                 return outcome
             if all(rank.exit_code == 0 for rank in self._ranks):
                 return _Outcome(0)
-            if hang and time.monotonic() >= looked + LOOK_SECONDS and not any(rank.failure for rank in self._ranks):
+            if (
+                hang
+                and time.monotonic() >= looked + LOOK_SECONDS
+                and not any(rank.failure for rank in self._ranks)
+            ):
                 looked = time.monotonic()
-                if hung := hang.look(looked, [rank.doing() for rank in self._ranks], [process_state(rank.group) for rank in self._ranks]):
+                if hung := hang.look(
+                    looked,
+                    [rank.doing() for rank in self._ranks],
+                    [process_state(rank.group) for rank in self._ranks],
+                ):
                     if not hung.is_stopped:
                         self._show_stack(self._ranks[hung.rank])
                     return _Outcome(1, hung.text)
 
     def _heed(self, signals: list[int]) -> _Outcome | None:
-        """Hand a first signal on to ranks that save what they have; after a second one, or where they would not, the run is over."""
+        """Hand a first signal on to ranks that save what they have; after a second one, or where they would
+        not, the run is over."""
         if not signals:
             return None
         now = time.monotonic()
@@ -123,7 +153,11 @@ class _Ranks:
             self._handed_on = now
             with suppress(OSError):
                 name = signal.Signals(signals[0]).name
-                print(f"{name}: the ranks finish their step and save; a second signal ends them at once.", file=sys.stderr, flush=True)  # noqa: T201
+                print(  # noqa: T201
+                    f"{name}: the ranks finish their step and save; a second signal ends them at once.",
+                    file=sys.stderr,
+                    flush=True,
+                )
         if now < self._handed_on + ONE_REQUEST_SECONDS:
             self._heeded = len(signals)
         return _stopped(signals) if len(signals) > self._heeded else None
@@ -137,38 +171,64 @@ class _Ranks:
 
     def _failed(self, signals: list[int]) -> _Outcome | None:
         if self._handed_on and any(
-            rank.exit_code in (-signals[0], 128 + signals[0]) and rank.failure and not rank.told_failure for rank in self._ranks
+            rank.exit_code in (-signals[0], 128 + signals[0]) and rank.failure and not rank.told_failure
+            for rank in self._ranks
         ):
             return _stopped(signals)  # it had just stopped training
-        failures = [failure for rank in sorted(self._ranks, key=lambda rank: rank.failed_at) if (failure := rank.failure)]
+        failures = [
+            failure
+            for rank in sorted(self._ranks, key=lambda rank: rank.failed_at)
+            if (failure := rank.failure)
+        ]
         causes = [failure for failure in failures if not failure.consequence]
         if causes:
             return _Outcome(causes[0].exit_code, str(causes[0]))
         gone = [rank for rank in self._ranks if rank.exit_code == 0]
         if gone and not gone[0].joined and any(rank.joining and not rank.joined for rank in self._ranks):
-            return _Outcome(1, f"{capital(gone[0].name)} ended before it joined the others, which wait for it.")
-        if not failures or time.monotonic() < min(rank.failed_at for rank in self._ranks if rank.failure) + CAUSE_SECONDS:
+            return _Outcome(
+                1, f"{capital(gone[0].name)} ended before it joined the others, which wait for it."
+            )
+        if (
+            not failures
+            or time.monotonic() < min(rank.failed_at for rank in self._ranks if rank.failure) + CAUSE_SECONDS
+        ):
             return None
-        first = min(failures, key=lambda failure: ABORTED in failure.message)  # who waited too long has aborted, and the others only say so
+        # who waited too long has aborted, and the others only say so
+        first = min(failures, key=lambda failure: ABORTED in failure.message)
         if gone:
             return _Outcome(
-                1, f"{capital(gone[0].name)} ended without an error while {first.who} was still working together with it: {first.message}"
+                1,
+                f"{capital(gone[0].name)} ended without an error while {first.who} was still working together with it: {first.message}",
             )
         return _Outcome(first.exit_code, "\n".join([str(first), *self._still_at_work()]))
 
     def _still_at_work(self) -> list[str]:
-        """Which ranks have lost nobody and wait for nobody, while the others have waited too long: it is these that they waited for, one for another."""
-        doing = [(rank, rank.doing()) for rank in self._ranks if rank.joined and rank.failure is None and rank.exit_code is None]
-        busy = [f"{capital(rank.name)} is still {snapshot}." for rank, snapshot in doing if snapshot and not snapshot.waits]
+        """Which ranks have lost nobody and wait for nobody, while the others have waited too long: it is
+        these that they waited for, one for another."""
+        doing = [
+            (rank, rank.doing())
+            for rank in self._ranks
+            if rank.joined and rank.failure is None and rank.exit_code is None
+        ]
+        busy = [
+            f"{capital(rank.name)} is still {snapshot}."
+            for rank, snapshot in doing
+            if snapshot and not snapshot.waits
+        ]
         return [f"  {' '.join(busy[:3])}"] if busy else []
 
     def end(self, signals: list[int]) -> None:
-        """End all processes: ask, wait a little (not after a second signal), kill. One that would take the question for a request to save is not asked."""
+        """End all processes: ask, wait a little (not after a second signal), kill. One that would take the
+        question for a request to save is not asked."""
         for rank in self._ranks:
             rank.send(signal.SIGKILL if rank.saves else signal.SIGTERM)
             rank.send(signal.SIGCONT)  # one that is stopped would not hear it
         deadline = time.monotonic() + GRACE_SECONDS
-        while any(rank.exit_code is None for rank in self._ranks) and time.monotonic() < deadline and len(signals) < 2:
+        while (
+            any(rank.exit_code is None for rank in self._ranks)
+            and time.monotonic() < deadline
+            and len(signals) < 2
+        ):
             self._children.listen(0.02)
             self._children.bury_ended()
         self._children.kill()

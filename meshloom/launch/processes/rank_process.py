@@ -29,13 +29,21 @@ class RankProcess:
     name: like "rank 1 (dp=1)", for messages.
     prefix: of what it prints, which goes to stderr line by line; None: it writes where the launcher does.
     passed: descriptors that it has too.
-    joining, joined, saves: whether it has told so; the last, that it saves what it has when a signal asks it to end.
+    joining, joined, saves: whether it has told so; the last, that it saves what it has when a signal asks it
+        to end.
     told: what else it has told, until somebody takes it.
-    failure, failed_at: what ended it, once that is known, and when the launcher noticed. told_failure: whether it has said so itself.
-    exit_code: None until it has ended, which `bury_if_ended` notices.
+    failure, failed_at: what ended it, once that is known, and when the launcher noticed. told_failure:
+    whether it has said so itself. exit_code: None until it has ended, which `bury_if_ended` notices.
     """
 
-    def __init__(self, name: str, prefix: str | None, command: Sequence[str], environment: Mapping[str, str], passed: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        prefix: str | None,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        passed: Sequence[int] = (),
+    ) -> None:
         self.name = name
         self.prefix = prefix
         self.told: list[dict[str, Any]] = []
@@ -90,14 +98,16 @@ class RankProcess:
         return [lines.descriptor for lines in (self._report, self._output) if lines]
 
     def read(self, descriptor: int) -> bool:
-        """Take what there is to read, but not more than `CHUNK_BYTES`: others have something to say too. False when nothing can follow."""
+        """Take what there is to read, but not more than `CHUNK_BYTES`: others have something to say too.
+        False when nothing can follow."""
         lines = self._report if descriptor == self._report.descriptor else self._output
         assert lines
         self._take(lines)
         return not lines.ended
 
     def send(self, number: int) -> None:
-        """Send a signal to the process and its children. Once it is buried its number may be another's: then nothing happens."""
+        """Send a signal to the process and its children. Once it is buried its number may be another's: then
+        nothing happens."""
         if self.exit_code is None:
             with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
                 os.killpg(self.group, number)
@@ -109,28 +119,45 @@ class RankProcess:
                 os.kill(self.group, number)
 
     def ask_for_stack(self) -> None:
-        """Let the process itself, not its children, print the stack of its main thread (`joining.py` has prepared it for that)."""
+        """Let the process itself, not its children, print the stack of its main thread (`joining.py` has
+        prepared it for that)."""
         if self.exit_code is None:
             with suppress(ProcessLookupError):
                 os.kill(self.group, STACK_SIGNAL)
 
     def bury_if_ended(self, wait: bool = False) -> bool:
-        """Whether it has ended since the last call: then what it leaves behind has been ended too, and its last words have been heard."""
+        """Whether it has ended since the last call: then what it leaves behind has been ended too, and its
+        last words have been heard."""
         if self.exit_code is not None or (self._process.wait() if wait else self._process.poll()) is None:
             return False
         self.send(signal.SIGKILL)
         self.exit_code = self._process.returncode
         for lines in (self._report, self._output):
-            for _ in range(PIPE_BYTES // CHUNK_BYTES):  # not until its end: somebody in another session may go on writing
+            # not until its end: somebody in another session may go on writing
+            for _ in range(PIPE_BYTES // CHUNK_BYTES):
                 if not lines or not self._take(lines):
                     break
         if self.exit_code and self.failure is None:
             doing = f" while {self.doing()}"
             message = f"ended with exit code {self.exit_code}{doing}, and did not say why"
             if self.exit_code < 0:
-                hint = " (the system does that when memory runs out)" if -self.exit_code == signal.SIGKILL else ""
+                hint = (
+                    " (the system does that when memory runs out)"
+                    if -self.exit_code == signal.SIGKILL
+                    else ""
+                )
                 message = f"was killed by {signal_name(-self.exit_code)}{hint}{doing}"
-            self._note(Failure(who=self.name, kind="", message=f"{message}.", line="", traceback="", consequence=False, exit_code=1))
+            self._note(
+                Failure(
+                    who=self.name,
+                    kind="",
+                    message=f"{message}.",
+                    line="",
+                    traceback="",
+                    consequence=False,
+                    exit_code=1,
+                )
+            )
         return True
 
     def close(self) -> None:
@@ -170,12 +197,14 @@ class RankProcess:
         self.failure, self.failed_at = failure, time.monotonic()
 
     def _print(self, line: bytes) -> None:
-        with suppress(OSError):  # the terminal is gone, or the pipe is closed: the ranks must be ended all the same
+        # the terminal is gone, or the pipe is closed: the ranks must be ended all the same
+        with suppress(OSError):
             sys.stderr.write(f"{self.prefix} {line.decode(errors='replace')}\n")
             sys.stderr.flush()
 
     def _print_rest(self) -> None:
-        """What was printed without an end of line. On the report, that is a message that a killed rank did not finish."""
+        """What was printed without an end of line. On the report, that is a message that a killed rank did
+        not finish."""
         if self._output and self._output.rest:
             self._print(self._output.rest)
             self._output.rest = b""
@@ -195,7 +224,8 @@ class _Lines:
         self.ended = False
 
     def read(self) -> list[bytes] | None:
-        """The lines that end within the next `CHUNK_BYTES`; None if there is nothing to read, for now or any more."""
+        """The lines that end within the next `CHUNK_BYTES`; None if there is nothing to read, for now or any
+        more."""
         try:
             text = os.read(self.descriptor, CHUNK_BYTES)
         except BlockingIOError:
@@ -207,7 +237,8 @@ class _Lines:
 
 def _page_file() -> int:
     """The descriptor of a file of one page that has no name, so that nothing of it stays."""
-    if hasattr(os, "memfd_create"):  # its pages are never written to a disk, which would hold up whoever writes to them
+    # its pages are never written to a disk, which would hold up whoever writes to them
+    if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("activity")
     else:
         with tempfile.TemporaryFile() as file:

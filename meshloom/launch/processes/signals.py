@@ -1,4 +1,5 @@
-"""Signals that ask this process to end, noted instead of obeyed, so that what it has started is ended first, or what it has computed is saved."""
+"""Signals that ask this process to end, noted instead of obeyed, so that what it has started is ended first,
+or what it has computed is saved."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ONE_REQUEST_SECONDS = 1.0  # signals within it are one: a terminal and whoever started this process may both hand on one Ctrl-C
+# signals within it are one: a terminal and whoever started this process may both hand on one Ctrl-C
+ONE_REQUEST_SECONDS = 1.0
 
 
 @contextmanager
 def noted_signals() -> Generator[list[int]]:
-    """The signals that asked this process to end, in a list, instead of what they usually do. One that is ignored (nohup) stays so."""
+    """The signals that asked this process to end, in a list, instead of what they usually do. One that is
+    ignored (nohup) stays so."""
     received: list[int] = []
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -31,9 +34,11 @@ def noted_signals() -> Generator[list[int]]:
 
 
 class StopRequests:
-    """The signals that asked a training loop to end, noted from its first step on; before that, and at a second one, they do what they usually do.
+    """The signals that asked a training loop to end, noted from its first step on; before that, and at a
+    second one, they do what they usually do.
 
-    received: the first of them, once it has come. A handler of the user's own stays, and so does ignoring one (nohup).
+    received: the first of them, once it has come. A handler of the user's own stays, and so does ignoring one
+        (nohup).
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,11 @@
-"""The ranks of one worker of an asynchronous run: started together, ended together, and one worker to everybody else.
+"""The ranks of one worker of an asynchronous run: started together, ended together, and one worker to
+everybody else.
 
     launcher of the run  ----  this process  ----  rank 0   talks with servers, and tells what becomes of it
                                              ----  rank 1   ...
 
-When one of them is killed the others end too: the worker is lost, the run goes on. When one fails, that is told to the run's launcher.
+When one of them is killed the others end too: the worker is lost, the run goes on. When one fails, that is
+told to the run's launcher.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ class _Team:
         self._store, port = open_store()
         secret = secrets.token_hex(32)
         for number in range(mesh.size):
-            environment = with_role(rank_environment(number, mesh.size, port, secret, "cpu", plan_text), replace(role, rank=number))
+            environment = with_role(
+                rank_environment(number, mesh.size, port, secret, "cpu", plan_text),
+                replace(role, rank=number),
+            )
             self._children.start(rank_name(number, mesh), None, command, environment)
 
     def watch(self, signals: Sequence[int]) -> None:

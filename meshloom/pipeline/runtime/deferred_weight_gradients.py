@@ -1,4 +1,5 @@
-"""Gradients of weights that are computed later than those of inputs, so that other ranks need not wait for them.
+"""Gradients of weights that are computed later than those of inputs, so that other ranks need not wait for
+them.
 
 I   dX = dY W, and (X, dY) are put aside        W   W.grad += dY^T X, b.grad += sum of dY
 """
@@ -13,7 +14,8 @@ from meshloom.program.operators.fused_grad_accumulation import Landing
 
 
 class Later(Landing):
-    """What was put aside in a backward, for `landing`. collecting: whether backwards put aside at all; otherwise they compute all at once."""
+    """What was put aside in a backward, for `landing`. collecting: whether backwards put aside at all;
+    otherwise they compute all at once."""
 
     def __init__(self, landing: Landing) -> None:
         self.collecting = False

@@ -15,10 +15,13 @@ from meshloom.pipeline.schedules.spans import Span
 from meshloom.telemetry.timeline import Timeline, TimelineRow
 
 
-def gather_timeline(group: Group, spans: Sequence[Span], *, step: int, place: MeshCoordinates, schedule: Schedule) -> Steps[Timeline]:
+def gather_timeline(
+    group: Group, spans: Sequence[Span], *, step: int, place: MeshCoordinates, schedule: Schedule
+) -> Steps[Timeline]:
     """A step of all ranks on rank 0's clock, on every rank; all of them call it right after the step.
 
-    group: all ranks, CPU tensors. spans: this rank's, in seconds of `time.perf_counter`. step: counted from 1.
+    group: all ranks, CPU tensors. spans: this rank's, in seconds of `time.perf_counter`. step: counted from
+        1.
     """
     offsets = yield from clock_offsets(group)
     mine = {"place": asdict(place), "spans": [asdict(span) for span in spans]}

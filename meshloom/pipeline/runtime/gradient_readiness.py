@@ -1,4 +1,5 @@
-"""Says when a parameter's gradient is complete: when the last of this rank's stages that use it has done its last backward."""
+"""Says when a parameter's gradient is complete: when the last of this rank's stages that use it has done its
+last backward."""
 
 from __future__ import annotations
 
@@ -12,17 +13,26 @@ from meshloom.pipeline.schedules.schedule import Action, Schedule
 class Readiness:
     """A listener of a pipeline's run, and a hook of the parameters that it is about.
 
-    parameters: stage of this rank -> those that it uses. ready: called once a step for each that got a gradient, as soon as it is complete: within
-    the last backward where only one stage uses it.
+    parameters: stage of this rank -> those that it uses. ready: called once a step for each that got a
+    gradient, as soon as it is complete: within the last backward where only one stage uses it.
     """
 
     def __init__(
-        self, schedule: Schedule, rank: int, parameters: Mapping[int, Sequence[nn.Parameter]], ready: Callable[[nn.Parameter], None]
+        self,
+        schedule: Schedule,
+        rank: int,
+        parameters: Mapping[int, Sequence[nn.Parameter]],
+        ready: Callable[[nn.Parameter], None],
     ) -> None:
         self._parameters = parameters
         self._ready = ready
-        self._last = {action.stage: action for action in schedule.actions[rank] if action.kind in ("B", "I", "W")}
-        self._users = {id(each): {stage for stage in parameters if any(each is other for other in parameters[stage])} for each in _all(parameters)}
+        self._last = {
+            action.stage: action for action in schedule.actions[rank] if action.kind in ("B", "I", "W")
+        }
+        self._users = {
+            id(each): {stage for stage in parameters if any(each is other for other in parameters[stage])}
+            for each in _all(parameters)
+        }
         self._waiting: dict[int, set[int]] = {}
         self._closing: int | None = None
 

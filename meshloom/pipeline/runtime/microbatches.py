@@ -1,4 +1,5 @@
-"""Runs a replica's microbatches through this rank's stages: forward and backward by the plan's schedule, or forward only."""
+"""Runs a replica's microbatches through this rank's stages: forward and backward by the plan's schedule, or
+forward only."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Around(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Known:
-    """What is made once for microbatches of the same shapes. sent: axis -> bytes that this rank hands to each kind of operation along it."""
+    """What is made once for microbatches of the same shapes. sent: axis -> bytes that this rank hands to each
+    kind of operation along it."""
 
     run: PipelineRun
     stages: Mapping[int, StageRun]
@@ -53,8 +55,9 @@ class _Known:
 class Microbatches:
     """A rank's stages and what they run on.
 
-    parameters, buffers: this rank's, by name. pp, tp: the ranks along these axes; tp None: there is one. ready: of a parameter whose gradient is complete.
-    landing: who takes the gradients of linear layers' weights; None: autograd.
+    parameters, buffers: this rank's, by name. pp, tp: the ranks along these axes; tp None: there is one.
+    ready: of a parameter whose gradient is complete. landing: who takes the gradients of linear layers'
+        weights; None: autograd.
     """
 
     def __init__(
@@ -82,9 +85,15 @@ class Microbatches:
         self._around: Around | None = None
 
     def train(
-        self, batches: Sequence[Any], *, finish: Callable[[int, Any], Tensor], around: Around, listener: ActionListener | None = None
+        self,
+        batches: Sequence[Any],
+        *,
+        finish: Callable[[int, Any], Tensor],
+        around: Around,
+        listener: ActionListener | None = None,
     ) -> Mapping[Axis, Mapping[str, int]]:
-        """Forward and backward of all; the bytes that this rank handed over: axis -> kind of operation -> bytes.
+        """Forward and backward of all; the bytes that this rank handed over: axis -> kind of operation ->
+        bytes.
 
         finish: of what the loss returned for a microbatch, where backward starts; called on the last stage.
         """
@@ -100,8 +109,11 @@ class Microbatches:
             self._end(known)
         return known.sent
 
-    def evaluate(self, batch: Any, loss: LossFunction, finish: Callable[[Any], None]) -> Mapping[Axis, Mapping[str, int]]:
-        """Forward of one batch in evaluation mode; the bytes as of `train`. finish: of what `loss` returned, on the last stage."""
+    def evaluate(
+        self, batch: Any, loss: LossFunction, finish: Callable[[Any], None]
+    ) -> Mapping[Axis, Mapping[str, int]]:
+        """Forward of one batch in evaluation mode; the bytes as of `train`. finish: of what `loss` returned,
+        on the last stage."""
         known = self._get([self._staging.shapes_of(batch, loss=loss, training=False)], loss, training=False)
 
         def take(microbatch: int, returned: Any) -> None:
@@ -116,13 +128,15 @@ class Microbatches:
         return known.sent
 
     def look(self, batch: Any, around: Around, visit: Callable[[int, Node, Any], None]) -> None:
-        """Forward of one batch as in training, without gradients, and buffers stay as they are. visit: called with stage, node and value, in order."""
+        """Forward of one batch as in training, without gradients, and buffers stay as they are. visit: called
+        with stage, node and value, in order."""
         stages = self._staging.stages(self._staging.shapes_of(batch))
         schedule = forward_only(self._staging.schedule(1))
         self._begin([batch], lambda microbatch, returned: None, around)
         buffers = {name: each.clone() for name, each in self._buffers.items() if not each.is_meta}
         runs = {
-            number: self._stage_run([stages[number]], False, False, buffers, partial(visit, number)) for number in schedule.stages_of(self._pp.rank)
+            number: self._stage_run([stages[number]], False, False, buffers, partial(visit, number))
+            for number in schedule.stages_of(self._pp.rank)
         }
         crossings = [[_without_gradient(crossing, False) for stage in stages for crossing in stage.incoming]]
         with torch.no_grad():
@@ -134,7 +148,9 @@ class Microbatches:
         if self._readiness:
             self._readiness.arrived(parameter)
 
-    def _begin(self, batches: Sequence[Any], finish: Callable[[int, Any], Tensor | None], around: Around | None) -> None:
+    def _begin(
+        self, batches: Sequence[Any], finish: Callable[[int, Any], Tensor | None], around: Around | None
+    ) -> None:
         self._batches = [leaves_of(each) for each in batches]
         self._finish, self._around = finish, around
 
@@ -146,7 +162,9 @@ class Microbatches:
     def _get(self, shapes: Sequence[Shapes], loss: LossFunction | None, *, training: bool) -> _Known:
         key = loss, training, tuple(shapes)
         if key not in self._known:
-            self._known[key] = self._make([self._staging.stages(each, loss=loss, training=training) for each in shapes], training)
+            self._known[key] = self._make(
+                [self._staging.stages(each, loss=loss, training=training) for each in shapes], training
+            )
         return self._known[key]
 
     def _make(self, stages: Sequence[Sequence[Stage]], training: bool) -> _Known:
@@ -155,13 +173,27 @@ class Microbatches:
             schedule = forward_only(schedule)
         last = schedule.num_stages - 1
         mine = schedule.stages_of(self._pp.rank)
-        runs = {number: self._stage_run([each[number] for each in stages], number == last, bool(schedule.split)) for number in mine}
-        crossings = [[_without_gradient(crossing, training) for stage in each for crossing in stage.incoming] for each in stages]
+        runs = {
+            number: self._stage_run([each[number] for each in stages], number == last, bool(schedule.split))
+            for number in mine
+        }
+        crossings = [
+            [_without_gradient(crossing, training) for stage in each for crossing in stage.incoming]
+            for each in stages
+        ]
         used = {
-            number: [self._parameters[name] for name in dict.fromkeys(name for each in stages for name in each[number].parameters)] for number in mine
+            number: [
+                self._parameters[name]
+                for name in dict.fromkeys(name for each in stages for name in each[number].parameters)
+            ]
+            for number in mine
         }
         over_pp = sent_by_rank(traffic_of_ranks(crossings, schedule.ranks), self._pp.rank)
-        over_tp = sent_over_tp((each[number] for each in stages for number in mine), self._tp.rank) if self._tp else Counter[str]()
+        over_tp = (
+            sent_over_tp((each[number] for each in stages for number in mine), self._tp.rank)
+            if self._tp
+            else Counter[str]()
+        )
         return _Known(
             run=PipelineRun(schedule, self._pp, runs, crossings, self._device),
             stages=runs,
@@ -180,7 +212,11 @@ class Microbatches:
         number = stages[0].number
 
         def around(microbatch: int) -> AbstractContextManager[Any]:
-            return self._around(number, microbatch, lambda: run.again(microbatch)) if self._around else nullcontext()
+            return (
+                self._around(number, microbatch, lambda: run.again(microbatch))
+                if self._around
+                else nullcontext()
+            )
 
         def finish(microbatch: int, values: Sequence[Any]) -> Tensor | None:
             return self._finish(microbatch, tree_unflatten(list(values), stages[microbatch].returned))
@@ -205,7 +241,10 @@ class LiveBuffers(Mapping[str, Tensor]):
 
     def __init__(self, model: nn.Module) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
-        self._places = {name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name, _ in model.named_buffers(remove_duplicate=False)}
+        self._places = {
+            name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2])
+            for name, _ in model.named_buffers(remove_duplicate=False)
+        }
 
     def __getitem__(self, name: str) -> Tensor:
         module, key = self._places[name]
@@ -223,7 +262,11 @@ class LiveBuffers(Mapping[str, Tensor]):
 def forward_only(schedule: Schedule) -> Schedule:
     """The same stages on the same ranks, microbatch after microbatch, without backward."""
     actions = tuple(
-        tuple(Action(stage, "F", number) for number in range(schedule.num_microbatches) for stage in schedule.stages_of(rank))
+        tuple(
+            Action(stage, "F", number)
+            for number in range(schedule.num_microbatches)
+            for stage in schedule.stages_of(rank)
+        )
         for rank in range(schedule.num_ranks)
     )
     return replace(schedule, actions=actions)

@@ -2,11 +2,12 @@
 
     pair (0, 1), both ranks:    0F0>1   0F1>1   1B0>0   0F2>1   1B1>0   ...
 
-Between two ranks all messages, there and back, have one order, the same on both: that in which they become ready when the schedule is
-run on paper. Both start them in it, so that they match even where a message is only handed over when the other side is there to take
-it. A send starts as soon as its value is there. A receive starts before anything that comes after it in the pair's order, and an action
-earlier than it is needed if it may: one receive per pair is kept open ahead, so that a message travels while the rank computes. That costs the
-memory of one message per neighbour. Nothing is waited for but what an action needs.
+Between two ranks all messages, there and back, have one order, the same on both: that in which they become
+ready when the schedule is run on paper. Both start them in it, so that they match even where a message is
+only handed over when the other side is there to take it. A send starts as soon as its value is there. A
+receive starts before anything that comes after it in the pair's order, and an action earlier than it is
+needed if it may: one receive per pair is kept open ahead, so that a message travels while the rank computes.
+That costs the memory of one message per neighbour. Nothing is waited for but what an action needs.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class StageMessage:
 class Step:
     """What a rank does around one action.
 
-    receives: start these before it. awaits: what it needs of them and of earlier ones. posts: start these after it, in order; True: it is a send.
-    stays: what it makes for other stages of this rank.
+    receives: start these before it. awaits: what it needs of them and of earlier ones. posts: start these
+    after it, in order; True: it is a send. stays: what it makes for other stages of this rank.
     """
 
     action: Action
@@ -57,8 +58,11 @@ class Step:
     stays: tuple[StageMessage, ...]
 
 
-def steps_of(schedule: Schedule, edges: Iterable[Edge], durations: Durations | None = None, ahead: int = 1) -> tuple[tuple[Step, ...], ...]:
-    """Every rank's actions with the messages around them. edges: which stages exchange values; at least every one of a chain, if they do.
+def steps_of(
+    schedule: Schedule, edges: Iterable[Edge], durations: Durations | None = None, ahead: int = 1
+) -> tuple[tuple[Step, ...], ...]:
+    """Every rank's actions with the messages around them. edges: which stages exchange values; at least every
+    one of a chain, if they do.
 
     ahead: receives of a pair that may be open before they are needed.
     """
@@ -68,20 +72,28 @@ def steps_of(schedule: Schedule, edges: Iterable[Edge], durations: Durations | N
     return tuple(_steps_of_rank(schedule, rank, made, order, ahead) for rank in range(schedule.num_ranks))
 
 
-def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[Action, tuple[list[StageMessage], list[StageMessage]]]:
+def _messages(
+    schedule: Schedule, edges: Sequence[Edge]
+) -> dict[Action, tuple[list[StageMessage], list[StageMessage]]]:
     """Action -> messages that it needs, and messages that it makes; also those that stay on a rank."""
     split = schedule.split
-    found: dict[Action, tuple[list[StageMessage], list[StageMessage]]] = {action: ([], []) for _, action in schedule}
+    found: dict[Action, tuple[list[StageMessage], list[StageMessage]]] = {
+        action: ([], []) for _, action in schedule
+    }
     for edge in edges:
         for number in range(schedule.num_microbatches):
             forward = StageMessage(edge.source, edge.destination, number, Action(edge.source, "F", number))
             found[forward.made_by][1].append(forward)
             found[Action(edge.destination, "F", number)][0].append(forward)
             if edge.back:
-                made_by = Action(edge.destination, "I" if (edge.destination, number) in split else "B", number)
+                made_by = Action(
+                    edge.destination, "I" if (edge.destination, number) in split else "B", number
+                )
                 back = StageMessage(edge.destination, edge.source, number, made_by)
                 found[made_by][1].append(back)
-                found[Action(edge.source, "I" if (edge.source, number) in split else "B", number)][0].append(back)
+                found[Action(edge.source, "I" if (edge.source, number) in split else "B", number)][0].append(
+                    back
+                )
     return found
 
 
@@ -89,7 +101,9 @@ Pair = tuple[int, int]
 
 
 def _order_of_pairs(
-    schedule: Schedule, made: Mapping[Action, tuple[list[StageMessage], list[StageMessage]]], durations: Durations
+    schedule: Schedule,
+    made: Mapping[Action, tuple[list[StageMessage], list[StageMessage]]],
+    durations: Durations,
 ) -> dict[Pair, list[StageMessage]]:
     ends = run_on_paper(schedule, durations.of, lambda before, after: durations.transfer).ends
     order: dict[Pair, list[StageMessage]] = {}
@@ -143,12 +157,22 @@ def _steps_of_rank(
         needed, sent = ([each for each in messages if _crosses(schedule, each)] for messages in made[action])
         before = [each for message in needed for each in start_until(message)]
         if any(is_send for _, is_send in before):
-            raise PlanError(f"{action} of schedule {schedule.name} needs a message that comes after one of its own rank's in their order.")
+            raise PlanError(
+                f"{action} of schedule {schedule.name} needs a message that comes after one of its own rank's in their order."
+            )
         num_open.subtract(_pair(schedule, each) for each in needed)
         before += [each for pair in queues for each in start_ahead(pair)]
         stays = tuple(each for each in made[action][1] if not _crosses(schedule, each))
         after = [each for message in sent for each in start_until(message)]
-        steps.append(Step(action=action, receives=tuple(each for each, _ in before), awaits=tuple(needed), posts=tuple(after), stays=stays))
+        steps.append(
+            Step(
+                action=action,
+                receives=tuple(each for each, _ in before),
+                awaits=tuple(needed),
+                posts=tuple(after),
+                stays=stays,
+            )
+        )
     return tuple(steps)
 
 

@@ -1,10 +1,12 @@
-"""Notes when a rank's actions begin and end, and what else takes time in a step; cheap enough to do while it happens.
+"""Notes when a rank's actions begin and end, and what else takes time in a step; cheap enough to do while it
+happens.
 
     recorder.begin()                      0F0      0F1   recompute 0B0
     PipelineRun(...).run(recorder)   |....[###]....[###]..[##======]      .... wait: made of the gaps when the notes are read
     with recorder.span("update")
 
-A note costs a fraction of a microsecond on the CPU. On a GPU, where a call returns before its work is done, a note is an event in the stream.
+A note costs a fraction of a microsecond on the CPU. On a GPU, where a call returns before its work is done, a
+note is an event in the stream.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class _Other:
 class Recorder:
     """A listener of `PipelineRun.run`.
 
-    device: on which the rank computes. clock: nanoseconds of another clock than `time.perf_counter_ns`, which is then also that of the spans.
+    device: on which the rank computes. clock: nanoseconds of another clock than `time.perf_counter_ns`, which
+        is then also that of the spans.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], int] | None = None) -> None:
@@ -59,7 +62,9 @@ class Recorder:
         self._marks.append((None, self._now()))
 
     @contextmanager
-    def span(self, kind: SpanKind, stage: int | None = None, microbatch: int | None = None) -> Generator[None]:
+    def span(
+        self, kind: SpanKind, stage: int | None = None, microbatch: int | None = None
+    ) -> Generator[None]:
         """Around what is no action of its own; it may lie within one."""
         self._marks.append((_Other(kind, stage, microbatch), self._now()))
         try:
@@ -68,7 +73,8 @@ class Recorder:
             self._marks.append((None, self._now()))
 
     def take(self) -> tuple[Span, ...]:
-        """All since `begin`, in order of their start, in seconds of the clock; waits among them. What has not ended is left out.
+        """All since `begin`, in order of their start, in seconds of the clock; waits among them. What has not
+        ended is left out.
 
         On a GPU it waits until the work is done.
         """
@@ -79,11 +85,15 @@ class Recorder:
         for (what, _), at in zip(self._marks, times, strict=True):
             if what is None:
                 place, begun, since = open_.pop()
-                found[place] = Span(kind=begun.kind, start=since, stop=at, stage=begun.stage, microbatch=begun.microbatch)
+                found[place] = Span(
+                    kind=begun.kind, start=since, stop=at, stage=begun.stage, microbatch=begun.microbatch
+                )
                 free = at
                 continue
             if isinstance(what, Action) and at > free:
-                found.append(Span(kind="wait", start=free, stop=at, stage=what.stage, microbatch=what.microbatch))
+                found.append(
+                    Span(kind="wait", start=free, stop=at, stage=what.stage, microbatch=what.microbatch)
+                )
             open_.append((len(found), what, at))
             found.append(None)
         self._marks.clear()

@@ -3,7 +3,8 @@
     before an action    start the receives that come first in the pairs' orders; wait for what the action needs
     after it            start its sends, which nobody waits for: their memory is let go when they are through
 
-The memory of a microbatch is let go when its backward is done. There is no collective between the first forward and the last backward.
+The memory of a microbatch is let go when its backward is done. There is no collective between the first
+forward and the last backward.
 """
 
 from __future__ import annotations
@@ -55,18 +56,26 @@ class Both:
 class PipelineRun:
     """Steps of one rank along pp.
 
-    group: the ranks along pp. stages: this rank's, by number. crossings: [microbatch], all that crosses between stages, for its shapes.
+    group: the ranks along pp. stages: this rank's, by number. crossings: [microbatch], all that crosses
+        between stages, for its shapes.
     """
 
     def __init__(
-        self, schedule: Schedule, group: Group, stages: Mapping[int, StageRun], crossings: Sequence[Sequence[Crossing]], device: torch.device
+        self,
+        schedule: Schedule,
+        group: Group,
+        stages: Mapping[int, StageRun],
+        crossings: Sequence[Sequence[Crossing]],
+        device: torch.device,
     ) -> None:
         self._group = group
         self._ranks = schedule.ranks
         self._stages = stages
         self._device = device
         self._values = _values_of(crossings, schedule)
-        self._steps = [(step, _body(step.action, stages)) for step in steps_of(schedule, _edges(crossings))[group.rank]]
+        self._steps = [
+            (step, _body(step.action, stages)) for step in steps_of(schedule, _edges(crossings))[group.rank]
+        ]
 
     def run(self, listener: ActionListener | None = None) -> None:
         """All actions, in order."""
@@ -99,14 +108,21 @@ class PipelineRun:
 
     def _receive(self, message: StageMessage) -> tuple[list[Work], dict[str, Tensor]]:
         source = self._ranks[message.source]
-        tensors = {name: torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self._device) for name, meta in self._values[message]}
+        tensors = {
+            name: torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self._device)
+            for name, meta in self._values[message]
+        }
         return [self._group.recv(_flat(tensor), source) for tensor in tensors.values()], tensors
 
-    def _send(self, message: StageMessage, made: Mapping[str, Tensor], sending: deque[tuple[Work, Tensor]]) -> None:
+    def _send(
+        self, message: StageMessage, made: Mapping[str, Tensor], sending: deque[tuple[Work, Tensor]]
+    ) -> None:
         for name, meta in self._values[message]:
             value = made[name]
             if value.stride() != meta.stride:
-                value = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=value.device).copy_(value)
+                value = torch.empty_strided(
+                    meta.shape, meta.stride, dtype=meta.dtype, device=value.device
+                ).copy_(value)
             flat = _flat(value)
             sending.append((self._group.send(flat, self._ranks[message.destination]), flat))
 
@@ -120,20 +136,31 @@ class PipelineRun:
 
 def _body(action: Action, stages: Mapping[int, StageRun]) -> Callable[[int], dict[str, Tensor]]:
     stage = stages[action.stage]
-    return {"F": stage.forward, "B": stage.backward, "I": stage.input_gradients, "W": stage.weight_gradients}[action.kind]
+    return {"F": stage.forward, "B": stage.backward, "I": stage.input_gradients, "W": stage.weight_gradients}[
+        action.kind
+    ]
 
 
-def _values_of(crossings: Sequence[Sequence[Crossing]], schedule: Schedule) -> Mapping[StageMessage, list[tuple[str, Meta]]]:
-    """Message -> the tensors in it, in order. None where what crosses differs between sizes of microbatches, and nothing does for this one."""
+def _values_of(
+    crossings: Sequence[Sequence[Crossing]], schedule: Schedule
+) -> Mapping[StageMessage, list[tuple[str, Meta]]]:
+    """Message -> the tensors in it, in order. None where what crosses differs between sizes of microbatches,
+    and nothing does for this one."""
     split = schedule.split
     found: defaultdict[StageMessage, list[tuple[str, Meta]]] = defaultdict(list)
     for microbatch, of_size in enumerate(crossings):
         for each in of_size:
-            forward = StageMessage(each.source, each.destination, microbatch, Action(each.source, "F", microbatch))
+            forward = StageMessage(
+                each.source, each.destination, microbatch, Action(each.source, "F", microbatch)
+            )
             found[forward].append((each.value, each.meta))
             if each.meta.requires_grad:
-                made_by = Action(each.destination, "I" if (each.destination, microbatch) in split else "B", microbatch)
-                found[StageMessage(each.destination, each.source, microbatch, made_by)].append((each.value, each.meta))
+                made_by = Action(
+                    each.destination, "I" if (each.destination, microbatch) in split else "B", microbatch
+                )
+                found[StageMessage(each.destination, each.source, microbatch, made_by)].append(
+                    (each.value, each.meta)
+                )
     return found
 
 

@@ -22,17 +22,22 @@ from meshloom.program.operators.fused_grad_accumulation import InPlace, Landing
 from meshloom.program.run.execute import run_flat
 from meshloom.program.run.with_fused_accumulation import with_landing
 
-Finish = Callable[[int, Sequence[Any]], Tensor | None]  # microbatch, what the loss returned, flat -> what backward starts from
+# microbatch, what the loss returned, flat -> what backward starts from
+Finish = Callable[[int, Sequence[Any]], Tensor | None]
 _autograd: Any = torch.autograd
 
 
 @dataclass
 class _Live:
-    """A microbatch between its forward and the end of its backward. What leaves is not kept, only where its gradient comes in."""
+    """A microbatch between its forward and the end of its backward. What leaves is not kept, only where its
+    gradient comes in."""
 
-    given: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # values of other stages; leaves of the graph here
-    edges: dict[str, Any] = field(default_factory=dict[str, Any])  # value that left -> where its gradient enters the graph
-    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # the sum of those that came back so far
+    # values of other stages; leaves of the graph here
+    given: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    # value that left -> where its gradient enters the graph
+    edges: dict[str, Any] = field(default_factory=dict[str, Any])
+    # the sum of those that came back so far
+    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     root: Tensor | None = None
     is_forward: bool = False
     weights: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
@@ -41,10 +46,11 @@ class _Live:
 class StageRun:
     """A stage and its parameters on this rank.
 
-    stages: [microbatch], the stage cut for that microbatch's shapes. parameters, buffers: by name, this rank's. group: the ranks along tp, if divided.
-    batch: microbatch -> its tensors by their names in the batch. finish: on the last stage. around: microbatch -> entered around its forward.
-    split: weights' gradients come apart from those of inputs. landing: who takes them; default: `.grad`, by autograd where it can.
-    visit: called with every node and its value; slower.
+    stages: [microbatch], the stage cut for that microbatch's shapes. parameters, buffers: by name, this
+    rank's. group: the ranks along tp, if divided. batch: microbatch -> its tensors by their names in the
+    batch. finish: on the last stage. around: microbatch -> entered around its forward. split: weights'
+    gradients come apart from those of inputs. landing: who takes them; default: `.grad`, by autograd where it
+    can. visit: called with every node and its value; slower.
     """
 
     def __init__(
@@ -94,22 +100,36 @@ class StageRun:
             values = self.again(microbatch)
         made: dict[str, Tensor] = dict(zip(stage.sent, values, strict=False))
         live.is_forward = True
-        live.edges = {name: _autograd.graph.get_gradient_edge(value) for name, value in made.items() if value.requires_grad}
+        live.edges = {
+            name: _autograd.graph.get_gradient_edge(value)
+            for name, value in made.items()
+            if value.requires_grad
+        }
         if self._finish:
             live.root = self._finish(microbatch, values[len(made) :])
         return {name: value.detach() for name, value in made.items()}
 
     def again(self, microbatch: int) -> list[Any]:
         """The bare forward of a microbatch, of what was given: what its program returns."""
-        program, batch, given = self._programs[microbatch], self._batch(microbatch), self._live[microbatch].given
-        leaves = [given[each.value] if each.value in given else tensor_of(batch, each) for each in program.inputs]
+        program, batch, given = (
+            self._programs[microbatch],
+            self._batch(microbatch),
+            self._live[microbatch].given,
+        )
+        leaves = [
+            given[each.value] if each.value in given else tensor_of(batch, each) for each in program.inputs
+        ]
         changing = self._stages[microbatch].changing
         if not changing:
-            return run_flat(program, self._parameters, self._buffers, leaves, visit=self._visit, group=self._group)
+            return run_flat(
+                program, self._parameters, self._buffers, leaves, visit=self._visit, group=self._group
+            )
         # Backward may want a buffer as this forward saw it, and another forward comes in between.
         changed = {name: self._buffers[name].clone() for name in changing}
         live: Any = self._buffers  # a `ChainMap` only reads its second mapping
-        values = run_flat(program, self._parameters, ChainMap(changed, live), leaves, visit=self._visit, group=self._group)
+        values = run_flat(
+            program, self._parameters, ChainMap(changed, live), leaves, visit=self._visit, group=self._group
+        )
         with torch.no_grad():
             for name, value in changed.items():
                 self._buffers[name].copy_(value)
@@ -154,7 +174,10 @@ class StageRun:
 
     def _backward(self, microbatch: int) -> dict[str, Tensor]:
         live = self._live[microbatch]
-        edges, gradients = [live.edges[name] for name in live.gradients if name in live.edges], list(live.gradients.values())
+        edges, gradients = (
+            [live.edges[name] for name in live.gradients if name in live.edges],
+            list(live.gradients.values()),
+        )
         if live.root is not None:
             edges, gradients = [*edges, live.root], [*gradients, torch.ones_like(live.root)]
         if edges:

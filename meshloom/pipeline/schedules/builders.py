@@ -23,12 +23,17 @@ from meshloom.pipeline.schedules.timing import Durations, length_of
 
 
 def make_schedule(
-    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None, durations: Durations | None = None
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    durations: Durations | None = None,
 ) -> Schedule:
     """The schedule called `name`. Raises `PlanError` for an unknown name or numbers that it cannot work with.
 
     stages_per_rank: v; default: what the schedule works with, 2 for interleaved.
-    durations: of each stage's actions, for the kinds that place actions where there is time; default: all alike.
+    durations: of each stage's actions, for the kinds that place actions where there is time; default: all
+        alike.
 
     >>> print(make_schedule("1f1b", 2, 3))
     1f1b: stages on ranks 0 1, 3 microbatches
@@ -40,7 +45,9 @@ def make_schedule(
     entry = SCHEDULES[name]
     stages = stages_per_rank if stages_per_rank is not None else entry.stages_per_rank
     if num_ranks < 1 or num_microbatches < 1 or stages < 1:
-        raise PlanError(f"A schedule needs 1 or more of each: it has pp={num_ranks}, microbatches={num_microbatches}, virtual_stages={stages}.")
+        raise PlanError(
+            f"A schedule needs 1 or more of each: it has pp={num_ranks}, microbatches={num_microbatches}, virtual_stages={stages}."
+        )
     if not entry.any_number and stages != entry.stages_per_rank:
         raise PlanError(
             f"schedule={name} has {entry.stages_per_rank} stage{'s' * (entry.stages_per_rank > 1)} on a rank, not virtual_stages={stages}."
@@ -65,17 +72,26 @@ def one_forward_one_backward(p: int, m: int, v: int, durations: Durations | None
 
 
 def interleaved(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
-    """Microbatches in groups of p (the last may be smaller): a group goes through a rank's first stage, then its second, ...
+    """Microbatches in groups of p (the last may be smaller): a group goes through a rank's first stage, then
+    its second, ...
 
-    That is the best when the groups are whole. Otherwise what is found greedily within the same memory may be shorter.
+    That is the best when the groups are whole. Otherwise what is found greedily within the same memory may be
+    shorter.
     """
     groups = [range(start, min(start + p, m)) for start in range(0, m, p)]
     ranks = looped(p, v)
     limits = [min((p - rank - 1) * (2 if v > 1 else 1) + (v - 1) * p + 1, m * v) for rank in range(p)]
     rows: list[list[Action]] = []
     for rank in range(p):
-        forwards = [Action(turn * p + rank, "F", number) for group in groups for turn in range(v) for number in group]
-        backwards = [Action(turn * p + rank, "B", number) for group in groups for turn in reversed(range(v)) for number in group]
+        forwards = [
+            Action(turn * p + rank, "F", number) for group in groups for turn in range(v) for number in group
+        ]
+        backwards = [
+            Action(turn * p + rank, "B", number)
+            for group in groups
+            for turn in reversed(range(v))
+            for number in group
+        ]
         rows.append(_alternated(forwards, backwards, limits[rank]))
     takes = durations or Durations.alike(p * v)
     found: list[Schedule | None] = [_schedule("interleaved", ranks, m, rows)]
@@ -88,7 +104,8 @@ def interleaved(p: int, m: int, v: int, durations: Durations | None) -> Schedule
 
 
 def zero_bubble(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
-    """1f1b, with the weights' gradients of rank r as many microbatches late as r, so that all ranks hold the activations of p."""
+    """1f1b, with the weights' gradients of rank r as many microbatches late as r, so that all ranks hold the
+    activations of p."""
     rows: list[list[Action]] = []
     for rank in range(p):
         forwards, inputs, weights = ([Action(rank, kind, number) for number in range(m)] for kind in _HALVES)
@@ -103,22 +120,42 @@ def zero_bubble(p: int, m: int, v: int, durations: Durations | None) -> Schedule
             row += forwards[warm + number : warm + number + 1]
         rows.append([*row, *weights[late:]])
     ranks, takes = looped(p, 1), durations or Durations.alike(p)
-    return _shortest([_schedule("zb-h1", ranks, m, rows), *_greedy_halves("zb-h1", ranks, m, p, takes)], takes)
+    return _shortest(
+        [_schedule("zb-h1", ranks, m, rows), *_greedy_halves("zb-h1", ranks, m, p, takes)], takes
+    )
 
 
 def zero_bubble_v(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
-    """As drawn in the paper, which is the best where all actions take the same; otherwise what is found within the same memory may be shorter."""
+    """As drawn in the paper, which is the best where all actions take the same; otherwise what is found
+    within the same memory may be shorter."""
     ranks, takes = folded(p), durations or Durations.alike(2 * p)
-    rows = [[action for action in _of_the_drawing(p, rank, max(m, 2 * p - 1)) if action.microbatch < m] for rank in range(p)]
-    return _shortest([_schedule("zb-v", ranks, m, rows), *_greedy_halves("zb-v", ranks, m, 2 * p, takes)], takes)
+    rows = [
+        [action for action in _of_the_drawing(p, rank, max(m, 2 * p - 1)) if action.microbatch < m]
+        for rank in range(p)
+    ]
+    return _shortest(
+        [_schedule("zb-v", ranks, m, rows), *_greedy_halves("zb-v", ranks, m, 2 * p, takes)], takes
+    )
 
 
 def _of_the_drawing(p: int, rank: int, m: int) -> Iterator[Action]:
-    """A rank's row of ZB-V in Qi et al. (2024), for m of 2 p - 1 and more: `there` and `back` are its two stages."""
+    """A rank's row of ZB-V in Qi et al. (2024), for m of 2 p - 1 and more: `there` and `back` are its two
+    stages."""
     there, back = rank, 2 * p - 1 - rank
-    warm = [(there, "F")] * (2 * (p - rank) - 1) + [(back, "F"), (there, "F")] * rank + [(back, "FIW")] * (p - rank)
-    steady = [(there, "FIW"), (back, "FIW")] * (m - 2 * p + rank + 1) + [(there, "IW"), (back, "FIW")] * (p - rank - 1)
-    cool = [(there, "I"), (back, "I")] * rank + [(there, "IW")] * (p - rank) + [(back, "W")] * rank + [(there, "W")] * rank
+    warm = (
+        [(there, "F")] * (2 * (p - rank) - 1)
+        + [(back, "F"), (there, "F")] * rank
+        + [(back, "FIW")] * (p - rank)
+    )
+    steady = [(there, "FIW"), (back, "FIW")] * (m - 2 * p + rank + 1) + [(there, "IW"), (back, "FIW")] * (
+        p - rank - 1
+    )
+    cool = (
+        [(there, "I"), (back, "I")] * rank
+        + [(there, "IW")] * (p - rank)
+        + [(back, "W")] * rank
+        + [(there, "W")] * rank
+    )
     numbers: Counter[tuple[int, str]] = Counter()
     for stage, kinds in [*warm, *steady, *cool]:
         for kind in _HALVES:
@@ -127,7 +164,9 @@ def _of_the_drawing(p: int, rank: int, m: int) -> Iterator[Action]:
                 numbers[stage, kind] += 1
 
 
-def _greedy_halves(name: str, ranks: tuple[int, ...], m: int, limit: int, durations: Durations) -> list[Schedule | None]:
+def _greedy_halves(
+    name: str, ranks: tuple[int, ...], m: int, limit: int, durations: Durations
+) -> list[Schedule | None]:
     limits = [limit] * (max(ranks) + 1)
     return [
         build_greedily(name, ranks, m, limits=limits, durations=durations, split=True, urgent=urgent, forwards=forwards)

@@ -1,6 +1,7 @@
 """A schedule is checked before anything runs, without any process.
 
-Every stage sees every microbatch once in each direction, backwards come after what they need, activations in flight stay within
+Every stage sees every microbatch once in each direction, backwards come after what they need, activations in
+flight stay within
 a bound, and no ranks wait for each other in a circle.
 """
 
@@ -31,7 +32,8 @@ def check_schedule(schedule: Schedule, *, in_flight: int | None = None) -> None:
 
 
 def needs(action: Action, num_stages: int, split: bool) -> list[Action]:
-    """What must be done before an action, on whatever rank. split: whether the next stage's backward is in two halves."""
+    """What must be done before an action, on whatever rank. split: whether the next stage's backward is in
+    two halves."""
     stage, number = action.stage, action.microbatch
     if action.kind == "F":
         return [Action(stage - 1, "F", number)] if stage else []
@@ -42,7 +44,8 @@ def needs(action: Action, num_stages: int, split: bool) -> list[Action]:
 
 
 def legal_order(schedule: Schedule) -> list[tuple[int, Action]] | None:
-    """(rank, action) of all in an order in which one thread can run them; None if every rank waits for another.
+    """(rank, action) of all in an order in which one thread can run them; None if every rank waits for
+    another.
 
     Ranks take turns, each going as far as it can.
     """
@@ -51,7 +54,8 @@ def legal_order(schedule: Schedule) -> list[tuple[int, Action]] | None:
 
 
 def most_in_flight(schedule: Schedule) -> list[int]:
-    """Most activations that each rank holds at a time: of a stage and a microbatch from its forward to the end of its backward."""
+    """Most activations that each rank holds at a time: of a stage and a microbatch from its forward to the
+    end of its backward."""
     found: list[int] = []
     for actions in schedule.actions:
         ends = _ends(actions)
@@ -65,7 +69,8 @@ def most_in_flight(schedule: Schedule) -> list[int]:
 
 
 def held_by_stage(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """[moment][stage]: microbatches whose activations are held, at moments that together have each rank's most of every mixture of its stages.
+    """[moment][stage]: microbatches whose activations are held, at moments that together have each rank's
+    most of every mixture of its stages.
 
     Moments of different ranks are not the same time. Where each rank has one stage there is one.
     """
@@ -84,7 +89,10 @@ def held_by_stage(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
                 now[action.stage] -= 1
         found.append(seen)
     return tuple(
-        tuple(found[rank][min(moment, len(found[rank]) - 1)].get(stage, 0) for stage, rank in enumerate(schedule.ranks))
+        tuple(
+            found[rank][min(moment, len(found[rank]) - 1)].get(stage, 0)
+            for stage, rank in enumerate(schedule.ranks)
+        )
         for moment in range(max(map(len, found)))
     )
 
@@ -102,7 +110,9 @@ def _run(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     while moved:
         moved = False
         for rank, actions in enumerate(schedule.actions):
-            while at[rank] < len(actions) and all(each in done for each in _needs(actions[at[rank]], schedule, split)):
+            while at[rank] < len(actions) and all(
+                each in done for each in _needs(actions[at[rank]], schedule, split)
+            ):
                 done.add(actions[at[rank]])
                 yield rank, actions[at[rank]]
                 at[rank] += 1
@@ -116,13 +126,19 @@ def _needs(action: Action, schedule: Schedule, split: frozenset[tuple[int, int]]
 def _check_complete(schedule: Schedule) -> None:
     m, name = schedule.num_microbatches, schedule.name
     if m < 1 or not schedule.ranks:
-        raise PlanError(f"Schedule {name} has {m} microbatches and {schedule.num_stages} stages; both must be 1 or more.")
+        raise PlanError(
+            f"Schedule {name} has {m} microbatches and {schedule.num_stages} stages; both must be 1 or more."
+        )
     if sorted(set(schedule.ranks)) != list(range(schedule.num_ranks)):
-        raise PlanError(f"Schedule {name} has rows for {schedule.num_ranks} ranks, and its stages lie on ranks {sorted(set(schedule.ranks))}.")
+        raise PlanError(
+            f"Schedule {name} has rows for {schedule.num_ranks} ranks, and its stages lie on ranks {sorted(set(schedule.ranks))}."
+        )
     counts = Counter(action for _, action in schedule)
     for rank, action in schedule:
         if action.stage >= schedule.num_stages or action.microbatch >= m:
-            raise PlanError(f"{action} on rank {rank}: schedule {name} has {schedule.num_stages} stages and {m} microbatches.")
+            raise PlanError(
+                f"{action} on rank {rank}: schedule {name} has {schedule.num_stages} stages and {m} microbatches."
+            )
         if schedule.ranks[action.stage] != rank:
             raise PlanError(
                 f"{action} stands on rank {rank}, and stage {action.stage} of schedule {name} lies on rank {schedule.ranks[action.stage]}."
@@ -144,7 +160,9 @@ def _check_order(schedule: Schedule) -> None:
         for action in actions:
             for earlier in needs(action, schedule.num_stages, False):
                 if earlier.stage == action.stage and place[earlier] > place[action]:
-                    raise PlanError(f"{action} comes before {earlier} on rank {rank} of schedule {schedule.name}.")
+                    raise PlanError(
+                        f"{action} comes before {earlier} on rank {rank} of schedule {schedule.name}."
+                    )
 
 
 def _circle(schedule: Schedule) -> str:
@@ -156,6 +174,8 @@ def _circle(schedule: Schedule) -> str:
         if stuck is not None:
             for each in _needs(stuck, schedule, split):
                 if each not in done:
-                    waits.append(f"rank {rank} is to run {stuck} and waits for {each} of rank {schedule.ranks[each.stage]}")
+                    waits.append(
+                        f"rank {rank} is to run {stuck} and waits for {each} of rank {schedule.ranks[each.stage]}"
+                    )
                     break
     return f"Schedule {schedule.name} never ends: {'; '.join(waits)}."

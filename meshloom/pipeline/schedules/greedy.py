@@ -25,19 +25,30 @@ def build_greedily(
 ) -> Schedule | None:
     """Actions placed where there is time; None if it ends before all of them are.
 
-    limits: [rank], most activations (of one stage for one microbatch) that it holds at a time, until the end of their backward.
-    split: backward in two halves. urgent: kinds, the most urgent first, like IFW. forwards: of several that are ready, the one nearest
-    to the loss, or microbatches in groups of as many as there are ranks.
+    limits: [rank], most activations (of one stage for one microbatch) that it holds at a time, until the end
+        of their backward.
+    split: backward in two halves. urgent: kinds, the most urgent first, like IFW. forwards: of several that
+    are ready, the one nearest to the loss, or microbatches in groups of as many as there are ranks.
     """
     run = _Run(ranks, num_microbatches, limits, durations, split=split, urgent=urgent, forwards=forwards)
     if not run.to_the_end():
         return None
-    return Schedule(name=name, ranks=ranks, num_microbatches=num_microbatches, actions=tuple(map(tuple, run.rows)))
+    return Schedule(
+        name=name, ranks=ranks, num_microbatches=num_microbatches, actions=tuple(map(tuple, run.rows))
+    )
 
 
 class _Run:
     def __init__(
-        self, ranks: tuple[int, ...], m: int, limits: Sequence[int], durations: Durations, *, split: bool, urgent: str, forwards: Forwards
+        self,
+        ranks: tuple[int, ...],
+        m: int,
+        limits: Sequence[int],
+        durations: Durations,
+        *,
+        split: bool,
+        urgent: str,
+        forwards: Forwards,
     ) -> None:
         self.rows: list[list[Action]] = [[] for _ in limits]
         self._ranks, self._limits, self._durations = ranks, limits, durations
@@ -48,7 +59,10 @@ class _Run:
         self._ready[ranks[0]] = {Action(0, "F", number): 0.0 for number in range(m)}
         self._free_at = [0.0] * len(limits)
         self._held = [0] * len(limits)
-        self._later = [sum(1 for after in range(stage + 1, len(ranks)) if ranks[after] == rank) for stage, rank in enumerate(ranks)]
+        self._later = [
+            sum(1 for after in range(stage + 1, len(ranks)) if ranks[after] == rank)
+            for stage, rank in enumerate(ranks)
+        ]
 
     def to_the_end(self) -> bool:
         times = [0.0]
@@ -66,7 +80,8 @@ class _Run:
 
     def _best(self, rank: int, now: float) -> Action | None:
         room = self._limits[rank] - self._held[rank]
-        # A place is kept for every later stage of this rank: what has begun must be able to get through, or no gradient ever comes back.
+        # A place is kept for every later stage of this rank: what has begun must be able to get through, or
+        # no gradient ever comes back.
         possible = [
             each for each, since in self._ready[rank].items() if since <= now and (each.kind != "F" or room > self._later[each.stage])
         ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""What every rank of a pipeline does, in order, as a value: lists of actions, one list per rank, with a text form both ways.
+"""What every rank of a pipeline does, in order, as a value: lists of actions, one list per rank, with a text
+form both ways.
 
 An action prints as `2F0`: stage 2, forward, microbatch 0. The kinds:
 
@@ -13,8 +14,9 @@ Four stages, six microbatches, one-forward-one-backward:
     rank 2: 2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 2B4 2B5
     rank 3: 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5
 
-A schedule says nothing of messages: which values cross is the cut's to say, and when they are sent and received follows
-(`pipeline/runtime/point_to_point.py`). The same lists are checked, priced, drawn and executed.
+A schedule says nothing of messages: which values cross is the cut's to say, and when they are sent and
+received follows (`pipeline/runtime/point_to_point.py`). The same lists are checked, priced, drawn and
+executed.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Action:
         """Read the text form."""
         found = _ACTION.fullmatch(text.strip())
         if found is None:
-            raise PlanError(f"{text!r} is no action. An action is a stage, one of {', '.join(get_args(Kind))}, and a microbatch, like 2F0.")
+            raise PlanError(
+                f"{text!r} is no action. An action is a stage, one of {', '.join(get_args(Kind))}, and a microbatch, like 2F0."
+            )
         kinds: dict[str, Kind] = {each: each for each in get_args(Kind)}
         return Action(int(found[1]), kinds[found[2]], int(found[3]))
 
@@ -99,20 +103,29 @@ class Schedule:
         head, *rows = [line for line in text.strip().splitlines() if line.strip()]
         found = re.fullmatch(r"(\S+): stages on ranks ([\d ]+), (\d+) microbatch(?:es)?", head.strip())
         if found is None:
-            raise PlanError(f"{head!r} is no head of a schedule. It looks like '1f1b: stages on ranks 0 1 2 3, 6 microbatches'.")
+            raise PlanError(
+                f"{head!r} is no head of a schedule. It looks like '1f1b: stages on ranks 0 1 2 3, 6 microbatches'."
+            )
         actions: list[tuple[Action, ...]] = []
         for number, row in enumerate(rows):
             name, colon, cells = row.partition(":")
             if not colon or name.strip() != f"rank {number}":
-                raise PlanError(f"Row {number} of the schedule begins with {name.strip()!r}, not with 'rank {number}:'.")
+                raise PlanError(
+                    f"Row {number} of the schedule begins with {name.strip()!r}, not with 'rank {number}:'."
+                )
             actions.append(tuple(Action.parse(cell) for cell in cells.split()))
-        return Schedule(name=found[1], ranks=tuple(map(int, found[2].split())), num_microbatches=int(found[3]), actions=tuple(actions))
+        return Schedule(
+            name=found[1],
+            ranks=tuple(map(int, found[2].split())),
+            num_microbatches=int(found[3]),
+            actions=tuple(actions),
+        )
 
     def __str__(self) -> str:
-        head = (
-            f"{self.name}: stages on ranks {' '.join(map(str, self.ranks))}, {self.num_microbatches} microbatch{'es' * (self.num_microbatches != 1)}"
+        head = f"{self.name}: stages on ranks {' '.join(map(str, self.ranks))}, {self.num_microbatches} microbatch{'es' * (self.num_microbatches != 1)}"
+        return "\n".join(
+            [head, *(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.actions))]
         )
-        return "\n".join([head, *(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.actions))])
 
 
 def looped(num_ranks: int, per_rank: int) -> tuple[int, ...]:

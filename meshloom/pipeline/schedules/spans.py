@@ -33,11 +33,15 @@ class Span:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(SpanKind):
-            raise ReportError(f"A span of kind {self.kind!r} is not known. Kinds are {', '.join(get_args(SpanKind))}.")
+            raise ReportError(
+                f"A span of kind {self.kind!r} is not known. Kinds are {', '.join(get_args(SpanKind))}."
+            )
         if not self.start <= self.stop:
             raise ReportError(f"A span cannot stop at {self.stop} s when it starts at {self.start} s.")
         if self.kind in ACTION_KINDS and (self.stage is None or self.microbatch is None):
-            raise ReportError(f"A span of kind {self.kind} belongs to a stage and a microbatch, and has {self.stage} and {self.microbatch}.")
+            raise ReportError(
+                f"A span of kind {self.kind} belongs to a stage and a microbatch, and has {self.stage} and {self.microbatch}."
+            )
 
     @property
     def seconds(self) -> float:
@@ -49,7 +53,9 @@ class Span:
         """The action of the schedule that it is, if it is one."""
         if self.stage is None or self.microbatch is None:
             return None
-        return next((Action(self.stage, kind, self.microbatch) for kind in ACTION_KINDS if kind == self.kind), None)
+        return next(
+            (Action(self.stage, kind, self.microbatch) for kind in ACTION_KINDS if kind == self.kind), None
+        )
 
     @property
     def name(self) -> str:

@@ -13,8 +13,8 @@ from meshloom.pipeline.schedules.schedule import Action, Schedule
 class Durations:
     """What actions take, in seconds or any one unit.
 
-    forward, input_gradient, weight_gradient: [stage], for a whole microbatch; a backward that is not split takes both of the latter.
-    transfer: from one rank to another, for any value.
+    forward, input_gradient, weight_gradient: [stage], for a whole microbatch; a backward that is not split
+    takes both of the latter. transfer: from one rank to another, for any value.
     sizes: [microbatch], relative to a whole one; empty: all are whole.
     """
 
@@ -27,7 +27,9 @@ class Durations:
     @staticmethod
     def alike(num_stages: int) -> Durations:
         """One unit for each."""
-        return Durations(forward=[1.0] * num_stages, input_gradient=[1.0] * num_stages, weight_gradient=[1.0] * num_stages)
+        return Durations(
+            forward=[1.0] * num_stages, input_gradient=[1.0] * num_stages, weight_gradient=[1.0] * num_stages
+        )
 
     def of(self, action: Action) -> float:
         """What one action takes."""
@@ -66,7 +68,8 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """An action of a rank. needed: what its own rank must have done before. received: what other ranks must have done, and send."""
+    """An action of a rank. needed: what its own rank must have done before. received: what other ranks must
+    have done, and send."""
 
     rank: int
     action: Action
@@ -85,7 +88,14 @@ def turns_of(schedule: Schedule) -> list[Turn]:
     for rank, action in order:
         needed = needs(action, schedule.num_stages, (action.stage + 1, action.microbatch) in split)
         others = tuple(each for each in needed if schedule.ranks[each.stage] != rank)
-        found.append(Turn(rank=rank, action=action, needed=tuple(each for each in needed if each not in others), received=others))
+        found.append(
+            Turn(
+                rank=rank,
+                action=action,
+                needed=tuple(each for each in needed if each not in others),
+                received=others,
+            )
+        )
     return found
 
 
@@ -94,7 +104,8 @@ def run_on_paper(
     duration: Callable[[Action], float],
     transfer: Callable[[Action, Action], float] = lambda before, after: 0.0,
 ) -> Timed:
-    """Every rank runs its list in order; an action starts when its rank is free and what it needs has arrived.
+    """Every rank runs its list in order; an action starts when its rank is free and what it needs has
+    arrived.
 
     duration: of an action. transfer: from the end of one action to when its value is on the other's rank.
     Raises `AssertionError` for a schedule that waits in a circle: `check_schedule` comes first.

@@ -1,8 +1,9 @@
 """Where a program is cut into stages: so that the slowest stage is as fast as can be.
 
-The operators are taken in eager's order, in which every stage is one run of them: no value flows back. A stage takes what its operators
-take, forward and backward, and what sending over its two ends takes (`intervals.py`). The best places are found by dynamic programming
-(`dynamic_program.py`). Or the user names the modules that begin stages.
+The operators are taken in eager's order, in which every stage is one run of them: no value flows back. A
+stage takes what its operators take, forward and backward, and what sending over its two ends takes
+(`intervals.py`). The best places are found by dynamic programming (`dynamic_program.py`). Or the user names
+the modules that begin stages.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ Homes = Mapping[str, Collection[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class CutChoice:
-    """stage_of: node -> stage. stages: what each costs. rank_bytes: most that each rank holds of parameters, gradients, optimizer state and activations."""
+    """stage_of: node -> stage. stages: what each costs. rank_bytes: most that each rank holds of parameters,
+    gradients, optimizer state and activations."""
 
     stage_of: Mapping[str, int]
     stages: tuple[StageCost, ...]
@@ -66,21 +68,29 @@ def choose_cuts(
     """The stage of every node.
 
     cuts: modules that begin the stages after the first, instead of a choice.
-    memory_bytes: most that a rank may hold: `state_factor` times its parameters' bytes, and the activations in flight. Exact where each rank has one
-        stage; with several, cuts that fit may be missed.
-    in_flight: [moment][stage], microbatches whose activations are held, as `pipeline.check.held_by_stage` tells of a schedule; default: one of each.
-    ranks: stage -> its rank; default: each has its own.
-    homes: parameter or buffer -> the stages that hold it already; all of its users must lie in these, or in others of their ranks (`where_used`).
-    work, kept: node -> its seconds, and what it makes autograd keep; default: those of `costs`, at `rates`.
-    step_seconds: what a step takes with these stages; where given, cuts near the best are tried, too, and the shortest step is taken. No stage becomes
-        `UNEVEN` times as slow as the slowest was.
+    memory_bytes: most that a rank may hold: `state_factor` times its parameters' bytes, and the activations
+        in flight. Exact where each rank has one stage; with several, cuts that fit may be missed.
+    in_flight: [moment][stage], microbatches whose activations are held, as `pipeline.check.held_by_stage`
+    tells of a schedule; default: one of each. ranks: stage -> its rank; default: each has its own.
+    homes: parameter or buffer -> the stages that hold it already; all of its users must lie in these, or in
+    others of their ranks (`where_used`). work, kept: node -> its seconds, and what it makes autograd keep;
+    default: those of `costs`, at `rates`.
+    step_seconds: what a step takes with these stages; where given, cuts near the best are tried, too, and the
+        shortest step is taken. No stage becomes `UNEVEN` times as slow as the slowest was.
     line: the program by `line_of`, if that is known; `work`, `kept` and `state_factor` are its own then.
-    Raises `PlanError` if there are fewer places to cut than wanted, a module is not there, or no cut fits into the memory or to the homes.
+    Raises `PlanError` if there are fewer places to cut than wanted, a module is not there, or no cut fits
+    into the memory or to the homes.
     """
     rates = rates or Rates()
     if line is None:
         own_work = work if work is not None else work_of(program, costs, rates)
-        line = line_of(program, own_work, kept if kept is not None else {name: cost.kept for name, cost in costs.items()}, rates, state_factor)
+        line = line_of(
+            program,
+            own_work,
+            kept if kept is not None else {name: cost.kept for name, cost in costs.items()},
+            rates,
+            state_factor,
+        )
     ranks = tuple(ranks) or tuple(range(num_stages))
     homes = where_used(program, homes or {}, ranks)
     limits = Limits(
@@ -91,7 +101,8 @@ def choose_cuts(
     )
     chosen = _given(line, cuts, limits, homes) if cuts else _best(line, limits, homes)
     if step_seconds is not None and not cuts:
-        # Who asks for stages wants parameters and work apart, also where a model is so small that sending takes longer than computing all of it.
+        # Who asks for stages wants parameters and work apart, also where a model is so small that sending
+        # takes longer than computing all of it.
         longest = UNEVEN * max(each.seconds for each in _stages(line, chosen))
 
         def price(tried: Sequence[int]) -> float:
@@ -101,14 +112,22 @@ def choose_cuts(
         chosen = refined(line, limits, chosen, price)
     bounds = [0, *chosen, len(program.nodes)]
     return CutChoice(
-        stage_of={node.name: stage for stage, (start, end) in enumerate(pairwise(bounds)) for node in program.nodes[start:end]},
+        stage_of={
+            node.name: stage
+            for stage, (start, end) in enumerate(pairwise(bounds))
+            for node in program.nodes[start:end]
+        },
         stages=tuple(_stages(line, chosen)),
         rank_bytes=tuple(map(round, rank_bytes(line, limits, chosen))),
     )
 
 
 def line_of(
-    program: Program, work: Mapping[str, OperatorSeconds], kept: Mapping[str, Sequence[SavedTensor]], rates: Rates, state_factor: float = HELD_COPIES
+    program: Program,
+    work: Mapping[str, OperatorSeconds],
+    kept: Mapping[str, Sequence[SavedTensor]],
+    rates: Rates,
+    state_factor: float = HELD_COPIES,
 ) -> Intervals:
     """What its operators cost as stages, from any place to any other."""
     speed = rates.send.bytes_per_second if rates.send else rates.link_bytes_per_second
@@ -125,7 +144,10 @@ def where_used(program: Program, homes: Homes, ranks: Sequence[int]) -> dict[str
     def may(name: str, where: Collection[int], stage: int) -> bool:
         return stage in where or (name not in changing and ranks[stage] in {ranks[home] for home in where})
 
-    return {name: [stage for stage in range(len(ranks)) if may(name, where, stage)] for name, where in homes.items()}
+    return {
+        name: [stage for stage in range(len(ranks)) if may(name, where, stage)]
+        for name, where in homes.items()
+    }
 
 
 def _stages(line: Intervals, cuts: Sequence[int]) -> list[StageCost]:
@@ -161,7 +183,8 @@ def _best(line: Intervals, limits: Limits, homes: Homes) -> list[int]:
 
 
 def _check_homes(line: Intervals, homes: Homes, num_stages: int) -> None:
-    """Raise `PlanError` naming the first operator that can be in no stage: its parameters are elsewhere than what runs before it."""
+    """Raise `PlanError` naming the first operator that can be in no stage: its parameters are elsewhere than
+    what runs before it."""
     places = {0, *line.places}
     names: dict[int, list[str]] = {}
     for name, uses in line.uses.items():
@@ -194,23 +217,46 @@ def _stages_named(stages: Collection[int]) -> str:
 
 def _hint(cut: str, paths: Collection[str]) -> str:
     """Modules that may have been meant: with a similar name, else those beside it."""
-    known = sorted({".".join(parts[:count]) for path in paths for parts in [path.split(".")] for count in range(1, len(parts) + 1)} - {""})
+    known = sorted(
+        {
+            ".".join(parts[:count])
+            for path in paths
+            for parts in [path.split(".")]
+            for count in range(1, len(parts) + 1)
+        }
+        - {""}
+    )
     near = difflib.get_close_matches(cut, known, n=1, cutoff=0.8)
-    beside = [each for each in known if each.rpartition(".")[0] == cut.rpartition(".")[0]] or [each for each in known if "." not in each]
+    beside = [each for each in known if each.rpartition(".")[0] == cut.rpartition(".")[0]] or [
+        each for each in known if "." not in each
+    ]
     return f"Did you mean {near[0]}?" if near else f"There are {', '.join(beside[:8])}."
 
 
 def _given(line: Intervals, cuts: Sequence[str], limits: Limits, homes: Homes) -> list[int]:
     nodes = line.program.nodes
     if len(cuts) != limits.num_stages - 1:
-        raise PlanError(f"cuts={'+'.join(cuts)} makes {len(cuts) + 1} stages, and the plan has {limits.num_stages}. Name {limits.num_stages - 1}.")
+        raise PlanError(
+            f"cuts={'+'.join(cuts)} makes {len(cuts) + 1} stages, and the plan has {limits.num_stages}. Name {limits.num_stages - 1}."
+        )
     ends: list[int] = []
     for cut in cuts:
-        found = next((number for number, node in enumerate(nodes) if fnmatch.fnmatch(node.path, cut) or fnmatch.fnmatch(node.path, f"{cut}.*")), None)
+        found = next(
+            (
+                number
+                for number, node in enumerate(nodes)
+                if fnmatch.fnmatch(node.path, cut) or fnmatch.fnmatch(node.path, f"{cut}.*")
+            ),
+            None,
+        )
         if found is None:
-            raise PlanError(f"cuts={cut}: no module of that name runs in the forward. {_hint(cut, {node.path for node in nodes})}")
+            raise PlanError(
+                f"cuts={cut}: no module of that name runs in the forward. {_hint(cut, {node.path for node in nodes})}"
+            )
         if ends and found <= ends[-1]:
-            raise PlanError(f"cuts={'+'.join(cuts)}: {cut} runs before {cuts[len(ends) - 1]}. Name them in the order of the forward.")
+            raise PlanError(
+                f"cuts={'+'.join(cuts)}: {cut} runs before {cuts[len(ends) - 1]}. Name them in the order of the forward."
+            )
         if found not in line.places:
             raise PlanError(
                 f"cuts={cut}: the model cannot be cut before {cut}"

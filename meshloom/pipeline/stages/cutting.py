@@ -1,4 +1,5 @@
-"""Where a plan cuts a program into stages: what `pipeline/stages/cut.py` decides by, as the plan's schedule, limit and recomputation have it."""
+"""Where a plan cuts a program into stages: what `pipeline/stages/cut.py` decides by, as the plan's schedule,
+limit and recomputation have it."""
 
 from __future__ import annotations
 
@@ -33,14 +34,18 @@ def choose_stages(
     homes: Mapping[str, Collection[int]] | None = None,
     line: Intervals | None = None,
 ) -> CutChoice:
-    """The stages of a whole program under `plan`. priced: node -> its cost. sizes: [microbatch], samples of one replica's, the largest first.
+    """The stages of a whole program under `plan`. priced: node -> its cost. sizes: [microbatch], samples of
+    one replica's, the largest first.
 
     line: `line_of_plan`, if that is known.
-    homes: parameter or buffer -> the stages that hold it since a first program of the job was cut; then nothing but these counts, and a stage may be
-        left without anything to do. Raises `PlanError` as `choose_cuts`.
+    homes: parameter or buffer -> the stages that hold it since a first program of the job was cut; then
+        nothing but these counts, and a stage may be left without anything to do. Raises `PlanError` as
+        `choose_cuts`.
     """
     try:
-        return _choose(program, priced, plan, rates, sizes, homes, line or line_of_plan(program, priced, plan, rates))
+        return _choose(
+            program, priced, plan, rates, sizes, homes, line or line_of_plan(program, priced, plan, rates)
+        )
     except PlanError:
         stage_of = _followed(program, homes, schedule_of(plan, 1).ranks) if homes else None
         if stage_of is None:
@@ -49,7 +54,8 @@ def choose_stages(
 
 
 def line_of_plan(program: Program, priced: Mapping[str, Cost], plan: Plan, rates: Rates) -> Intervals:
-    """What operators cost as stages, as the plan recomputes them; alike for plans that differ in stages and schedules only."""
+    """What operators cost as stages, as the plan recomputes them; alike for plans that differ in stages and
+    schedules only."""
     work, kept = work_of(program, priced, rates), {name: each.kept for name, each in priced.items()}
     if plan.recompute != "none":
         again = recomputed(program, priced, plan.recompute, rates)
@@ -84,17 +90,27 @@ def _choose(
     )
 
 
-def _followed(program: Program, homes: Mapping[str, Collection[int]], ranks: Sequence[int]) -> dict[str, int] | None:
-    """Every operator in the first stage, from that of the one before it on, that may use what it uses; None if there is none.
+def _followed(
+    program: Program, homes: Mapping[str, Collection[int]], ranks: Sequence[int]
+) -> dict[str, int] | None:
+    """Every operator in the first stage, from that of the one before it on, that may use what it uses; None
+    if there is none.
 
-    In evaluation there is less to compute than in training, where a stage may have had dropout and nothing else.
+    In evaluation there is less to compute than in training, where a stage may have had dropout and nothing
+    else.
     """
-    names = {each.value: name for variables in (program.parameters, program.buffers) for name, each in variables.items()}
+    names = {
+        each.value: name
+        for variables in (program.parameters, program.buffers)
+        for name, each in variables.items()
+    }
     held = where_used(program, homes, ranks)
     found: dict[str, int] = {}
     now = 0
     for node in program.nodes:
-        wanted = [held[names[ref.name]] for ref in node.operands() if ref.name in names and names[ref.name] in held]
+        wanted = [
+            held[names[ref.name]] for ref in node.operands() if ref.name in names and names[ref.name] in held
+        ]
         while now < len(ranks) and not all(now in each for each in wanted):
             now += 1
         if now == len(ranks):

@@ -2,8 +2,9 @@
 
     slowest[k][end] = min over start of max(slowest[k - 1][start], time of [start, end))
 
-is exact, as every limit is of one stage alone: its memory, and the operators that may not be in it. Where a rank has several stages they share its
-memory, and that is a limit of no stage alone: then it is the best found by giving each of them a part and by moving single cuts.
+is exact, as every limit is of one stage alone: its memory, and the operators that may not be in it. Where a
+rank has several stages they share its memory, and that is a limit of no stage alone: then it is the best
+found by giving each of them a part and by moving single cuts.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Limits:
 
 
 def best_cuts(line: Intervals, limits: Limits) -> list[int] | None:
-    """The places where stages end, but for the last, in order; None if none was found. Of those that are as fast the ones that send least."""
+    """The places where stages end, but for the last, in order; None if none was found. Of those that are as
+    fast the ones that send least."""
     whole = [limits.memory_bytes] * limits.num_stages
     found = _fastest(line, limits, whole)
     if found is None or not limits.is_shared or _excess(line, limits, found) <= 0:
@@ -63,21 +65,32 @@ def rank_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[flo
     found: list[float] = []
     for rank in range(max(limits.ranks) + 1):
         stages = [stage for stage, holder in enumerate(limits.ranks) if holder == rank]
-        state = sum(float(rows[stage].state_bytes[0]) for stage in stages) - line.shared_bytes([bounds[stage] for stage in stages])
-        kept = [sum(moment[stage] * float(rows[stage].kept_bytes[0]) for stage in stages) for moment in limits.in_flight]
+        state = sum(float(rows[stage].state_bytes[0]) for stage in stages) - line.shared_bytes(
+            [bounds[stage] for stage in stages]
+        )
+        kept = [
+            sum(moment[stage] * float(rows[stage].kept_bytes[0]) for stage in stages)
+            for moment in limits.in_flight
+        ]
         found.append(state + max(kept))
     return found
 
 
-def refined(line: Intervals, limits: Limits, cuts: Sequence[int], price: Callable[[Sequence[int]], float]) -> list[int]:
-    """Neighbouring cuts moved together by a few places for as long as that lowers the price, within all limits.
+def refined(
+    line: Intervals, limits: Limits, cuts: Sequence[int], price: Callable[[Sequence[int]], float]
+) -> list[int]:
+    """Neighbouring cuts moved together by a few places for as long as that lowers the price, within all
+    limits.
 
-    Several at a time, as work goes through a stage that must not become slower from the one before it to the one after.
+    Several at a time, as work goes through a stage that must not become slower from the one before it to the
+    one after.
     """
     places = line.places
     at = [places.index(cut) for cut in cuts]
     best = price(cuts)
-    moves = [(first, last, step) for first in range(len(at)) for last in range(first, len(at)) for step in STEPS]
+    moves = [
+        (first, last, step) for first in range(len(at)) for last in range(first, len(at)) for step in STEPS
+    ]
     since = 0  # moves in turn that did not help
     for first, last, step in itertools.islice(itertools.cycle(moves) if moves else (), MOVES):
         since += 1
@@ -93,7 +106,8 @@ def refined(line: Intervals, limits: Limits, cuts: Sequence[int], price: Callabl
 
 
 def _fastest(line: Intervals, limits: Limits, budgets: Sequence[float]) -> list[int] | None:
-    """Exact, for stages that may hold `budgets` bytes each. What few of the places allow leaves little to look at among all."""
+    """Exact, for stages that may hold `budgets` bytes each. What few of the places allow leaves little to
+    look at among all."""
     found, most = None, math.inf
     for places in (*(_some_places(line, count * limits.num_stages) for count in (16, 128)), line.places):
         found = _ends(line, limits, budgets, lambda row: row.takes, numpy.maximum, at=places, most=most)
@@ -112,7 +126,10 @@ def _some_places(line: Intervals, count: int) -> list[int]:
     if len(line.places) <= count:
         return line.places
     work = line.seconds[line.places]
-    return [line.places[number] for number in numpy.unique(numpy.searchsorted(work, numpy.linspace(work[0], work[-1], count)))]
+    return [
+        line.places[number]
+        for number in numpy.unique(numpy.searchsorted(work, numpy.linspace(work[0], work[-1], count)))
+    ]
 
 
 def _ends(
@@ -125,7 +142,8 @@ def _ends(
     at: Sequence[int],
     most: float = math.inf,
 ) -> list[int] | None:
-    """The cuts of least cost, that of several stages being combined from theirs. at: the places. most: seconds of a stage."""
+    """The cuts of least cost, that of several stages being combined from theirs. at: the places. most:
+    seconds of a stage."""
     places = numpy.array([0, *at, line.num_nodes])
     work = line.seconds[places]  # a stage takes as much or more
     count = limits.num_stages
@@ -152,7 +170,9 @@ def _ends(
             if math.isfinite(budgets[stage]):
                 found = numpy.where(state + counts[stage] * kept <= budgets[stage], found, math.inf)
             if stage in limits.forbidden:
-                found = numpy.where(barred[stage][places[end]] == barred[stage][places[first:end]], found, math.inf)
+                found = numpy.where(
+                    barred[stage][places[end]] == barred[stage][places[first:end]], found, math.inf
+                )
             best = int(found.argmin())
             least[stage + 1, end], start_of[stage + 1, end] = found[best], first + best
     if least[count, -1] == math.inf:
@@ -185,7 +205,9 @@ def _by_parts(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int
         holds, stages = rank_bytes(line, limits, cuts), _stage_bytes(line, limits, cuts)
         for stage, rank in enumerate(limits.ranks):
             if holds[rank] > limits.memory_bytes:
-                budgets[stage] = min(budgets[stage], stages[stage] * limits.memory_bytes / holds[rank] * 0.999)
+                budgets[stage] = min(
+                    budgets[stage], stages[stage] * limits.memory_bytes / holds[rank] * 0.999
+                )
         cuts = _fastest(line, limits, budgets)
     return cuts
 
@@ -194,12 +216,21 @@ def _even(line: Intervals, limits: Limits) -> list[int] | None:
     """The cuts whose largest stage holds least, if all held as many microbatches."""
     count = max(map(max, limits.in_flight))
     unlimited = [math.inf] * limits.num_stages
-    return _ends(line, limits, unlimited, lambda row: row.state_bytes + count * row.kept_bytes, numpy.maximum, at=line.places)
+    return _ends(
+        line,
+        limits,
+        unlimited,
+        lambda row: row.state_bytes + count * row.kept_bytes,
+        numpy.maximum,
+        at=line.places,
+    )
 
 
 def _emptied(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int]:
     """Cuts moved until no rank holds too much, if that goes."""
-    free = Limits(ranks=limits.ranks, memory_bytes=math.inf, in_flight=limits.in_flight, forbidden=limits.forbidden)
+    free = Limits(
+        ranks=limits.ranks, memory_bytes=math.inf, in_flight=limits.in_flight, forbidden=limits.forbidden
+    )
     return refined(line, free, start, lambda tried: max(_excess(line, limits, tried), 0.0))
 
 
@@ -214,7 +245,11 @@ def _stage_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[f
 
 
 def _excess(line: Intervals, limits: Limits, cuts: Sequence[int]) -> float:
-    return sum(max(each - limits.memory_bytes, 0.0) for each in rank_bytes(line, limits, cuts)) if math.isfinite(limits.memory_bytes) else 0.0
+    return (
+        sum(max(each - limits.memory_bytes, 0.0) for each in rank_bytes(line, limits, cuts))
+        if math.isfinite(limits.memory_bytes)
+        else 0.0
+    )
 
 
 def _longest(line: Intervals, cuts: Sequence[int]) -> float:
@@ -223,7 +258,11 @@ def _longest(line: Intervals, cuts: Sequence[int]) -> float:
 
 def _is_legal(line: Intervals, limits: Limits, cuts: Sequence[int]) -> bool:
     bounds = list(pairwise([0, *cuts, line.num_nodes]))
-    barred = any(bounds[stage][0] <= number < bounds[stage][1] for stage, numbers in limits.forbidden.items() for number in numbers)
+    barred = any(
+        bounds[stage][0] <= number < bounds[stage][1]
+        for stage, numbers in limits.forbidden.items()
+        for number in numbers
+    )
     return not barred and _excess(line, limits, cuts) <= 0
 
 
@@ -232,4 +271,8 @@ def _in_order(places: Sequence[int], count: int) -> bool:
 
 
 def _sums_of(numbers: Sequence[int], length: int) -> numpy.ndarray:
-    return numpy.concatenate([[0], numpy.cumsum(numpy.bincount(list(numbers), minlength=length)[:length])]) if numbers else numpy.zeros(length + 1)
+    return (
+        numpy.concatenate([[0], numpy.cumsum(numpy.bincount(list(numbers), minlength=length)[:length])])
+        if numbers
+        else numpy.zeros(length + 1)
+    )

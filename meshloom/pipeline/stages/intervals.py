@@ -1,8 +1,9 @@
 """What consecutive operators of a program cost as one stage, from any place to any other.
 
-The operators are taken in eager's order. A place is a number of operators: those before it. Most numbers of a stage are no sums over its operators:
-what several of them use (a tied parameter, a value that is received, a mask) is there once. Such a thing is a span: it counts in stages that
-start in some range of places, once they reach far enough.
+The operators are taken in eager's order. A place is a number of operators: those before it. Most numbers of a
+stage are no sums over its operators: what several of them use (a tied parameter, a value that is received, a
+mask) is there once. Such a thing is a span: it counts in stages that start in some range of places, once they
+reach far enough.
 
     uses of a parameter      .   x   .   .   x   .        counts in stages that start at 0 or 1 and end after the first x,
     places                 0   1   2   3   4   5   6      and in those that start at 2, 3 or 4 and end after the second
@@ -29,9 +30,10 @@ from meshloom.program.ir.program import Program
 class StageCost:
     """One stage and one microbatch.
 
-    module, last_module: in which it begins and ends. forward_seconds, backward_seconds: computing. later_seconds: what of the backward can wait.
-    parameters: elements. parameter_bytes: of these. state_bytes: with their gradients and optimizer state, and buffers. What several stages use counts in each.
-    kept_bytes: activations held from forward to backward, values received among them.
+    module, last_module: in which it begins and ends. forward_seconds, backward_seconds: computing.
+    later_seconds: what of the backward can wait. parameters: elements. parameter_bytes: of these.
+    state_bytes: with their gradients and optimizer state, and buffers. What several stages use counts in
+        each. kept_bytes: activations held from forward to backward, values received among them.
     sent_bytes: values that leave, each once. returned_bytes: gradients of these, which come back.
     received_bytes: values that come in. handed_back_bytes: gradients of these, which go back.
     """
@@ -58,7 +60,8 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Numbers of all stages that end at one place and start at `first` or later; every array is [start - first].
+    """Numbers of all stages that end at one place and start at `first` or later; every array is [start -
+    first].
 
     takes: seconds, of sending too. moved_bytes: over both ends, both ways.
     """
@@ -78,11 +81,13 @@ class Row:
 
 
 class Intervals:
-    """Of one program. kept: node -> what it makes autograd keep. state_factor: bytes held for each byte of a parameter that is trained.
+    """Of one program. kept: node -> what it makes autograd keep. state_factor: bytes held for each byte of a
+    parameter that is trained.
 
-    places: where the program may be cut. A place is left out where a tuple or a number would cross, where a buffer that is updated is used on both
-    sides, and where a stage would compute nothing.
-    uses: parameter or buffer -> its users, numbers of operators in order; those of what is computed of the batch are the users of that.
+    places: where the program may be cut. A place is left out where a tuple or a number would cross, where a
+    buffer that is updated is used on both sides, and where a stage would compute nothing.
+    uses: parameter or buffer -> its users, numbers of operators in order; those of what is computed of the
+        batch are the users of that.
     """
 
     def __init__(
@@ -108,10 +113,15 @@ class Intervals:
         self._forward, self._backward, self._later = (
             _sums(each) for each in zip(*((one.forward, one.backward, one.later) for one in own), strict=True)
         )
-        self.seconds = self._forward + self._backward  # [place], of what is computed before it; without what every stage computes that needs it
+        # [place], of what is computed before it; without what every stage computes that needs it
+        self.seconds = self._forward + self._backward
         self._again = self._spans((self._users[name], work[name].forward) for name in self._free)
         self._bytes = {name: _state_bytes(program, name, state_factor) for name in self.uses}
-        self._parameters = _Used((self.uses[name], program.parameters[name].meta) for name in self.uses if name in program.parameters)
+        self._parameters = _Used(
+            (self.uses[name], program.parameters[name].meta)
+            for name in self.uses
+            if name in program.parameters
+        )
         self._state = self._spans((uses, self._bytes[name]) for name, uses in self.uses.items())
         self._kept = self._spans_of_kept(kept)
         self._received, self._handed_back = _Spans(self.num_nodes), _Spans(self.num_nodes)
@@ -170,7 +180,8 @@ class Intervals:
         return next((node.path for node in found if node.path and node.name not in self._free), "")
 
     def shared_bytes(self, bounds: Sequence[tuple[int, int]]) -> float:
-        """Of parameters and their state that several of these stages use, as often as that is more than once: on one rank they are there once."""
+        """Of parameters and their state that several of these stages use, as often as that is more than once:
+        on one rank they are there once."""
         if len(bounds) < 2:
             return 0.0
         extra = 0.0
@@ -180,7 +191,8 @@ class Intervals:
         return extra
 
     def _users_of_values(self) -> dict[str, list[int]]:
-        """Value -> operators that use it, in order; those of what is computed of the batch alone are the users of that, as it is computed where they are."""
+        """Value -> operators that use it, in order; those of what is computed of the batch alone are the
+        users of that, as it is computed where they are."""
         nodes = self.program.nodes
         users: dict[str, set[int]] = {node.name: set() for node in nodes}
         for ref in refs_in(self.program.outputs):
@@ -201,7 +213,9 @@ class Intervals:
     def _spans_of_kept(self, kept: Mapping[str, Sequence[SavedTensor]]) -> _Spans:
         """What autograd keeps, where it was made: what a later stage keeps of it is what that received."""
         program = self.program
-        given = {each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)} | set(program.constants)
+        given = {
+            each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)
+        } | set(program.constants)
         keepers: dict[str, list[int]] = {}
         sizes: dict[str, int] = {}
         for number, node in enumerate(program.nodes):
@@ -226,7 +240,10 @@ class Intervals:
             if name in self._free or not uses or name in self._lists:
                 continue
             size = outputs[0].num_bytes
-            for received, sent in ((self._received, self._sent), *([(self._handed_back, self._returned)] if outputs[0].requires_grad else [])):
+            for received, sent in (
+                (self._received, self._sent),
+                *([(self._handed_back, self._returned)] if outputs[0].requires_grad else []),
+            ):
                 received.add_uses(uses, size, made=number)
                 sent.add(-1, number, number, size)  # it leaves a stage that made it ...
                 sent.add(-1, number, uses[-1], -size)  # ... unless its last use is in it
@@ -265,12 +282,19 @@ class _Spans:
             self.add(before, use, use, size)
 
     def until(self, end: int, first: int) -> numpy.ndarray:
-        """[start - first]: the sum over what counts in stages that end there. Takes as long as they are long, however many operators there are."""
+        """[start - first]: the sum over what counts in stages that end there. Takes as long as they are long,
+        however many operators there are."""
         if self._columns is None:
             table = numpy.array(sorted(self._found), dtype=float).reshape(-1, 4)
-            self._columns = table[:, 0].copy(), table[:, 1].astype(int), table[:, 2].astype(int), table[:, 3].copy()
+            self._columns = (
+                table[:, 0].copy(),
+                table[:, 1].astype(int),
+                table[:, 2].astype(int),
+                table[:, 3].copy(),
+            )
         when, after, upto, size = self._columns
-        some = slice(*numpy.searchsorted(when, (first, end)))  # what is over before `first` counts in none of them
+        # what is over before `first` counts in none of them
+        some = slice(*numpy.searchsorted(when, (first, end)))
         length = end - first + 2
         change = numpy.bincount(numpy.maximum(after[some] + 1 - first, 0), size[some], length)
         change -= numpy.bincount(numpy.maximum(upto[some] + 1 - first, 0), size[some], length)
@@ -281,7 +305,11 @@ class _Used:
     """Parameters, each with the numbers of the operators that use it, in order."""
 
     def __init__(self, things: Iterable[tuple[Sequence[int], Meta]]) -> None:
-        uses = sorted((use, before, math.prod(meta.shape), meta.num_bytes) for each, meta in things for before, use in pairwise((-1, *each)))
+        uses = sorted(
+            (use, before, math.prod(meta.shape), meta.num_bytes)
+            for each, meta in things
+            for before, use in pairwise((-1, *each))
+        )
         columns = numpy.array(uses, dtype=numpy.int64).reshape(-1, 4).T
         self._use, self._before, self._elements, self._bytes = map(numpy.ascontiguousarray, columns)
 

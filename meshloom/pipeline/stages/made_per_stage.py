@@ -4,7 +4,8 @@
     layers of one input, run together       those of each stage together, with their own parameters
     which rows data sends to this rank      found in every stage that uses it
 
-Else parameters would lie in the first of those stages, whatever was asked for, and messages would have sizes that only their senders know.
+Else parameters would lie in the first of those stages, whatever was asked for, and messages would have sizes
+that only their senders know.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from meshloom.tensor_parallel.partition import RoutedRows
 
 
 def layers_apart(part: Program, stage_of: Mapping[str, int]) -> Program:
-    """The program with layers of one input run together only where they are in one stage. stage_of: of the layers."""
+    """The program with layers of one input run together only where they are in one stage. stage_of: of the
+    layers."""
     layers: dict[str, list[Node]] = {}  # of what is run together, in order
     for node in part.nodes:
         if node.target is operator.getitem and isinstance(node.args[0], Ref):
@@ -50,15 +52,22 @@ def layers_apart(part: Program, stage_of: Mapping[str, int]) -> Program:
             name = f"{node.name}_{stage}"
             nodes.append(
                 replace(
-                    node, name=name, target=node.target.only(numbers), args=(given, *used), outputs=tuple(node.outputs[number] for number in numbers)
+                    node,
+                    name=name,
+                    target=node.target.only(numbers),
+                    args=(given, *used),
+                    outputs=tuple(node.outputs[number] for number in numbers),
                 )
             )
             picked |= {each.name: replace(each, args=(Ref(name), at)) for at, each in enumerate(own)}
     return replace(part, nodes=tuple(nodes))
 
 
-def rows_apart(part: Program, stage_of: Mapping[str, int], routed: Mapping[str, RoutedRows]) -> tuple[Program, dict[str, int]]:
-    """The program with rows that data sends to a rank put into their places before they cross, as no other stage knows how many they are.
+def rows_apart(
+    part: Program, stage_of: Mapping[str, int], routed: Mapping[str, RoutedRows]
+) -> tuple[Program, dict[str, int]]:
+    """The program with rows that data sends to a rank put into their places before they cross, as no other
+    stage knows how many they are.
 
     stage_of: of all nodes. routed: values with such rows.
     """
@@ -74,7 +83,9 @@ def rows_apart(part: Program, stage_of: Mapping[str, int], routed: Mapping[str, 
     nodes: list[Node] = []
     for node in part.nodes:
         renamed = {
-            ref.name: Ref(f"{ref.name}__in_{stage_of[node.name]}") for ref in node.operands() if stage_of[node.name] in later.get(ref.name, ())
+            ref.name: Ref(f"{ref.name}__in_{stage_of[node.name]}")
+            for ref in node.operands()
+            if stage_of[node.name] in later.get(ref.name, ())
         }
         nodes.append(_renamed(node, renamed) if renamed else node)
         if node.name not in later:
@@ -82,18 +93,35 @@ def rows_apart(part: Program, stage_of: Mapping[str, int], routed: Mapping[str, 
         where, rows, (meta,) = routed[node.name], told[routed[node.name].rows], node.outputs
         shape = (*meta.shape[: where.dim], where.size, *meta.shape[where.dim + 1 :])
         placed = replace(meta, shape=shape, stride=contiguous_strides(shape))
-        made = replace(node, name=f"{node.name}__placed", target=place_rows, kwargs={}, draw=None, num_draws=0, outputs=(placed,))
+        made = replace(
+            node,
+            name=f"{node.name}__placed",
+            target=place_rows,
+            kwargs={},
+            draw=None,
+            num_draws=0,
+            outputs=(placed,),
+        )
         nodes.append(replace(made, args=(Ref(node.name), Ref(rows.name), where.dim, where.size)))
         found[made.name] = stage_of[node.name]
         for stage in sorted(later[node.name]):
             name = f"{node.name}__in_{stage}"
-            nodes.append(replace(made, name=name, target=take_rows, args=(Ref(made.name), Ref(rows.name), where.dim), outputs=(meta,)))
+            nodes.append(
+                replace(
+                    made,
+                    name=name,
+                    target=take_rows,
+                    args=(Ref(made.name), Ref(rows.name), where.dim),
+                    outputs=(meta,),
+                )
+            )
             found[name] = stage
     return replace(part, nodes=tuple(nodes)), found
 
 
 def changes_apart(part: Program, stage_of: Mapping[str, int]) -> tuple[Program, dict[str, int]]:
-    """The program with a change of a parameter's placement, and with the rows that data sends to a rank, for every stage that uses them.
+    """The program with a change of a parameter's placement, and with the rows that data sends to a rank, for
+    every stage that uses them.
 
     And the stage of every node. stage_of: of all nodes.
     """
@@ -101,7 +129,9 @@ def changes_apart(part: Program, stage_of: Mapping[str, int]) -> tuple[Program, 
     several: dict[str, list[int]] = {}
     stages: dict[str, set[int]] = {}
     for node in reversed(part.nodes):
-        copied = node.target is rows_here or (isinstance(node.target, Transition) and next(node.operands()).name in variables)
+        copied = node.target is rows_here or (
+            isinstance(node.target, Transition) and next(node.operands()).name in variables
+        )
         used = stages.get(node.name) or {stage_of[node.name]}
         if copied and (len(used) > 1 or node.target is rows_here):
             several[node.name] = sorted(used)

@@ -1,7 +1,8 @@
-"""What a step takes under a schedule, from what its stages take: its length, and how long each rank waits. Nothing is executed.
+"""What a step takes under a schedule, from what its stages take: its length, and how long each rank waits.
+Nothing is executed.
 
-Values that go to the next stage arrive some time after the action that made them; ranks compute meanwhile. What skips stages is not waited for:
-it left earlier than what the next stage needs.
+Values that go to the next stage arrive some time after the action that made them; ranks compute meanwhile.
+What skips stages is not waited for: it left earlier than what the next stage needs.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from meshloom.pipeline.stages.intervals import StageCost
 class Simulated:
     """A step. idle_shares: [rank], of the step's seconds. busy_seconds: [rank], computing.
 
-    even_idle_share: of all ranks under the same schedule if its stages were alike, their backward took twice their forward, and nothing were sent:
-        (p - 1) / (m + p - 1) for gpipe and 1f1b.
+    even_idle_share: of all ranks under the same schedule if its stages were alike, their backward took twice
+        their forward, and nothing were sent: (p - 1) / (m + p - 1) for gpipe and 1f1b.
     """
 
     seconds: float
@@ -37,8 +38,15 @@ class Simulated:
 MessageSeconds = Callable[[float], float]  # bytes -> from one rank to another
 
 
-def simulate(schedule: Schedule, stages: Sequence[StageCost], message_seconds: MessageSeconds, *, sizes: Sequence[float] = ()) -> Simulated:
-    """A step of these stages. sizes: [microbatch], relative to that of `stages`; default: all are as large."""
+def simulate(
+    schedule: Schedule,
+    stages: Sequence[StageCost],
+    message_seconds: MessageSeconds,
+    *,
+    sizes: Sequence[float] = (),
+) -> Simulated:
+    """A step of these stages. sizes: [microbatch], relative to that of `stages`; default: all are as
+    large."""
     there, back = [each.sent_bytes for each in stages], [each.handed_back_bytes for each in stages]
 
     def transfer(before: Action, after: Action) -> float:
@@ -54,11 +62,13 @@ def simulate(schedule: Schedule, stages: Sequence[StageCost], message_seconds: M
     )
 
 
-def step_seconds(schedule: Schedule, message_seconds: MessageSeconds, *, sizes: Sequence[float] = ()) -> Callable[[Sequence[StageCost]], float]:
+def step_seconds(
+    schedule: Schedule, message_seconds: MessageSeconds, *, sizes: Sequence[float] = ()
+) -> Callable[[Sequence[StageCost]], float]:
     """Stages -> seconds of a step of them; for trying many, as `graph.cut.choose_cuts` does.
 
-    What `simulate` finds, by numbers: what actions of one kind, stage and size take, and their messages, are looked up once, and actions of one rank
-    need nothing but their turn.
+    What `simulate` finds, by numbers: what actions of one kind, stage and size take, and their messages, are
+    looked up once, and actions of one rank need nothing but their turn.
     """
     turns = turns_of(schedule)
     kinds: dict[tuple[Kind, int, float], int] = {}
@@ -68,13 +78,19 @@ def step_seconds(schedule: Schedule, message_seconds: MessageSeconds, *, sizes: 
         size = sizes[action.microbatch] if sizes else 1.0
         return kinds.setdefault((action.kind, action.stage, size), len(kinds))
 
-    steps = [(turn.rank, kind_of(turn.action), tuple((place[each], kind_of(each)) for each in turn.received)) for turn in turns]
+    steps = [
+        (turn.rank, kind_of(turn.action), tuple((place[each], kind_of(each)) for each in turn.received))
+        for turn in turns
+    ]
     seconds = cache(message_seconds)
 
     def length(stages: Sequence[StageCost]) -> float:
         whole = durations_of(stages)
         takes = [whole.of(Action(stage, kind, 0)) * size for kind, stage, size in kinds]
-        travels = [seconds((stages[stage].sent_bytes if kind == "F" else stages[stage].handed_back_bytes) * size) for kind, stage, size in kinds]
+        travels = [
+            seconds((stages[stage].sent_bytes if kind == "F" else stages[stage].handed_back_bytes) * size)
+            for kind, stage, size in kinds
+        ]
         free = [0.0] * schedule.num_ranks
         ends: list[float] = []
         for rank, kind, received in steps:
@@ -89,7 +105,9 @@ def step_seconds(schedule: Schedule, message_seconds: MessageSeconds, *, sizes: 
     return length
 
 
-def durations_of(stages: Sequence[StageCost], *, transfer: float = 0.0, sizes: Sequence[float] = ()) -> Durations:
+def durations_of(
+    stages: Sequence[StageCost], *, transfer: float = 0.0, sizes: Sequence[float] = ()
+) -> Durations:
     """What the actions of these stages take; a schedule that splits no backward takes both halves at once."""
     return Durations(
         forward=[each.forward_seconds for each in stages],

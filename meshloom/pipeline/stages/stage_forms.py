@@ -1,8 +1,10 @@
-"""The stages of a loss for batches of any size that it is indifferent to: made of a form, where it is known to give what cutting gives.
+"""The stages of a loss for batches of any size that it is indifferent to: made of a form, where it is known
+to give what cutting gives.
 
-Divided over tp, what a rank holds of a dim follows its remainder too: 33 tokens on two ranks are 17 and 16. So sizes are of a *class*: the remainders by tp
-of all sizes in the loss, and those that are smaller than tp. In each class the first size is divided and cut as ever, and compared with the form of the
-first three sizes; if it is not that, the class gets a form of its own, from three sizes, which a fourth one has to agree with.
+Divided over tp, what a rank holds of a dim follows its remainder too: 33 tokens on two ranks are 17 and 16.
+So sizes are of a *class*: the remainders by tp of all sizes in the loss, and those that are smaller than tp.
+In each class the first size is divided and cut as ever, and compared with the form of the first three sizes;
+if it is not that, the class gets a form of its own, from three sizes, which a fourth one has to agree with.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class StageForms:
     def __init__(self, proved: AnySize, tp: int) -> None:
         self.proved = proved
         self._tp = tp
-        self._samples: dict[Class | None, list[tuple[Sizes, Stages]]] = {}  # the first ones of a class; None: of all
+        # the first ones of a class; None: of all
+        self._samples: dict[Class | None, list[tuple[Sizes, Stages]]] = {}
         self._guesses: dict[Class | None, _Maker | None] = {}
         self._agreeing: dict[Class, _Maker] = {}
         self._trusted: dict[Class, _Maker] = {}
@@ -41,11 +44,13 @@ class StageForms:
         return self._class(sizes) in self._trusted
 
     def stages(self, sizes: Sizes) -> Stages | None:
-        """The stages for a batch of these sizes, which are trusted; None: the form does not say, on this rank."""
+        """The stages for a batch of these sizes, which are trusted; None: the form does not say, on this
+        rank."""
         return self._trusted[self._class(sizes)].at(sizes)
 
     def learn(self, sizes: Sizes, stages: Stages) -> bool:
-        """Learn from stages that were cut; whether a form gives just these. If one does on all ranks, they `trust` it."""
+        """Learn from stages that were cut; whether a form gives just these. If one does on all ranks, they
+        `trust` it."""
         which = self._class(sizes)
         guesses = (self._guesses.get(each) for each in (None, which))
         agreeing = next((each for each in guesses if each and equal(each.at(sizes), stages)), None)
@@ -92,4 +97,7 @@ class _Maker:
             made = self._form.at(sizes)
         except UnlikeError:
             return None
-        return tuple(replace(stage, program=replace(stage.program, shared=self._shared.setdefault(stage.number, {}))) for stage in made)
+        return tuple(
+            replace(stage, program=replace(stage.program, shared=self._shared.setdefault(stage.number, {})))
+            for stage in made
+        )

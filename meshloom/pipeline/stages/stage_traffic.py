@@ -1,6 +1,8 @@
-"""What the stages of a pipeline send in a step: for every cut the bytes of its values forward, and of their gradients back; and along tp.
+"""What the stages of a pipeline send in a step: for every cut the bytes of its values forward, and of their
+gradients back; and along tp.
 
-R4.2: s values a sample cross a cut, b samples are in the batch; s b values go forward, and as many gradients come back where there are gradients.
+R4.2: s values a sample cross a cut, b samples are in the batch; s b values go forward, and as many gradients
+    come back where there are gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class StageTraffic:
 
 
 def traffic_of_stages(microbatches: Iterable[Iterable[Crossing]]) -> tuple[StageTraffic, ...]:
-    """Between stages, in a step. microbatches: of each, the values that cross (`Stage.incoming` of all its stages)."""
+    """Between stages, in a step. microbatches: of each, the values that cross (`Stage.incoming` of all its
+    stages)."""
     found: dict[tuple[int, int], list[int]] = {}
     for crossings in microbatches:
         for each in crossings:
@@ -42,8 +45,11 @@ def traffic_of_stages(microbatches: Iterable[Iterable[Crossing]]) -> tuple[Stage
     )  # fmt: skip
 
 
-def traffic_of_ranks(microbatches: Iterable[Iterable[Crossing]], ranks: Sequence[int]) -> tuple[StageTraffic, ...]:
-    """The same between the ranks along pp that hold the stages; what stays on a rank is not sent. ranks: stage -> rank."""
+def traffic_of_ranks(
+    microbatches: Iterable[Iterable[Crossing]], ranks: Sequence[int]
+) -> tuple[StageTraffic, ...]:
+    """The same between the ranks along pp that hold the stages; what stays on a rank is not sent. ranks:
+    stage -> rank."""
     found: dict[tuple[int, int], StageTraffic] = {}
     for each in traffic_of_stages(microbatches):
         pair = ranks[each.source], ranks[each.destination]
@@ -59,12 +65,17 @@ def traffic_of_ranks(microbatches: Iterable[Iterable[Crossing]], ranks: Sequence
 
 
 def sent_by_rank(traffic: Iterable[StageTraffic], rank: int) -> int:
-    """Bytes that one rank sends of the traffic between ranks: forward what its stages make, back the gradients of what they get."""
-    return sum(each.forward_bytes * (each.source == rank) + each.backward_bytes * (each.destination == rank) for each in traffic)
+    """Bytes that one rank sends of the traffic between ranks: forward what its stages make, back the
+    gradients of what they get."""
+    return sum(
+        each.forward_bytes * (each.source == rank) + each.backward_bytes * (each.destination == rank)
+        for each in traffic
+    )
 
 
 def sent_over_tp(stages: Iterable[Stage], rank: int) -> Counter[str]:
-    """Kind of collective -> bytes that a rank along tp hands to it. stages: those that it runs, as often as it runs them."""
+    """Kind of collective -> bytes that a rank along tp hands to it. stages: those that it runs, as often as
+    it runs them."""
     found = Counter[str]()
     known: dict[int, list[Sent]] = {}  # of each stage once: microbatches of one shape share theirs
     for stage in stages:

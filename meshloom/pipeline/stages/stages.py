@@ -4,8 +4,9 @@
     stage 0    n0 -> n1 ------+                               sends what n1 gives
     stage 1                   +-> n2 -> n3 -> n4 -> loss      receives it, with a gradient to send back
 
-A value that several later stages use goes to each of them straight from where it is made. What is computed of the batch alone (masks,
-positions) does not cross: every stage that wants it computes it from the batch, which all have. Parameters that several stages use are held by each.
+A value that several later stages use goes to each of them straight from where it is made. What is computed of
+the batch alone (masks, positions) does not cross: every stage that wants it computes it from the batch, which
+all have. Parameters that several stages use are held by each.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage. program: its inputs are the tensors of the batch that it uses, then `incoming`; it returns, flat, `outgoing` and what the loss returned.
+    """One stage. program: its inputs are the tensors of the batch that it uses, then `incoming`; it returns,
+    flat, `outgoing` and what the loss returned.
 
-    outgoing: values in order, each once. returned: how what the loss returned is arranged; the last stage has it, flat, behind what leaves.
+    outgoing: values in order, each once. returned: how what the loss returned is arranged; the last stage has
+        it, flat, behind what leaves.
     """
 
     number: int
@@ -75,15 +78,18 @@ class Stage:
 
 
 def cut_into_stages(program: Program, stage_of: Mapping[str, int], num_stages: int) -> tuple[Stage, ...]:
-    """The stages of `program`. stage_of: node -> its stage; a node whose operands come from a later stage is moved there.
+    """The stages of `program`. stage_of: node -> its stage; a node whose operands come from a later stage is
+    moved there.
 
-    Raises `CaptureError` if a buffer that is updated would be used by several stages, as each would see another value.
+    Raises `CaptureError` if a buffer that is updated would be used by several stages, as each would see
+    another value.
     """
     return _Cutter(program, stage_of, num_stages).stages()
 
 
 def users_of(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
-    """Parameter or buffer -> the stages that use it, in order, but first who changes it. What no stage uses is the first's."""
+    """Parameter or buffer -> the stages that use it, in order, but first who changes it. What no stage uses
+    is the first's."""
     program = stages[0].program
     found: dict[str, list[int]] = {name: [] for name in (*program.parameters, *program.buffers)}
     for stage in stages:
@@ -110,7 +116,12 @@ class _Cutter:
         returned = [ref.name for ref in refs_in(self.program.outputs)]
         nodes = [self._nodes(stage, returned if stage == last else ()) for stage in range(self.num_stages)]
         crossings = [
-            Crossing(value=value, source=self.home[value], destination=stage, meta=_without_gaps(self.by_name[value].outputs[0]))
+            Crossing(
+                value=value,
+                source=self.home[value],
+                destination=stage,
+                meta=_without_gaps(self.by_name[value].outputs[0]),
+            )
             for stage in range(self.num_stages)
             for value in self._foreign(stage, nodes[stage], returned if stage == last else ())
         ]
@@ -119,12 +130,16 @@ class _Cutter:
         return tuple(self._stage(stage, nodes[stage], crossings) for stage in range(self.num_stages))
 
     def _homes(self, stage_of: Mapping[str, int]) -> dict[str, int]:
-        """Node -> the stage that computes it; as asked for, or as late as its operands, and with its list of tensors."""
+        """Node -> the stage that computes it; as asked for, or as late as its operands, and with its list of
+        tensors."""
         home: dict[str, int] = {}
         for node in self.program.nodes:
-            made = [home[ref.name] for ref in node.operands() if ref.name in home and ref.name not in self.free]
+            made = [
+                home[ref.name] for ref in node.operands() if ref.name in home and ref.name not in self.free
+            ]
             wanted = min(max([stage_of[node.name], *made]), self.num_stages - 1)
-            # A node's several tensors, and numbers, do not cross: what takes them apart is where they are made.
+            # A node's several tensors, and numbers, do not cross: what takes them apart is where they are
+            # made.
             parts = [home[ref.name] for ref in node.operands() if ref.name in self.lists]
             home[node.name] = parts[0] if parts and wanted > parts[0] and len(set(made)) == 1 else wanted
         for buffer, together in updating(self.program).items():
@@ -150,7 +165,13 @@ class _Cutter:
     def _foreign(self, stage: int, nodes: Sequence[Node], returned: Iterable[str]) -> list[str]:
         """Values of other stages that this one uses, in order of use."""
         used = [ref.name for node in nodes for ref in node.operands()] + list(returned)
-        return list(dict.fromkeys(name for name in used if name in self.home and name not in self.free and self.home[name] != stage))
+        return list(
+            dict.fromkeys(
+                name
+                for name in used
+                if name in self.home and name not in self.free and self.home[name] != stage
+            )
+        )
 
     def _check_crossing(self, crossing: Crossing) -> None:
         node = self.by_name[crossing.value]
@@ -165,12 +186,21 @@ class _Cutter:
         incoming = tuple(each for each in crossings if each.destination == number)
         outgoing = tuple(each for each in crossings if each.source == number)
         made = {node.name for node in nodes}
-        updates = {name: ref for name, ref in program.updates.items() if ref.name in made and (ref.name not in self.free or number == 0)}
+        updates = {
+            name: ref
+            for name, ref in program.updates.items()
+            if ref.name in made and (ref.name not in self.free or number == 0)
+        }
         sent = tuple(Ref(value) for value in dict.fromkeys(each.value for each in outgoing))
         outputs = (*sent, *program.outputs) if number == self.num_stages - 1 else sent
-        used = {ref.name for node in nodes for ref in node.operands()} | {ref.name for ref in refs_in((outputs, tuple(updates.values())))}
+        used = {ref.name for node in nodes for ref in node.operands()} | {
+            ref.name for ref in refs_in((outputs, tuple(updates.values())))
+        }
         inputs = [each for each in program.inputs if each.value in used]
-        inputs += [Input(value=each.value, name=f"from stage {each.source}: {each.value}", meta=each.meta) for each in incoming]
+        inputs += [
+            Input(value=each.value, name=f"from stage {each.source}: {each.value}", meta=each.meta)
+            for each in incoming
+        ]
         return Stage(
             number=number,
             program=replace(
@@ -190,20 +220,34 @@ class _Cutter:
 
 
 def computed_of_the_batch(program: Program) -> frozenset[str]:
-    """Nodes that need nothing but the batch, constants and steady buffers, draw nothing and have no gradient: any stage can compute them for itself."""
-    steady = [each.value for name, each in program.buffers.items() if name not in program.updates and name not in program.in_place]
+    """Nodes that need nothing but the batch, constants and steady buffers, draw nothing and have no gradient:
+    any stage can compute them for itself."""
+    steady = [
+        each.value
+        for name, each in program.buffers.items()
+        if name not in program.updates and name not in program.in_place
+    ]
     known = {*program.constants, *steady, *(each.value for each in program.inputs)}
     free: set[str] = set()
     for node in program.nodes:
-        if not node.num_draws and not any(each.requires_grad for each in node.outputs) and all(ref.name in known for ref in node.operands()):
+        if (
+            not node.num_draws
+            and not any(each.requires_grad for each in node.outputs)
+            and all(ref.name in known for ref in node.operands())
+        ):
             known.add(node.name)
             free.add(node.name)
     return frozenset(free)
 
 
 def updating(program: Program) -> dict[str, set[str]]:
-    """Buffer that changes -> the nodes that must lie in one stage: those that read it, and that which makes its new value."""
-    names = {each.value: name for name, each in program.buffers.items() if name in program.updates or name in program.in_place}
+    """Buffer that changes -> the nodes that must lie in one stage: those that read it, and that which makes
+    its new value."""
+    names = {
+        each.value: name
+        for name, each in program.buffers.items()
+        if name in program.updates or name in program.in_place
+    }
     found: dict[str, set[str]] = {}
     for node in program.nodes:
         for ref in node.operands():
@@ -217,7 +261,8 @@ def updating(program: Program) -> dict[str, set[str]]:
 
 
 def _with_draws_in_place(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Draws are numbered within the chunk: where those of other stages come in between, their numbers are passed over."""
+    """Draws are numbered within the chunk: where those of other stages come in between, their numbers are
+    passed over."""
     made: list[Node] = []
     next_draw = 0
     for node in nodes:
@@ -242,11 +287,16 @@ def _with_draws_in_place(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def _viewing_anything(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes with reshapes for views: rows of what was expanded share their memory on one device, and where they are received they do not."""
-    return [replace(node, target=aten.reshape.default) if node.target is aten.view.default else node for node in nodes]
+    """The nodes with reshapes for views: rows of what was expanded share their memory on one device, and
+    where they are received they do not."""
+    return [
+        replace(node, target=aten.reshape.default) if node.target is aten.view.default else node
+        for node in nodes
+    ]
 
 
 def _without_gaps(meta: Meta) -> Meta:
-    """Laid out in memory as torch lays out a copy: as it is where that leaves no gaps, else without them, its dims in the same order."""
+    """Laid out in memory as torch lays out a copy: as it is where that leaves no gaps, else without them, its
+    dims in the same order."""
     copied = torch.empty_like(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta"))
     return replace(meta, stride=tuple(copied.stride()))

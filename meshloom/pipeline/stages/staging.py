@@ -1,4 +1,5 @@
-"""A replica's loss as stages: for every loss function, mode and shape of batch, with the same parameters in the same stages.
+"""A replica's loss as stages: for every loss function, mode and shape of batch, with the same parameters in
+the same stages.
 
     program of the loss --(over tp: this rank's part)--> stages 0, 1, ...   those of this rank along pp are run here
 
@@ -50,7 +51,8 @@ MOST_KEPT = 32  # shapes of batches whose stages are kept after they were made; 
 
 @dataclass(frozen=True, kw_only=True)
 class _Decided:
-    """What was decided for a program, and holds for it at other sizes. stage_of: of each node. kept: as in `Program`."""
+    """What was decided for a program, and holds for it at other sizes. stage_of: of each node. kept: as in
+    `Program`."""
 
     program: Program
     stage_of: Mapping[str, int]
@@ -58,7 +60,8 @@ class _Decided:
 
 
 class Staging:
-    """The stages of `job`'s loss under `plan`, as a rank with `programs` runs them. rates: default: of the machine of the rank that chooses."""
+    """The stages of `job`'s loss under `plan`, as a rank with `programs` runs them. rates: default: of the
+    machine of the rank that chooses."""
 
     def __init__(
         self, job: Job, plan: Plan, programs: LossPrograms, team: Group, *, rates: Rates | None = None, timings: Timings | None = None,
@@ -89,9 +92,13 @@ class Staging:
 
     @property
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """Parameter or buffer -> the ranks along pp whose stages use it, in the order of the stages, but first who changes it."""
+        """Parameter or buffer -> the ranks along pp whose stages use it, in the order of the stages, but
+        first who changes it."""
         assert self._homes is not None, "open() comes first"
-        return {name: tuple(dict.fromkeys(self.ranks[stage] for stage in stages)) for name, stages in self._homes.items()}
+        return {
+            name: tuple(dict.fromkeys(self.ranks[stage] for stage in stages))
+            for name, stages in self._homes.items()
+        }
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """The plan's, for so many microbatches."""
@@ -104,8 +111,11 @@ class Staging:
         """Samples of each microbatch in a full batch, of the replica that has most."""
         return self._plan.largest_share(self._job.batch_size)
 
-    def open(self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None) -> Steps[tuple[Stage, ...]]:
-        """Read the loss of batches like the first, divide it, cut it. All ranks of `world` call it; batches and model count on its rank 0.
+    def open(
+        self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None
+    ) -> Steps[tuple[Stage, ...]]:
+        """Read the loss of batches like the first, divide it, cut it. All ranks of `world` call it; batches
+        and model count on its rank 0.
 
         own: one of the batches in the job's own precision, if they were lifted to another.
         """
@@ -114,7 +124,8 @@ class Staging:
         return (yield from self._make(shapes, self._job.loss, True, world))
 
     def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Steps[None]:
-        """Make sure that batches like `batch` can be run. All ranks of the replica call it with the same batch."""
+        """Make sure that batches like `batch` can be run. All ranks of the replica call it with the same
+        batch."""
         function = loss or self._job.loss
         shapes = self.programs.shapes_of(batch, loss=function, training=training)
         key = (function, training, shapes) if shapes is not None else None
@@ -129,7 +140,9 @@ class Staging:
                 self._formed[key], self._made[key] = (forms, sizes), made
                 return
         yield from self.programs.ready(batch, loss=function, training=training)
-        stages = yield from self._make(self.shapes_of(batch, loss=function, training=training), function, training, self._team)
+        stages = yield from self._make(
+            self.shapes_of(batch, loss=function, training=training), function, training, self._team
+        )
         forms = self._forms_for(batch, function, training)
         if forms is None:
             return
@@ -147,8 +160,11 @@ class Staging:
         assert shapes is not None, "ready() comes first"
         return shapes
 
-    def stages(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> tuple[Stage, ...]:
-        """All stages for batches of these shapes, which are ready: of the parts that this rank has along tp."""
+    def stages(
+        self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True
+    ) -> tuple[Stage, ...]:
+        """All stages for batches of these shapes, which are ready: of the parts that this rank has along
+        tp."""
         key = loss or self._job.loss, training, shapes
         if key in self._cut:
             return self._cut[key]
@@ -161,19 +177,32 @@ class Staging:
 
     def _forms_for(self, batch: Any, loss: LossFunction, training: bool) -> StageForms | None:
         proved = self.programs.proved(batch, loss=loss, training=training)
-        return self._forms.setdefault(id(proved), StageForms(proved, self._plan.tp)) if proved is not None else None
+        return (
+            self._forms.setdefault(id(proved), StageForms(proved, self._plan.tp))
+            if proved is not None
+            else None
+        )
 
-    def _make(self, shapes: Shapes, loss: LossFunction, training: bool, group: Group) -> Steps[tuple[Stage, ...]]:
+    def _make(
+        self, shapes: Shapes, loss: LossFunction, training: bool, group: Group
+    ) -> Steps[tuple[Stage, ...]]:
         whole = self.programs.whole(shapes, loss=loss, training=training)
         before = next((each for each in self._decided if alike(each.program, whole)), None)
         part = self.programs.program(shapes, loss=loss, training=training)
         if before is None:
-            before = yield from self._decide(whole, self.programs.priced(shapes, loss=loss, training=training), group)
+            before = yield from self._decide(
+                whole, self.programs.priced(shapes, loss=loss, training=training), group
+            )
             self._decided.append(before)
         if before.kept is not None:
             part = replace(part, kept=before.kept)
         with self._timings.of("cutting"):
-            stages = stages_of_part(part, before.stage_of, self.programs.routed(shapes, loss=loss, training=training), self._plan.num_stages)
+            stages = stages_of_part(
+                part,
+                before.stage_of,
+                self.programs.routed(shapes, loss=loss, training=training),
+                self._plan.num_stages,
+            )
         if self._homes is None:
             self._homes = users_of(stages)
         self.first = self.first or stages
@@ -187,8 +216,13 @@ class Staging:
             numbers = [0] * len(whole.nodes)
         else:
             with self._timings.of("choosing cuts"):
-                choice, priced = (yield from on_first(group, lambda: self._choose(weighed), PlanError)) or (None, None)
-            numbers: list[int] = yield from share(group, [choice.stage_of[node.name] for node in whole.nodes] if choice else None)
+                choice, priced = (yield from on_first(group, lambda: self._choose(weighed), PlanError)) or (
+                    None,
+                    None,
+                )
+            numbers: list[int] = yield from share(
+                group, [choice.stage_of[node.name] for node in whole.nodes] if choice else None
+            )
             self.choice = self.choice or choice
         kept: frozenset[str] | None = None
         if self._plan.recompute != "none" and whole.training:
@@ -196,7 +230,11 @@ class Staging:
             with self._timings.of("choosing what to keep"):
                 decided = yield from on_first(group, lambda: self._kept(weighed, priced), PlanError)
             kept = frozenset((yield from share(group, decided)))
-        return _Decided(program=whole, stage_of={node.name: number for node, number in zip(whole.nodes, numbers, strict=True)}, kept=kept)
+        return _Decided(
+            program=whole,
+            stage_of={node.name: number for node, number in zip(whole.nodes, numbers, strict=True)},
+            kept=kept,
+        )
 
     def _rates_here(self, whole: Program) -> Rates:
         self.rates = self.rates or rates_here(whole.device.type, self._plan.pp)
@@ -218,21 +256,28 @@ class Staging:
 
     def _kept(self, whole: Program, priced: Mapping[str, Cost] | None) -> list[str]:
         rates, mode = self._rates_here(whole), self._plan.recompute
-        return kept_before(self._stored, whole, rates, lambda: sorted(kept_values(whole, priced, mode, rates)), mode=mode)
+        return kept_before(
+            self._stored, whole, rates, lambda: sorted(kept_values(whole, priced, mode, rates)), mode=mode
+        )
 
 
-def stages_of_part(part: Program, stage_of: Mapping[str, int], routed: Mapping[str, RoutedRows], num_stages: int) -> tuple[Stage, ...]:
-    """The stages of one rank's part along tp. stage_of: of the whole program's nodes. routed: values with rows that data sends to this rank."""
+def stages_of_part(
+    part: Program, stage_of: Mapping[str, int], routed: Mapping[str, RoutedRows], num_stages: int
+) -> tuple[Stage, ...]:
+    """The stages of one rank's part along tp. stage_of: of the whole program's nodes. routed: values with
+    rows that data sends to this rank."""
     part = layers_apart(part, stage_of)
     placed = rows_apart(part, with_changes_placed(part, stage_of), routed)
     return cut_into_stages(*changes_apart(*placed), num_stages)
 
 
 def with_changes_placed(part: Program, stage_of: Mapping[str, int]) -> dict[str, int]:
-    """The stage of every node of one rank's part: its own, as in the whole program; of changes of placement where fewer bytes cross.
+    """The stage of every node of one rank's part: its own, as in the whole program; of changes of placement
+    where fewer bytes cross.
 
-    A change that makes a value larger is made where it is wanted, and so is one with the layers that want it, and one that takes the rows that data sends
-    to this rank, as nobody else knows how many they are; another one where the value is made.
+    A change that makes a value larger is made where it is wanted, and so is one with the layers that want it,
+    and one that takes the rows that data sends to this rank, as nobody else knows how many they are; another
+    one where the value is made.
     """
     found = dict(stage_of)
     first_use: dict[str, int] = {}
@@ -245,7 +290,11 @@ def with_changes_placed(part: Program, stage_of: Mapping[str, int]) -> dict[str,
         if node.name in found:
             continue
         made = [found[ref.name] for ref in node.operands() if ref.name in found]
-        grows = isinstance(node.target, Transition) and node.target.source == "part" and node.target.target != "part"
+        grows = (
+            isinstance(node.target, Transition)
+            and node.target.source == "part"
+            and node.target.target != "part"
+        )
         grows |= isinstance(node.target, GatheredLayers) or node.target in (rows_here, take_rows)
         if node.target is place_rows:
             made = made[:1]

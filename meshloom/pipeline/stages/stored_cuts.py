@@ -14,7 +14,13 @@ from meshloom.program.store.stored import Stored
 
 
 def cut_before(
-    stored: Stored | None, program: Program, rates: Rates, choose: Callable[[], CutChoice], *, plan: Any, sizes: Sequence[int]
+    stored: Stored | None,
+    program: Program,
+    rates: Rates,
+    choose: Callable[[], CutChoice],
+    *,
+    plan: Any,
+    sizes: Sequence[int],
 ) -> CutChoice:
     """What `choose` gives, which is kept; plan, sizes: what it depends on besides."""
     if stored is None:
@@ -24,7 +30,11 @@ def cut_before(
     if known is not None:
         try:
             numbers = dict(zip((node.name for node in program.nodes), known["stage_of"], strict=True))
-            return CutChoice(stage_of=numbers, stages=tuple(StageCost(**each) for each in known["stages"]), rank_bytes=tuple(known["rank_bytes"]))
+            return CutChoice(
+                stage_of=numbers,
+                stages=tuple(StageCost(**each) for each in known["stages"]),
+                rank_bytes=tuple(known["rank_bytes"]),
+            )
         except (ValueError, KeyError, TypeError):
             pass
     choice = choose()

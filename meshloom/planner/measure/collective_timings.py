@@ -25,17 +25,26 @@ LINK_SECONDS = 0.5  # for all collectives of one group
 ALGORITHM_SECONDS = 0.2  # for all that are spelled out
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 RUNS = (4, 200)  # least and most repetitions of one size
-POOL_BYTES = 32 << 20  # of each rank: repetitions take turns with its pieces, as tensors that a step hands over are no longer in a cache
+# of each rank: repetitions take turns with its pieces, as tensors that a step hands over are no longer in a
+# cache
+POOL_BYTES = 32 << 20
 
 
-def measure_links(group: Group, device: torch.device, *, among: int, place: Where, seconds: float = LINK_SECONDS) -> tuple[Link, ...]:
-    """Seconds of each collective of `group`, which all its ranks measure together. Each rank gets what it saw; rank 0's is used.
+def measure_links(
+    group: Group, device: torch.device, *, among: int, place: Where, seconds: float = LINK_SECONDS
+) -> tuple[Link, ...]:
+    """Seconds of each collective of `group`, which all its ranks measure together. Each rank gets what it
+    saw; rank 0's is used.
 
     among: ranks of all groups that measure now. place: whether the group's ranks are on one host.
-    Sums are measured a second time where ranks can have memory in common, on tensors that lie there, as gradients do.
+    Sums are measured a second time where ranks can have memory in common, on tensors that lie there, as
+    gradients do.
     """
     windows = windows_of(group) if device.type == "cpu" else None
-    pool, results = _Pool(_filled(POOL_BYTES, device)), _Pool(_filled(max(POOL_BYTES, group.size * MESSAGE_BYTES[-1]), device))
+    pool, results = (
+        _Pool(_filled(POOL_BYTES, device)),
+        _Pool(_filled(max(POOL_BYTES, group.size * MESSAGE_BYTES[-1]), device)),
+    )
     common = _Pool(_in_window(windows, group, POOL_BYTES // 4).zero_()) if windows else pool
     wanted: Sequence[tuple[Collective, bool]] = [(each, False) for each in COLLECTIVES]
     if windows:
@@ -43,21 +52,35 @@ def measure_links(group: Group, device: torch.device, *, among: int, place: Wher
     links: list[Link] = []
     for collective, in_place in wanted:
         times = _PER_CALL.get(collective, lambda _: 1)(group.size)
-        operation = partial(_collective, collective, group, pool=common if in_place else pool, results=results)
+        operation = partial(
+            _collective, collective, group, pool=common if in_place else pool, results=results
+        )
         measured = _measured(group, device, operation, seconds=seconds / len(wanted))
         points = [(num_bytes, took / times) for num_bytes, took in measured]
-        links.append(fit_link(collective, group.size, points, among=among, place=place, in_place=in_place, keep_points=True))
+        links.append(
+            fit_link(
+                collective, group.size, points, among=among, place=place, in_place=in_place, keep_points=True
+            )
+        )
     return tuple(links)
 
 
-def measure_algorithms(group: Group, device: torch.device, *, place: Where, seconds: float = ALGORITHM_SECONDS) -> tuple[Link, ...]:
-    """The same of the all-reduces that are spelled out on messages of `group`, which are all the ranks that run."""
+def measure_algorithms(
+    group: Group, device: torch.device, *, place: Where, seconds: float = ALGORITHM_SECONDS
+) -> tuple[Link, ...]:
+    """The same of the all-reduces that are spelled out on messages of `group`, which are all the ranks that
+    run."""
     pool = _Pool(_filled(POOL_BYTES, device))
     links: list[Link] = []
     for algorithm in SPELLED_OUT:
         made = spelled_out(group, algorithm)
         try:
-            measured = _measured(group, device, lambda count: lambda: made.all_reduce(pool(count)).wait(), seconds=seconds / len(SPELLED_OUT))  # noqa: B023
+            measured = _measured(
+                group,
+                device,
+                lambda count: lambda: made.all_reduce(pool(count)).wait(),  # noqa: B023
+                seconds=seconds / len(SPELLED_OUT),
+            )
         finally:
             made.close()
         link = fit_link("all_reduce", group.size, measured, among=group.size, place=place, keep_points=True)
@@ -65,8 +88,11 @@ def measure_algorithms(group: Group, device: torch.device, *, place: Where, seco
     return tuple(links)
 
 
-def _measured(group: Group, device: torch.device, operation: Callable[[int], Callable[[], Any]], *, seconds: float) -> list[tuple[float, float]]:
-    """(bytes, typical seconds) of an operation on so many elements, at each size. seconds: for all of them."""
+def _measured(
+    group: Group, device: torch.device, operation: Callable[[int], Callable[[], Any]], *, seconds: float
+) -> list[tuple[float, float]]:
+    """(bytes, typical seconds) of an operation on so many elements, at each size. seconds: for all of
+    them."""
     measured: list[tuple[float, float]] = []
     for num_bytes in MESSAGE_BYTES:
         count = num_bytes // 4 // group.size * group.size  # elements, the same for each rank
@@ -115,8 +141,11 @@ def _filled(num_bytes: int, device: torch.device) -> Tensor:
     return torch.empty(num_bytes // 4, device=device).zero_()
 
 
-def _collective(collective: Collective, group: Group, count: int, pool: _Pool, results: _Pool) -> Callable[[], Any]:
-    """Does it once, each rank handing in `count` elements of `pool`; what has a direction goes round, so that no rank runs ahead."""
+def _collective(
+    collective: Collective, group: Group, count: int, pool: _Pool, results: _Pool
+) -> Callable[[], Any]:
+    """Does it once, each rank handing in `count` elements of `pool`; what has a direction goes round, so that
+    no rank runs ahead."""
     size = group.size
     if collective == "all_reduce":
         return lambda: group.all_reduce(pool(count)).wait()
@@ -150,7 +179,11 @@ def _collective(collective: Collective, group: Group, count: int, pool: _Pool, r
     return ping_pong
 
 
-_PER_CALL: dict[Collective, Callable[[int], int]] = {"broadcast": lambda size: size, "gather": lambda size: size, "send": lambda _: 2}
+_PER_CALL: dict[Collective, Callable[[int], int]] = {
+    "broadcast": lambda size: size,
+    "gather": lambda size: size,
+    "send": lambda _: 2,
+}
 
 
 def _agreed_runs(group: Group, wanted: float, device: torch.device) -> int:

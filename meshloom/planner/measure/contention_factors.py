@@ -1,4 +1,5 @@
-"""How much slower operators become when ranks compute at the same time, measured by the ranks of a group together.
+"""How much slower operators become when ranks compute at the same time, measured by the ranks of a group
+together.
 
 busy ranks    rank 0   rank 1   rank 2   rank 3
 1             works    waits    waits    waits      what the others are compared with
@@ -22,27 +23,41 @@ from meshloom.machine.links import Crowd
 PIECE_SECONDS = 0.02  # of one kind of operator, alone: as long as a small step
 ROUNDS = 5  # over all numbers of ranks: what disturbs the machine for a while disturbs one
 _WIDTH = 192  # a product of matrices that stay in a core's cache
-_ELEMENTS = (1 << 17, 1 << 22)  # of sums: in the cache that cores share, also when all of them are busy; and in no cache, also when one is
+# of sums: in the cache that cores share, also when all of them are busy; and in no cache, also when one is
+_ELEMENTS = (1 << 17, 1 << 22)
 
 
 def measure_crowds(group: Group, *, seconds: float = PIECE_SECONDS) -> tuple[Crowd, ...]:
-    """For 1, 2, 4, ... and as many ranks of `group` as there are cores for, which are all there is on this machine's CPU; each keeps the threads that it has.
+    """For 1, 2, 4, ... and as many ranks of `group` as there are cores for, which are all there is on this
+    machine's CPU; each keeps the threads that it has.
 
-    All busy ranks have the same to do, and the last one to be done with it counts, as in a step. seconds: of what each does, alone.
+    All busy ranks have the same to do, and the last one to be done with it counts, as in a step. seconds: of
+    what each does, alone.
 
-    Of memory the geometric mean of both kinds of sums. Between them lies a cliff, on either side of which a job may be: where all busy ranks together
-    have as much as the cache holds.
+    Of memory the geometric mean of both kinds of sums. Between them lies a cliff, on either side of which a
+    job may be: where all busy ranks together have as much as the cache holds.
     """
     operators = [_products(), *map(_sums, _ELEMENTS)]
     counts = [_count(group, operate, seconds) for operate in operators]
     numbers = powers_and_most(max(1, min(group.size, cores() // torch.get_num_threads())))
-    rounds = [[[_seconds(group, busy, *each) for each in zip(operators, counts, strict=True)] for busy in numbers] for _ in range(ROUNDS)]
-    took = [[statistics.median(each) for each in zip(*of_busy, strict=True)] for of_busy in zip(*rounds, strict=True)]
+    rounds = [
+        [[_seconds(group, busy, *each) for each in zip(operators, counts, strict=True)] for busy in numbers]
+        for _ in range(ROUNDS)
+    ]
+    took = [
+        [statistics.median(each) for each in zip(*of_busy, strict=True)]
+        for of_busy in zip(*rounds, strict=True)
+    ]
     found: list[Crowd] = []
     for busy, mine in zip(numbers, took, strict=True):
         compute, *memory = (now / alone for alone, now in zip(took[0], mine, strict=True))
         found.append(
-            Crowd(ranks=busy, threads=torch.get_num_threads(), compute=round(compute, 4), memory=round(math.prod(memory) ** (1 / len(memory)), 4))
+            Crowd(
+                ranks=busy,
+                threads=torch.get_num_threads(),
+                compute=round(compute, 4),
+                memory=round(math.prod(memory) ** (1 / len(memory)), 4),
+            )
         )
     return tuple(found)
 

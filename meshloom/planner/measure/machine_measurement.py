@@ -33,8 +33,11 @@ class Operators:
     backward_call_seconds: float
 
 
-def measure_operators(device: torch.device, *, seconds: float = OPERATOR_SECONDS, rounds: int = ROUNDS) -> Operators:
-    """Seconds of each kind of operator at a few sizes, forward and backward. seconds: about what it takes in all, in so many rounds."""
+def measure_operators(
+    device: torch.device, *, seconds: float = OPERATOR_SECONDS, rounds: int = ROUNDS
+) -> Operators:
+    """Seconds of each kind of operator at a few sizes, forward and backward. seconds: about what it takes in
+    all, in so many rounds."""
     timed: dict[tuple[Kind, torch.dtype], list[_Timed]] = {}
     for kind, dtype, chain in chains_of(device):
         timed.setdefault((kind, dtype), []).append(_Timed(chain))
@@ -50,8 +53,20 @@ def measure_operators(device: torch.device, *, seconds: float = OPERATOR_SECONDS
             works = [each.chain.backward_work if backward else each.chain.work for each in members]
             points = _rising(zip(works, (duration for duration, _ in results), strict=True))
             spread = round(max(each for _, each in results), 4)
-            found.append(Operation(kind=kind, dtype=str(dtype).removeprefix("torch."), backward=backward, points=points, spread=spread))
-    return Operators(operations=tuple(found), call_seconds=call.result(backward=False)[0], backward_call_seconds=call.result(backward=True)[0])
+            found.append(
+                Operation(
+                    kind=kind,
+                    dtype=str(dtype).removeprefix("torch."),
+                    backward=backward,
+                    points=points,
+                    spread=spread,
+                )
+            )
+    return Operators(
+        operations=tuple(found),
+        call_seconds=call.result(backward=False)[0],
+        backward_call_seconds=call.result(backward=True)[0],
+    )
 
 
 def machine_of(
@@ -67,9 +82,19 @@ def machine_of(
     """The machine this process runs on, with what was measured on it, the operators by so many ranks."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        kind, model, devices, memory = "cuda", str(properties.name), torch.cuda.device_count(), int(properties.total_memory)
+        kind, model, devices, memory = (
+            "cuda",
+            str(properties.name),
+            torch.cuda.device_count(),
+            int(properties.total_memory),
+        )
     else:
-        kind, model, devices, memory = "cpu", _processor(), 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        kind, model, devices, memory = (
+            "cpu",
+            _processor(),
+            1,
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        )
     return Machine(
         name=platform.node() or "unnamed",
         device=kind,
@@ -94,7 +119,10 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor() or platform.machine(),
+    )
 
 
 class _Timed:
@@ -131,7 +159,8 @@ class _Timed:
 
 
 def _rising(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """More work takes no less time: where noise says otherwise, the smaller work gets the shorter time of the larger one.
+    """More work takes no less time: where noise says otherwise, the smaller work gets the shorter time of the
+    larger one.
 
     >>> _rising([(1, 2.0), (10, 1.0), (100, 5.0)])
     ((1, 1.0), (10, 1.0), (100, 5.0))

@@ -1,6 +1,7 @@
 """What is run to measure operators: chains of equal ones, of every kind at several sizes.
 
-A chain is recorded for backward, as in training, so that what autograd costs is in it, and outputs are allocated as they are there.
+A chain is recorded for backward, as in training, so that what autograd costs is in it, and outputs are
+allocated as they are there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from meshloom.machine.machine import COUNTED_IN_FLOPS, Kind
 
 @dataclass(frozen=True)
 class Chain:
-    """`length` equal operators, each on what the one before gave (or beside it). work, backward_work: of one of them. inputs: want gradients."""
+    """`length` equal operators, each on what the one before gave (or beside it). work, backward_work: of one
+    of them. inputs: want gradients."""
 
     work: float
     backward_work: float
@@ -33,7 +35,11 @@ def chains_of(device: torch.device) -> Iterator[tuple[Kind, torch.dtype, Chain]]
     for kind, sizes in (_LARGE if device.type == "cuda" else _SMALL).items():
         for dtype in (torch.float32, torch.bfloat16) if kind in COUNTED_IN_FLOPS else (torch.float32,):
             for size in sizes:
-                yield kind, dtype, _CHAINS[kind](size, lambda *shape, dtype=dtype: _normal(shape, dtype, device, generator))
+                yield (
+                    kind,
+                    dtype,
+                    _CHAINS[kind](size, lambda *shape, dtype=dtype: _normal(shape, dtype, device, generator)),
+                )
 
 
 def views(device: torch.device) -> Chain:
@@ -50,21 +56,35 @@ def _matmul(size: tuple[int, ...], make: Make) -> Chain:
     rows, width, length = size
     x, weights = make(rows, width), [_weight(make, width, width) for _ in range(length)]
     flops = 2 * rows * width * width
-    return _chain(flops, 2 * flops, length, x, weights, lambda value, number: F.linear(value, weights[number]))
+    return _chain(
+        flops, 2 * flops, length, x, weights, lambda value, number: F.linear(value, weights[number])
+    )
 
 
 def _attention(size: tuple[int, ...], make: Make) -> Chain:
     batch, heads, tokens, width, length = size
     query, key, value = (make(batch, heads, tokens, width) for _ in range(3))
     flops = 4 * batch * heads * tokens * tokens * width  # two products; backward has five
-    return _chain(flops, 2.5 * flops, length, query, [key, value], lambda each, _: F.scaled_dot_product_attention(each, key, value, is_causal=True))
+    return _chain(
+        flops,
+        2.5 * flops,
+        length,
+        query,
+        [key, value],
+        lambda each, _: F.scaled_dot_product_attention(each, key, value, is_causal=True),
+    )
 
 
 def _convolution(size: tuple[int, ...], make: Make) -> Chain:
     batch, channels, side, length = size
-    x, weights = make(batch, channels, side, side), [_weight(make, channels, channels, 3, 3) for _ in range(length)]
+    x, weights = (
+        make(batch, channels, side, side),
+        [_weight(make, channels, channels, 3, 3) for _ in range(length)],
+    )
     flops = 2 * batch * channels * channels * 9 * side * side
-    return _chain(flops, 2 * flops, length, x, weights, lambda each, number: F.conv2d(each, weights[number], padding=1))
+    return _chain(
+        flops, 2 * flops, length, x, weights, lambda each, number: F.conv2d(each, weights[number], padding=1)
+    )
 
 
 def _elementwise(size: tuple[int, ...], make: Make) -> Chain:
@@ -83,7 +103,14 @@ def _activation(size: tuple[int, ...], make: Make) -> Chain:
 def _normalization(size: tuple[int, ...], make: Make) -> Chain:
     rows, width, length = size
     x, weights = make(rows, width), [make(width) for _ in range(length)]
-    return _chain(2 * x.nbytes, 3 * x.nbytes, length, x, weights, lambda each, number: F.layer_norm(each, (width,), weights[number]))
+    return _chain(
+        2 * x.nbytes,
+        3 * x.nbytes,
+        length,
+        x,
+        weights,
+        lambda each, number: F.layer_norm(each, (width,), weights[number]),
+    )
 
 
 def _softmax(size: tuple[int, ...], make: Make) -> Chain:
@@ -95,7 +122,9 @@ def _softmax(size: tuple[int, ...], make: Make) -> Chain:
 def _reduction(size: tuple[int, ...], make: Make) -> Chain:
     rows, width, length = size
     inputs = tuple(make(rows, width) for _ in range(length))
-    return Chain(inputs[0].nbytes, inputs[0].nbytes, length, inputs, lambda: tuple(each.mean(-1) for each in inputs))
+    return Chain(
+        inputs[0].nbytes, inputs[0].nbytes, length, inputs, lambda: tuple(each.mean(-1) for each in inputs)
+    )
 
 
 def _gather(size: tuple[int, ...], make: Make) -> Chain:
@@ -103,8 +132,15 @@ def _gather(size: tuple[int, ...], make: Make) -> Chain:
     tables = tuple(make(4 * tokens, width) for _ in range(length))
     rows = torch.arange(tokens, device=tables[0].device) * 7 % (4 * tokens)
     picked = tokens * width * tables[0].element_size()
-    # Forward reads and writes the rows; backward reads theirs, clears the table's gradient, and writes into it.
-    return Chain(2 * picked, picked + tables[0].nbytes, length, tables, lambda: tuple(F.embedding(rows, each) for each in tables))
+    # Forward reads and writes the rows; backward reads theirs, clears the table's gradient, and writes into
+    # it.
+    return Chain(
+        2 * picked,
+        picked + tables[0].nbytes,
+        length,
+        tables,
+        lambda: tuple(F.embedding(rows, each) for each in tables),
+    )
 
 
 def _draw(size: tuple[int, ...], make: Make) -> Chain:
@@ -112,7 +148,9 @@ def _draw(size: tuple[int, ...], make: Make) -> Chain:
     x = make(count)
     # On the CPU: draw a mask, divide it in place, multiply. Elsewhere it is one kernel with a mask of bytes.
     passes = (6, 3) if x.device.type == "cpu" else (2.25, 2.25)
-    return _chain(passes[0] * x.nbytes, passes[1] * x.nbytes, length, x, [], lambda each, _: F.dropout(each, 0.1))
+    return _chain(
+        passes[0] * x.nbytes, passes[1] * x.nbytes, length, x, [], lambda each, _: F.dropout(each, 0.1)
+    )
 
 
 def _weight(make: Make, *shape: int) -> Tensor:
@@ -120,7 +158,9 @@ def _weight(make: Make, *shape: int) -> Tensor:
     return (make(*shape) / math.prod(shape[1:]) ** 0.5).detach().requires_grad_()
 
 
-def _chain(work: float, backward: float, length: int, start: Tensor, weights: list[Tensor], step: Step) -> Chain:
+def _chain(
+    work: float, backward: float, length: int, start: Tensor, weights: list[Tensor], step: Step
+) -> Chain:
     def run() -> tuple[Tensor]:
         value = start
         for number in range(length):
@@ -171,5 +211,7 @@ _LARGE: _Sizes = {  # a GPU: up to some milliseconds
 }
 
 
-def _normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
+def _normal(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Tensor:
     return torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_()

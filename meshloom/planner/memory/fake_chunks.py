@@ -17,12 +17,22 @@ from typing import Any
 from torch import Tensor
 
 from meshloom.planner.memory.tensor_lifetimes import Event, Life, Noted
-from meshloom.program.cost.cost_fake import fake_buffers, fake_inputs, fake_parameters, leaves, loss_of, next_number, number_here, run_nodes
+from meshloom.program.cost.cost_fake import (
+    fake_buffers,
+    fake_inputs,
+    fake_parameters,
+    leaves,
+    loss_of,
+    next_number,
+    number_here,
+    run_nodes,
+)
 from meshloom.program.cost.shortened import node_by_node, stand_in
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
 
-_Copies = dict[int, tuple[int, int]]  # piece -> from which node on what becomes of it becomes of others as well, and how many they are
+# piece -> from which node on what becomes of it becomes of others as well, and how many they are
+_Copies = dict[int, tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +45,8 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """Of a parameter. memory: a parameter whose gradient lies in the same memory, of so many bytes. tensor: one like it; None if it is not kept."""
+    """Of a parameter. memory: a parameter whose gradient lies in the same memory, of so many bytes. tensor:
+    one like it; None if it is not kept."""
 
     parameter: str
     memory: str
@@ -47,7 +58,8 @@ class Gradient:
 class NodeLife:
     """Of one node. kept: [chunk], bytes that it made and that are there for the chunk's backward.
 
-    gradients: of the parameters that it is the first to use, all by their values' names, when all chunks are done.
+    gradients: of the parameters that it is the first to use, all by their values' names, when all chunks are
+        done.
     """
 
     phases: tuple[Phase, ...]
@@ -61,10 +73,12 @@ def chunks_of(program: Program, num_chunks: int, *, bucketed: bool) -> dict[str,
 
 
 def worst_of(lives: Sequence[NodeLife], phase: int) -> Event:
-    """Most bytes alive at one time in a phase, and how many of them then are neither kept nor gradients. lives: of the nodes in order."""
+    """Most bytes alive at one time in a phase, and how many of them then are neither kept nor gradients.
+    lives: of the nodes in order."""
     phases = [each.phases[phase] for each in (reversed(lives) if phase % 2 else lives)]
     return worst(
-        (sum(each.before[0] for each in phases), sum(each.before[1] for each in phases)), chain.from_iterable(each.events for each in phases)
+        (sum(each.before[0] for each in phases), sum(each.before[1] for each in phases)),
+        chain.from_iterable(each.events for each in phases),
     )
 
 
@@ -82,14 +96,23 @@ def _renamed(life: NodeLife, names: Mapping[str, str]) -> NodeLife:
     if not life.gradients:
         return life
     gradients = [
-        replace(each, parameter=names.get(each.parameter, each.parameter), memory=names.get(each.memory, each.memory)) for each in life.gradients
+        replace(
+            each,
+            parameter=names.get(each.parameter, each.parameter),
+            memory=names.get(each.memory, each.memory),
+        )
+        for each in life.gradients
     ]
     return replace(life, gradients=tuple(gradients))
 
 
 def _run(program: Program, num_chunks: int, *, bucketed: bool) -> dict[str, NodeLife]:
     parameters = fake_parameters(program)
-    trainable = {each.value: parameters[name] for name, each in program.parameters.items() if parameters[name].requires_grad}
+    trainable = {
+        each.value: parameters[name]
+        for name, each in program.parameters.items()
+        if parameters[name].requires_grad
+    }
     done: dict[str, None] = {}
 
     def take(value: str, parameter: Tensor) -> None:
@@ -119,8 +142,11 @@ def _run(program: Program, num_chunks: int, *, bucketed: bool) -> dict[str, Node
     }
 
 
-def _chunk(program: Program, values: dict[str, Any], life: Life, trainable: Mapping[str, Tensor]) -> tuple[Noted, Noted, set[int], _Copies]:
-    """Forward and backward, the pieces that are kept from one to the other, and those that stand for others, too."""
+def _chunk(
+    program: Program, values: dict[str, Any], life: Life, trainable: Mapping[str, Tensor]
+) -> tuple[Noted, Noted, set[int], _Copies]:
+    """Forward and backward, the pieces that are kept from one to the other, and those that stand for others,
+    too."""
     last = len(program.nodes) - 1
     firsts = [next_number()]  # the first sequence number of each node's autograd nodes
     copies: _Copies = {}
@@ -134,7 +160,9 @@ def _chunk(program: Program, values: dict[str, Any], life: Life, trainable: Mapp
         loss = loss_of(program, values)
         values.clear()
     held = life.alive - life.pieces_of(_gradients(trainable))
-    with life.noted(lambda: min(bisect_right(firsts, number) - 1, last) if (number := number_here()) is not None else None) as backward:
+    with life.noted(
+        lambda: min(bisect_right(firsts, number) - 1, last) if (number := number_here()) is not None else None
+    ) as backward:
         if loss is not None:
             loss.backward()
         del loss
@@ -142,12 +170,21 @@ def _chunk(program: Program, values: dict[str, Any], life: Life, trainable: Mapp
 
 
 def _joins(program: Program) -> dict[str, tuple[int, int]]:
-    """The last value that stands in for one that was left out, of each that they are like -> where they are first used, and how many they are."""
+    """The last value that stands in for one that was left out, of each that they are like -> where they are
+    first used, and how many they are."""
     number: dict[str, list[str]] = {}
     for node in program.nodes:
         if node.target is stand_in:
             number.setdefault(node.args[0].name, []).append(node.name)
-    first = {ref.name: place for place, node in reversed(list(enumerate(program.nodes))) for ref in node.operands()} if number else {}
+    first = (
+        {
+            ref.name: place
+            for place, node in reversed(list(enumerate(program.nodes)))
+            for ref in node.operands()
+        }
+        if number
+        else {}
+    )
     return {names[-1]: (min(first[name] for name in names), len(names)) for names in number.values()}
 
 
@@ -160,8 +197,13 @@ def _by_node(life: Life, noted: Noted, known: set[int], copies: _Copies) -> dict
     events: dict[int, list[Event]] = {}
     for node, piece in noted.log:
         used_at, others = copies.get(piece if piece >= 0 else ~piece, (node + 1, 0))
-        events.setdefault(node, []).extend([life.event(piece, known)] * (1 + others if node >= used_at else 1))
-    return {node: Phase(before=before.get(node, (0, 0)), events=tuple(events.get(node, ()))) for node in before.keys() | events.keys()}
+        events.setdefault(node, []).extend(
+            [life.event(piece, known)] * (1 + others if node >= used_at else 1)
+        )
+    return {
+        node: Phase(before=before.get(node, (0, 0)), events=tuple(events.get(node, ())))
+        for node in before.keys() | events.keys()
+    }
 
 
 def _gradients(trainable: Mapping[str, Tensor]) -> list[Tensor]:
@@ -172,10 +214,17 @@ def _gradients_by_node(program: Program, done: Mapping[str, Tensor]) -> dict[int
     """By the first node that uses the parameter."""
     owners: dict[int, str] = {}
     found: dict[int, list[Gradient]] = {}
-    first = {ref.name: number for number, node in reversed(list(enumerate(program.nodes))) for ref in node.operands() if ref.name in done}
+    first = {
+        ref.name: number
+        for number, node in reversed(list(enumerate(program.nodes)))
+        for ref in node.operands()
+        if ref.name in done
+    }
     for value, parameter in done.items():
         gradient = parameter.grad
         memory = owners.setdefault(memory_of(gradient), value) if gradient is not None else value
         num_bytes = int(storage_of(gradient).nbytes()) if gradient is not None else 0
-        found.setdefault(first[value], []).append(Gradient(parameter=value, memory=memory, num_bytes=num_bytes, tensor=gradient))
+        found.setdefault(first[value], []).append(
+            Gradient(parameter=value, memory=memory, num_bytes=num_bytes, tensor=gradient)
+        )
     return found

@@ -13,19 +13,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshloom.core.job import NamedParameters
 from meshloom.planner.memory.fake_chunks import Gradient, chunks_of, worst, worst_of
 from meshloom.planner.memory.tensor_lifetimes import Life
-from meshloom.program.cost.cost_fake import fake_buffers, fake_constants, fake_parameters, fake_tensors, tensors_in
+from meshloom.program.cost.cost_fake import (
+    fake_buffers,
+    fake_constants,
+    fake_parameters,
+    fake_tensors,
+    tensors_in,
+)
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
 
 
 class FakeStep:
-    """Bytes of a step in which the optimizer has its state already. Peaks are without parameters, buffers, batch and optimizer state.
+    """Bytes of a step in which the optimizer has its state already. Peaks are without parameters, buffers,
+    batch and optimizer state.
 
-    microbatches: chunks, one after another. bucketed: a gradient is copied into a bucket, which is there already, as soon as it is made.
-    peaks, temporaries: phase -> most bytes at one time, and how many of them are neither kept activations nor gradients.
+    microbatches: chunks, one after another. bucketed: a gradient is copied into a bucket, which is there
+    already, as soon as it is made. peaks, temporaries: phase -> most bytes at one time, and how many of them
+    are neither kept activations nor gradients.
     """
 
-    def __init__(self, program: Program, optimizer: Callable[[NamedParameters], Any], *, microbatches: int = 1, bucketed: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        optimizer: Callable[[NamedParameters], Any],
+        *,
+        microbatches: int = 1,
+        bucketed: bool = False,
+    ) -> None:
         self._bucketed = bucketed
         self.peaks: dict[str, int] = {}
         self.temporaries: dict[str, int] = {}
@@ -37,7 +52,9 @@ class FakeStep:
             self.buffer_bytes = _bytes_of(fake_buffers(program).values())
             self.constant_bytes = _bytes_of(fake_constants(program).values())
             lives = list(chunks_of(program, microbatches, bucketed=bucketed).values())
-            self.kept_bytes = max(sum(each.kept[chunk] for each in lives) for chunk in range(microbatches)) if lives else 0
+            self.kept_bytes = (
+                max(sum(each.kept[chunk] for each in lives) for chunk in range(microbatches)) if lives else 0
+            )
             for phase in range(2 * microbatches if lives else 0):
                 self._note("backward" if phase % 2 else "forward", *worst_of(lives, phase))
             gradients = [gradient for each in lives for gradient in each.gradients]
@@ -45,7 +62,9 @@ class FakeStep:
             _give({program.parameters[name].value: each for name, each in trainable}, gradients)
             self.optimizer_bytes = self._update(optimizer, trainable)
 
-    def _update(self, optimizer: Callable[[NamedParameters], Any], trainable: list[tuple[str, Tensor]]) -> int:
+    def _update(
+        self, optimizer: Callable[[NamedParameters], Any], trainable: list[tuple[str, Tensor]]
+    ) -> int:
         """Two steps: the first makes the state. Returns the state's bytes."""
         given: Any = trainable
         made = optimizer(list(given))
@@ -54,7 +73,12 @@ class FakeStep:
         with _Numbers():
             for each in optimizers:
                 each.step()
-            states = {id(tensor): tensor for each in optimizers for state in each.state.values() for tensor in tensors_in(state)}
+            states = {
+                id(tensor): tensor
+                for each in optimizers
+                for state in each.state.values()
+                for tensor in tensors_in(state)
+            }
             life = Life([*(each for _, each in trainable), *gradients, *states.values()])
             with life.noted(lambda: 0) as noted:
                 for each in optimizers:
@@ -69,16 +93,20 @@ class FakeStep:
 
 
 def _give(trainable: Mapping[str, Tensor], gradients: Sequence[Gradient]) -> None:
-    """Parameters, by their values, have these gradients, each in memory of its own; where they were copied into buckets, views of these."""
+    """Parameters, by their values, have these gradients, each in memory of its own; where they were copied
+    into buckets, views of these."""
     for each in gradients:
         parameter = trainable[each.parameter]
         parameter.grad = torch.empty_like(parameter) if each.tensor is None else each.tensor.clone()
 
 
 class _Numbers(TorchDispatchMode):
-    """Tensors without values that are asked for one (a count of steps) say 2. What is written in place is not computed: it stays what it is."""
+    """Tensors without values that are asked for one (a count of steps) say 2. What is written in place is not
+    computed: it stays what it is."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 2.0 if args[0].is_floating_point() else 2
         if _is_in_place(func) and args and isinstance(args[0], Tensor):
@@ -88,13 +116,23 @@ class _Numbers(TorchDispatchMode):
 
 @cache
 def _is_in_place(func: Any) -> bool:
-    """Whether a call writes values into its first operand, gives just that, and changes no shape. An optimizer is mostly such calls."""
+    """Whether a call writes values into its first operand, gives just that, and changes no shape. An
+    optimizer is mostly such calls."""
     schema = func._schema
     own = schema.arguments[0].alias_info if schema.arguments else None
     given = schema.returns[0].alias_info if len(schema.returns) == 1 else None
     changes_shape = torch.Tag.inplace_view in func.tags or schema.name.endswith("resize_")
-    others_stay = not any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments[1:])
-    return own is not None and own.is_write and given is not None and given.is_write and others_stay and not changes_shape
+    others_stay = not any(
+        each.alias_info is not None and each.alias_info.is_write for each in schema.arguments[1:]
+    )
+    return (
+        own is not None
+        and own.is_write
+        and given is not None
+        and given.is_write
+        and others_stay
+        and not changes_shape
+    )
 
 
 def _bytes_of(tensors: Any) -> int:

@@ -1,4 +1,5 @@
-"""Memory of one real training step, measured: every tensor's memory is followed from the operator that made it to its end.
+"""Memory of one real training step, measured: every tensor's memory is followed from the operator that made
+it to its end.
 
 A plain loop over the job's own module. It shares nothing with the prediction but the type of its result.
 """
@@ -43,7 +44,12 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
         for each in optimizers:
             each.step()
         _forget(parameters)
-        states = [leaf for each in optimizers for leaf in tree_leaves(list(each.state.values())) if isinstance(leaf, Tensor)]
+        states = [
+            leaf
+            for each in optimizers
+            for leaf in tree_leaves(list(each.state.values()))
+            if isinstance(leaf, Tensor)
+        ]
         standing = {
             "parameters": list(model.parameters()),
             "buffers": list(model.buffers()),
@@ -78,9 +84,11 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
 
 
 class _Watch(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, each memory once, from the operator that first shows it on.
+    """Counts the bytes of all tensors that are alive, each memory once, from the operator that first shows it
+    on.
 
-    standing: what is there already. peaks: phase -> most bytes. at_peak: what was made since and alive when the bytes were most.
+    standing: what is there already. peaks: phase -> most bytes. at_peak: what was made since and alive when
+        the bytes were most.
     """
 
     def __init__(self, standing: Iterable[Tensor]) -> None:
@@ -98,7 +106,9 @@ class _Watch(TorchDispatchMode):
     def number_of(self, tensor: Tensor) -> int | None:
         return self._numbers.get(_storage(tensor)._cdata)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         value = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
@@ -124,7 +134,9 @@ class _Watch(TorchDispatchMode):
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Of their distinct memories."""
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+    return sum(
+        {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values()
+    )
 
 
 def _storage(tensor: Tensor) -> Any:

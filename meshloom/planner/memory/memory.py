@@ -5,8 +5,9 @@
     gradients                                /          \\______/‾‾‾‾‾‾‾‾‾
                                              forward    backward    update
 
-The step is run on fake tensors: same operators, same autograd, same optimizer, no memory. Every piece of memory that would be made is
-noted with the moment when it would be freed, so the peak is that of the real step up to what operators use inside of themselves.
+The step is run on fake tensors: same operators, same autograd, same optimizer, no memory. Every piece of
+memory that would be made is noted with the moment when it would be freed, so the peak is that of the real
+step up to what operators use inside of themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from meshloom.planner.memory.fake_step import FakeStep
 from meshloom.program.ir.program import Program
 
 PHASES = ("forward", "backward", "update", "publish")
-OPTIMIZER_FACTOR = 2.0  # bytes of optimizer state per byte of parameters, where the optimizer cannot be asked: two averages
+# bytes of optimizer state per byte of parameters, where the optimizer cannot be asked: two averages
+OPTIMIZER_FACTOR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +34,11 @@ class Memory:
     parameters, buffers: of the model.
     gradients: of all parameters when backward is done, with buckets for their exchange.
     optimizer: its state. batch: the tensors of the step's chunks that lie on the device.
-    kept: what is there when a chunk's forward is done that was not there before: activations for its backward.
+    kept: what is there when a chunk's forward is done that was not there before: activations for its
+        backward.
     temporaries: what else is there at the peak, the program's constants among it.
-    peaks: phase -> most bytes at one time in it. publish: sending updated parameters, where each rank updates a part.
+    peaks: phase -> most bytes at one time in it. publish: sending updated parameters, where each rank updates
+        a part.
     """
 
     parameters: int
@@ -77,19 +81,26 @@ def predict_memory(
     """Memory of a step of `program`, which is that of one chunk, on each of `dp` devices.
 
     optimizer: the job's function, given parameters without values. microbatches: chunks per device and step.
-    zero: 1 divides the optimizer's state over the devices, which is exact for optimizers that update each element by itself. Of the
-    exchange, the flat buckets of gradients and parameters are counted (without their padding), not what the transport itself needs.
-    one_copy: the devices are ranks of one host that have the parameters and the optimizer's state once; each is counted its share of them.
+    zero: 1 divides the optimizer's state over the devices, which is exact for optimizers that update each
+    element by itself. Of the exchange, the flat buckets of gradients and parameters are counted (without
+    their padding), not what the transport itself needs. one_copy: the devices are ranks of one host that have
+    the parameters and the optimizer's state once; each is counted its share of them.
     """
     if microbatches < 1 or dp < 1 or zero not in (0, 1):
-        raise PlanError(f"Memory is predicted for microbatches >= 1, dp >= 1 and zero 0 or 1, not microbatches={microbatches}, dp={dp}, zero={zero}.")
-    step = FakeStep(program, optimizer, microbatches=min(microbatches, 2), bucketed=dp > 1)  # from the second on they are all alike
+        raise PlanError(
+            f"Memory is predicted for microbatches >= 1, dp >= 1 and zero 0 or 1, not microbatches={microbatches}, dp={dp}, zero={zero}."
+        )
+    # from the second on they are all alike
+    step = FakeStep(program, optimizer, microbatches=min(microbatches, 2), bucketed=dp > 1)
     divided = dp if zero or one_copy else 1
     # Where parameters are one copy, a rank's sums lie in its bucket.
-    buckets = (step.trainable_bytes if dp > 1 else 0) + (-(-step.trainable_bytes // dp) if zero and dp > 1 and not one_copy else 0)
+    buckets = (step.trainable_bytes if dp > 1 else 0) + (
+        -(-step.trainable_bytes // dp) if zero and dp > 1 and not one_copy else 0
+    )
     parameters = -(-step.parameter_bytes // dp) if one_copy else step.parameter_bytes
     state = -(-step.optimizer_bytes // divided)
-    held = program.inputs if program.device.type != "cpu" else program.inputs * microbatches  # other devices get one chunk at a time
+    # other devices get one chunk at a time
+    held = program.inputs if program.device.type != "cpu" else program.inputs * microbatches
     batch = sum(_num_bytes(each.meta) for each in held)
     standing = parameters + step.buffer_bytes + step.constant_bytes + state + batch + buckets
     peaks = {phase: standing + num_bytes for phase, num_bytes in step.peaks.items()}

@@ -11,7 +11,8 @@ from torch import Tensor
 
 
 class SavedBytes:
-    """Counts what is saved for backwards while it is entered, each memory once, in the thread that entered it.
+    """Counts what is saved for backwards while it is entered, each memory once, in the thread that entered
+    it.
 
     given: tensors that are there anyway, parameters and buffers. most: the most bytes at one time.
 
@@ -33,7 +34,9 @@ class SavedBytes:
         self._hooks.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         self._hooks.__exit__(kind, error, where)
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:

@@ -1,7 +1,7 @@
 """What autograd keeps of one rank's part of a stage from forward to backward, by shapes alone.
 
-The forward is run on fake tensors with all that a rank's part has in it: gathered inputs that are not kept, sums that travel, draws of a part.
-What it says to other ranks, nobody hears.
+The forward is run on fake tensors with all that a rank's part has in it: gathered inputs that are not kept,
+sums that travel, draws of a part. What it says to other ranks, nobody hears.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.pipeline.stages.stages import Stage
-from meshloom.program.cost.cost_fake import fake_buffers, fake_inputs, fake_parameters, fake_tensors, leaves, run_nodes
+from meshloom.program.cost.cost_fake import (
+    fake_buffers,
+    fake_inputs,
+    fake_parameters,
+    fake_tensors,
+    leaves,
+    run_nodes,
+)
 from meshloom.program.cost.shortened import node_by_node
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
@@ -27,21 +34,29 @@ from meshloom.program.operators.experts import rows_here
 
 
 def kept_bytes_of(stage: Stage, num_ranks: int) -> int:
-    """Of a microbatch, on the first of `num_ranks` ranks along tp, each memory once: what backward needs, and what came from other stages.
+    """Of a microbatch, on the first of `num_ranks` ranks along tp, each memory once: what backward needs, and
+    what came from other stages.
 
-    Parameters, buffers, constants and the batch are there anyway. Where data decides how many rows a rank has, they are as many on all.
+    Parameters, buffers, constants and the batch are there anyway. Where data decides how many rows a rank
+    has, they are as many on all.
     """
     received = {each.value for each in stage.incoming}
     with fake_tensors():
-        kept = node_by_node(_of_what_is_used(stage.program), lambda program: _kept_bytes(_alone(program, num_ranks), received))
+        kept = node_by_node(
+            _of_what_is_used(stage.program), lambda program: _kept_bytes(_alone(program, num_ranks), received)
+        )
         inputs = zip(stage.program.inputs, fake_inputs(stage.program), strict=True)
-        return sum(kept.values()) + sum(int(storage_of(tensor).nbytes()) for each, tensor in inputs if each.value in received)
+        return sum(kept.values()) + sum(
+            int(storage_of(tensor).nbytes()) for each, tensor in inputs if each.value in received
+        )
 
 
 def _of_what_is_used(program: Program) -> Program:
     """Without the parameters of other stages."""
     used = {ref.name for node in program.nodes for ref in node.operands()}
-    return replace(program, parameters={name: each for name, each in program.parameters.items() if each.value in used})
+    return replace(
+        program, parameters={name: each for name, each in program.parameters.items() if each.value in used}
+    )
 
 
 def _kept_bytes(program: Program, received: Collection[str]) -> dict[str, int]:
@@ -79,7 +94,8 @@ class _Saved:
 
 
 def _alone(program: Program, num_ranks: int) -> Program:
-    """The program with operators that talk, and those that look at values, as one rank computes them by shapes."""
+    """The program with operators that talk, and those that look at values, as one rank computes them by
+    shapes."""
     group = _Unheard(num_ranks)
 
     def one(node: Node) -> Node:
@@ -88,7 +104,12 @@ def _alone(program: Program, num_ranks: int) -> Program:
             return replace(node, target=lambda *args, joint=target: joint.run(group, *args))
         if target is rows_here:
             (meta,) = node.outputs
-            return replace(node, target=lambda *_, shape=meta.shape: torch.empty(shape, dtype=torch.int64, device=program.device))
+            return replace(
+                node,
+                target=lambda *_, shape=meta.shape: torch.empty(
+                    shape, dtype=torch.int64, device=program.device
+                ),
+            )
         return node
 
     return replace(program, nodes=tuple(map(one, program.nodes)))
@@ -129,7 +150,9 @@ class _Unheard(Group):
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         return _Done()
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Work:
         return _Done()
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:

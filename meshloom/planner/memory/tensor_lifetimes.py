@@ -14,26 +14,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshloom.program.cost.cost_fake import device_asked, tensors_in
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
 
-Event = tuple[int, int]  # bytes made, or freed if negative; and those of what is neither kept for a backward nor a gradient
+# bytes made, or freed if negative; and those of what is neither kept for a backward nor a gradient
+Event = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noted:
-    """before: pieces that were there. log: (node, piece) when it is made, and its complement when it is freed."""
+    """before: pieces that were there. log: (node, piece) when it is made, and its complement when it is
+    freed."""
 
     before: tuple[int, ...]
     log: list[tuple[int, int]]
 
 
 class Life:
-    """Of what is made while `noted` is open. A piece is a number; `ignored`: tensors that are there all the time, and are none.
+    """Of what is made while `noted` is open. A piece is a number; `ignored`: tensors that are there all the
+    time, and are none.
 
     alive: pieces that there are now.
     """
 
     def __init__(self, ignored: Sequence[Tensor]) -> None:
-        self._ignored = list(ignored)  # held, or another piece might get the place of one that is gone, and be ignored for it
-        self._pieces: dict[int, int | None] = dict.fromkeys(map(memory_of, ignored))  # memory -> piece; None: not looked at
+        # held, or another piece might get the place of one that is gone, and be ignored for it
+        self._ignored = list(ignored)
+        # memory -> piece; None: not looked at
+        self._pieces: dict[int, int | None] = dict.fromkeys(map(memory_of, ignored))
         self._references: dict[int, Any] = {}
         self._sizes: list[int] = []
         self._makers: list[int] = []
@@ -103,7 +108,9 @@ class _Seeing(TorchDispatchMode):
         self._life = life
         self._here = here
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if (device := device_asked(func, args)) is not None:
             return device
         value = func(*args, **(kwargs or {}))

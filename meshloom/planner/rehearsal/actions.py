@@ -1,4 +1,5 @@
-"""What each action of a pipeline took when it was rehearsed: computing, talking along tp within it, and the messages that leave after it.
+"""What each action of a pipeline took when it was rehearsed: computing, talking along tp within it, and the
+messages that leave after it.
 
     own clock    |  gap  |== 0F1 ==|   gap   |==== 0B0 ====|
     along tp         ^       ^  ^       ^        ^               belongs to the action that it is in or before
@@ -28,15 +29,19 @@ class Took:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """A rank's chunks. actions: what each took. around: computing before the first and after the last. rest: talking that belongs to none."""
+    """A rank's chunks. actions: what each took. around: computing before the first and after the last. rest:
+    talking that belongs to none."""
 
     actions: dict[Action, Took]
     around: float
     rest: float
 
 
-def pipelined(step: RankStep, calls: Sequence[RehearsedCall], until: float, seconds: Callable[[RehearsedCall], float]) -> Pipelined:
-    """A rank's chunks up to `until` on its own clock. calls: along pp and tp within them. seconds: of a call."""
+def pipelined(
+    step: RankStep, calls: Sequence[RehearsedCall], until: float, seconds: Callable[[RehearsedCall], float]
+) -> Pipelined:
+    """A rank's chunks up to `until` on its own clock. calls: along pp and tp within them. seconds: of a
+    call."""
     spans = [span for span in step.spans if span.kind in ACTION_KINDS]
     first, last = spans[0].start, spans[-1].stop
     took: dict[Action, Took] = {}
@@ -44,8 +49,14 @@ def pipelined(step: RankStep, calls: Sequence[RehearsedCall], until: float, seco
     for span, next_start in zip(spans, [*(each.start for each in spans[1:]), until], strict=True):
         assert span.action is not None
         talking = sum(seconds(call) for call in calls if call.axis == "tp" and free <= call.at < span.stop)
-        sending = sum(seconds(call) for call in calls if call.kind == "send" and call.axis == "pp" and span.stop <= call.at <= next_start)
+        sending = sum(
+            seconds(call)
+            for call in calls
+            if call.kind == "send" and call.axis == "pp" and span.stop <= call.at <= next_start
+        )
         took[span.action] = Took(alone=span.stop - free, talking=talking, sending=sending)
         counted += talking + sending
         free = span.stop
-    return Pipelined(actions=took, around=first + until - last, rest=max(0.0, sum(map(seconds, calls)) - counted))
+    return Pipelined(
+        actions=took, around=first + until - last, rest=max(0.0, sum(map(seconds, calls)) - counted)
+    )

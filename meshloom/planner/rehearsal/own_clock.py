@@ -1,6 +1,7 @@
 """A clock that goes while a rank computes, and groups that stop it while they are busy.
 
-Ranks that are rehearsed share one process and take turns, so a clock on the wall says nothing about any of them.
+Ranks that are rehearsed share one process and take turns, so a clock on the wall says nothing about any of
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from meshloom.planner.rehearsal.rehearsal import RehearsedCall
 class OwnClock:
     """Seconds that the thread which began it computed, without those between `stop` and `go`.
 
-    On a CPU time is the thread's: neither other threads nor other programs on the machine make it go. device: where it computes.
+    On a CPU time is the thread's: neither other threads nor other programs on the machine make it go. device:
+    where it computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +70,8 @@ class InProcessWindow:
 
 
 class CommonMemory:
-    """The windows of one group of ranks in one process: the rank that asks first makes them, the others find them in the same order."""
+    """The windows of one group of ranks in one process: the rank that asks first makes them, the others find
+    them in the same order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -82,7 +85,9 @@ class CommonMemory:
             sizes = [num_bytes if owner in (None, each) else 0 for each in range(self._size)]
             memory = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
             self._made.append(InProcessWindow(memory))
-            self._addresses += [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in memory if each.nbytes]
+            self._addresses += [
+                (each.data_ptr(), each.data_ptr() + each.nbytes) for each in memory if each.nbytes
+            ]
         self._taken[rank] += 1
         return self._made[self._taken[rank] - 1]
 
@@ -92,7 +97,8 @@ class CommonMemory:
 
 
 class RehearsedGroup(Group):
-    """Does what `group` does while the rank's own clock stands still, and notes it. common: where its ranks can have memory in common."""
+    """Does what `group` does while the rank's own clock stands still, and notes it. common: where its ranks
+    can have memory in common."""
 
     def __init__(self, group: Group, axis: Axis, clock: OwnClock, common: CommonMemory | None = None) -> None:
         self._group, self._clock, self._common = group, clock, common
@@ -121,8 +127,12 @@ class RehearsedGroup(Group):
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         return self._run("all_gather", tensor, lambda: self._group.all_gather(output, tensor))
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
-        return self._run("all_to_all", tensor, lambda: self._group.all_to_all(output, tensor, output_sizes, sizes))
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Work:
+        return self._run(
+            "all_to_all", tensor, lambda: self._group.all_to_all(output, tensor, output_sizes, sizes)
+        )
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
         return self._run("gather", tensor, lambda: self._group.gather(outputs, tensor, destination))
@@ -154,7 +164,14 @@ class RehearsedGroup(Group):
         in_place = tensor is not None and self._common is not None and self._common.holds(tensor)
         num_bytes = tensor.nbytes if tensor is not None else 0
         self._clock.calls.append(
-            RehearsedCall(axis=self._axis, kind=kind, num_bytes=num_bytes, ranks=self.size, at=self._clock.seconds, in_place=in_place)
+            RehearsedCall(
+                axis=self._axis,
+                kind=kind,
+                num_bytes=num_bytes,
+                ranks=self.size,
+                at=self._clock.seconds,
+                in_place=in_place,
+            )
         )
         try:
             return _Paused(start(), self._clock)

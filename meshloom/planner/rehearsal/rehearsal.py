@@ -1,7 +1,9 @@
-"""What every rank of a plan did in steps that were rehearsed: its own seconds, what it handed to others and when, and what it held.
+"""What every rank of a plan did in steps that were rehearsed: its own seconds, what it handed to others and
+when, and what it held.
 
-Seconds are on a rank's *own clock*, which stands still while the rank waits for others or hands something over. So they are what the rank
-computes, whoever else is slow, and what talking costs is added by whoever knows the links (`step_seconds.py`).
+Seconds are on a rank's *own clock*, which stands still while the rank waits for others or hands something
+over. So they are what the rank computes, whoever else is slow, and what talking costs is added by whoever
+knows the links (`step_seconds.py`).
 
     own clock    0 ____ chunks ____ | exchange | update | exchange | end
     calls           ^    ^     ^        ^                   ^             (axis, kind, bytes) at a moment of that clock
@@ -21,7 +23,8 @@ from meshloom.pipeline.schedules.spans import Span
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsedCall:
-    """An operation that a rank started. at: on its own clock. in_place: the tensor lay where all ranks of the host can read it."""
+    """An operation that a rank started. at: on its own clock. in_place: the tensor lay where all ranks of the
+    host can read it."""
 
     axis: Axis
     kind: str
@@ -33,7 +36,8 @@ class RehearsedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """One step of one rank. seconds: of its own clock. spans: what it did, on the same clock; actions of the schedule only where the plan has pp."""
+    """One step of one rank. seconds: of its own clock. spans: what it did, on the same clock; actions of the
+    schedule only where the plan has pp."""
 
     seconds: float
     spans: tuple[Span, ...]
@@ -51,7 +55,8 @@ class RankStep:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
-    """Bytes that a rank holds: always, and at most from forwards to backwards. The batch and temporaries are not among them."""
+    """Bytes that a rank holds: always, and at most from forwards to backwards. The batch and temporaries are
+    not among them."""
 
     parameters: int
     gradients: int
@@ -67,7 +72,8 @@ class HeldBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """Steps of a plan. places, held: [rank]. steps: [step][rank]. threads: of each rank. schedule: of the plan's pipeline, if it has one.
+    """Steps of a plan. places, held: [rank]. steps: [step][rank]. threads: of each rank. schedule: of the
+    plan's pipeline, if it has one.
 
     one_copy: whether the replicas have one copy of parameters and optimizer state.
     """

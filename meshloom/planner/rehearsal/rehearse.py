@@ -1,8 +1,8 @@
 """Runs a few steps of a plan with all its ranks in this process, and notes what each rank does by itself.
 
-Everything of a rank runs as it does in training: the same division, cuts, schedule, buckets, optimizer, from the same decisions. Only the
-talking does not happen; what would be handed over is counted. Ranks take turns, each on a clock of its own (`own_clock.py`), so one core is
-enough to know what each of many ranks computes.
+Everything of a rank runs as it does in training: the same division, cuts, schedule, buckets, optimizer, from
+the same decisions. Only the talking does not happen; what would be handed over is counted. Ranks take turns,
+each on a clock of its own (`own_clock.py`), so one core is enough to know what each of many ranks computes.
 """
 
 from __future__ import annotations
@@ -44,18 +44,25 @@ SECONDS = 0.6  # of one rank's own clock, after which there are enough
 
 
 def check_plan(job: Job, plan: Plan) -> None:
-    """Raises `PlanError` for what can be said before anything is measured or run: no common steps, or too few samples."""
+    """Raises `PlanError` for what can be said before anything is measured or run: no common steps, or too few
+    samples."""
     if plan.exchange == "async":
-        raise PlanError("exchange=async has no steps that all workers take together, so none can be priced. Use the virtual clock: meshloom train.")
+        raise PlanError(
+            "exchange=async has no steps that all workers take together, so none can be priced. Use the virtual clock: meshloom train."
+        )
     plan.check_batch(job.batch_size)
 
 
-def rehearse(job: Job, plan: Plan, *, threads: int, common_memory: bool, optimizer_factor: float = OPTIMIZER_FACTOR) -> Rehearsal:
+def rehearse(
+    job: Job, plan: Plan, *, threads: int, common_memory: bool, optimizer_factor: float = OPTIMIZER_FACTOR
+) -> Rehearsal:
     """Steps of `plan` on CPUs, each rank with so many threads.
 
-    common_memory: ranks along dp are processes of one host that share memory. optimizer_factor: bytes of optimizer state per byte of parameters.
+    common_memory: ranks along dp are processes of one host that share memory. optimizer_factor: bytes of
+        optimizer state per byte of parameters.
 
-    Raises `PlanError` if the plan cannot run this job or the ranks do not fit into this process, and what the job raises.
+    Raises `PlanError` if the plan cannot run this job or the ranks do not fit into this process, and what the
+    job raises.
     """
     check_plan(job, plan)
     before = torch.get_num_threads()
@@ -70,7 +77,10 @@ def rehearse(job: Job, plan: Plan, *, threads: int, common_memory: bool, optimiz
                 threads=threads,
                 places=tuple(rank.place for rank in ranks.all),
                 steps=tuple(zip(*(each.steps for each in timed), strict=True)),
-                held=tuple(_held(replica, each.kept, optimizer_factor) for replica, each in zip(replicas, timed, strict=True)),
+                held=tuple(
+                    _held(replica, each.kept, optimizer_factor)
+                    for replica, each in zip(replicas, timed, strict=True)
+                ),
                 schedule=replicas[0].engine.schedule(timed[0].num_filled) if plan.pp > 1 else None,
                 one_copy=replicas[0].exchange.one_copy,
             )
@@ -101,7 +111,8 @@ class _Rank:
 
 @dataclass(kw_only=True)
 class _Timed:
-    """What a rank has done. cycle: after how many steps they repeat. num_filled: of its chunks, those with samples. kept: bytes, for backwards."""
+    """What a rank has done. cycle: after how many steps they repeat. num_filled: of its chunks, those with
+    samples. kept: bytes, for backwards."""
 
     cycle: int
     num_filled: int = 0
@@ -156,9 +167,15 @@ def _seats(mesh: Mesh, turns: Turns, common_memory: bool) -> list[_Rank]:
         return found
 
     def among(sets: Sequence[Sequence[int]]) -> dict[int, Group]:
-        return {rank: group for members in sets for rank, group in zip(members, simulated_groups(len(members), turns), strict=True)}
+        return {
+            rank: group
+            for members in sets
+            for rank, group in zip(members, simulated_groups(len(members), turns), strict=True)
+        }
 
-    axes: dict[Axis, dict[int, RecordedGroup]] = {axis: along(axis) for axis in AXES if axis == "dp" or getattr(mesh, axis) > 1}
+    axes: dict[Axis, dict[int, RecordedGroup]] = {
+        axis: along(axis) for axis in AXES if axis == "dp" or getattr(mesh, axis) > 1
+    }
     statistics, readers, world = along("dp"), among(mesh.groups("dp")), among([range(mesh.size)])
     teams = among(mesh.teams()) if mesh.size > mesh.dp else {}
     return [
@@ -178,7 +195,8 @@ def _seats(mesh: Mesh, turns: Turns, common_memory: bool) -> list[_Rank]:
 
 
 def _take_part(job: Job, plan: Plan, rank: _Rank, timed: Sequence[_Timed]) -> Steps[None]:
-    """All steps of one rank, in one thread: kernels and pools of threads that a thread has made are its own. timed: [rank]."""
+    """All steps of one rank, in one thread: kernels and pools of threads that a thread has made are its own.
+    timed: [rank]."""
     mine = timed[rank.number]
     chunks = yield from _read(job, plan, rank)
     mine.num_filled = sum(1 for chunk in chunks if chunk.samples)
@@ -237,8 +255,10 @@ def _held(replica: Replica, kept: int, optimizer_factor: float) -> HeldBytes:
 
 
 def _check_room(replica: Replica, num_ranks: int) -> None:
-    """Raise `PlanError` if there is no room for so many ranks, this one included, which has built its model. Each builds the whole of it at first."""
-    num_bytes = 4 * sum(each.nbytes for each in replica.model.parameters())  # with gradients and an optimizer's two averages
+    """Raise `PlanError` if there is no room for so many ranks, this one included, which has built its model.
+    Each builds the whole of it at first."""
+    # with gradients and an optimizer's two averages
+    num_bytes = 4 * sum(each.nbytes for each in replica.model.parameters())
     if num_bytes * num_ranks > free_bytes():
         raise PlanError(
             f"{replica.plan} cannot be rehearsed here: {num_ranks} ranks hold up to {amount(num_bytes)} each in this process, and {amount(free_bytes())} "

@@ -20,21 +20,42 @@ from meshloom.program.trace.build import build
 from meshloom.program.trace.export import Exported, context_of
 from meshloom.program.trace.frozen import check_equal, equal_bits
 from meshloom.program.trace.precision import build_model, in_precision
-from meshloom.program.trace.reading import check_tensors, device_of, folded, one_thread, read_once, read_twice, reading
+from meshloom.program.trace.reading import (
+    check_tensors,
+    device_of,
+    folded,
+    one_thread,
+    read_once,
+    read_twice,
+    reading,
+)
 
 
 def capture(
-    job: Job, batches: tuple[Any, Any], *, training: bool = True, dtype: torch.dtype | None = None, numbers: bool = True, fold: bool = True
+    job: Job,
+    batches: tuple[Any, Any],
+    *,
+    training: bool = True,
+    dtype: torch.dtype | None = None,
+    numbers: bool = True,
+    fold: bool = True,
 ) -> Program:
-    """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if there is none.
+    """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if there is
+    none.
 
-    The loss is read twice, under different data and seeds; what differs would be frozen in the program, so it is refused.
-    dtype: convert the model and the batches to it first. numbers: whether numbers in a batch can be inputs; else the program is for these numbers.
-    fold: read calls of modules that are alike once (`folding.py`).
+    The loss is read twice, under different data and seeds; what differs would be frozen in the program, so it
+    is refused.
+    dtype: convert the model and the batches to it first. numbers: whether numbers in a batch can be inputs;
+    else the program is for these numbers. fold: read calls of modules that are alike once (`folding.py`).
     """
     with one_thread():
         return capture_module(
-            build_model(job, dtype, training=training, beside=batches[0]), job.loss, batches, dtype=dtype, numbers=numbers, fold=fold
+            build_model(job, dtype, training=training, beside=batches[0]),
+            job.loss,
+            batches,
+            dtype=dtype,
+            numbers=numbers,
+            fold=fold,
         )
 
 
@@ -48,7 +69,8 @@ def capture_module(
     fold: bool = True,
     once: bool = False,
 ) -> Program:
-    """The same for a module that is there already. Its tensors stay as they are; plain attributes that its forward changes do not.
+    """The same for a module that is there already. Its tensors stay as they are; plain attributes that its
+    forward changes do not.
 
     once: read it from the first batch alone, where it is known to be steady.
     """
@@ -58,23 +80,40 @@ def capture_module(
 
     def read(leaves: Sequence[Leaves], fold: bool) -> Program:
         if once:
-            return build(read_once(model, loss, leaves[0], fold=fold), model, leaves[0].tensors, device_of(model, leaves[0]), dtype)
+            return build(
+                read_once(model, loss, leaves[0], fold=fold),
+                model,
+                leaves[0].tensors,
+                device_of(model, leaves[0]),
+                dtype,
+            )
         exported = read_twice(model, loss, (leaves[0], leaves[1]), fold=fold)
         device = device_of(model, leaves[0])
-        same = _same(*exported) and all(one.stride() == leaves[1].tensors[name].stride() for name, one in leaves[0].tensors.items())
+        same = _same(*exported) and all(
+            one.stride() == leaves[1].tensors[name].stride() for name, one in leaves[0].tensors.items()
+        )
         program = build(exported[0], model, leaves[0].tensors, device, dtype)
         if not same:
             check_equal(program, build(exported[1], model, leaves[1].tensors, device, dtype))
         return program
 
     with reading(dtype):
-        program, others = read_values(given, lambda leaves: folded(partial(read, leaves)) if fold else read(leaves, False), numbers=numbers)
+        program, others = read_values(
+            given,
+            lambda leaves: folded(partial(read, leaves)) if fold else read(leaves, False),
+            numbers=numbers,
+        )
     return replace(program, others=others)
 
 
 def _same(first: Exported, second: Exported) -> bool:
     """Whether two readings are the same before anything was made of them; then so is what is made of them."""
-    if (first.inputs, first.parameters, first.buffers, first.out_spec) != (second.inputs, second.parameters, second.buffers, second.out_spec):
+    if (first.inputs, first.parameters, first.buffers, first.out_spec) != (
+        second.inputs,
+        second.parameters,
+        second.buffers,
+        second.out_spec,
+    ):
         return False
     if list(first.constants) != list(second.constants) or not all(
         one.dtype == other.dtype and strides_of(one) == strides_of(other) and equal_bits(one, other)
@@ -92,7 +131,10 @@ def _fact(node: fx.Node) -> tuple[str, ...]:
 
 def _check_shapes(first: Leaves, second: Leaves) -> None:
     check_tensors(first)
-    shapes = [{name: (tuple(leaf.shape), leaf.dtype) for name, leaf in each.tensors.items()} for each in (first, second)]
+    shapes = [
+        {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in each.tensors.items()}
+        for each in (first, second)
+    ]
     for name in dict.fromkeys([*shapes[0], *shapes[1]]):
         one, other = shapes[0].get(name), shapes[1].get(name)
         if one != other:

@@ -24,15 +24,18 @@ from meshloom.program.trace.attributes import plain_values, whole_attributes
 from meshloom.program.trace.precision import build_model, default_precision, in_precision
 from meshloom.program.trace.reading import one_thread
 
-# The same operators run in the same order; where gradients of one tensor meet, their sum may have another order.
+# The same operators run in the same order; where gradients of one tensor meet, their sum may have another
+# order.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a program was from eager: the largest error of the loss, a gradient or a buffer, and which it was.
+    """How far a program was from eager: the largest error of the loss, a gradient or a buffer, and which it
+    was.
 
-    telling: whether there was something to compare in each: finite losses, and gradients none of which was nothing in all batches.
+    telling: whether there was something to compare in each: finite losses, and gradients none of which was
+        nothing in all batches.
     """
 
     error: float
@@ -42,15 +45,19 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Ran:
-    """What a loss came to. gradients: of parameters that have one; sketches, as whole ones would be another model."""
+    """What a loss came to. gradients: of parameters that have one; sketches, as whole ones would be another
+    model."""
 
     outputs: list[Any]
     gradients: dict[str, Sketch]
     buffers: dict[str, Tensor]
 
 
-def check_against_eager(program: Program, job: Job, batches: Sequence[Any], *, tolerance: float | None = None) -> Difference:
-    """Run the program and the job's own model on each of `batches`; raise `CaptureError` where they differ, naming the first module that does.
+def check_against_eager(
+    program: Program, job: Job, batches: Sequence[Any], *, tolerance: float | None = None
+) -> Difference:
+    """Run the program and the job's own model on each of `batches`; raise `CaptureError` where they differ,
+    naming the first module that does.
 
     The model is in the precision that the program was captured in. tolerance: as in `check_against_module`.
     """
@@ -60,19 +67,29 @@ def check_against_eager(program: Program, job: Job, batches: Sequence[Any], *, t
 
 
 def check_against_module(
-    program: Program, model: nn.Module, loss: LossFunction, batches: Sequence[Any], *, tolerance: float | None = None
+    program: Program,
+    model: nn.Module,
+    loss: LossFunction,
+    batches: Sequence[Any],
+    *,
+    tolerance: float | None = None,
 ) -> Difference:
-    """Run both on each of `batches`, one after another; raise `CaptureError` where they differ. The model stays as it is.
+    """Run both on each of `batches`, one after another; raise `CaptureError` where they differ. The model
+    stays as it is.
 
     tolerance: largest ||program - eager|| / max(||eager||, 1e-3 of the largest gradient norm). Default: by the model's lowest precision.
-    Both use the model's own parameters, and their gradients are let go one by one: besides activations no memory of the model's size is needed.
-    Of gradients larger than `sketch.SMALL` the norms are estimates from sketches, within a few percent; where the two are equal they are zero.
+    Both use the model's own parameters, and their gradients are let go one by one: besides activations no
+    memory of the model's size is needed. Of gradients larger than `sketch.SMALL` the norms are estimates from
+    sketches, within a few percent; where the two are equal they are zero.
     """
     limit = tolerance if tolerance is not None else _tolerance(program)
     worst = Difference(0.0, "the loss")
     with one_thread(), _as_it_was(model), preserved_draws(), default_precision(program.precision):
         mirror = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        parameters = {name: parameter.detach().requires_grad_(parameter.requires_grad) for name, parameter in model.named_parameters()}
+        parameters = {
+            name: parameter.detach().requires_grad_(parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+        }
         draws = any(node.num_draws for node in program.nodes)
         moved: dict[str, bool] = {}
         finite = True
@@ -83,7 +100,9 @@ def check_against_module(
             difference = _difference(_program(program, parameters, mirror, batch, seed), expected)
             worst = max(worst, difference, key=lambda each: each.error)
             finite &= all(bool(torch.isfinite(torch.as_tensor(each)).all()) for each in expected.outputs)
-            moved |= {name: moved.get(name, False) or each.norm() > 0 for name, each in expected.gradients.items()}
+            moved |= {
+                name: moved.get(name, False) or each.norm() > 0 for name, each in expected.gradients.items()
+            }
             if not difference.error <= limit:
                 where = _first_difference(program, model, loss, batch, parameters, mirror, seed, limit)
                 raise CaptureError(
@@ -93,7 +112,8 @@ def check_against_module(
 
 
 def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch: Any) -> None:
-    """The same of one forward alone: what the loss returns, and buffers. For a program that was compared before."""
+    """The same of one forward alone: what the loss returns, and buffers. For a program that was compared
+    before."""
     limit = _tolerance(program)
     with one_thread(), _as_it_was(model), preserved_draws(), default_precision(program.precision):
         mirror = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -103,12 +123,15 @@ def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch:
         found = _program(program, dict(model.named_parameters()), mirror, batch, seed, backward=False)
     difference = _difference(found, expected)
     if not difference.error <= limit:
-        raise CaptureError(f"{difference.what} of its forward differs from eager's by {difference.error:.1e} (limit {limit:.0e}).")
+        raise CaptureError(
+            f"{difference.what} of its forward differs from eager's by {difference.error:.1e} (limit {limit:.0e})."
+        )
 
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Gradients, buffers and plain attributes are afterwards what they were, and no gradients are there meanwhile."""
+    """Gradients, buffers and plain attributes are afterwards what they were, and no gradients are there
+    meanwhile."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(module, dict(vars(module)["_buffers"])) for module in model.modules()]
     values = {id(buffer): (buffer, buffer.detach().clone()) for buffer in model.buffers()}
@@ -130,25 +153,43 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _eager(model: nn.Module, loss: LossFunction, batch: Any, seed: int, *, keyed: bool, backward: bool = True) -> _Ran:
-    """Plain eager where nothing is drawn: composite operators cast less under autocast when a mode watches what they are made of."""
+def _eager(
+    model: nn.Module, loss: LossFunction, batch: Any, seed: int, *, keyed: bool, backward: bool = True
+) -> _Ran:
+    """Plain eager where nothing is drawn: composite operators cast less under autocast when a mode watches
+    what they are made of."""
     seed_everything(seed)
-    with _taking_gradients(dict(model.named_parameters())) as gradients, KeyedDraws() if keyed else nullcontext():
+    with (
+        _taking_gradients(dict(model.named_parameters())) as gradients,
+        KeyedDraws() if keyed else nullcontext(),
+    ):
         outputs = tree_leaves(loss(model, _cloned(batch)))
         if backward:
             _backward(outputs)  # checkpointed blocks draw again in it
-    return _Ran(_detached(outputs), gradients, {name: buffer.detach().clone() for name, buffer in model.named_buffers()})
+    return _Ran(
+        _detached(outputs),
+        gradients,
+        {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+    )
 
 
 def _program(
-    program: Program, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, seed: int, *, backward: bool = True
+    program: Program,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    batch: Any,
+    seed: int,
+    *,
+    backward: bool = True,
 ) -> _Ran:
     seed_everything(seed)
     with _taking_gradients(parameters) as gradients:
         outputs = tree_leaves(run_program(program, parameters, buffers, batch))
         if backward:
             _backward(outputs)
-    return _Ran(_detached(outputs), gradients, {name: buffer.detach().clone() for name, buffer in buffers.items()})
+    return _Ran(
+        _detached(outputs), gradients, {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    )
 
 
 @contextmanager
@@ -159,7 +200,8 @@ def _taking_gradients(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Sk
     def take(name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
         found = sketch(parameter.grad)
-        taken[name] = taken[name] + found if name in taken else found  # checkpointed blocks that share it bring it one by one
+        # checkpointed blocks that share it bring it one by one
+        taken[name] = taken[name] + found if name in taken else found
         parameter.grad = None
 
     with ExitStack() as around:
@@ -186,20 +228,26 @@ def _detached(outputs: list[Any]) -> list[Any]:
 
 def _difference(found: _Ran, expected: _Ran) -> Difference:
     largest = max((each.norm() for each in expected.gradients.values()), default=0.0)
-    return max(_differences(found, expected, 1e-3 * largest), key=lambda each: each.error if each.error == each.error else float("inf"))
+    return max(
+        _differences(found, expected, 1e-3 * largest),
+        key=lambda each: each.error if each.error == each.error else float("inf"),
+    )
 
 
 def _differences(found: _Ran, expected: _Ran, floor: float) -> Iterator[Difference]:
     for number, (mine, theirs) in enumerate(zip(found.outputs, expected.outputs, strict=True)):
         yield Difference(
-            _error(torch.as_tensor(mine), torch.as_tensor(theirs)), "the loss" if number == 0 else f"output {number} of the loss function"
+            _error(torch.as_tensor(mine), torch.as_tensor(theirs)),
+            "the loss" if number == 0 else f"output {number} of the loss function",
         )
     for name in dict.fromkeys([*expected.gradients, *found.gradients]):
         mine, theirs = found.gradients.get(name), expected.gradients.get(name)
         if mine is None or theirs is None:
             yield Difference(float("inf"), f"whether {name} has a gradient")
         else:
-            yield Difference(_relative(mine.distance(theirs), max(theirs.norm(), floor)), f"the gradient of {name}")
+            yield Difference(
+                _relative(mine.distance(theirs), max(theirs.norm(), floor)), f"the gradient of {name}"
+            )
     for name, theirs in expected.buffers.items():
         yield Difference(_error(found.buffers[name], theirs), f"buffer {name}")
 
@@ -210,10 +258,14 @@ def _error(mine: Tensor, theirs: Tensor) -> float:
         return float("inf")
     if torch.equal(mine, theirs) or not theirs.numel():
         return 0.0
-    a, b = (each.to(torch.complex128 if each.is_complex() else torch.float64).flatten() for each in (mine, theirs))
+    a, b = (
+        each.to(torch.complex128 if each.is_complex() else torch.float64).flatten() for each in (mine, theirs)
+    )
     same = (a == b) | (a.isnan() & b.isnan())
     difference = torch.where(same, torch.zeros_like(a), a - b)
-    return _relative(float(difference.norm()), float(torch.where(b.isfinite(), b, torch.zeros_like(b)).norm()))
+    return _relative(
+        float(difference.norm()), float(torch.where(b.isfinite(), b, torch.zeros_like(b)).norm())
+    )
 
 
 def _relative(error: float, size: float) -> float:
@@ -236,21 +288,31 @@ def _first_difference(
     seed: int,
     limit: float,
 ) -> str:
-    """Names the first module, in order of execution, none of whose values in the program is its eager output."""
+    """Names the first module, in order of execution, none of whose values in the program is its eager
+    output."""
     values: dict[str, list[Tensor]] = {}
 
     def collect(node: Any, value: Any) -> None:
-        values.setdefault(node.path, []).extend(each.detach().clone() for each in tree_leaves(value) if isinstance(each, Tensor))
+        values.setdefault(node.path, []).extend(
+            each.detach().clone() for each in tree_leaves(value) if isinstance(each, Tensor)
+        )
 
     outputs: list[tuple[str, Tensor]] = []
     seed_everything(seed)
-    run_program(program, parameters, {name: each.clone() for name, each in buffers.items()}, batch, visit=collect)
+    run_program(
+        program, parameters, {name: each.clone() for name, each in buffers.items()}, batch, visit=collect
+    )
     with _watched(model, outputs):
         seed_everything(seed)
         with KeyedDraws():
             loss(model, _cloned(batch))
     for path, output in outputs:
-        inside = [each for name, found in values.items() if name == path or name.startswith(f"{path}.") for each in found]
+        inside = [
+            each
+            for name, found in values.items()
+            if name == path or name.startswith(f"{path}.")
+            for each in found
+        ]
         alike = [each for each in inside if each.shape == output.shape]
         if alike and min(_error(each, output) for each in alike) > limit:
             return f"the first module whose output differs is {path or 'the model'}"
@@ -261,7 +323,9 @@ def _first_difference(
 def _watched(model: nn.Module, outputs: list[tuple[str, Tensor]]) -> Iterator[None]:
     def hook(name: str) -> Any:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            outputs.extend((name, each.detach().clone()) for each in tree_leaves(output) if isinstance(each, Tensor))
+            outputs.extend(
+                (name, each.detach().clone()) for each in tree_leaves(output) if isinstance(each, Tensor)
+            )
 
         return note
 

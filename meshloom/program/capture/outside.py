@@ -1,12 +1,14 @@
-"""What a loss reads besides the model's tensors and the batch: plain values and tensors in closures, globals and attributes, compared step by step.
+"""What a loss reads besides the model's tensors and the batch: plain values and tensors in closures, globals
+and attributes, compared step by step.
 
-A program keeps what such a value was when it was read. Which ones there are is found in the code of the loss, of the model's modules and of the user's
-functions that they name:
+A program keeps what such a value was when it was read. Which ones there are is found in the code of the loss,
+of the model's modules and of the user's functions that they name:
 
     def loss(model, batch):
         return criterion(model(batch["x"] * data.scale), batch["y"]) * WEIGHTS["main"]
 
-reads `data.scale` and `WEIGHTS["main"]`. Only what is loaded counts, not what is stored: `history["loss"] = ...` may be written by the loss at will.
+reads `data.scale` and `WEIGHTS["main"]`. Only what is loaded counts, not what is stored: `history["loss"] =
+...` may be written by the loss at will.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Outside:
     def __init__(self, function: Callable[..., Any], model: nn.Module | None = None) -> None:
         self._places: list[_Place] = []
         self._paths: dict[int, str] = {}  # of the model's modules
-        self._seen: dict[Any, Any] = {}  # by identity; what is in it stays alive, so that no identity is used again
+        # by identity; what is in it stays alive, so that no identity is used again
+        self._seen: dict[Any, Any] = {}
         self._walk(function, "the loss", None, _NOTHING, 0)
         if model is not None:
             self._walk_model(model)
@@ -96,10 +99,15 @@ class Outside:
         path, attributes = self._paths.get(id(module), type(module).__name__), vars(module)
         for name in reads.attributes:
             if name != "training" and name in attributes and _is_plain(attributes[name]):
-                self._note(attributes[name], f"{path}.{name}" if path else name, partial(attributes.get, name))
+                self._note(
+                    attributes[name], f"{path}.{name}" if path else name, partial(attributes.get, name)
+                )
 
-    def _walk(self, value: Any, name: str, read: Callable[[], Any] | None, reads: Reads, depth: int, own: Any = None) -> None:
-        """value: found at `name` by `read` (None: it cannot be replaced), in code that `reads`. own: what a method is of."""
+    def _walk(
+        self, value: Any, name: str, read: Callable[[], Any] | None, reads: Reads, depth: int, own: Any = None
+    ) -> None:
+        """value: found at `name` by `read` (None: it cannot be replaced), in code that `reads`. own: what a
+        method is of."""
         if _is_plain(value) or isinstance(value, Tensor | numpy.ndarray):
             if read is not None or not _is_plain(value):
                 self._note(value, name, read or (lambda: value))
@@ -124,14 +132,25 @@ class Outside:
                 self._walk(value[key], f"{name}[{key!r}]", partial(_entry, value, key), reads, depth + 1)
         elif isinstance(value, list | tuple | set | frozenset):
             for number, each in enumerate(list(value)[:MOST]):
-                self._walk(each, f"{name}[{number}]", partial(_entry, value, number) if isinstance(value, list) else None, reads, depth + 1)
+                self._walk(
+                    each,
+                    f"{name}[{number}]",
+                    partial(_entry, value, number) if isinstance(value, list) else None,
+                    reads,
+                    depth + 1,
+                )
         elif isinstance(value, ModuleType):
             if is_users(getattr(value, "__file__", None) or ""):
                 self._walk_attributes(vars(value), value, name, reads, depth)
         elif hasattr(value, "__dict__") and not isinstance(value, type(len)):
             self._walk_object(value, name, reads, depth)
-        if len(self._places) > before and read is not None and not isinstance(value, FunctionType | MethodType):
-            self._places.append(_Place(name, read, value, None, None))  # another one in its place has other attributes
+        if (
+            len(self._places) > before
+            and read is not None
+            and not isinstance(value, FunctionType | MethodType)
+        ):
+            # another one in its place has other attributes
+            self._places.append(_Place(name, read, value, None, None))
 
     def _walk_function(self, function: FunctionType, depth: int, own: Any) -> None:
         code = function.__code__
@@ -142,7 +161,13 @@ class Outside:
             if name in function.__globals__:
                 found = function.__globals__[name]
                 _check_no_iterator(name, found, reads)
-                self._walk(found, f"{name} (a global of {code.co_filename})", partial(function.__globals__.get, name), reads, depth + 1)
+                self._walk(
+                    found,
+                    f"{name} (a global of {code.co_filename})",
+                    partial(function.__globals__.get, name),
+                    reads,
+                    depth + 1,
+                )
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             try:
                 found = cell.cell_contents
@@ -166,14 +191,26 @@ class Outside:
         self._walk_attributes(vars(value), value, name, reads, depth)
         if not isinstance(value, type):
             for attribute in reads.attributes:
-                if attribute not in vars(value) and _is_plain(found := getattr(kind, attribute, None)) and found is not None:
+                if (
+                    attribute not in vars(value)
+                    and _is_plain(found := getattr(kind, attribute, None))
+                    and found is not None
+                ):
                     self._note(found, f"{name}.{attribute}", partial(getattr, value, attribute, None))
             self._walk_methods(value, reads, depth)
 
-    def _walk_attributes(self, attributes: Mapping[str, Any], owner: Any, name: str, reads: Reads, depth: int) -> None:
+    def _walk_attributes(
+        self, attributes: Mapping[str, Any], owner: Any, name: str, reads: Reads, depth: int
+    ) -> None:
         for attribute in reads.attributes:
             if attribute in attributes:
-                self._walk(attributes[attribute], f"{name}.{attribute}", partial(getattr, owner, attribute, None), reads, depth + 1)
+                self._walk(
+                    attributes[attribute],
+                    f"{name}.{attribute}",
+                    partial(getattr, owner, attribute, None),
+                    reads,
+                    depth + 1,
+                )
 
     def _walk_methods(self, value: Any, reads: Reads, depth: int) -> None:
         for attribute in (*reads.attributes, "__call__"):
@@ -184,7 +221,11 @@ class Outside:
 
     def _note(self, value: Any, name: str, read: Callable[[], Any]) -> None:
         version = value._version if isinstance(value, Tensor) and not value.is_inference() else None
-        copy = value.copy() if isinstance(value, numpy.ndarray) and value.size <= 4096 and not value.dtype.hasobject else None
+        copy = (
+            value.copy()
+            if isinstance(value, numpy.ndarray) and value.size <= 4096 and not value.dtype.hasobject
+            else None
+        )
         self._places.append(_Place(name, read, value, version, copy))
 
 
@@ -203,7 +244,8 @@ class _Place:
 class Reads:
     """What a piece of code loads, with the functions written in it.
 
-    names: globals. cells: of closures. constants, stored: texts in it, and those under which it only puts something into a dict.
+    names: globals. cells: of closures. constants, stored: texts in it, and those under which it only puts
+        something into a dict.
     """
 
     names: tuple[str, ...] = ()
@@ -232,7 +274,9 @@ def reads_of(code: CodeType) -> Reads:
         elif each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             attributes[each.argval] = None
         elif each.opname == "LOAD_CONST" and isinstance(each.argval, str):
-            (stored if following is not None and following.opname == "STORE_SUBSCR" else constants).add(each.argval)
+            (stored if following is not None and following.opname == "STORE_SUBSCR" else constants).add(
+                each.argval
+            )
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             inner = reads_of(constant)
@@ -253,7 +297,9 @@ def _check_no_iterator(name: str, found: Any, reads: Reads) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | complex | str | bytes | enum.Enum | numpy.generic)
+    return value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | enum.Enum | numpy.generic
+    )
 
 
 def _is_users_class(kind: type) -> bool:
@@ -262,7 +308,8 @@ def _is_users_class(kind: type) -> bool:
     if code is not None:
         return is_users(code.co_filename)
     module = inspect.getmodule(kind)
-    return kind.__module__ == "types" or is_users(getattr(module, "__file__", None) or "")  # SimpleNamespace holds what the user put into it
+    # SimpleNamespace holds what the user put into it
+    return kind.__module__ == "types" or is_users(getattr(module, "__file__", None) or "")
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -281,7 +328,11 @@ def _shown(value: Any) -> str:
     if _is_plain(value):
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:60]}..."
-    return f"another {type(value).__name__}" if not isinstance(value, Tensor | numpy.ndarray) else f"a {type(value).__name__}"
+    return (
+        f"another {type(value).__name__}"
+        if not isinstance(value, Tensor | numpy.ndarray)
+        else f"a {type(value).__name__}"
+    )
 
 
 def _entry(container: Any, key: Any) -> Any:

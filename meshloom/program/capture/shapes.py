@@ -1,6 +1,7 @@
 """Reads a job's loss by shapes alone: whatever its size, on any machine, for any device.
 
-The model is built and its loss read under fake tensors, which have everything but values. Small tensors keep theirs while the
+The model is built and its loss read under fake tensors, which have everything but values. Small tensors keep
+theirs while the
 model is built, because constructors look at them: `torch.linspace(0, 0.1, 12)[3].item()`.
 """
 
@@ -46,15 +47,19 @@ def capture_shapes(
     kept: Callable[[nn.Module, Leaves, Callable[[], Program]], Program] | None = None,
     built: Callable[[Callable[[], Built]], Built] | None = None,
 ) -> Program:
-    """The program of `job.loss` for batches of the shapes of `batch`, as `capture` gives it but without values: it can be looked at, not run.
+    """The program of `job.loss` for batches of the shapes of `batch`, as `capture` gives it but without
+    values: it can be looked at, not run.
 
     The loss is read once, so what only a second reading would show is not refused here.
     dtype: convert the model and the batch to it first.
-    device: where the model and the batch are said to lie; it need not be there. The code takes its way on a CPU, and autocast casts as on one.
-    small: most elements of a tensor that has values while the model is built.
-    kept: gives the program for the model and the batch without values, or what the function that it is handed reads.
+    device: where the model and the batch are said to lie; it need not be there. The code takes its way on a
+    CPU, and autocast casts as on one. small: most elements of a tensor that has values while the model is
+    built.
+    kept: gives the program for the model and the batch without values, or what the function that it is handed
+        reads.
     built: gives the model, which nothing has read yet, or what the function that it is handed builds.
-    Raises `CaptureError` if there is no program, or if the model's constructor needs the values of a larger tensor.
+    Raises `CaptureError` if there is no program, or if the model's constructor needs the values of a larger
+    tensor.
     """
     leaves = leaves_of(batch)
     check_tensors(leaves)
@@ -65,11 +70,19 @@ def capture_shapes(
 
     with reading(dtype), on_cpu(where):
         model, mode = built(build_here) if built else build_here()
-        shapes = Leaves({name: fake_of(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild)
+        shapes = Leaves(
+            {name: fake_of(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild
+        )
 
         def read() -> Program:
             program = folded(
-                lambda fold: build(read_once(model, job.loss, shapes, fold=fold), model, shapes.tensors, device_of(model, shapes), dtype)
+                lambda fold: build(
+                    read_once(model, job.loss, shapes, fold=fold),
+                    model,
+                    shapes.tensors,
+                    device_of(model, shapes),
+                    dtype,
+                )
             )
             constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
             return replace(moved_to(program, where), constants=constants, by_shapes=True)
@@ -78,7 +91,8 @@ def capture_shapes(
 
 
 def model_by_shapes(job: Job, dtype: torch.dtype | None, *, training: bool, small: int = SMALL) -> Built:
-    """The job's model with parameters and buffers that have everything but values, on the CPU; and the mode that batches for it are made in.
+    """The job's model with parameters and buffers that have everything but values, on the CPU; and the mode
+    that batches for it are made in.
 
     dtype, small: as in `capture_shapes`.
     """
@@ -119,7 +133,9 @@ def _truncated_at_once() -> Iterator[None]:
     """`trunc_normal_` draws again until no value lies outside, which fake ones never show."""
     init: Any = torch.nn.init
     draw = init._no_grad_trunc_normal_
-    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor if isinstance(tensor, FakeTensor) else draw(tensor, *args, **kwargs)
+    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: (
+        tensor if isinstance(tensor, FakeTensor) else draw(tensor, *args, **kwargs)
+    )
     try:
         yield
     finally:
@@ -134,7 +150,9 @@ class _SmallAreReal(TorchDispatchMode):
         self._mode = mode
         self._small = small
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         real = not any(isinstance(each, FakeTensor) for each in given)
@@ -146,13 +164,16 @@ class _SmallAreReal(TorchDispatchMode):
             raise DataDependentOutputException(func)
         with self._mode:
             value = func(*args, **kwargs)
-        if real and all(each.numel() <= self._small for each in tree_leaves(value) if isinstance(each, Tensor)):
+        if real and all(
+            each.numel() <= self._small for each in tree_leaves(value) if isinstance(each, Tensor)
+        ):
             return func(*args, **kwargs)
         return value
 
 
 _LOOKS_AT_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_CHECKS = {torch.ops.aten.allclose.default, torch.ops.aten.equal.default}  # parametrizations ask them of their matrices
+# parametrizations ask them of their matrices
+_CHECKS = {torch.ops.aten.allclose.default, torch.ops.aten.equal.default}
 
 
 def _convert(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
@@ -164,7 +185,8 @@ def _convert(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) 
             if tensor is not None:
                 if tensor not in made:
                     made[tensor] = fake_of(tensor, mode, dtype)
-                setattr(module, name, made[tensor])  # not straight into the dict: recurrent layers keep a list of their weights
+                # not straight into the dict: recurrent layers keep a list of their weights
+                setattr(module, name, made[tensor])
 
 
 def fake_of(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
@@ -178,9 +200,12 @@ def fake_of(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = No
 
 
 class _OnCPU(TorchFunctionMode):
-    """Whatever device the code names is the CPU: autograd ends the process when it sees a device that this torch is not built for."""
+    """Whatever device the code names is the CPU: autograd ends the process when it sees a device that this
+    torch is not built for."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func is Tensor.cuda:
             return args[0].to("cpu")
@@ -199,11 +224,18 @@ def _cpu(device: Any) -> Any:
 
 @contextmanager
 def _autocast_of(device: torch.device) -> Iterator[None]:
-    """Autocast regions for `device` are open though it is not there; what they cast is what they would on the CPU."""
+    """Autocast regions for `device` are open though it is not there; what they cast is what they would on the
+    CPU."""
     autocast: Any = torch.amp.autocast_mode.autocast
     begin = autocast.__init__
 
-    def on_cpu(self: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None) -> None:
+    def on_cpu(
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
         if device_type == device.type != "cpu":
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype(device_type)
         begin(self, device_type, dtype, enabled, cache_enabled)
@@ -217,9 +249,16 @@ def _autocast_of(device: torch.device) -> Iterator[None]:
 
 def _moved(node: Node, device: torch.device) -> Node:
     """The node with `device` for the CPU, in its arguments and its autocast regions."""
-    regions = tuple(replace(each, device=device.type) if each.device == "cpu" else each for each in node.context.autocast)
+    regions = tuple(
+        replace(each, device=device.type) if each.device == "cpu" else each for each in node.context.autocast
+    )
     kwargs = {key: _with_device(each, device) for key, each in node.kwargs.items()}
-    return replace(node, args=_with_device(node.args, device), kwargs=kwargs, context=replace(node.context, autocast=regions))
+    return replace(
+        node,
+        args=_with_device(node.args, device),
+        kwargs=kwargs,
+        context=replace(node.context, autocast=regions),
+    )
 
 
 def _with_device(value: Any, device: torch.device) -> Any:

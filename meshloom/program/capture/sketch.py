@@ -1,8 +1,11 @@
-"""A tensor in a thirtieth of its memory, kept so that the distance of two tensors can be told from what is kept of them.
+"""A tensor in a thirtieth of its memory, kept so that the distance of two tensors can be told from what is
+kept of them.
 
-A large tensor is cut into `FOLDS` rows, which are added up with signs that are drawn anew for every element (a count sketch). Of
-the difference of two tensors the sum keeps the squared norm on average: every element counts once, and products of different elements
-cancel. Tensors that are equal have equal sketches, bit by bit; sketches of parts of a sum add up to that of the sum.
+A large tensor is cut into `FOLDS` rows, which are added up with signs that are drawn anew for every element
+(a count sketch). Of
+the difference of two tensors the sum keeps the squared norm on average: every element counts once, and
+products of different elements cancel. Tensors that are equal have equal sketches, bit by bit; sketches of
+parts of a sum add up to that of the sum.
 
 Source: Charikar, Chen, Farach-Colton, "Finding frequent items in data streams" (2002).
 """
@@ -24,8 +27,9 @@ _CHUNK = 2**18  # elements that are looked at together, so that no copy of the w
 class Sketch:
     """What is kept of a tensor. Equal shapes make sketches that can be compared.
 
-    folded: float64 [kept elements], of its finite elements (real and imaginary parts of complex ones side by side); others count as 0.
-    odd: the same of codes for what is not finite (1 infinity, 2 minus infinity, 3 no number); None if all is finite.
+    folded: float64 [kept elements], of its finite elements (real and imaginary parts of complex ones side by
+    side); others count as 0. odd: the same of codes for what is not finite (1 infinity, 2 minus infinity, 3
+    no number); None if all is finite.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +44,9 @@ class Sketch:
         """The norm of the difference; infinite if shapes differ or other elements are not finite."""
         if self.shape != other.shape:
             return math.inf
-        codes = [each.odd if each.odd is not None else torch.zeros_like(each.folded) for each in (self, other)]
+        codes = [
+            each.odd if each.odd is not None else torch.zeros_like(each.folded) for each in (self, other)
+        ]
         if not torch.equal(*codes):
             return math.inf
         return float((self.folded - other.folded).norm())
@@ -59,7 +65,8 @@ def sketch(tensor: Tensor) -> Sketch:
     folded = torch.zeros(width, dtype=torch.float64, device=flat.device)
     odd: Tensor | None = None
     signs, shifts = _signs(rows, min(width, _CHUNK), tensor.device)
-    twice = torch.cat([signs, signs]).to(flat.dtype if flat.is_floating_point() else torch.float64)  # rolled by taking a part of it
+    # rolled by taking a part of it
+    twice = torch.cat([signs, signs]).to(flat.dtype if flat.is_floating_point() else torch.float64)
     for row in range(rows):
         part = flat[row * width : (row + 1) * width]
         for start in range(0, part.numel(), _CHUNK):
@@ -76,7 +83,8 @@ def sketch(tensor: Tensor) -> Sketch:
 
 
 def _signs(rows: int, width: int, device: torch.device) -> tuple[Tensor, list[int]]:
-    """Signs [width], and by how many places each row has them moved on; the same in every call. A single row keeps its own."""
+    """Signs [width], and by how many places each row has them moved on; the same in every call. A single row
+    keeps its own."""
     if rows == 1:
         return torch.ones(width, dtype=torch.float64, device=device), [0]
     generator = torch.Generator().manual_seed(0)

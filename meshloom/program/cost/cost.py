@@ -1,7 +1,7 @@
 """What every operator of a program costs: work, bytes moved, and what autograd keeps of it for the backward.
 
-The program's step is run once on fake tensors, forward and backward. Each ATen call is priced as it passes; a call in the backward
-belongs to the node whose forward recorded it, which autograd's sequence numbers tell:
+The program's step is run once on fake tensors, forward and backward. Each ATen call is priced as it passes; a
+call in the backward belongs to the node whose forward recorded it, which autograd's sequence numbers tell:
 
     node        gelu     linear   sum          autograd nodes made: numbers [7, 8), [8, 10), [10, 11)
     backward    ... <--- 9, 8 <-- 10           a call under autograd node 9 belongs to `linear`
@@ -46,8 +46,9 @@ from meshloom.program.ir.sparse_constants import memory_of, storage_of
 class SavedTensor:
     """Memory that autograd keeps from forward to backward.
 
-    memory: the value that owns it: a parameter, buffer, input, constant or node, all by the name of the value; `NODE:n` for further
-        tensors of a node and for those made inside of it (a norm's statistics, attention's log-sum-exp). What is kept through a view is the owner's.
+    memory: the value that owns it: a parameter, buffer, input, constant or node, all by the name of the
+        value; `NODE:n` for further tensors of a node and for those made inside of it (a norm's statistics,
+        attention's log-sum-exp). What is kept through a view is the owner's.
     num_bytes: all of that memory, also where a view sees a part of it.
     """
 
@@ -59,10 +60,12 @@ class SavedTensor:
 class Cost:
     """One node's cost in a step.
 
-    flops, backward_flops: by the rules of `torch.utils.flop_counter`: matrix products, convolutions and attention, two operations per
-        multiply-add; elementwise operators are 0. Recomputation is not part of it: checkpointed blocks are read as what they compute.
-    read_bytes, written_bytes: of all operands and results of its ATen calls in the forward, each element once; views are 0.
-    backward_read_bytes, backward_written_bytes: the same of its backward, the sums where gradients meet included.
+    flops, backward_flops: by the rules of `torch.utils.flop_counter`: matrix products, convolutions and
+        attention, two operations per multiply-add; elementwise operators are 0. Recomputation is not part of
+        it: checkpointed blocks are read as what they compute.
+    read_bytes, written_bytes: of all operands and results of its ATen calls in the forward, each element
+    once; views are 0. backward_read_bytes, backward_written_bytes: the same of its backward, the sums where
+    gradients meet included.
     kept: what it makes autograd keep. Memory that two nodes keep is listed at both.
     """
 
@@ -79,8 +82,8 @@ class Cost:
 class ModuleCost:
     """What the module at a path costs with all that is inside of it.
 
-    parameters, parameter_bytes: counted once where tied. kept_bytes: activations, each memory once; without parameters, buffers,
-    constants and the batch, which are there anyway. nodes: how many operators.
+    parameters, parameter_bytes: counted once where tied. kept_bytes: activations, each memory once; without
+    parameters, buffers, constants and the batch, which are there anyway. nodes: how many operators.
     """
 
     parameters: int
@@ -92,7 +95,8 @@ class ModuleCost:
 
 
 def costs(program: Program) -> dict[str, Cost]:
-    """Node name -> its cost, in the program's order. Needs no memory for tensors: the program may be of any size."""
+    """Node name -> its cost, in the program's order. Needs no memory for tensors: the program may be of any
+    size."""
     with fake_tensors():
         return node_by_node(program, _costs, _renamed)
 
@@ -108,7 +112,9 @@ def by_module(program: Program, costs: Mapping[str, Cost], depth: int | None = N
         for path in _prefixes(node.path, depth):
             totals.setdefault(path, _Total()).add(costs[node.name], given)
     for name, variable in program.parameters.items():
-        paths = {path for each in (name, *variable.aliases) for path in _prefixes(each.rpartition(".")[0], depth)}
+        paths = {
+            path for each in (name, *variable.aliases) for path in _prefixes(each.rpartition(".")[0], depth)
+        }
         for path in sorted(paths):
             total = totals.setdefault(path, _Total())
             total.parameters += _count(variable)
@@ -117,9 +123,14 @@ def by_module(program: Program, costs: Mapping[str, Cost], depth: int | None = N
 
 
 def kept_bytes(program: Program, costs: Iterable[Cost]) -> int:
-    """Bytes of the activations that these nodes keep, each memory once; without parameters, buffers, constants and the batch."""
+    """Bytes of the activations that these nodes keep, each memory once; without parameters, buffers,
+    constants and the batch."""
     given = _given(program)
-    return sum({each.memory: each.num_bytes for cost in costs for each in cost.kept if each.memory not in given}.values())
+    return sum(
+        {
+            each.memory: each.num_bytes for cost in costs for each in cost.kept if each.memory not in given
+        }.values()
+    )
 
 
 @dataclass
@@ -151,7 +162,9 @@ class _Total:
 def _given(program: Program) -> frozenset[str]:
     """Values that are there before the program runs."""
     state = (*program.parameters.values(), *program.buffers.values())
-    return frozenset([*(each.value for each in state), *program.constants, *(each.value for each in program.inputs)])
+    return frozenset(
+        [*(each.value for each in state), *program.constants, *(each.value for each in program.inputs)]
+    )
 
 
 def _prefixes(path: str, depth: int | None) -> list[str]:
@@ -172,7 +185,9 @@ def _count(variable: Variable) -> int:
 
 
 def _costs(program: Program) -> dict[str, Cost]:
-    values: dict[str, Any] = dict(leaves(program, fake_parameters(program), fake_buffers(program), fake_inputs(program)))
+    values: dict[str, Any] = dict(
+        leaves(program, fake_parameters(program), fake_buffers(program), fake_inputs(program))
+    )
     owners: dict[int, str] = {}  # memory -> its name
     for name, tensor in values.items():
         owners.setdefault(memory_of(tensor), name)
@@ -193,7 +208,9 @@ def _costs(program: Program) -> dict[str, Cost]:
         loss = loss_of(program, values)
     values.clear()  # what autograd saved for values that the loss does not need goes with them
     kept = _kept(program, (held for each in saved if (held := each()) is not None), owners)
-    with _Meter(lambda: bisect_right(firsts, number) - 1 if (number := number_here()) is not None else None) as backward:
+    with _Meter(
+        lambda: bisect_right(firsts, number) - 1 if (number := number_here()) is not None else None
+    ) as backward:
         if loss is not None:
             loss.backward()
     return {
@@ -204,7 +221,9 @@ def _costs(program: Program) -> dict[str, Cost]:
             written_bytes=forward.written[index],
             backward_read_bytes=backward.read[index],
             backward_written_bytes=backward.written[index],
-            kept=tuple(SavedTensor(memory=memory, num_bytes=num_bytes) for memory, num_bytes in kept[index].items()),
+            kept=tuple(
+                SavedTensor(memory=memory, num_bytes=num_bytes) for memory, num_bytes in kept[index].items()
+            ),
         )
         for index, node in enumerate(program.nodes)
     }
@@ -212,7 +231,13 @@ def _costs(program: Program) -> dict[str, Cost]:
 
 def _renamed(cost: Cost, names: Mapping[str, str]) -> Cost:
     """The cost of a node that is like another. names: value -> the one in its place."""
-    return replace(cost, kept=tuple(replace(each, memory=_renamed_memory(each.memory, names)) for each in cost.kept)) if cost.kept else cost
+    return (
+        replace(
+            cost, kept=tuple(replace(each, memory=_renamed_memory(each.memory, names)) for each in cost.kept)
+        )
+        if cost.kept
+        else cost
+    )
 
 
 def _renamed_memory(memory: str, names: Mapping[str, str]) -> str:
@@ -237,7 +262,9 @@ class _Meter(TorchDispatchMode):
         self._last = 0
         self.flops, self.read, self.written = (defaultdict[int, int](int) for _ in range(3))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if (device := device_asked(func, args)) is not None:
             return device
         value = func(*args, **(kwargs or {}))
@@ -253,7 +280,8 @@ class _Meter(TorchDispatchMode):
 
 
 def _kept(program: Program, saved: Iterable[_Saved], owners: dict[int, str]) -> dict[int, dict[str, int]]:
-    """Index of the node -> memory -> bytes. Memory without an owner gets the name of the node that saved it first."""
+    """Index of the node -> memory -> bytes. Memory without an owner gets the name of the node that saved it
+    first."""
     kept: dict[int, dict[str, int]] = defaultdict(dict)
     inside: dict[int, int] = defaultdict(int)
     for each in saved:

@@ -1,4 +1,5 @@
-"""A program's step on fake tensors: its operators run with autograd as on real ones, and no memory is used."""
+"""A program's step on fake tensors: its operators run with autograd as on real ones, and no memory is
+used."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ def fake_tensors() -> Iterator[None]:
 
 def fake_parameters(program: Program) -> dict[str, Tensor]:
     """User's name -> a parameter like the program's."""
-    return {name: torch.nn.Parameter(_like(each.meta, program.device), each.meta.requires_grad) for name, each in program.parameters.items()}
+    return {
+        name: torch.nn.Parameter(_like(each.meta, program.device), each.meta.requires_grad)
+        for name, each in program.parameters.items()
+    }
 
 
 def fake_buffers(program: Program) -> dict[str, Tensor]:
@@ -47,17 +51,24 @@ def fake_constants(program: Program) -> dict[str, Tensor]:
     return {name: empty_like(each, program.device) for name, each in program.constants.items()}
 
 
-def leaves(program: Program, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: list[Tensor]) -> dict[str, Tensor]:
+def leaves(
+    program: Program, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: list[Tensor]
+) -> dict[str, Tensor]:
     """Name of the value -> tensor, for all that a program is given."""
     values = {each.value: parameters[name] for name, each in program.parameters.items()}
     values |= {each.value: buffers[name] for name, each in program.buffers.items()}
-    return values | {each.value: tensor for each, tensor in zip(program.inputs, inputs, strict=True)} | fake_constants(program)
+    return (
+        values
+        | {each.value: tensor for each, tensor in zip(program.inputs, inputs, strict=True)}
+        | fake_constants(program)
+    )
 
 
 def run_nodes(program: Program, values: dict[str, Any], *, keep: bool) -> Iterator[Node]:
     """Run node by node inside `fake_tensors`; yields each when its value is in `values`.
 
-    keep: leave values there after their last use. Parameters, inputs and what the program returns stay in any case.
+    keep: leave values there after their last use. Parameters, inputs and what the program returns stay in any
+        case.
     """
     contexts = tuple(dict.fromkeys(node.context for node in program.nodes))
     number = {context: index for index, context in enumerate(contexts)}
@@ -88,7 +99,8 @@ def number_here() -> int | None:
 
 
 def device_asked(func: Any, args: Sequence[Any]) -> torch.device | None:
-    """The answer if this call only asks a fake tensor for its device; autograd does so as often as it calls operators."""
+    """The answer if this call only asks a fake tensor for its device; autograd does so as often as it calls
+    operators."""
     asked = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
     return args[0].fake_device if asked else None
 

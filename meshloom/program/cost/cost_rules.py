@@ -1,4 +1,5 @@
-"""What one ATen call costs: floating-point operations by torch's own formulas, bytes that it reads and writes."""
+"""What one ATen call costs: floating-point operations by torch's own formulas, bytes that it reads and
+writes."""
 
 from __future__ import annotations
 
@@ -19,18 +20,32 @@ _flop_counter: Any = flop_counter  # its formulas by operator have no types
 # Of their first tensor these read what they give, not all of it.
 _PICK = {"embedding", "index", "index_select", "gather", "take", "_index_put_impl"}
 # These write without looking at what was there.
-_OVERWRITE = {"copy_", "fill_", "zero_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "set_"}
+_OVERWRITE = {
+    "copy_",
+    "fill_",
+    "zero_",
+    "uniform_",
+    "normal_",
+    "bernoulli_",
+    "random_",
+    "exponential_",
+    "set_",
+}
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> int:
-    """Floating-point operations of an ATen call: matrix products, convolutions, attention, fused recurrent layers; 0 for all else."""
+    """Floating-point operations of an ATen call: matrix products, convolutions, attention, fused recurrent
+    layers; 0 for all else."""
     formula = _FORMULAS.get(func.overloadpacket) or _FORMULAS_BY_NAME.get(func.name())
     return int(formula(*args, **kwargs, out_val=value)) if formula else 0
 
 
-def bytes_read_and_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> tuple[int, int]:
-    """Bytes that an ATen call reads and writes if every element of an operand is touched once. Views and allocations cost nothing."""
+def bytes_read_and_written(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any
+) -> tuple[int, int]:
+    """Bytes that an ATen call reads and writes if every element of an operand is touched once. Views and
+    allocations cost nothing."""
     name = func.overloadpacket.__name__
     outputs = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     if name in _ALLOCATE or not outputs:
@@ -39,7 +54,12 @@ def bytes_read_and_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, 
     held = {memory_of(each) for each in operands}
     written = sum(_num_bytes(each) for each in outputs if memory_of(each) not in held)
     if func._schema.is_mutable:
-        updated = [leaf for argument, given in _given(func, args, kwargs) if _is_written(argument) for leaf in tree_leaves(given)]
+        updated = [
+            leaf
+            for argument, given in _given(func, args, kwargs)
+            if _is_written(argument)
+            for leaf in tree_leaves(given)
+        ]
         written += sum(_num_bytes(each) for each in updated if isinstance(each, Tensor))
         operands = operands[1:] if name in _OVERWRITE else operands
     elif not written:
@@ -62,7 +82,10 @@ def _num_bytes(tensor: Tensor) -> int:
 
 def _given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     arguments = func._schema.arguments
-    return [*zip(arguments, args, strict=False), *((each, kwargs[each.name]) for each in arguments if each.name in kwargs)]
+    return [
+        *zip(arguments, args, strict=False),
+        *((each, kwargs[each.name]) for each in arguments if each.name in kwargs),
+    ]
 
 
 def _is_written(argument: Any) -> bool:
@@ -70,7 +93,8 @@ def _is_written(argument: Any) -> bool:
 
 
 def _recurrent_layer(x: Any, w_x: Any, w_h: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """x [length, batch, features] times w_x [gates, features], and as many states times w_h [gates, hidden]."""
+    """x [length, batch, features] times w_x [gates, features], and as many states times w_h [gates,
+    hidden]."""
     return 2 * x[0] * x[1] * (w_x[0] * w_x[1] + w_h[0] * w_h[1])
 
 
@@ -79,7 +103,8 @@ def _recurrent_layer_backward(*args: Any, out_shape: Any = None, **kwargs: Any) 
 
 
 def _grouped_product(x: Any, w: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Rows of x [rows, features] times the matrix of their group in w [groups, features, outputs]; other ways to group cost the same."""
+    """Rows of x [rows, features] times the matrix of their group in w [groups, features, outputs]; other ways
+    to group cost the same."""
     return 2 * x[-2] * x[-1] * w[-1] * (x[0] if len(x) == len(w) == 3 else 1)
 
 
@@ -88,7 +113,8 @@ def _grouped_product_backward(x: Any, w: Any, *args: Any, out_shape: Any = None,
 
 
 def _trilinear(x: Any, w: Any, y: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """The sum of x w y, each with dims of 1 put in where the lists of dims behind them say: two products and a sum per element."""
+    """The sum of x w y, each with dims of 1 put in where the lists of dims behind them say: two products and
+    a sum per element."""
     shapes: list[list[int]] = []
     for shape, places in zip((x, w, y), args, strict=False):
         grown = list(shape)

@@ -3,7 +3,8 @@
     for t in range(4):                    select  mul  add   select  mul  add   select  mul  add   select  mul  add
         state = state * decay + x[:, t]      iteration 0        iteration 1        iteration 2        iteration 3
 
-Nothing in a program says that there was a loop. What repeats is found by its operators, their shapes and modules; indices may differ.
+Nothing in a program says that there was a loop. What repeats is found by its operators, their shapes and
+modules; indices may differ.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ def iterations_of(nodes: Sequence[Node]) -> list[list[Sequence[Node]]]:
     while start < len(row):
         period, count = _longest(row, again, start)
         if count >= LEAST:
-            loops.append([nodes[start + turn * period : start + (turn + 1) * period] for turn in range(count)])
+            loops.append(
+                [nodes[start + turn * period : start + (turn + 1) * period] for turn in range(count)]
+            )
         start += period * count if count >= LEAST else 1
     return loops
 
 
 def constants_of(node: Node) -> object:
-    """Arguments of a node without references, and without an index that says which of several alike it takes."""
+    """Arguments of a node without references, and without an index that says which of several alike it
+    takes."""
     args: tuple[Any, ...] = node.args
     if node.target is torch.ops.aten.select.int:
         args = args[:2]

@@ -1,7 +1,7 @@
 """Seconds of every operator of a program: forward, backward, and how much of the backward can wait.
 
-In a pipeline whose backward comes in two halves, gradients of weights wait until there is nothing else to do. Those of linear layers whose weights are
-parameters do; of the others' backward nothing can be put off.
+In a pipeline whose backward comes in two halves, gradients of weights wait until there is nothing else to do.
+Those of linear layers whose weights are parameters do; of the others' backward nothing can be put off.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class OperatorSeconds:
 def work_of(program: Program, costs: Mapping[str, Cost], rates: Rates) -> dict[str, OperatorSeconds]:
     """Node -> its seconds: on the curves of the machine, if they were measured, or else at these rates."""
     if rates.machine is None:
-        return with_later(program, {node.name: rates.forward_and_backward_seconds(costs[node.name]) for node in program.nodes})
+        return with_later(
+            program,
+            {node.name: rates.forward_and_backward_seconds(costs[node.name]) for node in program.nodes},
+        )
     measured = {node.name: node_seconds(node, costs[node.name], rates.machine) for node in program.nodes}
     return with_later(program, {name: (each.forward, each.backward) for name, each in measured.items()})
 
@@ -49,7 +52,8 @@ def work_of(program: Program, costs: Mapping[str, Cost], rates: Rates) -> dict[s
 def with_later(program: Program, seconds: Mapping[str, tuple[float, float]]) -> dict[str, OperatorSeconds]:
     """Node -> its seconds. seconds: forward and backward of each.
 
-    Of a linear layer's backward half is its weights' gradient: both halves multiply as much. All of it is, where its input needs no gradient.
+    Of a linear layer's backward half is its weights' gradient: both halves multiply as much. All of it is,
+    where its input needs no gradient.
     """
     needing = {node.name for node in program.nodes if any(each.requires_grad for each in node.outputs)}
     waiting = weights_that_wait(program)
@@ -64,19 +68,29 @@ def with_later(program: Program, seconds: Mapping[str, tuple[float, float]]) -> 
     return found
 
 
-def computed_again(work: Mapping[str, OperatorSeconds], seconds: Mapping[str, float]) -> dict[str, OperatorSeconds]:
+def computed_again(
+    work: Mapping[str, OperatorSeconds], seconds: Mapping[str, float]
+) -> dict[str, OperatorSeconds]:
     """The same where backward begins by computing some operators again. seconds: node -> of that."""
-    return {name: replace(each, backward=each.backward + seconds.get(name, 0.0)) for name, each in work.items()}
+    return {
+        name: replace(each, backward=each.backward + seconds.get(name, 0.0)) for name, each in work.items()
+    }
 
 
 def weights_that_wait(program: Program) -> frozenset[str]:
-    """Nodes whose weights' gradients can be computed apart: linear layers of parameters. Autocast regions stay as they are."""
+    """Nodes whose weights' gradients can be computed apart: linear layers of parameters. Autocast regions
+    stay as they are."""
     parameters = {each.value for each in program.parameters.values() if each.meta.requires_grad}
     return frozenset(node.name for node in program.nodes if _waits(node, parameters))
 
 
 def _waits(node: Node, parameters: set[str]) -> bool:
-    if node.target is not aten.linear.default or node.kwargs or not node.context.grad or any(each.enabled for each in node.context.autocast):
+    if (
+        node.target is not aten.linear.default
+        or node.kwargs
+        or not node.context.grad
+        or any(each.enabled for each in node.context.autocast)
+    ):
         return False
     weights = [each for each in node.args[1:] if each is not None]
     return all(isinstance(each, Ref) and each.name in parameters for each in weights)

@@ -1,4 +1,5 @@
-"""Predicted seconds of a program's forward and backward on a machine: the sum over its operators, each by its kind and work."""
+"""Predicted seconds of a program's forward and backward on a machine: the sum over its operators, each by its
+kind and work."""
 
 from __future__ import annotations
 
@@ -10,17 +11,54 @@ from meshloom.program.cost.cost import Cost
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 
-# Operators by the first part of their name; what is in no list and has FLOPs is a matrix product, and what has none is elementwise.
+# Operators by the first part of their name; what is in no list and has FLOPs is a matrix product, and what
+# has none is elementwise.
 _NAMES: Mapping[Kind, frozenset[str]] = {
     "attention": frozenset({"scaled_dot_product_attention"}),
     "convolution": frozenset(
-        {"conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
+        {
+            "conv1d",
+            "conv2d",
+            "conv3d",
+            "convolution",
+            "_convolution",
+            "conv_transpose1d",
+            "conv_transpose2d",
+            "conv_transpose3d",
+        }
     ),
     "activation": frozenset(
-        {"gelu", "silu", "sigmoid", "tanh", "exp", "log", "log1p", "softplus", "mish", "elu", "celu", "selu", "pow", "erf", "sin", "cos"}
+        {
+            "gelu",
+            "silu",
+            "sigmoid",
+            "tanh",
+            "exp",
+            "log",
+            "log1p",
+            "softplus",
+            "mish",
+            "elu",
+            "celu",
+            "selu",
+            "pow",
+            "erf",
+            "sin",
+            "cos",
+        }
         | {"hardswish", "log_sigmoid", "logsumexp", "expm1"}
     ),
-    "normalization": frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "native_layer_norm", "_fused_rms_norm"}),
+    "normalization": frozenset(
+        {
+            "layer_norm",
+            "rms_norm",
+            "group_norm",
+            "batch_norm",
+            "instance_norm",
+            "native_layer_norm",
+            "_fused_rms_norm",
+        }
+    ),
     "softmax": frozenset(
         {
             "softmax",
@@ -36,12 +74,52 @@ _NAMES: Mapping[Kind, frozenset[str]] = {
             "topk",
         }
     ),
-    "reduction": frozenset({"sum", "mean", "amax", "amin", "max", "min", "norm", "var", "std", "any", "all", "argmax", "linalg_vector_norm", "prod"}),
+    "reduction": frozenset(
+        {
+            "sum",
+            "mean",
+            "amax",
+            "amin",
+            "max",
+            "min",
+            "norm",
+            "var",
+            "std",
+            "any",
+            "all",
+            "argmax",
+            "linalg_vector_norm",
+            "prod",
+        }
+    ),
     "gather": frozenset(
-        {"embedding", "embedding_bag", "index", "index_select", "gather", "scatter", "scatter_add", "index_put", "index_add", "take", "one_hot"}
+        {
+            "embedding",
+            "embedding_bag",
+            "index",
+            "index_select",
+            "gather",
+            "scatter",
+            "scatter_add",
+            "index_put",
+            "index_add",
+            "take",
+            "one_hot",
+        }
     ),
     "draw": frozenset(
-        {"dropout", "native_dropout", "feature_dropout", "alpha_dropout", "bernoulli", "rand", "randn", "rand_like", "randn_like", "multinomial"}
+        {
+            "dropout",
+            "native_dropout",
+            "feature_dropout",
+            "alpha_dropout",
+            "bernoulli",
+            "rand",
+            "randn",
+            "rand_like",
+            "randn_like",
+            "multinomial",
+        }
     ),
 }
 KIND_OF: Mapping[str, Kind] = {name: kind for kind, names in _NAMES.items() for name in names}
@@ -79,15 +157,21 @@ def sum_of(parts: Iterable[Seconds]) -> Seconds:
 
 
 def node_seconds(node: Node, cost: Cost, machine: Machine) -> Seconds:
-    """Of one operator. What moves nothing takes the time of a call; backward takes none where no gradient goes through."""
+    """Of one operator. What moves nothing takes the time of a call; backward takes none where no gradient
+    goes through."""
     kind = kind_of(node, cost)
     dtype = str(node.outputs[0].dtype).removeprefix("torch.") if node.outputs else "float32"
-    forward_bytes, backward_bytes = cost.read_bytes + cost.written_bytes, cost.backward_read_bytes + cost.backward_written_bytes
+    forward_bytes, backward_bytes = (
+        cost.read_bytes + cost.written_bytes,
+        cost.backward_read_bytes + cost.backward_written_bytes,
+    )
     forward, backward = machine.call_seconds, 0.0
     if forward_bytes or cost.flops:
         forward = operator_seconds(machine, kind, dtype, flops=cost.flops, num_bytes=forward_bytes)
     if backward_bytes or cost.backward_flops:
-        backward = operator_seconds(machine, kind, dtype, flops=cost.backward_flops, num_bytes=backward_bytes, backward=True)
+        backward = operator_seconds(
+            machine, kind, dtype, flops=cost.backward_flops, num_bytes=backward_bytes, backward=True
+        )
     elif any(each.requires_grad for each in node.outputs):
         backward = machine.backward_call_seconds
     return Seconds(forward=forward, backward=backward)

@@ -27,13 +27,16 @@ class LinearSeconds:
 class Rates:
     """What a rank does per second, and what a collective takes.
 
-    flops_per_second, bytes_per_second: of operators; one takes as long as the slower of its two (the roofline; Williams et al., 2009).
-    start_seconds: of any collective, however small. latency_seconds: of each message. link_bytes_per_second: of each rank's link.
-        Collectives are rings of these: an all-reduce sends 2(N-1) messages of S/N one after another (Patarasuk & Yuan, 2009).
+    flops_per_second, bytes_per_second: of operators; one takes as long as the slower of its two (the
+    roofline; Williams et al., 2009). start_seconds: of any collective, however small. latency_seconds: of
+        each message. link_bytes_per_second: of each rank's link. Collectives are rings of these: an
+        all-reduce sends 2(N-1) messages of S/N one after another (Patarasuk & Yuan, 2009).
     measured: of collectives among the ranks in question, where they were measured, instead of these.
-    memory_price: what holding a byte of parameters, gradients and optimizer state is worth, in bytes sent per step. Who asks for tp wants
-        memory divided, and dividing the batch instead is what dp is for. With 0, large batches of small models are divided by
-        samples, which leaves every parameter on every rank and a step of the benchmark GPT (batch 64, Gloo) 6 % shorter.
+    memory_price: what holding a byte of parameters, gradients and optimizer state is worth, in bytes sent per
+        step. Who asks for tp wants memory divided, and dividing the batch instead is what dp is for. With 0,
+        large batches of small models are divided by
+        samples, which leaves every parameter on every rank and a step of the benchmark GPT (batch 64, Gloo) 6
+        % shorter.
     send: a message from one rank to another, where it was measured.
     machine: what was measured of its operators, where it was.
     source: where they are from, for people.
@@ -71,7 +74,9 @@ class Rates:
         >>> Rates(latency_seconds=2.0, link_bytes_per_second=10.0).message_seconds(50.0)
         7.0
         """
-        line = self.send or LinearSeconds(latency_seconds=self.latency_seconds, bytes_per_second=self.link_bytes_per_second)
+        line = self.send or LinearSeconds(
+            latency_seconds=self.latency_seconds, bytes_per_second=self.link_bytes_per_second
+        )
         return line.latency_seconds + num_bytes / line.bytes_per_second
 
     def node_seconds(self, cost: Cost) -> float:
@@ -80,16 +85,22 @@ class Rates:
 
     def forward_and_backward_seconds(self, cost: Cost) -> tuple[float, float]:
         """Seconds of an operator on one device, each way."""
-        back = max(cost.backward_flops / self.flops_per_second, (cost.backward_read_bytes + cost.backward_written_bytes) / self.bytes_per_second)
+        back = max(
+            cost.backward_flops / self.flops_per_second,
+            (cost.backward_read_bytes + cost.backward_written_bytes) / self.bytes_per_second,
+        )
         return self.forward_seconds(cost), back
 
     def forward_seconds(self, cost: Cost) -> float:
         """Seconds of its forward."""
-        return max(cost.flops / self.flops_per_second, (cost.read_bytes + cost.written_bytes) / self.bytes_per_second)
+        return max(
+            cost.flops / self.flops_per_second, (cost.read_bytes + cost.written_bytes) / self.bytes_per_second
+        )
 
 
 def rates_of(machine: Machine, num_ranks: int, dtype: str = "float32") -> Rates:
-    """What was measured of a machine: its largest matrix products and elementwise operators, and the collectives of `num_ranks` ranks.
+    """What was measured of a machine: its largest matrix products and elementwise operators, and the
+    collectives of `num_ranks` ranks.
 
     What no link was measured for is as `default_rates` says.
     """
@@ -100,13 +111,16 @@ def rates_of(machine: Machine, num_ranks: int, dtype: str = "float32") -> Rates:
         if collective in measured:
             start = collective_seconds(machine, collective, 0.0, num_ranks)
             lines[collective] = LinearSeconds(
-                latency_seconds=start, bytes_per_second=_MANY / (collective_seconds(machine, collective, _MANY, num_ranks) - start)
+                latency_seconds=start,
+                bytes_per_second=_MANY / (collective_seconds(machine, collective, _MANY, num_ranks) - start),
             )
     return replace(
         known,
         flops_per_second=machine.operation("matmul", dtype).rate,
         bytes_per_second=machine.operation("elementwise", dtype).rate,
-        link_bytes_per_second=lines["all_gather"].bytes_per_second if "all_gather" in lines else known.link_bytes_per_second,
+        link_bytes_per_second=lines["all_gather"].bytes_per_second
+        if "all_gather" in lines
+        else known.link_bytes_per_second,
         measured=lines,
         send=_line_of_sends(machine) if "send" in measured else None,
         machine=machine,
@@ -121,17 +135,22 @@ def _source(machine: Machine) -> str:
 
 def _line_of_sends(machine: Machine) -> LinearSeconds:
     start = collective_seconds(machine, "send", 0.0, 2)
-    return LinearSeconds(latency_seconds=start, bytes_per_second=_MANY / (collective_seconds(machine, "send", _MANY, 2) - start))
+    return LinearSeconds(
+        latency_seconds=start,
+        bytes_per_second=_MANY / (collective_seconds(machine, "send", _MANY, 2) - start),
+    )
 
 
 def rates_here(device: str, num_ranks: int, dtype: str = "float32") -> Rates:
-    """Of this machine, as `meshloom calibrate` measured it, or else `default_rates`. Raises `MachineError` if its file is broken."""
+    """Of this machine, as `meshloom calibrate` measured it, or else `default_rates`. Raises `MachineError` if
+    its file is broken."""
     machine = this_machine(device)
     return rates_of(machine, num_ranks, dtype) if machine is not None else default_rates(device)
 
 
 def default_rates(device: str) -> Rates:
-    """Where nothing was measured. cpu: one core, and Gloo on one host. Others: a GPU of the last years in mixed precision, and NCCL over NVLink."""
+    """Where nothing was measured. cpu: one core, and Gloo on one host. Others: a GPU of the last years in
+    mixed precision, and NCCL over NVLink."""
     source = "default rates; meshloom calibrate measures this machine's"
     if device == "cpu":
         return Rates(source=source)

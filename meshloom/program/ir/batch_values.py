@@ -1,13 +1,16 @@
-"""What a program does with what a batch holds besides tensors: it is an input, or the program is for that value alone, or nothing looks at it.
+"""What a program does with what a batch holds besides tensors: it is an input, or the program is for that
+value alone, or nothing looks at it.
 
-Found by reading. At first every number is a tensor without dims, and everything else an object that says when it is looked at:
+Found by reading. At first every number is a tensor without dims, and everything else an object that says when
+it is looked at:
 
     {"x": tensor, "sigma": 0.3, "task": "copy", "files": [...]}      loss: x * sigma, and `if batch["task"] == "copy"`
       x * sigma        goes through: `sigma` is an input
       task == "copy"   is noticed; the loss is read again with the text in its place, and the program is for that text
       files            is never looked at, so it may be anything
 
-A number that Python wants to know (`range(n)`, `math.sqrt(sigma)`) makes a reading fail, and is a value like the text from then on.
+A number that Python wants to know (`range(n)`, `math.sqrt(sigma)`) makes a reading fail, and is a value like
+the text from then on.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.nodes import Input
 
 T = TypeVar("T")
-Others = dict[str, str | None]  # what else a batch holds: what it has to be for a program (`text_of`, or the kind of an input), None: anything
+# what else a batch holds: what it has to be for a program (`text_of`, or the kind of an input), None:
+# anything
+Others = dict[str, str | None]
 TRIED_ALONE = 4  # numbers that are tried one by one, when a reading fails and does not say why
 
 
@@ -37,29 +42,43 @@ def fits(others: Mapping[str, str | None], values: Mapping[str, Any]) -> bool:
     """Whether a program of `others` is one for a batch with `values` (and tensors of its shapes)."""
     if list(others) != list(values):
         return False
-    return all(wanted in (None, _kind(values[name]) if wanted in _KINDS else text_of(values[name])) for name, wanted in others.items())
+    return all(
+        wanted in (None, _kind(values[name]) if wanted in _KINDS else text_of(values[name]))
+        for name, wanted in others.items()
+    )
 
 
 def tensor_of(leaves: Leaves, each: Input, dtype: torch.dtype | None = None) -> Tensor:
-    """What a program is given for one of its inputs. dtype: of floating-point ones that are numbers in the batch; default: the input's own."""
+    """What a program is given for one of its inputs. dtype: of floating-point ones that are numbers in the
+    batch; default: the input's own."""
     if each.name in leaves.tensors:
         return leaves.tensors[each.name]
     own = each.meta.dtype
-    return torch.tensor(leaves.values[each.name], dtype=dtype if dtype and own.is_floating_point else own, device=leaves.device)
+    return torch.tensor(
+        leaves.values[each.name],
+        dtype=dtype if dtype and own.is_floating_point else own,
+        device=leaves.device,
+    )
 
 
-def read_values(leaves: Iterable[Leaves], read: Callable[[list[Leaves]], T], *, numbers: bool = True) -> tuple[T, Others]:
-    """What `read` gives for these batches, with what they hold besides tensors in its place, and what that is for it. Values are the first batch's.
+def read_values(
+    leaves: Iterable[Leaves], read: Callable[[list[Leaves]], T], *, numbers: bool = True
+) -> tuple[T, Others]:
+    """What `read` gives for these batches, with what they hold besides tensors in its place, and what that is
+    for it. Values are the first batch's.
 
-    read: may be called several times, with tensors of the batches that include numbers. Raises what `read` raises with all values as they are, and
-    `CaptureError` where the loss looks at what cannot be told from others. numbers: whether they may be inputs.
+    read: may be called several times, with tensors of the batches that include numbers. Raises what `read`
+    raises with all values as they are, and `CaptureError` where the loss looks at what cannot be told from
+    others. numbers: whether they may be inputs.
     """
     batches = list(leaves)
     values = batches[0].values
     if not values:
         return read(batches), {}
     touched: dict[str, None] = {}
-    fixed = {name for name, value in values.items() if _always_counts(value) or (not numbers and _kind(value))}
+    fixed = {
+        name for name, value in values.items() if _always_counts(value) or (not numbers and _kind(value))
+    }
 
     def attempt(fixed: set[str]) -> tuple[T | None, Exception | None]:
         touched.clear()
@@ -70,7 +89,9 @@ def read_values(leaves: Iterable[Leaves], read: Callable[[list[Leaves]], T], *, 
 
     def known(found: T | None) -> tuple[T, Others]:
         assert found is not None
-        return found, {name: text_of(value) if name in fixed else _kind(value) for name, value in values.items()}
+        return found, {
+            name: text_of(value) if name in fixed else _kind(value) for name, value in values.items()
+        }
 
     while True:
         found, failed = attempt(fixed)
@@ -101,19 +122,27 @@ def text_of(value: Any) -> str | None:
     >>> text_of({"a": [1, 2.5, "b"], "c": None})
     "{'a': [1, 2.5, 'b'], 'c': None}"
     """
-    if value is None or (isinstance(value, bool | int | float | complex | str | bytes) and not isinstance(value, enum.Enum)):
+    if value is None or (
+        isinstance(value, bool | int | float | complex | str | bytes) and not isinstance(value, enum.Enum)
+    ):
         return _short(repr(value), 200)
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, torch.dtype | torch.device | torch.Size | range | slice | numpy.generic):
         return repr(value)
     if isinstance(value, numpy.ndarray):
-        return None if value.dtype.hasobject else f"array {value.dtype} {value.shape} {_hash(value.tobytes())}"
+        return (
+            None if value.dtype.hasobject else f"array {value.dtype} {value.shape} {_hash(value.tobytes())}"
+        )
     if isinstance(value, Tensor):
         return f"tensor {value.dtype} {value.tolist()}" if value.numel() <= 10_000 else None
     if isinstance(value, Mapping):
         pairs = [(text_of(key), text_of(each)) for key, each in value.items()]
-        return None if any(None in pair for pair in pairs) else _short("{" + ", ".join(f"{key}: {each}" for key, each in pairs) + "}")
+        return (
+            None
+            if any(None in pair for pair in pairs)
+            else _short("{" + ", ".join(f"{key}: {each}" for key, each in pairs) + "}")
+        )
     if isinstance(value, set | frozenset):
         texts = [text_of(each) for each in value]
         return None if None in texts else _short("{" + ", ".join(sorted(map(str, texts))) + "}")
@@ -124,8 +153,11 @@ def text_of(value: Any) -> str | None:
     return None
 
 
-def with_other_numbers(leaves: Leaves, others: Mapping[str, str | None], values: Mapping[str, Any], *, moved: bool) -> Any:
-    """The batch with those of `values` that a program is for. moved: and with other numbers where it takes any."""
+def with_other_numbers(
+    leaves: Leaves, others: Mapping[str, str | None], values: Mapping[str, Any], *, moved: bool
+) -> Any:
+    """The batch with those of `values` that a program is for. moved: and with other numbers where it takes
+    any."""
     given = {name: values[name] for name in _fixed(others)}
     if moved:
         given |= {name: _moved(leaves.values[name]) for name, wanted in others.items() if wanted in _KINDS}
@@ -133,9 +165,14 @@ def with_other_numbers(leaves: Leaves, others: Mapping[str, str | None], values:
 
 
 def stand_ins(others: Mapping[str, str | None], leaves: Leaves) -> dict[str, Any]:
-    """What stands in a batch for its values where a program of `others` is read by shapes: a tensor for each number that is an input."""
+    """What stands in a batch for its values where a program of `others` is read by shapes: a tensor for each
+    number that is an input."""
     dtypes = {"a float": torch.get_default_dtype(), "an int": torch.int64}
-    return {name: torch.tensor(leaves.values[name], dtype=dtypes[wanted]) for name, wanted in others.items() if wanted in dtypes}
+    return {
+        name: torch.tensor(leaves.values[name], dtype=dtypes[wanted])
+        for name, wanted in others.items()
+        if wanted in dtypes
+    }
 
 
 def takes_numbers(others: Mapping[str, str | None]) -> bool:
@@ -144,10 +181,13 @@ def takes_numbers(others: Mapping[str, str | None]) -> bool:
 
 
 def check_following(others: Mapping[str, str | None], following: Mapping[str, Any]) -> None:
-    """Refuse a program for a list, an array or a fraction that is another one in the batch after the first: it would be so in every batch."""
+    """Refuse a program for a list, an array or a fraction that is another one in the batch after the first:
+    it would be so in every batch."""
     for name, wanted in _fixed(others).items():
         value = following.get(name)
-        few = value is None or isinstance(value, bool | int | str | bytes | enum.Enum | torch.dtype | torch.device | torch.Size)
+        few = value is None or isinstance(
+            value, bool | int | str | bytes | enum.Enum | torch.dtype | torch.device | torch.Size
+        )
         if not few and text_of(value) != wanted:
             raise refused_value(name, value, "it is another one in the next batch")
 
@@ -227,7 +267,9 @@ def _always_counts(value: Any) -> bool:
 def _check_stable(name: str, value: Any) -> None:
     if text_of(value) is None:
         kind = f"{type(value).__name__}, " + (
-            "a dataclass" if is_dataclass(value) else "an object of which meshloom cannot tell whether two are equal"
+            "a dataclass"
+            if is_dataclass(value)
+            else "an object of which meshloom cannot tell whether two are equal"
         )
         raise CaptureError(
             f"The loss looks at {name} of the batch, a {kind}: a program would keep what it is in the first batch for ever. "
@@ -236,24 +278,39 @@ def _check_stable(name: str, value: Any) -> None:
 
 
 def _view(leaves: Leaves, values: Mapping[str, Any], fixed: set[str], touched: dict[str, None]) -> Leaves:
-    """A batch whose tensors include its numbers, with `values` in the places of those that are fixed and nothing readable in the others'."""
+    """A batch whose tensors include its numbers, with `values` in the places of those that are fixed and
+    nothing readable in the others'."""
     missing = [name for name in values if name not in leaves.values]
     if missing or len(values) != len(leaves.values):
         raise CaptureError(
             f"The two batches to read the loss with must be alike, and one holds {', '.join(values)} and the other {', '.join(leaves.values)}."
         )
-    kinds = {name: torch.get_default_dtype() if _kind(value) == "a float" else torch.int64 for name, value in values.items() if _kind(value)}
+    kinds = {
+        name: torch.get_default_dtype() if _kind(value) == "a float" else torch.int64
+        for name, value in values.items()
+        if _kind(value)
+    }
     numbers = {
-        name: torch.tensor(leaves.values[name] if _kind(leaves.values[name]) else values[name], dtype=dtype, device=leaves.device)
+        name: torch.tensor(
+            leaves.values[name] if _kind(leaves.values[name]) else values[name],
+            dtype=dtype,
+            device=leaves.device,
+        )
         for name, dtype in kinds.items()
         if name not in fixed
     }
-    kept = {name: value if name in fixed else _Unread(name, touched) for name, value in values.items() if name not in numbers}
+    kept = {
+        name: value if name in fixed else _Unread(name, touched)
+        for name, value in values.items()
+        if name not in numbers
+    }
 
     def rebuild(tensors: Any, others: Mapping[str, Any] | None = None) -> Any:
         given = list(tensors)
         count = len(leaves.tensors)
-        return leaves.rebuild(given[:count], {**kept, **dict(zip(numbers, given[count:], strict=True)), **(others or {})})
+        return leaves.rebuild(
+            given[:count], {**kept, **dict(zip(numbers, given[count:], strict=True)), **(others or {})}
+        )
 
     return Leaves({**leaves.tensors, **numbers}, rebuild)
 

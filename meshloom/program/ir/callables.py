@@ -21,7 +21,8 @@ def out_of_place(op: Callable[..., Any], value: Tensor, *args: Any, **kwargs: An
 
 
 def keyed(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`op` with every random operation in it seeded anew from the one before. An `aten.lstm` with dropout has several."""
+    """`op` with every random operation in it seeded anew from the one before. An `aten.lstm` with dropout has
+    several."""
     with KeyedDraws():
         return op(*args, **kwargs)
 

@@ -1,4 +1,5 @@
-"""The context a node runs in: whether gradients are recorded, and which autocast regions are open around it."""
+"""The context a node runs in: whether gradients are recorded, and which autocast regions are open around
+it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Autocast:
-    """One autocast region of the loss, in order of entry. Casts of parameters are cached until the outermost one ends."""
+    """One autocast region of the loss, in order of entry. Casts of parameters are cached until the outermost
+    one ends."""
 
     number: int
     device: str
@@ -48,7 +50,9 @@ class Entered:
     True
     """
 
-    def __init__(self, contexts: tuple[Context, ...], *, device: str | None = None, lifted: bool = False) -> None:
+    def __init__(
+        self, contexts: tuple[Context, ...], *, device: str | None = None, lifted: bool = False
+    ) -> None:
         self._contexts = contexts
         self._device = device
         self._lifted = lifted
@@ -58,12 +62,15 @@ class Entered:
     def __enter__(self) -> Entered:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         torch.set_grad_enabled(self._grad)
         self._leave_until(0)
 
     def move_to(self, number: int) -> None:
-        """Leave the regions that are not around context `number`, enter those that are, and set its grad mode.
+        """Leave the regions that are not around context `number`, enter those that are, and set its grad
+        mode.
 
         A context with gradients is one only if there are gradients around the whole program.
         """
@@ -74,7 +81,9 @@ class Entered:
             common += 1
         self._leave_until(common)
         for region in regions[common:]:
-            entering = torch.autocast(self._device or region.device, region.dtype, region.enabled, region.cache)
+            entering = torch.autocast(
+                self._device or region.device, region.dtype, region.enabled, region.cache
+            )
             entering.__enter__()
             self._open.append((region, entering))
         torch.set_grad_enabled(wanted.grad and self._grad)

@@ -1,4 +1,5 @@
-"""Random draws of a program: numbered in the order of eager's, each seeded from the one before as `KeyedDraws` does."""
+"""Random draws of a program: numbered in the order of eager's, each seeded from the one before as
+`KeyedDraws` does."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class CountDraws(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
             self.count += 1

@@ -1,6 +1,7 @@
 """What stands in a program's nodes as JSON, and back: operands, operators, contexts, lines.
 
-Plain values stand for themselves and tuples are lists; everything else is an object of one key that says what it is.
+Plain values stand for themselves and tuples are lists; everything else is an object of one key that says what
+it is.
 
     linear(x, [3, 2.5], dtype=torch.float32)
     "aten::linear", [{"ref": "x"}, [3, 2.5]], {"dtype": {"dtype": "float32"}}
@@ -22,12 +23,18 @@ from meshloom.program.ir.nodes import Input, Meta, Node, Ref, Variable
 
 _torch: Any = torch
 _OURS = {"out_of_place": out_of_place}
-_ON_NUMBERS = {"operator": operator, "math": math, "torch": torch}  # what is done with numbers read from tensors
+# what is done with numbers read from tensors
+_ON_NUMBERS = {"operator": operator, "math": math, "torch": torch}
 
 
 def encoded(value: Any) -> Any:
     """JSON of an argument. Raises `CaptureError` for what has no form in it."""
-    if value is None or isinstance(value, bool | str) or type(value) is int or (type(value) is float and math.isfinite(value)):
+    if (
+        value is None
+        or isinstance(value, bool | str)
+        or type(value) is int
+        or (type(value) is float and math.isfinite(value))
+    ):
         return value
     if isinstance(value, tuple):
         return [encoded(each) for each in value]
@@ -42,7 +49,9 @@ def encoded(value: Any) -> Any:
             return {kind: str(value).removeprefix("torch.")}
     if callable(value):
         return {"operator": encoded_operator(value)}
-    raise CaptureError(f"The program holds a {type(value).__name__}, which cannot be sent to another rank. {WAY_OUT}")
+    raise CaptureError(
+        f"The program holds a {type(value).__name__}, which cannot be sent to another rank. {WAY_OUT}"
+    )
 
 
 _KINDS = ("dtype", "device", "layout", "memory_format")
@@ -80,7 +89,9 @@ def encoded_operator(target: Any) -> str:
     for name, module in _ON_NUMBERS.items():
         if getattr(module, getattr(target, "__name__", ""), None) is target:
             return f"{name}.{target.__name__}"
-    raise CaptureError(f"The program calls {target}, which has no name to be sent to another rank by. {WAY_OUT}")
+    raise CaptureError(
+        f"The program calls {target}, which has no name to be sent to another rank by. {WAY_OUT}"
+    )
 
 
 def decoded_operator(text: str) -> Any:
@@ -148,29 +159,45 @@ def encoded_meta(meta: Meta) -> list[Any]:
 def decoded_meta(value: list[Any]) -> Meta:
     """The `Meta` of that JSON."""
     shape, dtype, stride, requires_grad = value
-    return Meta(shape=tuple(shape), dtype=decoded({"dtype": dtype}), stride=tuple(stride), requires_grad=requires_grad)
+    return Meta(
+        shape=tuple(shape), dtype=decoded({"dtype": dtype}), stride=tuple(stride), requires_grad=requires_grad
+    )
 
 
 def encoded_context(context: Context) -> dict[str, Any]:
     """JSON of a context."""
-    regions = [{**vars(region), "dtype": str(region.dtype).removeprefix("torch.")} for region in context.autocast]
+    regions = [
+        {**vars(region), "dtype": str(region.dtype).removeprefix("torch.")} for region in context.autocast
+    ]
     return {"autocast": regions, "grad": context.grad}
 
 
 def decoded_context(value: dict[str, Any]) -> Context:
     """The context of that JSON."""
-    regions = [Autocast(**{**region, "dtype": decoded({"dtype": region["dtype"]})}) for region in value["autocast"]]
+    regions = [
+        Autocast(**{**region, "dtype": decoded({"dtype": region["dtype"]})}) for region in value["autocast"]
+    ]
     return Context(autocast=tuple(regions), grad=value["grad"])
 
 
 def encoded_variable(variable: Variable) -> dict[str, Any]:
     """JSON of a parameter or buffer."""
-    return {"value": variable.value, "name": variable.name, "meta": encoded_meta(variable.meta), "aliases": list(variable.aliases)}
+    return {
+        "value": variable.value,
+        "name": variable.name,
+        "meta": encoded_meta(variable.meta),
+        "aliases": list(variable.aliases),
+    }
 
 
 def decoded_variable(value: dict[str, Any]) -> Variable:
     """The parameter or buffer of that JSON."""
-    return Variable(value=value["value"], name=value["name"], meta=decoded_meta(value["meta"]), aliases=tuple(value["aliases"]))
+    return Variable(
+        value=value["value"],
+        name=value["name"],
+        meta=decoded_meta(value["meta"]),
+        aliases=tuple(value["aliases"]),
+    )
 
 
 def encoded_input(value: Input) -> dict[str, Any]:

@@ -18,8 +18,9 @@ Rebuild = Callable[[Iterator[Tensor], Mapping[str, Any]], Any]
 class Leaves:
     """The tensors of a batch, by name in order, and what builds a batch like it from others.
 
-    values: what else it holds, by name: numbers, text, objects. A list in which there are neither tensors nor only floats is one value.
-    rebuild: of tensors in order, and of values by name; those that are not given stay.
+    values: what else it holds, by name: numbers, text, objects. A list in which there are neither tensors nor
+    only floats is one value. rebuild: of tensors in order, and of values by name; those that are not given
+    stay.
     """
 
     tensors: dict[str, Tensor]
@@ -60,18 +61,35 @@ def _take_apart(tree: Any, name: str, found: Leaves) -> Rebuild:
     if isinstance(tree, PackedSequence):
         packed: Any = tree
         data = _take_apart(packed.data, _join(name, "data"), found)
-        sizes = _value(packed.batch_sizes, _join(name, "batch_sizes"), found)  # they stay on the CPU and decide how often the cell runs
-        orders = [_take_apart(getattr(packed, each), _join(name, each), found) for each in ("sorted_indices", "unsorted_indices")]
-        return lambda tensors, values: PackedSequence(data(tensors, values), sizes(tensors, values), *(each(tensors, values) for each in orders))
+        # they stay on the CPU and decide how often the cell runs
+        sizes = _value(packed.batch_sizes, _join(name, "batch_sizes"), found)
+        orders = [
+            _take_apart(getattr(packed, each), _join(name, each), found)
+            for each in ("sorted_indices", "unsorted_indices")
+        ]
+        return lambda tensors, values: PackedSequence(
+            data(tensors, values), sizes(tensors, values), *(each(tensors, values) for each in orders)
+        )
     if isinstance(tree, Mapping):
         parts = {key: _take_apart(value, _join(name, key), found) for key, value in tree.items()}
-        return lambda tensors, values: _like_mapping(tree, {key: take(tensors, values) for key, take in parts.items()})
-    if isinstance(tree, list | tuple) and (_holds_tensors(tree) or hasattr(tree, "_fields") or (tree and all(type(each) is float for each in tree))):
+        return lambda tensors, values: _like_mapping(
+            tree, {key: take(tensors, values) for key, take in parts.items()}
+        )
+    if isinstance(tree, list | tuple) and (
+        _holds_tensors(tree)
+        or hasattr(tree, "_fields")
+        or (tree and all(type(each) is float for each in tree))
+    ):
         takes = [_take_apart(value, _join(name, number), found) for number, value in enumerate(tree)]
         return lambda tensors, values: _like_sequence(tree, [take(tensors, values) for take in takes])
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {field.name: _take_apart(getattr(tree, field.name), _join(name, field.name), found) for field in dataclasses.fields(tree)}
-        return lambda tensors, values: _like_dataclass(tree, {key: take(tensors, values) for key, take in fields.items()})
+        fields = {
+            field.name: _take_apart(getattr(tree, field.name), _join(name, field.name), found)
+            for field in dataclasses.fields(tree)
+        }
+        return lambda tensors, values: _like_dataclass(
+            tree, {key: take(tensors, values) for key, take in fields.items()}
+        )
     return _value(tree, name, found)
 
 

@@ -37,7 +37,8 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class SourcePlace:
-    """Where something happened: the user's line, and the line of an installed package that it led to, if it did."""
+    """Where something happened: the user's line, and the line of an installed package that it led to, if it
+    did."""
 
     line: SourceLine | None
     inside: SourceLine | None
@@ -49,11 +50,18 @@ class SourcePlace:
 
 def describe_line(line: SourceLine | None) -> str:
     """`file:12 (code)` for an error."""
-    return f"{line} ({line.text})" if line and line.text else str(line) if line else "a line that could not be found"
+    return (
+        f"{line} ({line.text})"
+        if line and line.text
+        else str(line)
+        if line
+        else "a line that could not be found"
+    )
 
 
 def line_of_frame(frame: FrameType | None) -> SourceLine | None:
-    """The innermost frame outside of torch, meshloom, Python's library and installed packages; failing that, the innermost of an installed package."""
+    """The innermost frame outside of torch, meshloom, Python's library and installed packages; failing that,
+    the innermost of an installed package."""
     return _place_of_frame(frame).line
 
 
@@ -108,7 +116,9 @@ def is_users(file: str) -> bool:
 
 def _is_ours(file: str) -> bool:
     return (
-        file.startswith((_TORCH, _MESHLOOM, "<")) or any(part in file for part in _SYMBOLS) or (file.startswith(_LIBRARY) and not _is_package(file))
+        file.startswith((_TORCH, _MESHLOOM, "<"))
+        or any(part in file for part in _SYMBOLS)
+        or (file.startswith(_LIBRARY) and not _is_package(file))
     )
 
 

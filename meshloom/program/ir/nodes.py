@@ -27,7 +27,8 @@ class Ref:
 
 @dataclass(frozen=True, kw_only=True)
 class Meta:
-    """A tensor's shape, dtype, strides in elements, device kind as captured, and whether a gradient goes through it."""
+    """A tensor's shape, dtype, strides in elements, device kind as captured, and whether a gradient goes
+    through it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,12 +48,14 @@ class Meta:
 class Node:
     """One operator.
 
-    target: an `OpOverload`, `operator.getitem`, or `calls.out_of_place`, whose first argument is then an in-place operator.
+    target: an `OpOverload`, `operator.getitem`, or `calls.out_of_place`, whose first argument is then an
+        in-place operator.
     args, kwargs: `Ref`s, tuples (for lists, too) and constants.
     context: autocast regions and grad mode it runs in.
     path: the module in whose forward it is; '' is the model itself or the loss function.
     line: the user's line.
-    draw, num_draws: number of its first random operation within the chunk, counted as eager does, and how many it has.
+    draw, num_draws: number of its first random operation within the chunk, counted as eager does, and how
+        many it has.
     outputs: what its tensors are; none for a number.
     """
 
@@ -110,7 +113,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def lists_in(nodes: Sequence[Node]) -> frozenset[str]:
-    """Values that are no single tensor: several of them, or a list of one, of which nodes pick; and numbers."""
+    """Values that are no single tensor: several of them, or a list of one, of which nodes pick; and
+    numbers."""
     picked = {ref.name for node in nodes if node.target is operator.getitem for ref in node.operands()}
     return frozenset(picked | {node.name for node in nodes if len(node.outputs) != 1})
 
@@ -125,7 +129,8 @@ def refs_in(value: Any) -> Iterator[Ref]:
 
 
 def last_uses(nodes: Sequence[Node], returned: Any) -> dict[str, list[str]]:
-    """Node -> values that nobody reads after it, its own included if nobody ever does. returned: what is read at the end."""
+    """Node -> values that nobody reads after it, its own included if nobody ever does. returned: what is read
+    at the end."""
     last = {node.name: node.name for node in nodes}
     for node in nodes:
         for ref in node.operands():
@@ -140,4 +145,8 @@ def last_uses(nodes: Sequence[Node], returned: Any) -> dict[str, list[str]]:
 
 def operator_name(target: Any) -> str:
     """`aten.add.Tensor` -> add.Tensor, `aten.linear.default` -> linear."""
-    return str(target).removeprefix("aten.").removesuffix(".default") if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
+    return (
+        str(target).removeprefix("aten.").removesuffix(".default")
+        if hasattr(target, "_schema")
+        else getattr(target, "__name__", str(target))
+    )

@@ -1,7 +1,7 @@
 """A program: what the loss of a batch computes on one device, as a flat list of operators.
 
-It holds no state, and does not run itself: `run_program` (`program/run/execute.py`) is given parameters, buffers and the batch; gradients come from ordinary
-autograd.
+It holds no state, and does not run itself: `run_program` (`program/run/execute.py`) is given parameters,
+buffers and the batch; gradients come from ordinary autograd.
 Its values are named; a node is an operator with the names of its operands.
 """
 
@@ -25,8 +25,8 @@ from meshloom.program.ir.sparse_constants import dense_parts, strides_of
 class Program:
     """The loss of one batch. Equal programs compute the same.
 
-    parameters: name -> variable, in the module's order, each once however often it is tied. Also those that the loss does not use.
-    buffers: name -> variable.
+    parameters: name -> variable, in the module's order, each once however often it is tied. Also those that
+    the loss does not use. buffers: name -> variable.
     constants: value -> the tensor that it always is.
     inputs: the batch's tensors, in order, and then numbers in it.
     others: what else the batch holds, and what it has to be for this program (`batch_values.py`).
@@ -36,9 +36,11 @@ class Program:
     in_place: buffers that operators update as they run (running statistics).
     device: that on which it was captured. training: whether the module was in training mode.
     precision: to which model and batch were converted for it; None: the job's own.
-    by_shapes: whether it was read without values. Then its constants have none, and it can be looked at but not run.
-    shared: what programs that are this one but for integers compile together, if there are such. compiled: what running it has made of it.
-    kept: nodes that do not run again in a backward that computes what was not kept; None: all that a backward needs is kept. It changes no value.
+    by_shapes: whether it was read without values. Then its constants have none, and it can be looked at but
+        not run.
+    shared: what programs that are this one but for integers compile together, if there are such. compiled:
+    what running it has made of it. kept: nodes that do not run again in a backward that computes what was not
+    kept; None: all that a backward needs is kept. It changes no value.
     """
 
     parameters: Mapping[str, Variable]
@@ -57,39 +59,83 @@ class Program:
     kept: frozenset[str] | None = None
     others: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     shared: dict[Any, Callable[..., Any]] | None = field(default=None, repr=False, compare=False)
-    compiled: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False, compare=False)  # another program's is another's
+    # another program's is another's
+    compiled: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False, compare=False)
 
     def digest(self) -> str:
-        """A short hash of all that it computes: equal for programs that are the same, in any process. The user's lines do not count."""
+        """A short hash of all that it computes: equal for programs that are the same, in any process. The
+        user's lines do not count."""
         return self._digest
 
     @cached_property
     def _digest(self) -> str:
-        facts: list[Any] = [dict(self.parameters), dict(self.buffers), self.inputs, self.outputs, self.out_spec, dict(self.updates)]
-        facts += [sorted(self.in_place), self.device, self.training, self.precision, self.by_shapes, dict(self.others)]
+        facts: list[Any] = [
+            dict(self.parameters),
+            dict(self.buffers),
+            self.inputs,
+            self.outputs,
+            self.out_spec,
+            dict(self.updates),
+        ]
+        facts += [
+            sorted(self.in_place),
+            self.device,
+            self.training,
+            self.precision,
+            self.by_shapes,
+            dict(self.others),
+        ]
         for node in self.nodes:
-            facts += [node.name, node.operator, node.args, dict(node.kwargs), node.context, node.path, node.draw, node.num_draws, node.outputs]
+            facts += [
+                node.name,
+                node.operator,
+                node.args,
+                dict(node.kwargs),
+                node.context,
+                node.path,
+                node.draw,
+                node.num_draws,
+                node.outputs,
+            ]
         digest = hashlib.sha256("\n".join(map(repr, facts)).encode())
         for name, constant in self.constants.items():
-            digest.update(f"\n{name}: {constant.dtype} {tuple(constant.shape)} {strides_of(constant)}\n".encode())
+            digest.update(
+                f"\n{name}: {constant.dtype} {tuple(constant.shape)} {strides_of(constant)}\n".encode()
+            )
             for part in dense_parts(constant):
                 if not self.by_shapes and part.numel():
-                    digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                    digest.update(
+                        part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                    )
         return digest.hexdigest()[:16]
 
     def describe(self) -> str:
         """The program as text: its variables, and one line per node."""
-        lines = [f"parameter {name}: {each.meta}{_also(each.aliases)}" for name, each in self.parameters.items()]
+        lines = [
+            f"parameter {name}: {each.meta}{_also(each.aliases)}" for name, each in self.parameters.items()
+        ]
         lines += [f"buffer {name}: {each.meta}{_also(each.aliases)}" for name, each in self.buffers.items()]
-        lines += [f"constant {name}: {str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for name, each in self.constants.items()]
+        lines += [
+            f"constant {name}: {str(each.dtype).removeprefix('torch.')}{list(each.shape)}"
+            for name, each in self.constants.items()
+        ]
         lines += [f"input {each.name}: {each.meta}" for each in self.inputs]
         names = {each.value: name for name, each in (*self.parameters.items(), *self.buffers.items())}
         names |= {each.value: each.name for each in self.inputs}
         for node in self.nodes:
-            operands = ", ".join([*(_text(each, names) for each in node.args), *(f"{key}={_text(each, names)}" for key, each in node.kwargs.items())])
+            operands = ", ".join(
+                [
+                    *(_text(each, names) for each in node.args),
+                    *(f"{key}={_text(each, names)}" for key, each in node.kwargs.items()),
+                ]
+            )
             outputs = ", ".join(map(str, node.outputs)) or "number"
             notes = [node.path, str(node.context), f"draw {node.draw}" if node.draw is not None else ""]
-            lines.append(f"{node.name} = {node.operator}({operands}) -> {outputs}  # {'; '.join(note for note in notes if note)}".rstrip("# "))
+            lines.append(
+                f"{node.name} = {node.operator}({operands}) -> {outputs}  # {'; '.join(note for note in notes if note)}".rstrip(
+                    "# "
+                )
+            )
         lines += [f"update {name} = {each}" for name, each in self.updates.items()]
         lines += [f"updated as it runs: {name}" for name in sorted(self.in_place)]
         return "\n".join([*lines, f"return {', '.join(_text(each, names) for each in self.outputs)}"])

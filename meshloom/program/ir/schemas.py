@@ -20,7 +20,11 @@ def functional(node: fx.Node) -> Any:
     if overload is None or name == "copy":  # which has no derivative
         return None
     wanted = [(each.name, str(each.type)) for each in target._schema.arguments]
-    return overload if [(each.name, str(each.type)) for each in overload._schema.arguments][: len(wanted)] == wanted else None
+    return (
+        overload
+        if [(each.name, str(each.type)) for each in overload._schema.arguments][: len(wanted)] == wanted
+        else None
+    )
 
 
 def functional_of_out(node: fx.Node) -> Any:
@@ -29,7 +33,14 @@ def functional_of_out(node: fx.Node) -> Any:
     wanted = [(each.name, str(each.type)) for each in target._schema.arguments if each.name != "out"]
     packet = target.overloadpacket
     overloads = [getattr(packet, name) for name in packet.overloads()]
-    return next((each for each in overloads if [(one.name, str(one.type)) for one in each._schema.arguments] == wanted), None)
+    return next(
+        (
+            each
+            for each in overloads
+            if [(one.name, str(one.type)) for one in each._schema.arguments] == wanted
+        ),
+        None,
+    )
 
 
 def running_statistics(node: fx.Node) -> Iterator[fx.Node]:
@@ -48,13 +59,21 @@ def arguments_of(node: fx.Node) -> list[tuple[Any, Any]]:
     """The arguments a node is called with: (what the schema says, value)."""
     target: Any = node.target
     by_place = list(zip(target._schema.arguments, node.args, strict=False))
-    return by_place + [(argument, node.kwargs[argument.name]) for argument in target._schema.arguments if argument.name in node.kwargs]
+    return by_place + [
+        (argument, node.kwargs[argument.name])
+        for argument in target._schema.arguments
+        if argument.name in node.kwargs
+    ]
 
 
 def name_of(node: fx.Node) -> str:
     """An operator's name without its overload: `add_`."""
     target: Any = node.target
-    return target._schema.name.removeprefix("aten::") if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
+    return (
+        target._schema.name.removeprefix("aten::")
+        if hasattr(target, "_schema")
+        else getattr(target, "__name__", str(target))
+    )
 
 
 def is_list(node: fx.Node) -> bool:

@@ -1,6 +1,8 @@
-"""Constants of a program that are sparse matrices (COO): what is asked of any tensor, answered by their indices and values.
+"""Constants of a program that are sparse matrices (COO): what is asked of any tensor, answered by their
+indices and values.
 
-A graph's adjacency matrix in `torch.sparse.mm(A, x)` is one. Operators may read them; what an operator gives is dense.
+A graph's adjacency matrix in `torch.sparse.mm(A, x)` is one. Operators may read them; what an operator gives
+is dense.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ _dispatch: Any = _python_dispatch
 
 
 def is_sparse(tensor: Tensor) -> bool:
-    """Whether it is a COO tensor. Other sparse layouts have no strides and no program: torch.export reads none."""
+    """Whether it is a COO tensor. Other sparse layouts have no strides and no program: torch.export reads
+    none."""
     return tensor.layout == torch.sparse_coo
 
 

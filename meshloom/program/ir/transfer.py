@@ -1,6 +1,8 @@
-"""A program as bytes, to be sent to other ranks and kept: a header of JSON, then the constants. Nothing is pickled.
+"""A program as bytes, to be sent to other ranks and kept: a header of JSON, then the constants. Nothing is
+pickled.
 
-magic | hash of all that follows (16 bytes) | length of the header (8 bytes) | header | constants (safetensors)
+magic | hash of all that follows (16 bytes) | length of the header (8 bytes) | header | constants
+(safetensors)
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _LENGTH_BYTES = 8
 
 
 def pack(program: Program) -> bytes:
-    """The program as bytes. Raises `CaptureError` for what cannot be sent: an operator without a name, an unusual type that the loss returns."""
+    """The program as bytes. Raises `CaptureError` for what cannot be sent: an operator without a name, an
+    unusual type that the loss returns."""
     contexts: dict[Context, int] = {}
     lines: dict[SourceLine, int] = {}
     nodes = [encoded_node(node, contexts, lines) for node in program.nodes]
@@ -62,18 +65,28 @@ def pack(program: Program) -> bytes:
         "others": dict(program.others),
     }
     text = json.dumps(header, allow_nan=False).encode()
-    parts = {f"{name}:{number}": part for name, each in program.constants.items() for number, part in enumerate(dense_parts(each))}
+    parts = {
+        f"{name}:{number}": part
+        for name, each in program.constants.items()
+        for number, part in enumerate(dense_parts(each))
+    }
     values = {} if program.by_shapes else {name: _flat(each) for name, each in parts.items()}
     body = len(text).to_bytes(_LENGTH_BYTES, "little") + text + save(values)
     return _MAGIC + hashlib.blake2b(body, digest_size=_HASH_BYTES).digest() + body
 
 
 def unpack(data: bytes) -> Program:
-    """The program of these bytes, with its constants on the CPU. Raises `CaptureError` if they are damaged or need operators that are not here."""
+    """The program of these bytes, with its constants on the CPU. Raises `CaptureError` if they are damaged or
+    need operators that are not here."""
     start = len(_MAGIC) + _HASH_BYTES
     body = data[start:]
-    if data[: len(_MAGIC)] != _MAGIC or data[len(_MAGIC) : start] != hashlib.blake2b(body, digest_size=_HASH_BYTES).digest():
-        raise CaptureError(f"These {len(data)} bytes are no program, or a damaged one. Pack it again, with the same version of meshloom.")
+    if (
+        data[: len(_MAGIC)] != _MAGIC
+        or data[len(_MAGIC) : start] != hashlib.blake2b(body, digest_size=_HASH_BYTES).digest()
+    ):
+        raise CaptureError(
+            f"These {len(data)} bytes are no program, or a damaged one. Pack it again, with the same version of meshloom."
+        )
     stop = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
     try:
         return _program(json.loads(body[_LENGTH_BYTES:stop]), load(body[stop:]))
@@ -112,9 +125,18 @@ def _description(name: str, constant: Tensor) -> dict[str, Any]:
             f"Constant {name} of the program is a {type(constant).__name__} of layout {constant.layout}, which cannot be sent. {WAY_OUT}"
         )
     parts = [
-        {"dtype": str(each.dtype).removeprefix("torch."), "shape": list(each.shape), "stride": list(each.stride())} for each in dense_parts(constant)
+        {
+            "dtype": str(each.dtype).removeprefix("torch."),
+            "shape": list(each.shape),
+            "stride": list(each.stride()),
+        }
+        for each in dense_parts(constant)
     ]
-    return {"parts": parts, "shape": list(constant.shape), "coalesced": constant.is_coalesced() if is_sparse(constant) else None}
+    return {
+        "parts": parts,
+        "shape": list(constant.shape),
+        "coalesced": constant.is_coalesced() if is_sparse(constant) else None,
+    }
 
 
 def _flat(constant: Tensor) -> Tensor:
@@ -125,7 +147,11 @@ def _flat(constant: Tensor) -> Tensor:
 
 def _constant(name: str, description: Mapping[str, Any], values: Mapping[str, Tensor]) -> Tensor:
     parts = [_part(each, values.get(f"{name}:{number}")) for number, each in enumerate(description["parts"])]
-    return parts[0] if description["coalesced"] is None else from_parts(parts, description["shape"], coalesced=description["coalesced"])
+    return (
+        parts[0]
+        if description["coalesced"] is None
+        else from_parts(parts, description["shape"], coalesced=description["coalesced"])
+    )
 
 
 def _part(description: Mapping[str, Any], value: Tensor | None) -> Tensor:

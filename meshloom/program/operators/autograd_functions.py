@@ -1,7 +1,7 @@
 """Autograd functions with a backward of their own, written with operators that have it by themselves.
 
-Where a function's backward multiplies the gradient that arrives by a tensor k, element by element (activations, clipped derivatives, rounding that lets
-gradients through), it computes
+Where a function's backward multiplies the gradient that arrives by a tensor k, element by element
+(activations, clipped derivatives, rounding that lets gradients through), it computes
 
     y = f(x) + (x - x) k    with f(x), k and the second x detached: the value of f wherever x and k are finite, and the gradient of the backward.
 """
@@ -20,7 +20,8 @@ from meshloom.core.errors import CaptureError
 from meshloom.program.ir.lines import WAY_OUT, SourcePlace
 
 MOST_TRIED = 65536  # elements: a function that changes one number in ten thousand is found out
-_REFUSES = ("mark_dirty", "mark_non_differentiable", "save_for_forward")  # nothing that a function of values does
+# nothing that a function of values does
+_REFUSES = ("mark_dirty", "mark_non_differentiable", "save_for_forward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +49,14 @@ class _Context:
 
 
 def with_operators(applied: Applied) -> Tensor:
-    """What the function gives, differentiable as its backward says. Raises `CaptureError` if its shapes or types rule that out."""
+    """What the function gives, differentiable as its backward says. Raises `CaptureError` if its shapes or
+    types rule that out."""
     args = applied.args
     y, backward = _run(applied, [each.detach() if isinstance(each, Tensor) else each for each in args])
     tensors = [each for each in args if isinstance(each, Tensor)]
-    if not isinstance(y, Tensor) or any(not each.is_floating_point() or each.shape != y.shape for each in tensors):
+    if not isinstance(y, Tensor) or any(
+        not each.is_floating_point() or each.shape != y.shape for each in tensors
+    ):
         raise refusal(applied)
     y = y.detach()
     factors = backward(torch.ones_like(y))
@@ -63,9 +67,11 @@ def with_operators(applied: Applied) -> Tensor:
 
 
 def check_products(applied: Iterable[Applied]) -> None:
-    """Raise `CaptureError` unless every backward is a product with what arrives: tried on numbers of all sizes and signs, alike uses once.
+    """Raise `CaptureError` unless every backward is a product with what arrives: tried on numbers of all
+    sizes and signs, alike uses once.
 
-    On tensors of at most `MOST_TRIED` elements, unless that fails: then of the shapes that the function was given.
+    On tensors of at most `MOST_TRIED` elements, unless that fails: then of the shapes that the function was
+    given.
     """
     for each in {_use(each): each for each in applied}.values():
         try:
@@ -76,7 +82,9 @@ def check_products(applied: Iterable[Applied]) -> None:
 
 def _use(applied: Applied) -> tuple[Any, ...]:
     """What makes two uses of a function alike."""
-    return applied.function, *(tuple(each.shape) if isinstance(each, Tensor) else repr(each) for each in applied.args)
+    return applied.function, *(
+        tuple(each.shape) if isinstance(each, Tensor) else repr(each) for each in applied.args
+    )
 
 
 def _smaller(applied: Applied) -> Applied:
@@ -89,19 +97,27 @@ def _smaller(applied: Applied) -> Applied:
         while half in sizes.values():
             half -= 1
         sizes[largest] = max(half, 1)
-    args = tuple(torch.empty([sizes[size] for size in each.shape], device="meta") if isinstance(each, Tensor) else each for each in applied.args)
+    args = tuple(
+        torch.empty([sizes[size] for size in each.shape], device="meta") if isinstance(each, Tensor) else each
+        for each in applied.args
+    )
     return replace(applied, args=args)
 
 
 def _check_product(applied: Applied) -> None:
     source = torch.Generator().manual_seed(0)
     for signs in (1.0, -1.0, None):
-        args = [_sample(each.shape, signs, source) if isinstance(each, Tensor) else each for each in applied.args]
+        args = [
+            _sample(each.shape, signs, source) if isinstance(each, Tensor) else each for each in applied.args
+        ]
         try:
             y, backward = _run(applied, args)
             arriving = torch.randn(y.shape, generator=source, dtype=y.dtype)
             wanted, factors = backward(arriving), backward(torch.ones_like(y))
-            alike = [one is other is None or _alike(one, arriving * other) for one, other in zip(wanted, factors, strict=True)]
+            alike = [
+                one is other is None or _alike(one, arriving * other)
+                for one, other in zip(wanted, factors, strict=True)
+            ]
         except Exception as error:
             raise refusal(applied) from error
         if not all(alike):
@@ -142,8 +158,12 @@ def _run(applied: Applied, args: Sequence[Any]) -> tuple[Any, Any]:
 def _sample(shape: torch.Size, sign: float | None, source: torch.Generator) -> Tensor:
     """Numbers from 1e-8 to 100 in size, as float64."""
     size = 10 ** (10 * torch.rand(shape, generator=source, dtype=torch.float64) - 8)
-    return size * (sign if sign is not None else torch.randn(shape, generator=source, dtype=torch.float64).sign())
+    return size * (
+        sign if sign is not None else torch.randn(shape, generator=source, dtype=torch.float64).sign()
+    )
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool(torch.isclose(one.double(), other.double(), rtol=1e-6, atol=1e-12, equal_nan=True).all())
+    return one.shape == other.shape and bool(
+        torch.isclose(one.double(), other.double(), rtol=1e-6, atol=1e-12, equal_nan=True).all()
+    )

@@ -1,4 +1,5 @@
-"""Changes of placement: one small autograd function over a group, and the same on a list of all ranks' tensors.
+"""Changes of placement: one small autograd function over a group, and the same on a list of all ranks'
+tensors.
 
     from          to           forward          backward
     invariant     replicated   identity         all-reduce
@@ -10,9 +11,9 @@
     part          partial      zeros around it  own part
     part a        part b       all-to-all       all-to-all
 
-Replicated is the part that is everything: from it to a smaller part nothing is sent, and the way back is a reduce-scatter of the gradient.
-Where several ranks hold an index, the first of them speaks for it: it alone is asked for the value, and it alone is given the gradient
-that others would be given again.
+Replicated is the part that is everything: from it to a smaller part nothing is sent, and the way back is a
+reduce-scatter of the gradient. Where several ranks hold an index, the first of them speaks for it: it alone
+is asked for the value, and it alone is given the gradient that others would be given again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ Kind = Literal["invariant", "partial", "part"]
 
 @runtime_checkable
 class Joint(Protocol):
-    """What the ranks compute together: on one of them over a group, or on all at once, where every operand is a list of all ranks'."""
+    """What the ranks compute together: on one of them over a group, or on all at once, where every operand is
+    a list of all ranks'."""
 
     def run(self, group: Group, *args: Any) -> Any:
         """On this rank."""
@@ -45,7 +47,8 @@ class Joint(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """A change of placement of one value. before, after: who holds what (all of it, unless it is in parts)."""
+    """A change of placement of one value. before, after: who holds what (all of it, unless it is in
+    parts)."""
 
     source: Kind
     target: Kind
@@ -95,7 +98,9 @@ def _values(change: Transition, values: Sequence[Tensor]) -> list[Tensor]:
     ranks = range(len(values))
     if change.target == "partial":
         if change.source == "invariant":
-            return [value.clone() if rank == 0 else torch.zeros_like(value) for rank, value in enumerate(values)]
+            return [
+                value.clone() if rank == 0 else torch.zeros_like(value) for rank, value in enumerate(values)
+            ]
         return [place(change.before, rank, _spoken_for(change.before, rank, values[rank])) for rank in ranks]
     if change.source == "partial":
         whole = _total(values)
@@ -116,7 +121,14 @@ def _gradients(change: Transition, gradients: Sequence[Tensor]) -> list[Tensor]:
         whole = None
     if change.source != "part":
         return [(whole if whole is not None else gradient).clone() for gradient in gradients]
-    return [_spoken_for(change.before, rank, take(change.before, rank, whole if whole is not None else gradients[rank]).clone()) for rank in ranks]
+    return [
+        _spoken_for(
+            change.before,
+            rank,
+            take(change.before, rank, whole if whole is not None else gradients[rank]).clone(),
+        )
+        for rank in ranks
+    ]
 
 
 def _total(values: Sequence[Tensor]) -> Tensor:
@@ -173,8 +185,11 @@ def _gradient(change: Transition, group: Group, gradient: Tensor) -> Tensor:
     return embed(wanted, before, group.rank, _gathered(after, wanted, group, gradient))
 
 
-def start_sum_back(change: Transition, group: Group, gradient: Tensor, *, ours: bool = False) -> Callable[[], Tensor]:
-    """Start adding up the ranks' gradients of a value that `change` made parts of; the function returned waits, and gives that of what this rank had.
+def start_sum_back(
+    change: Transition, group: Group, gradient: Tensor, *, ours: bool = False
+) -> Callable[[], Tensor]:
+    """Start adding up the ranks' gradients of a value that `change` made parts of; the function returned
+    waits, and gives that of what this rank had.
 
     gradient: of the whole value, this rank's share of the sum. ours: nobody else looks at it.
     """
@@ -184,7 +199,8 @@ def start_sum_back(change: Transition, group: Group, gradient: Tensor, *, ours: 
 
 
 def _wanted_back(change: Transition) -> Pieces:
-    """What each rank is given of a gradient: of an invariant value all of it, of parts what it alone speaks for."""
+    """What each rank is given of a gradient: of an invariant value all of it, of parts what it alone speaks
+    for."""
     return owned(change.before) if change.source == "part" else change.before
 
 
@@ -193,9 +209,11 @@ def _summed(after: Pieces, group: Group, value: Tensor) -> Tensor:
 
 
 def start_sum(after: Pieces, group: Group, value: Tensor, *, ours: bool = False) -> Callable[[], Tensor]:
-    """Start adding up all ranks' `value`s; the function returned waits, and gives what this rank holds in `after`.
+    """Start adding up all ranks' `value`s; the function returned waits, and gives what this rank holds in
+    `after`.
 
-    By all-reduce if that is all of it or shared, else by reduce-scatter. ours: nobody else looks at `value`, so the sum may take its place.
+    By all-reduce if that is all of it or shared, else by reduce-scatter. ours: nobody else looks at `value`,
+    so the sum may take its place.
     """
     if after.is_whole or after.is_shared:
         total = value.contiguous() if ours else value.clone(memory_format=torch.contiguous_format)
@@ -233,7 +251,12 @@ def _gathered(before: Pieces, after: Pieces, group: Group, value: Tensor) -> Ten
     theirs = [source.meeting(rank, after, group.rank) for rank in range(group.size)]
     sent = [take(each, group.rank, here).reshape(-1) for each in common]
     received = value.new_empty(sum(each.num_elements(rank) for rank, each in enumerate(theirs)))
-    group.all_to_all(received, torch.cat(sent), [each.num_elements(rank) for rank, each in enumerate(theirs)], [part.numel() for part in sent]).wait()
+    group.all_to_all(
+        received,
+        torch.cat(sent),
+        [each.num_elements(rank) for rank, each in enumerate(theirs)],
+        [part.numel() for part in sent],
+    ).wait()
     whole = value.new_zeros(before.shape)
     start = 0
     for rank, each in enumerate(theirs):
@@ -258,7 +281,10 @@ def start_gather(before: Pieces, group: Group, value: Tensor) -> Callable[[], Te
 
     def finish() -> Tensor:
         gathering.wait()
-        parts = [rows[rank * longest : rank * longest + source.num_elements(rank)].view(source.local_shape(rank)) for rank in range(group.size)]
+        parts = [
+            rows[rank * longest : rank * longest + source.num_elements(rank)].view(source.local_shape(rank))
+            for rank in range(group.size)
+        ]
         return assemble(source, parts)
 
     return finish

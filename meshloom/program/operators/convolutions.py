@@ -1,5 +1,5 @@
-"""Convolutions that divide their output channels over the ranks, with the change of placement of their input (`gathered.py`): a residual
-block's first layer and its shortcut share one collective.
+"""Convolutions that divide their output channels over the ranks, with the change of placement of their input
+(`gathered.py`): a residual block's first layer and its shortcut share one collective.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ aten = torch.ops.aten
 class Convolution:
     """One layer.
 
-    operator: aten.conv1d, conv2d or conv3d, with one group. stride, padding, dilation: per dim of the picture.
+    operator: aten.conv1d, conv2d or conv3d, with one group. stride, padding, dilation: per dim of the
+        picture.
     A rank may have none of the output channels, which kernels do not like.
     """
 
@@ -36,17 +37,28 @@ class Convolution:
             return x.new_empty(x.shape[0], 0, *self._places(x.shape[2:], weight.shape[2:]))
         return self.operator(x, weight, bias, self.stride, self.padding, self.dilation)
 
-    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of x, weight and bias, those that are wanted."""
         if not weight.shape[0]:
-            return torch.zeros_like(x, memory_format=torch.contiguous_format), torch.zeros_like(weight), weight.new_zeros(0)
+            return (
+                torch.zeros_like(x, memory_format=torch.contiguous_format),
+                torch.zeros_like(weight),
+                weight.new_zeros(0),
+            )
         sizes = [weight.shape[0]] if self.biased else None
         zeros = [0] * len(self.stride)
-        return aten.convolution_backward(gradient, x, weight, sizes, self.stride, self.padding, self.dilation, False, zeros, 1, wanted)
+        return aten.convolution_backward(
+            gradient, x, weight, sizes, self.stride, self.padding, self.dilation, False, zeros, 1, wanted
+        )
 
     def _places(self, sizes: Sequence[int], kernel: Sequence[int]) -> list[int]:
         settings = zip(sizes, kernel, self.stride, self.padding, self.dilation, strict=True)
-        return [(size + 2 * padding - dilation * (width - 1) - 1) // stride + 1 for size, width, stride, padding, dilation in settings]
+        return [
+            (size + 2 * padding - dilation * (width - 1) - 1) // stride + 1
+            for size, width, stride, padding, dilation in settings
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +79,28 @@ class GatheredConvolutions(GatheredLayers):
     def forward(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.layers[layer].forward(x, weight, bias)
 
-    def input_gradient(self, gradients: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int], x: Tensor) -> Tensor:
-        like = x if tuple(x.shape) == tuple(shape) else x.new_empty(shape)  # the kernel asks for the shape of x alone
+    def input_gradient(
+        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int], x: Tensor
+    ) -> Tensor:
+        # the kernel asks for the shape of x alone
+        like = x if tuple(x.shape) == tuple(shape) else x.new_empty(shape)
         parts = zip(self.layers, gradients, weights, strict=True)
-        dx, *others = (layer.backward(gradient, like, weight, [True, False, False])[0] for layer, gradient, weight in parts)
+        dx, *others = (
+            layer.backward(gradient, like, weight, [True, False, False])[0]
+            for layer, gradient, weight in parts
+        )
         for other in others:
             dx.add_(other)
         return dx
 
     def weight_gradients(
-        self, layer: int, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool], landed: tuple[Tensor | None, Tensor | None]
+        self,
+        layer: int,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        wanted: tuple[bool, bool],
+        landed: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor | None, Tensor | None]:
         if not any(wanted):
             return None, None

@@ -17,8 +17,9 @@ SUM, MEAN = 0, 1  # modes, as ATen counts them
 class BagsOfPart:
     """`embedding_bag` of the rows from `start` on, of `num_rows`: the parts sum to the bags.
 
-    mode: SUM or MEAN. padding: the row that does not count, -1 for none. has_last: whether offsets end with the number of entries.
-    first: whether this is the first rank, which alone tells what the operator gives besides the bags. shapes: of that.
+    mode: SUM or MEAN. padding: the row that does not count, -1 for none. has_last: whether offsets end with
+    the number of entries. first: whether this is the first rank, which alone tells what the operator gives
+    besides the bags. shapes: of that.
     """
 
     start: int
@@ -29,8 +30,11 @@ class BagsOfPart:
     first: bool
     shapes: tuple[tuple[int, ...], ...]
 
-    def __call__(self, weight: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, ...]:
-        """weight [part of rows, d], index [entries], offsets [bags], weights [entries] or none -> bags [bags, d], and three tensors of integers."""
+    def __call__(
+        self, weight: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """weight [part of rows, d], index [entries], offsets [bags], weights [entries] or none -> bags [bags,
+        d], and three tensors of integers."""
         return self._bags(weight, index, offsets, weights), *self._told(weight, index, offsets, weights)
 
     def __str__(self) -> str:
@@ -38,24 +42,50 @@ class BagsOfPart:
 
     def _bags(self, weight: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         if not weight.shape[0]:
-            return zeros_of(weight, *(() if weights is None else (weights,)), shape=(len(offsets) - self.has_last, weight.shape[1]))
+            return zeros_of(
+                weight,
+                *(() if weights is None else (weights,)),
+                shape=(len(offsets) - self.has_last, weight.shape[1]),
+            )
         counted = index != self.padding
         here = (index >= self.start) & (index < self.start + weight.shape[0]) & counted
-        shares = torch.ones(len(index), dtype=weight.dtype, device=index.device) if weights is None else weights
+        shares = (
+            torch.ones(len(index), dtype=weight.dtype, device=index.device) if weights is None else weights
+        )
         if self.mode == MEAN:
-            bag = torch.searchsorted(offsets, torch.arange(len(index), device=index.device, dtype=offsets.dtype), right=True) - 1
-            sizes = torch.zeros(len(offsets), dtype=weight.dtype, device=index.device).index_add(0, bag, counted.to(weight.dtype))
+            bag = (
+                torch.searchsorted(
+                    offsets, torch.arange(len(index), device=index.device, dtype=offsets.dtype), right=True
+                )
+                - 1
+            )
+            sizes = torch.zeros(len(offsets), dtype=weight.dtype, device=index.device).index_add(
+                0, bag, counted.to(weight.dtype)
+            )
             shares = shares / sizes[bag]
         local = torch.where(here, index - self.start, 0)
         return torch.ops.aten.embedding_bag.default(
             weight, local, offsets, False, SUM, False, torch.where(here, shares, 0.0), self.has_last
         )[0]  # fmt: skip
 
-    def _told(self, weight: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None) -> Sequence[Tensor]:
+    def _told(
+        self, weight: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> Sequence[Tensor]:
         """What the undivided operator tells of its bags, which does not depend on the values of the rows."""
         if not self.first:
             return [index.new_zeros(shape) for shape in self.shapes]
-        narrow = weight.new_zeros(self.num_rows, 1).requires_grad_(weight.requires_grad)  # which decides what is told
+        # which decides what is told
+        narrow = weight.new_zeros(self.num_rows, 1).requires_grad_(weight.requires_grad)
         padding = self.padding if self.padding >= 0 else None
         bags = torch.ops.aten.embedding_bag.padding_idx
-        return bags(narrow, index, offsets, False, self.mode, False, None if weights is None else weights.detach(), self.has_last, padding)[1:]
+        return bags(
+            narrow,
+            index,
+            offsets,
+            False,
+            self.mode,
+            False,
+            None if weights is None else weights.detach(),
+            self.has_last,
+            padding,
+        )[1:]

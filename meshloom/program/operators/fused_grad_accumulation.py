@@ -1,12 +1,14 @@
 """Gradients of weights that are computed straight into the place where they are added up.
 
-Autograd would make dW a tensor of its own, put it into `.grad`, and an exchange would copy it into its bucket:
+Autograd would make dW a tensor of its own, put it into `.grad`, and an exchange would copy it into its
+bucket:
 
     by autograd    dW = dY^T X,   .grad = dW,   bucket = .grad     in later chunks   dW = dY^T X,   .grad = dW,   bucket += .grad
     landing        bucket = dY^T X,   .grad is the bucket          in later chunks   bucket += dY^T X,   .grad is the bucket
 
-Whoever looks at a parameter in between finds in `.grad` all that came so far, as ever. So a parameter that is used elsewhere, too (a tied
-embedding), comes out right in any order: autograd adds its part to what landed, and what lands is added to what autograd brought.
+Whoever looks at a parameter in between finds in `.grad` all that came so far, as ever. So a parameter that is
+used elsewhere, too (a tied embedding), comes out right in any order: autograd adds its part to what landed,
+and what lands is added to what autograd brought.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Where a parameter's gradient is added up: a tensor of its shape and dtype. filled: gradients of this step lie there already, and are not in `.grad`."""
+    """Where a parameter's gradient is added up: a tensor of its shape and dtype. filled: gradients of this
+    step lie there already, and are not in `.grad`."""
 
     tensor: Tensor
     filled: bool
@@ -38,7 +41,8 @@ class Landing(ABC):
 
     @abstractmethod
     def add(self, weight: Tensor | None, bias: Tensor | None, rows: Tensor, inputs: Tensor) -> None:
-        """Add to the gradients of weight [o, k] and bias [o], if given, those for outputs' gradients `rows` [n, o] and inputs [n, k]."""
+        """Add to the gradients of weight [o, k] and bias [o], if given, those for outputs' gradients `rows`
+        [n, o] and inputs [n, k]."""
 
 
 class InPlace(Landing):
@@ -54,11 +58,19 @@ class InPlace(Landing):
     def add(self, weight: Tensor | None, bias: Tensor | None, rows: Tensor, inputs: Tensor) -> None:
         with torch.no_grad():
             if weight is not None:
-                self._add(weight, lambda out: torch.mm(rows.t(), inputs, out=out), lambda total: total.addmm_(rows.t(), inputs))
+                self._add(
+                    weight,
+                    lambda out: torch.mm(rows.t(), inputs, out=out),
+                    lambda total: total.addmm_(rows.t(), inputs),
+                )
             if bias is not None:
-                self._add(bias, lambda out: torch.sum(rows, 0, out=out), lambda total: total.add_(rows.sum(0)))
+                self._add(
+                    bias, lambda out: torch.sum(rows, 0, out=out), lambda total: total.add_(rows.sum(0))
+                )
 
-    def _add(self, parameter: Tensor, make: Callable[[Tensor | None], Tensor], add_to: Callable[[Tensor], Tensor]) -> None:
+    def _add(
+        self, parameter: Tensor, make: Callable[[Tensor | None], Tensor], add_to: Callable[[Tensor], Tensor]
+    ) -> None:
         here = parameter.grad
         if here is not None:
             parameter.grad = add_to(here) if here.layout == torch.strided else make(None).add_(here)
@@ -71,6 +83,7 @@ class InPlace(Landing):
 
 
 def may_land(tensor: Tensor) -> bool:
-    """Whether it is a leaf whose gradient autograd would only add up: nobody asked to see, or change, every gradient before that."""
+    """Whether it is a leaf whose gradient autograd would only add up: nobody asked to see, or change, every
+    gradient before that."""
     hooked: Any = tensor
     return tensor.is_leaf and tensor.requires_grad and not hooked._backward_hooks

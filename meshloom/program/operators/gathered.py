@@ -1,8 +1,10 @@
 """Layers that divide their outputs over the ranks, together with the change of placement of their input.
 
-Eager autograd would compute dX and dW of each layer in one node, add the dX up, and only then start to talk. Here, backward starts gathering
-x again (it was not kept), computes dX of all layers, starts its sum over the ranks, and computes every dW while that travels:
-one collective for all layers that read x, hidden behind their weights' gradients (Korthikanti et al., 2022, section 4).
+Eager autograd would compute dX and dW of each layer in one node, add the dX up, and only then start to talk.
+Here, backward starts gathering x again (it was not kept), computes dX of all layers, starts its sum over the
+ranks, and computes every dW while that travels:
+one collective for all layers that read x, hidden behind their weights' gradients (Korthikanti et al., 2022,
+section 4).
 """
 
 from __future__ import annotations
@@ -44,14 +46,24 @@ class GatheredLayers(ABC):
         """What one layer makes of all of x."""
 
     @abstractmethod
-    def input_gradient(self, gradients: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int], x: Tensor) -> Tensor:
-        """The gradient of x [shape] from all layers, in memory of its own. x: on this rank, whatever it holds of it."""
+    def input_gradient(
+        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int], x: Tensor
+    ) -> Tensor:
+        """The gradient of x [shape] from all layers, in memory of its own. x: on this rank, whatever it holds
+        of it."""
 
     @abstractmethod
     def weight_gradients(
-        self, layer: int, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool], landed: tuple[Tensor | None, Tensor | None]
+        self,
+        layer: int,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        wanted: tuple[bool, bool],
+        landed: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Of a layer's weight and bias, those that are wanted by autograd. x: all of it. landed: the parameters themselves, if their gradients land."""
+        """Of a layer's weight and bias, those that are wanted by autograd. x: all of it. landed: the
+        parameters themselves, if their gradients land."""
 
     def run(self, group: Group, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         """On this rank: x or its part, then w_0, b_0 (if there is one), w_1, ... -> what each layer gives."""
@@ -60,11 +72,16 @@ class GatheredLayers(ABC):
 
     def run_all(self, xs: Sequence[Tensor], *weights: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """On all ranks at once."""
-        return [self.forwards(x, [column[rank] for column in weights]) for rank, x in enumerate(self.change.run_all(xs))]
+        return [
+            self.forwards(x, [column[rank] for column in weights])
+            for rank, x in enumerate(self.change.run_all(xs))
+        ]
 
     def forwards(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What all layers make of all of x."""
-        return tuple(self.forward(layer, x, weight, bias) for layer, (weight, bias) in enumerate(self.parted(weights)))
+        return tuple(
+            self.forward(layer, x, weight, bias) for layer, (weight, bias) in enumerate(self.parted(weights))
+        )
 
     def parted(self, weights: Sequence[T]) -> list[tuple[T, T | None]]:
         """Weight and bias of each layer."""
@@ -76,10 +93,13 @@ class _Layers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layers: GatheredLayers, group: Group, x: Tensor, *weights: Tensor) -> Any:
         ctx.layers, ctx.group = layers, group
-        # The parameters themselves: what was saved comes back as another tensor where activations are recomputed.
+        # The parameters themselves: what was saved comes back as another tensor where activations are
+        # recomputed.
         ctx.landed = [weight if layers.lands(weight) else None for weight in weights]
         ctx.save_for_backward(x, *weights)
-        return layers.forwards(start_gather(layers.change.before, group, x)() if layers.change.source == "part" else x, weights)
+        return layers.forwards(
+            start_gather(layers.change.before, group, x)() if layers.change.source == "part" else x, weights
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -1,4 +1,5 @@
-"""Linear layers that divide their outputs over the ranks, with the change of placement of their input (`gathered.py`): q, k and v of a block.
+"""Linear layers that divide their outputs over the ranks, with the change of placement of their input
+(`gathered.py`): q, k and v of a block.
 
 y_i = x w_i^T + b_i      x comes in parts, or is invariant; every rank has some rows of every w_i
 """
@@ -18,7 +19,8 @@ from meshloom.program.operators.gathered import GatheredLayers
 
 @dataclass(frozen=True, kw_only=True)
 class GatheredLinears(GatheredLayers):
-    """x [b*, k], weights w_0 [o_0, k], b_0 [o_0], w_1, ... -> [b*, o_i] for each layer. biased: for every layer, whether it has a bias.
+    """x [b*, k], weights w_0 [o_0, k], b_0 [o_0], w_1, ... -> [b*, o_i] for each layer. biased: for every
+    layer, whether it has a bias.
 
     landing: who takes the gradients of weights that are parameters; None: autograd.
     """
@@ -38,14 +40,22 @@ class GatheredLinears(GatheredLayers):
     def forward(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
-    def input_gradient(self, gradients: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int], x: Tensor) -> Tensor:
+    def input_gradient(
+        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int], x: Tensor
+    ) -> Tensor:
         dx = _rows(gradients[0]).mm(weights[0])
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
             dx.addmm_(_rows(gradient), weight)
         return dx.view(shape)
 
     def weight_gradients(
-        self, layer: int, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool], landed: tuple[Tensor | None, Tensor | None]
+        self,
+        layer: int,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        wanted: tuple[bool, bool],
+        landed: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor | None, Tensor | None]:
         # What was gathered again is not held until later: it was not kept to save memory.
         landing = self.landing.now if self.landing and self.change.source == "part" else self.landing
@@ -53,14 +63,21 @@ class GatheredLinears(GatheredLayers):
 
 
 def weight_gradients(
-    gradient: Tensor, x: Tensor, wanted: tuple[bool, bool], landing: Landing | None, landed: tuple[Tensor | None, Tensor | None]
+    gradient: Tensor,
+    x: Tensor,
+    wanted: tuple[bool, bool],
+    landing: Landing | None,
+    landed: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of a layer's weight and bias, those that are wanted and do not land: gradient [b*, o], x [b*, k] -> [o, k], [o]."""
+    """Of a layer's weight and bias, those that are wanted and do not land: gradient [b*, o], x [b*, k] -> [o,
+    k], [o]."""
     rows, inputs = _rows(gradient), _rows(x)
     weight, bias = landed
     if landing and (weight is not None or bias is not None):
         landing.add(weight, bias, rows, inputs)
-    return rows.t().mm(inputs) if wanted[0] and weight is None else None, rows.sum(0) if wanted[1] and bias is None else None
+    return rows.t().mm(inputs) if wanted[0] and weight is None else None, rows.sum(0) if wanted[
+        1
+    ] and bias is None else None
 
 
 def _rows(value: Tensor) -> Tensor:

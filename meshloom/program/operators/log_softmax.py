@@ -1,4 +1,5 @@
-"""Log-softmax along a dim of which every rank has a part: two small all-reduces, and each rank keeps its part of the result."""
+"""Log-softmax along a dim of which every rank has a part: two small all-reduces, and each rank keeps its part
+of the result."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _Reduce = Callable[[list[Tensor]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LogSoftmaxOfPart:
-    """Log-softmax along `dim` (counted from the front). A number per row is sent: its largest, its sum of exponentials; in backward its gradient's sum."""
+    """Log-softmax along `dim` (counted from the front). A number per row is sent: its largest, its sum of
+    exponentials; in backward its gradient's sum."""
 
     dim: int
 
@@ -28,7 +30,9 @@ class LogSoftmaxOfPart:
             return values[0]
 
         function: Any = _LogSoftmax.apply
-        return function(self.dim, lambda values: reduced(values, "max"), lambda values: reduced(values, "sum"), x)[0]
+        return function(
+            self.dim, lambda values: reduced(values, "max"), lambda values: reduced(values, "sum"), x
+        )[0]
 
     def run_all(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """On all ranks at once."""
@@ -59,7 +63,15 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         sums = ctx.total([each.sum(ctx.dim, keepdim=True) for each in gradients])
-        return None, None, None, *(gradient - result.exp() * sums for gradient, result in zip(gradients, ctx.saved_tensors, strict=True))
+        return (
+            None,
+            None,
+            None,
+            *(
+                gradient - result.exp() * sums
+                for gradient, result in zip(gradients, ctx.saved_tensors, strict=True)
+            ),
+        )
 
 
 def _largest(x: Tensor, dim: int) -> Tensor:

@@ -13,12 +13,16 @@ from torch.nn.functional import pad
 from meshloom.comm.group import Group
 
 
-def mean_of_part(x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None) -> Tensor:
+def mean_of_part(
+    x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None
+) -> Tensor:
     """This part's share of a mean over `count` elements: parts of it sum to the mean."""
     return x.sum(list(dims), keepdim, dtype=dtype) / count
 
 
-def loss_of_part(loss: Callable[..., Tensor], x: Tensor, target: Tensor, count: int, settings: Mapping[str, Any]) -> Tensor:
+def loss_of_part(
+    loss: Callable[..., Tensor], x: Tensor, target: Tensor, count: int, settings: Mapping[str, Any]
+) -> Tensor:
     """This part's share of a mean of `count` elementwise losses."""
     return loss(x, target, reduction=2, **settings) / count
 
@@ -43,8 +47,11 @@ class _Zeros(torch.autograd.Function):
         return None, *map(torch.zeros_like, ctx.likes)
 
 
-def convolution_of_nothing(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[int], *would_be: Any) -> Tensor:
-    """A convolution without input channels or without output channels: its bias [c] in every place of [..., c, space], or nothing.
+def convolution_of_nothing(
+    x: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[int], *would_be: Any
+) -> Tensor:
+    """A convolution without input channels or without output channels: its bias [c] in every place of [...,
+    c, space], or nothing.
 
     would_be: the operator on ranks that have some, and its settings.
     """
@@ -52,20 +59,27 @@ def convolution_of_nothing(x: Tensor, weight: Tensor, bias: Tensor | None, shape
     return zeros if bias is None else zeros + bias.reshape(-1, *(1,) * (weight.ndim - 2))
 
 
-def grouped_product_of_part(product: Callable[..., Tensor], x: Tensor, w: Tensor, ends: Tensor | None) -> Tensor:
-    """`_grouped_mm` of parts whose rows need not be multiples of 16 bytes: with zeros added where they are not.
+def grouped_product_of_part(
+    product: Callable[..., Tensor], x: Tensor, w: Tensor, ends: Tensor | None
+) -> Tensor:
+    """`_grouped_mm` of parts whose rows need not be multiples of 16 bytes: with zeros added where they are
+    not.
 
     x [t, k] or [groups, t, k], w [groups, k, n] or [k, n].
     """
     step = 16 // x.element_size()
-    inner, outer = -x.shape[-1] % step or step * (not x.shape[-1]), -w.shape[-1] % step or step * (not w.shape[-1])
+    inner, outer = (
+        -x.shape[-1] % step or step * (not x.shape[-1]),
+        -w.shape[-1] % step or step * (not w.shape[-1]),
+    )
     if not inner and not outer:
         return product(x, w, ends)
     return product(pad(x, (0, inner)), pad(w, (0, outer, 0, inner)), ends)[..., : w.shape[-1]]
 
 
 def embedding_of_part(weight: Tensor, index: Tensor, start: int, padding: int) -> Tensor:
-    """Rows of an embedding of which `weight` [rows, d] is the part from row `start` on; zeros for rows that are elsewhere.
+    """Rows of an embedding of which `weight` [rows, d] is the part from row `start` on; zeros for rows that
+    are elsewhere.
 
     index [*] -> [*, d]. The parts sum to the whole embedding.
     """
@@ -83,8 +97,11 @@ def cosine_losses_of_part(one: Tensor, other: Tensor, target: Tensor, margin: fl
     return torch.ops.aten.cosine_embedding_loss.default(one, other, target, margin, 2) / count
 
 
-def negative_log_likelihood_of_part(x: Tensor, target: Tensor, start: int, reduction: int, ignored: int) -> Tensor:
-    """This part's share of `nll_loss`, where it has the log-probabilities of the classes from `start` on: parts of it sum to the loss.
+def negative_log_likelihood_of_part(
+    x: Tensor, target: Tensor, start: int, reduction: int, ignored: int
+) -> Tensor:
+    """This part's share of `nll_loss`, where it has the log-probabilities of the classes from `start` on:
+    parts of it sum to the loss.
 
     x [n, part of v, space], target [n, space]. reduction: 0 none, 1 mean, 2 sum, as ATen counts them.
     """
@@ -101,13 +118,16 @@ def negative_log_likelihood_of_part(x: Tensor, target: Tensor, start: int, reduc
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropyOfPart:
-    """Cross-entropy where every rank has the logits of a part of the classes, and all of them get the whole loss.
+    """Cross-entropy where every rank has the logits of a part of the classes, and all of them get the whole
+    loss.
 
-    Two all-reduces, of `num_sums` numbers per row in all but one: the largest logit; then the sum of exponentials, the target's logit, with class
-    weights the target's weight, and for smoothing the sum of logits. Backward talks to nobody: softmax minus target of this part.
-    (Megatron-LM's vocabulary-parallel loss; Shoeybi et al., 2019.)
+    Two all-reduces, of `num_sums` numbers per row in all but one: the largest logit; then the sum of
+    exponentials, the target's logit, with class weights the target's weight, and for smoothing the sum of
+    logits. Backward talks to nobody: softmax minus target of this part. (Megatron-LM's vocabulary-parallel
+    loss; Shoeybi et al., 2019.)
 
-    starts: first class of every rank's part. reduction: 0 none, 1 mean, 2 sum, as ATen counts them. weighted: whether classes have weights.
+    starts: first class of every rank's part. reduction: 0 none, 1 mean, 2 sum, as ATen counts them. weighted:
+        whether classes have weights.
     """
 
     starts: tuple[int, ...]
@@ -135,10 +155,14 @@ class CrossEntropyOfPart:
 
         function: Any = _CrossEntropy.apply
         weights = None if weight is None else [weight]
-        weight_of_rows, loss = function(self, (group.rank,), largest, total, target.reshape(-1), weights, _rows(logits))
+        weight_of_rows, loss = function(
+            self, (group.rank,), largest, total, target.reshape(-1), weights, _rows(logits)
+        )
         return self._reduce(loss, target, weight_of_rows)
 
-    def run_all(self, logits: Sequence[Tensor], targets: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> list[Tensor]:
+    def run_all(
+        self, logits: Sequence[Tensor], targets: Sequence[Tensor], weights: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
         """On all ranks at once."""
 
         def total(values: list[Tensor]) -> Tensor:
@@ -150,9 +174,17 @@ class CrossEntropyOfPart:
         function: Any = _CrossEntropy.apply
         ranks = tuple(range(len(logits)))
         weight_of_rows, *losses = function(
-            self, ranks, lambda values: torch.stack(values).amax(0), total, targets[0].reshape(-1), weights, *map(_rows, logits)
+            self,
+            ranks,
+            lambda values: torch.stack(values).amax(0),
+            total,
+            targets[0].reshape(-1),
+            weights,
+            *map(_rows, logits),
         )
-        return [self._reduce(loss, target, weight_of_rows) for loss, target in zip(losses, targets, strict=True)]
+        return [
+            self._reduce(loss, target, weight_of_rows) for loss, target in zip(losses, targets, strict=True)
+        ]
 
     def _reduce(self, losses: Tensor, target: Tensor, weight_of_rows: Tensor | None) -> Tensor:
         if self.reduction == 0:
@@ -182,7 +214,9 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Any:
         """Weight of every row [n] or None, then for every rank in `ranks` the loss of every row [n]."""
         low = torch.finfo(logits[0].dtype).min
-        top = largest([each.amax(1) if each.shape[1] else each.new_full(each.shape[:1], low) for each in logits])
+        top = largest(
+            [each.amax(1) if each.shape[1] else each.new_full(each.shape[:1], low) for each in logits]
+        )
         kept = target != part.ignored
         exponentials: list[Tensor] = []
         sums: list[Tensor] = []
@@ -193,13 +227,17 @@ class _CrossEntropy(torch.autograd.Function):
             here = (local >= 0) & (local < each.shape[1]) & kept
             local = torch.where(here, local, 0)
             places.append((here, local))
-            found = shifted.gather(1, local[:, None])[:, 0] if each.shape[1] else each.new_zeros(each.shape[0])
+            found = (
+                shifted.gather(1, local[:, None])[:, 0] if each.shape[1] else each.new_zeros(each.shape[0])
+            )
             rows = [torch.where(here, found, 0.0)]
             if weights is None:
                 rows += [shifted.sum(1)] if part.smoothing else []
             else:
                 weight = weights[number]
-                rows.append(torch.where(here, weight[local], 0.0) if each.shape[1] else each.new_zeros(each.shape[0]))
+                rows.append(
+                    torch.where(here, weight[local], 0.0) if each.shape[1] else each.new_zeros(each.shape[0])
+                )
                 rows += [shifted @ weight, weight.sum().expand(each.shape[0])] if part.smoothing else []
             exponentials.append(shifted.exp_())
             sums.append(torch.stack([exponentials[-1].sum(1), *rows]))
@@ -227,15 +265,21 @@ class _CrossEntropy(torch.autograd.Function):
         _, *gradients_of_losses = gradients  # weights of rows have none
         smoothing = part.smoothing / part.num_classes
         results: list[Tensor] = []
-        for number, (gradient, exponentials, (here, local)) in enumerate(zip(gradients_of_losses, ctx.saved_tensors, ctx.places, strict=True)):
+        for number, (gradient, exponentials, (here, local)) in enumerate(
+            zip(gradients_of_losses, ctx.saved_tensors, ctx.places, strict=True)
+        ):
             arriving = gradient * ctx.kept
             of_target = arriving * (1.0 - part.smoothing)
             if ctx.weights is not None:
                 of_target = of_target * ctx.weight_of_rows
             # Numbers of rows are multiplied first: the logits are large, and are gone through once.
-            result = exponentials * ((of_target + arriving * smoothing * ctx.weight_of_classes) / ctx.sum)[:, None]
+            result = (
+                exponentials * ((of_target + arriving * smoothing * ctx.weight_of_classes) / ctx.sum)[:, None]
+            )
             if part.smoothing:
-                result -= arriving[:, None] * (smoothing if ctx.weights is None else smoothing * ctx.weights[number])
+                result -= arriving[:, None] * (
+                    smoothing if ctx.weights is None else smoothing * ctx.weights[number]
+                )
             if result.shape[1]:
                 result.scatter_add_(1, local[:, None], -(here * of_target)[:, None])
             results.append(result)

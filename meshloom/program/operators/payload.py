@@ -13,7 +13,8 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 def elements_of_change(
     source: Kind, target: Kind, before: Pieces, after: Pieces, rank: int, *, backward: bool
 ) -> tuple[Collective, int] | None:  # fmt: skip
-    """The collective of a change of placement, and the elements that `rank` hands in. None: nothing is sent."""
+    """The collective of a change of placement, and the elements that `rank` hands in. None: nothing is
+    sent."""
     if not backward:
         if target == "partial" or source == "invariant":
             return None
@@ -26,7 +27,9 @@ def elements_of_change(
         return elements_of_sum(before) if after.is_shared else elements_of_gather(after, before, rank)
     if before.is_whole:
         return None
-    return elements_of_sum(owned(before)) if after.is_shared else elements_of_gather(after, owned(before), rank)
+    return (
+        elements_of_sum(owned(before)) if after.is_shared else elements_of_gather(after, owned(before), rank)
+    )
 
 
 def elements_of_sum(after: Pieces) -> tuple[Collective, int]:
@@ -41,7 +44,9 @@ def elements_of_gather(before: Pieces, after: Pieces, rank: int) -> tuple[Collec
     source = owned(before)
     if after.is_whole:
         return "all_gather", _longest(source)
-    return "all_to_all", sum(source.meeting(rank, after, other).num_elements(rank) for other in range(source.num_ranks))
+    return "all_to_all", sum(
+        source.meeting(rank, after, other).num_elements(rank) for other in range(source.num_ranks)
+    )
 
 
 def _longest(pieces: Pieces) -> int:

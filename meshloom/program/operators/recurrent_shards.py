@@ -1,4 +1,5 @@
-"""Recurrent networks of which every rank has some hidden units: their gates' rows of the weights, their states, their outputs.
+"""Recurrent networks of which every rank has some hidden units: their gates' rows of the weights, their
+states, their outputs.
 
 A step needs all of the hidden state h, and makes a part of the next one:
 
@@ -6,7 +7,8 @@ A step needs all of the hidden state h, and makes a part of the next one:
                                        gather h'  ->  next step
     rank 1:   W_1 h + U_1 x  ->  h'_1 /
 
-So a rank sends its part of h once a step, and in backward adds up the gradient of h once a step. Gates work unit by unit, and send nothing.
+So a rank sends its part of h once a step, and in backward adds up the gradient of h once a step. Gates work
+unit by unit, and send nothing.
 """
 
 from __future__ import annotations
@@ -34,12 +36,19 @@ _Gather = Callable[[Transition, list[Tensor]], list[Tensor]]
 
 
 def cell_of_part(
-    kind: RecurrentKind, x: Tensor, states: Sequence[Tensor], w_x: Tensor, w_h: Tensor, b_x: Tensor | None, b_h: Tensor | None, units: Runs
+    kind: RecurrentKind,
+    x: Tensor,
+    states: Sequence[Tensor],
+    w_x: Tensor,
+    w_h: Tensor,
+    b_x: Tensor | None,
+    b_h: Tensor | None,
+    units: Runs,
 ) -> Any:
     """One step of a cell for the hidden `units` of this rank.
 
-    x [b, i], states h [b, hidden] (whole), then c [b, part] of an LSTM; w_x [gates part, i], w_h [gates part, hidden], biases [gates part].
-    Gives h' [b, part], and c' of an LSTM.
+    x [b, i], states h [b, hidden] (whole), then c [b, part] of an LSTM; w_x [gates part, i], w_h [gates part,
+    hidden], biases [gates part]. Gives h' [b, part], and c' of an LSTM.
     """
     h = states[0]
     mine = take(Pieces(tuple(h.shape), ((None, units),)), 0, h)
@@ -50,7 +59,8 @@ def cell_of_part(
 class RecurrentOfPart:
     """`aten.lstm`, `gru`, `rnn_tanh` or `rnn_relu` where every rank computes some hidden units of all layers.
 
-    held: rank -> its units, of `num_hidden`. dropout: rate between layers; every rank draws the same for all units.
+    held: rank -> its units, of `num_hidden`. dropout: rate between layers; every rank draws the same for all
+        units.
     num_draws: draws that are counted for all of it; a kernel for the whole may have others.
     """
 
@@ -65,15 +75,23 @@ class RecurrentOfPart:
     batch_first: bool
 
     def run(self, group: Group, x: Tensor, states: Any, weights: Sequence[Tensor]) -> Any:
-        """On this rank: x [t, b, i] whole; states and weights the part of its units -> outputs [t, b, directions part], last states."""
-        return self._counted([x], [states], [weights], lambda change, values: [change.run(group, values[0])])[0]
+        """On this rank: x [t, b, i] whole; states and weights the part of its units -> outputs [t, b,
+        directions part], last states."""
+        return self._counted([x], [states], [weights], lambda change, values: [change.run(group, values[0])])[
+            0
+        ]
 
-    def run_all(self, xs: Sequence[Tensor], states: Sequence[Any], weights: Sequence[Sequence[Tensor]]) -> list[Any]:
+    def run_all(
+        self, xs: Sequence[Tensor], states: Sequence[Any], weights: Sequence[Sequence[Tensor]]
+    ) -> list[Any]:
         """On all ranks at once."""
         return self._counted(list(xs), states, weights, lambda change, values: change.run_all(values))
 
-    def sent(self, shape: Sequence[int], rank: int, *, backward: bool, states_graded: bool) -> Iterator[tuple[Collective, int]]:
-        """The collectives that `rank` starts, with the elements it hands in. shape: of x. states_graded: whether the first states have gradients."""
+    def sent(
+        self, shape: Sequence[int], rank: int, *, backward: bool, states_graded: bool
+    ) -> Iterator[tuple[Collective, int]]:
+        """The collectives that `rank` starts, with the elements it hands in. shape: of x. states_graded:
+        whether the first states have gradients."""
         length, batch = (shape[1], shape[0]) if self.batch_first else (shape[0], shape[1])
         step, between = self._step_change(batch), self._layer_change(length, batch)
         count = self.num_layers * self._num_ways
@@ -94,7 +112,10 @@ class RecurrentOfPart:
         """From parts of the last dim, hidden units, to all of them on every rank."""
         lead = (None,) * (len(shape) - 1)
         return Transition(
-            source="part", target="part", before=Pieces(shape, tuple((*lead, runs) for runs in self.held)), after=whole(shape, len(self.held))
+            source="part",
+            target="part",
+            before=Pieces(shape, tuple((*lead, runs) for runs in self.held)),
+            after=whole(shape, len(self.held)),
         )
 
     def _step_change(self, batch: int) -> Transition:
@@ -103,14 +124,18 @@ class RecurrentOfPart:
     def _layer_change(self, length: int, batch: int) -> Transition:
         return self._gathering((length, batch, self._num_ways, self.num_hidden))
 
-    def _counted(self, xs: list[Tensor], states: Sequence[Any], weights: Sequence[Sequence[Tensor]], gather: _Gather) -> list[Any]:
+    def _counted(
+        self, xs: list[Tensor], states: Sequence[Any], weights: Sequence[Sequence[Tensor]], gather: _Gather
+    ) -> list[Any]:
         before = torch.default_generator.initial_seed()
         results = self._run(xs, states, weights, gather)
         if self.num_draws:
             seed_torch(seed_of_draw(before, self.num_draws))
         return results
 
-    def _run(self, xs: list[Tensor], states: Sequence[Any], weights: Sequence[Sequence[Tensor]], gather: _Gather) -> list[Any]:
+    def _run(
+        self, xs: list[Tensor], states: Sequence[Any], weights: Sequence[Sequence[Tensor]], gather: _Gather
+    ) -> list[Any]:
         """xs, states, weights: one per rank that is computed here."""
         firsts = [each if isinstance(each, tuple | list) else (each,) for each in states]
         xs = [each.transpose(0, 1) if self.batch_first else each for each in xs]
@@ -125,7 +150,9 @@ class RecurrentOfPart:
             for way in range(self._num_ways):
                 number = layer * self._num_ways + way
                 start = [tuple(state[number] for state in row) for row in firsts]
-                made, last = self._layer(xs, start, [self._weights(row, number) for row in weights], gather, backwards=bool(way))
+                made, last = self._layer(
+                    xs, start, [self._weights(row, number) for row in weights], gather, backwards=bool(way)
+                )
                 for place in range(len(xs)):
                     ways[place].append(made[place])
                     lasts[place].append(last[place])
@@ -133,7 +160,12 @@ class RecurrentOfPart:
         results: list[Any] = []
         for each, rows in zip(outputs, lasts, strict=True):
             flat = each.flatten(2)
-            results.append((flat.transpose(0, 1) if self.batch_first else flat, *(torch.stack(column) for column in zip(*rows, strict=True))))
+            results.append(
+                (
+                    flat.transpose(0, 1) if self.batch_first else flat,
+                    *(torch.stack(column) for column in zip(*rows, strict=True)),
+                )
+            )
         return results
 
     def _layer(
@@ -151,18 +183,26 @@ class RecurrentOfPart:
         length = len(xs[0])
         made: list[list[Tensor]] = [[] for _ in xs]
         read: list[list[Tensor]] = [[] for _ in xs]
-        later = [_products_later(w_h, b_h, length, each[0], seen) for each, (_, w_h, _, b_h), seen in zip(projected, weights, read, strict=True)]
+        later = [
+            _products_later(w_h, b_h, length, each[0], seen)
+            for each, (_, w_h, _, b_h), seen in zip(projected, weights, read, strict=True)
+        ]
         for number, time in enumerate(reversed(range(length)) if backwards else range(length)):
             everything = gather(change, [state[0] for state in states])
             for place, (h, (_, w_h, _, b_h)) in enumerate(zip(everything, weights, strict=True)):
                 read[place].append(h.detach())
-                recurrent = F.linear(h, w_h.detach(), b_h.detach() if b_h is not None else None) + later[place][number]
+                recurrent = (
+                    F.linear(h, w_h.detach(), b_h.detach() if b_h is not None else None)
+                    + later[place][number]
+                )
                 result = _step(self.kind, projected[place][time], recurrent, states[place])
                 states[place] = result if isinstance(result, tuple) else (result,)
                 made[place].append(states[place][0])
         return [torch.stack(each[::-1] if backwards else each) for each in made], states
 
-    def _weights(self, weights: Sequence[Tensor], number: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def _weights(
+        self, weights: Sequence[Tensor], number: int
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         if not self.has_biases:
             return weights[2 * number], weights[2 * number + 1], None, None
         return weights[4 * number], weights[4 * number + 1], weights[4 * number + 2], weights[4 * number + 3]
@@ -178,10 +218,14 @@ class RecurrentOfPart:
         return results
 
 
-def _products_later(w_h: Tensor, b_h: Tensor | None, length: int, like: Tensor, read: list[Tensor]) -> Sequence[Tensor]:
-    """Zeros [t][b, gates part] to be added to each step's W h, through which gradients come to W and b: by one product for all steps.
+def _products_later(
+    w_h: Tensor, b_h: Tensor | None, length: int, like: Tensor, read: list[Tensor]
+) -> Sequence[Tensor]:
+    """Zeros [t][b, gates part] to be added to each step's W h, through which gradients come to W and b: by
+    one product for all steps.
 
-    Autograd alone would compute a gradient of W in every step, and add them up. read: what h was in each step, filled in by then.
+    Autograd alone would compute a gradient of W in every step, and add them up. read: what h was in each
+    step, filled in by then.
     """
     function: Any = _Later.apply
     return function(read, length, like.detach(), w_h, b_h).unbind(0)
@@ -189,18 +233,27 @@ def _products_later(w_h: Tensor, b_h: Tensor | None, length: int, like: Tensor, 
 
 class _Later(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, read: list[Tensor], length: int, like: Tensor, w_h: Tensor, b_h: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, read: list[Tensor], length: int, like: Tensor, w_h: Tensor, b_h: Tensor | None
+    ) -> Tensor:
         ctx.read, ctx.has_bias = read, b_h is not None
         return like.new_zeros(length, *like.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         rows = gradients[0].flatten(0, 1)
-        return None, None, None, rows.T @ torch.stack(ctx.read).flatten(0, 1), rows.sum(0) if ctx.has_bias else None
+        return (
+            None,
+            None,
+            None,
+            rows.T @ torch.stack(ctx.read).flatten(0, 1),
+            rows.sum(0) if ctx.has_bias else None,
+        )
 
 
 def _step(kind: RecurrentKind, projected: Tensor, recurrent: Tensor, states: Sequence[Tensor]) -> Any:
-    """The next states, unit by unit. projected, recurrent [b, gates part]: of x and of h; states: this rank's parts."""
+    """The next states, unit by unit. projected, recurrent [b, gates part]: of x and of h; states: this rank's
+    parts."""
     if kind == "gru":
         (reset, update, new), (reset_h, update_h, new_h) = projected.chunk(3, -1), recurrent.chunk(3, -1)
         kept = torch.sigmoid(update + update_h)

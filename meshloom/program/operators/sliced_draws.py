@@ -20,9 +20,9 @@ from meshloom.program.ir.draws import seed_of_draw
 class PartOfDraw:
     """`op` on this rank's part.
 
-    sizes, held: of the tensor that is drawn inside, its whole dims (of those that are cut) and the runs held here. stride: of what is drawn
-    if it is like the operator's result: a tensor is drawn in the order of its memory. count: draws that are counted for all of it; a kernel
-    for another shape may have others.
+    sizes, held: of the tensor that is drawn inside, its whole dims (of those that are cut) and the runs held
+    here. stride: of what is drawn if it is like the operator's result: a tensor is drawn in the order of its
+    memory. count: draws that are counted for all of it; a kernel for another shape may have others.
     """
 
     op: Callable[..., Any]
@@ -46,10 +46,18 @@ class PartOfDraw:
         """This rank's part of the tensor whose part has `shape`; None if that is no part of what is drawn."""
         if len(shape) != len(self.held):
             return None
-        counts = [sum(stop - start for start, stop in runs) if runs is not None else None for runs in self.held]
+        counts = [
+            sum(stop - start for start, stop in runs) if runs is not None else None for runs in self.held
+        ]
         if any(count is not None and count != size for count, size in zip(counts, shape, strict=True)):
             return None
-        return Pieces(tuple(size if runs is None else whole for size, whole, runs in zip(shape, self.sizes, self.held, strict=True)), (self.held,))
+        return Pieces(
+            tuple(
+                size if runs is None else whole
+                for size, whole, runs in zip(shape, self.sizes, self.held, strict=True)
+            ),
+            (self.held,),
+        )
 
 
 class _Whole(TorchDispatchMode):
@@ -57,7 +65,9 @@ class _Whole(TorchDispatchMode):
         super().__init__()
         self.part = part
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
@@ -69,22 +79,39 @@ class _Whole(TorchDispatchMode):
             whole.copy_(place(pieces, 0, args[0]))
             func(whole, *tree_map(self._grown, args[1:]), **tree_map(self._grown, kwargs))
             return args[0].copy_(take(pieces, 0, whole))
-        drawn = func(*(self._grown(each) for each in args), **{key: self._grown(each) for key, each in kwargs.items()})
+        drawn = func(
+            *(self._grown(each) for each in args), **{key: self._grown(each) for key, each in kwargs.items()}
+        )
         pieces = next((each for each in map(self._pieces, args) if each is not None), None)
         if pieces is None:
             return drawn
-        return tree_map(lambda each: take(pieces, 0, each).clone() if isinstance(each, Tensor) and tuple(each.shape) == pieces.shape else each, drawn)
+        return tree_map(
+            lambda each: (
+                take(pieces, 0, each).clone()
+                if isinstance(each, Tensor) and tuple(each.shape) == pieces.shape
+                else each
+            ),
+            drawn,
+        )
 
     def _pieces(self, value: Any) -> Pieces | None:
         if isinstance(value, Tensor):
             return self.part.pieces(value.shape)
-        return self.part.pieces(value) if isinstance(value, list | tuple) and all(isinstance(each, int) for each in value) else None
+        return (
+            self.part.pieces(value)
+            if isinstance(value, list | tuple) and all(isinstance(each, int) for each in value)
+            else None
+        )
 
     def _grown(self, value: Any) -> Any:
         pieces = self._pieces(value)
         if pieces is None:
             return value
-        return self._like_whole(pieces, value).copy_(place(pieces, 0, value)) if isinstance(value, Tensor) else list(pieces.shape)
+        return (
+            self._like_whole(pieces, value).copy_(place(pieces, 0, value))
+            if isinstance(value, Tensor)
+            else list(pieces.shape)
+        )
 
     def _like_whole(self, pieces: Pieces, part: Tensor) -> Tensor:
         stride = self.part.stride

@@ -1,13 +1,15 @@
-"""Recomputation: what backward needs of forward is kept, or recomputed, segment by segment (full) or where that is cheap (selective).
+"""Recomputation: what backward needs of forward is kept, or recomputed, segment by segment (full) or where
+that is cheap (selective).
 
     none         everything that autograd saves is kept
     full         kept is what crosses the borders of segments (`segments.py`), and what ranks sent each other
     selective    kept is also what is dear to compute. Operators that take longer to compute than to move their bytes (matrix products,
-                 convolutions) never run again, except attention; of the others so many that bytes kept and seconds paid, at a price,
-                 are least (`selective.py`)
+                 convolutions) never run again, except attention; of the others so many that bytes kept and
+                 seconds paid, at a price, are least (`selective.py`)
 
-Attention runs again although it is a product: kept, it would hold its result and its statistics, and written out, scores for every pair of
-positions, which are most of a block's memory and little of its time (Korthikanti et al., 2022, section 5).
+Attention runs again although it is a product: kept, it would hold its result and its statistics, and written
+out, scores for every pair of positions, which are most of a block's memory and little of its time
+(Korthikanti et al., 2022, section 5).
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ _HOW = ("none", "full", "selective")
 class Recomputed:
     """What a microbatch takes under recomputation.
 
-    kept_bytes: of activations, from its forward to its backward; without parameters, buffers, constants and the batch.
+    kept_bytes: of activations, from its forward to its backward; without parameters, buffers, constants and
+        the batch.
     seconds: of recomputing. again_bytes: most that is recomputed at one time, of one segment.
-    kept_of, seconds_of: the same by the node that made the memory, or that runs again. They add up to the totals.
+    kept_of, seconds_of: the same by the node that made the memory, or that runs again. They add up to the
+        totals.
     """
 
     kept_bytes: int
@@ -44,26 +48,36 @@ class Recomputed:
     seconds_of: Mapping[str, float]
 
 
-def with_recomputation(program: Program, how: str, *, costs_of: Mapping[str, Cost] | None = None, rates: Rates | None = None) -> Program:
+def with_recomputation(
+    program: Program, how: str, *, costs_of: Mapping[str, Cost] | None = None, rates: Rates | None = None
+) -> Program:
     """The program, computing the same with less kept. how: none, full or selective.
 
-    It may be done before a program is divided and cut, or after: division and cuts keep it. costs_of, rates: what selective decides by; default:
-    the costs of this program (which a program that is divided already does not have: give those of the whole) and its device's default rates.
+    It may be done before a program is divided and cut, or after: division and cuts keep it. costs_of, rates:
+    what selective decides by; default: the costs of this program (which a program that is divided already
+    does not have: give those of the whole) and its device's default rates.
     """
     if how == "none":
         return replace(program, kept=None)
     return replace(program, kept=kept_values(program, costs_of, how, rates))
 
 
-def recomputed(program: Program, costs_of: Mapping[str, Cost], how: str, rates: Rates | None = None) -> Recomputed:
-    """What `program` keeps and what it recomputes under `how`. costs_of: node -> its cost (`costs(program)`)."""
+def recomputed(
+    program: Program, costs_of: Mapping[str, Cost], how: str, rates: Rates | None = None
+) -> Recomputed:
+    """What `program` keeps and what it recomputes under `how`. costs_of: node -> its cost
+    (`costs(program)`)."""
     rates = rates or default_rates(program.device.type)
     kept = kept_values(program, costs_of, how, rates) if how != "none" else None
     facts = _Facts(program, costs_of)
     there: set[str] = set()  # memory that is kept
     seconds_of: dict[str, float] = {}
     again_bytes = copied_bytes = 0
-    changing = {each.value: each.meta.num_bytes for name, each in program.buffers.items() if name in program.updates or name in program.in_place}
+    changing = {
+        each.value: each.meta.num_bytes
+        for name, each in program.buffers.items()
+        if name in program.updates or name in program.in_place
+    }
     for segment in segments_of(program):
         memories = [(node.name, each.memory) for node in segment.nodes for each in costs_of[node.name].kept]
         if kept is None:
@@ -77,7 +91,11 @@ def recomputed(program: Program, costs_of: Mapping[str, Cost], how: str, rates: 
             there.update(facts.owner_of.get(name, name) for name in held)
             copied_bytes += sum(changing.get(name, 0) for name in held)
         again_bytes = max(again_bytes, sum(facts.num_bytes[memory] for memory in again))
-        seconds_of |= {node.name: rates.forward_seconds(costs_of[node.name]) for node in recipe.nodes if node.name in costs_of}
+        seconds_of |= {
+            node.name: rates.forward_seconds(costs_of[node.name])
+            for node in recipe.nodes
+            if node.name in costs_of
+        }
     kept_of: dict[str, int] = {}
     for memory in there:
         owner = _owner(memory)
@@ -92,8 +110,11 @@ def recomputed(program: Program, costs_of: Mapping[str, Cost], how: str, rates: 
     )
 
 
-def kept_values(program: Program, costs_of: Mapping[str, Cost] | None, how: str, rates: Rates | None = None) -> frozenset[str]:
-    """Nodes whose results are kept where backward needs them, and `NODE:` for those of which is kept what is made inside; besides borders and talk."""
+def kept_values(
+    program: Program, costs_of: Mapping[str, Cost] | None, how: str, rates: Rates | None = None
+) -> frozenset[str]:
+    """Nodes whose results are kept where backward needs them, and `NODE:` for those of which is kept what is
+    made inside; besides borders and talk."""
     if how not in _HOW:
         raise PlanError(f"recompute={how} is not known. Known: {', '.join(_HOW)}.")
     if how == "full":
@@ -101,10 +122,17 @@ def kept_values(program: Program, costs_of: Mapping[str, Cost] | None, how: str,
     costs_of = costs(program) if costs_of is None else costs_of
     rates = rates or default_rates(program.device.type)
     facts = _Facts(program, costs_of)
-    prices = {node.name: _price(node, costs_of[node.name], rates) if node.name in costs_of else None for node in program.nodes}
+    prices = {
+        node.name: _price(node, costs_of[node.name], rates) if node.name in costs_of else None
+        for node in program.nodes
+    }
     candidates = {node.name: facts.candidate(node, prices[node.name]) for node in program.nodes}
     kept = {mark for name, price in prices.items() if price is None for mark in (name, f"{name}:")}
-    return frozenset(kept.union(*(cheapest_kept(segment, candidates, facts.borders(segment)) for segment in segments_of(program))))
+    return frozenset(
+        kept.union(
+            *(cheapest_kept(segment, candidates, facts.borders(segment)) for segment in segments_of(program))
+        )
+    )
 
 
 def _price(node: Node, cost: Cost, rates: Rates) -> float | None:
@@ -116,19 +144,26 @@ def _price(node: Node, cost: Cost, rates: Rates) -> float | None:
 
 
 class _Facts:
-    """What the costs of a program say of its memory, which is named as in `cost.Kept`. owner_of: node -> the value in whose memory its result lies."""
+    """What the costs of a program say of its memory, which is named as in `cost.Kept`. owner_of: node -> the
+    value in whose memory its result lies."""
 
     def __init__(self, program: Program, costs_of: Mapping[str, Cost]) -> None:
         self.owner_of: dict[str, str] = {}
         for node in program.nodes:
             operands = [ref.name for ref in node.operands()]
-            views = is_view(node.target) and operands and not (node.name in costs_of and costs_of[node.name].written_bytes)
+            views = (
+                is_view(node.target)
+                and operands
+                and not (node.name in costs_of and costs_of[node.name].written_bytes)
+            )
             self.owner_of[node.name] = self.owner_of.get(operands[0], operands[0]) if views else node.name
         self._num_results = {node.name: max(len(node.outputs), 1) for node in program.nodes}
         self.num_bytes = {node.name: sum(each.num_bytes for each in node.outputs) for node in program.nodes}
         self._inside: dict[str, int] = {}
         self._saved: set[str] = set()
-        for memory, num_bytes in {each.memory: each.num_bytes for cost in costs_of.values() for each in cost.kept}.items():
+        for memory, num_bytes in {
+            each.memory: each.num_bytes for cost in costs_of.values() for each in cost.kept
+        }.items():
             self.num_bytes[memory] = num_bytes
             if self._is_inside(memory):
                 self._inside[_owner(memory)] = self._inside.get(_owner(memory), 0) + num_bytes
@@ -156,7 +191,15 @@ class _Facts:
         for number, (node, memory) in enumerate(memories):
             owner, inside = _owner(memory), self._is_inside(memory)
             like = first.setdefault(memory, number) if inside else number
-            made.append(Save(node=node, owner=owner, inside=inside, source=None if inside else Source(value=owner), like=like))
+            made.append(
+                Save(
+                    node=node,
+                    owner=owner,
+                    inside=inside,
+                    source=None if inside else Source(value=owner),
+                    like=like,
+                )
+            )
         return made
 
     def _is_inside(self, memory: str) -> bool:

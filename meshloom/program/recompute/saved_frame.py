@@ -15,10 +15,13 @@ from meshloom.core.errors import CaptureError
 class Frame:
     """One run of a segment. It lives as long as one of its handles does.
 
-    again: for every tensor that is saved, in order, whether it is recomputed. compute: from what is held and a seed, those by number.
+    again: for every tensor that is saved, in order, whether it is recomputed. compute: from what is held and
+        a seed, those by number.
     """
 
-    def __init__(self, again: Sequence[bool], compute: Callable[[Sequence[Any], int | None], Mapping[int, Tensor]]) -> None:
+    def __init__(
+        self, again: Sequence[bool], compute: Callable[[Sequence[Any], int | None], Mapping[int, Tensor]]
+    ) -> None:
         self._again, self._compute = again, compute
         self._count = 0
         self._handles: dict[int, weakref.ref[Handle]] = {}
@@ -44,7 +47,8 @@ class Frame:
                 self._handles[number] = reference
 
     def close(self, seed: int | None, given: Sequence[Any], made: Sequence[Any]) -> None:
-        """The segment has run: keep what it is recomputed from, apart from the graph of autograd. seed: before the first draw."""
+        """The segment has run: keep what it is recomputed from, apart from the graph of autograd. seed:
+        before the first draw."""
         if self._count != len(self._again):
             raise CaptureError(
                 f"Operators saved {self._count} tensors for the backward, and {len(self._again)} when they ran first, so they cannot be recomputed. "

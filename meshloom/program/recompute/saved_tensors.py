@@ -1,4 +1,5 @@
-"""How the tensors that autograd saved of a segment are recomputed: which operators run, on which values that are kept.
+"""How the tensors that autograd saved of a segment are recomputed: which operators run, on which values that
+are kept.
 
 saved by      owner of its memory        is
 norm          x, from another segment    kept: it is there anyway
@@ -25,7 +26,8 @@ from meshloom.program.recompute.segments import Segment
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A saved tensor as a part of a value. position: in a node's several tensors. layout: shape, strides and offset in its memory, if it is not all of the value."""
+    """A saved tensor as a part of a value. position: in a node's several tensors. layout: shape, strides and
+    offset in its memory, if it is not all of the value."""
 
     value: str
     position: int | None = None
@@ -39,11 +41,12 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """A tensor that autograd saved. node: while it ran. owner: value that owns its memory, or the node inside of which that was made.
+    """A tensor that autograd saved. node: while it ran. owner: value that owns its memory, or the node inside
+    of which that was made.
 
     inside: whether that memory is no value's, but was made inside of the owner.
-    source: where it can be taken from; None: only from the operator that made it, when that runs again: `like`, the number of the first
-    save of that memory. layout: within that.
+    source: where it can be taken from; None: only from the operator that made it, when that runs again:
+    `like`, the number of the first save of that memory. layout: within that.
     """
 
     node: str
@@ -56,10 +59,12 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentRecomputation:
-    """How a segment runs a second time. again: for every saved tensor, whether it is recomputed; the others are kept.
+    """How a segment runs a second time. again: for every saved tensor, whether it is recomputed; the others
+    are kept.
 
     nodes: what runs. held_given, held_made: values that they start from, of earlier segments and of this one.
-    captures: number of a save in the second run -> the saved tensors that it is, each with its layout if that differs.
+    captures: number of a save in the second run -> the saved tensors that it is, each with its layout if that
+        differs.
     sources: number of a saved tensor -> where it is taken from. first_draw: the first of `nodes` that draws.
     """
 
@@ -75,10 +80,11 @@ class SegmentRecomputation:
 def recomputation_of(
     segment: Segment, saves: Sequence[Save], borders: Collection[str], kept: Collection[str], needed: Collection[int] | None = None
 ) -> SegmentRecomputation:  # fmt: skip
-    """How a segment is recomputed. borders: owners of the memory that later segments read. kept: nodes whose results are kept, and `NODE:` for those of
-    which is kept what is made inside.
+    """How a segment is recomputed. borders: owners of the memory that later segments read. kept: nodes whose
+    results are kept, and `NODE:` for those of which is kept what is made inside.
 
-    needed: numbers of the saves that a backward can ask for; None: all. What the ranks sent each other is not sent again: it is kept.
+    needed: numbers of the saves that a backward can ask for; None: all. What the ranks sent each other is not
+        sent again: it is kept.
     """
     by_name = {node.name: node for node in segment.nodes}
     talking = {node.name for node in segment.nodes if talks(node.target)}
@@ -89,7 +95,9 @@ def recomputation_of(
             return f"{save.owner}:" in kept or save.owner in talking
         return save.owner not in by_name or save.owner in stops
 
-    again = tuple(not is_kept(save) and (needed is None or number in needed) for number, save in enumerate(saves))
+    again = tuple(
+        not is_kept(save) and (needed is None or number in needed) for number, save in enumerate(saves)
+    )
     running: set[str] = set()
     held: set[str] = set()
 
@@ -113,7 +121,10 @@ def recomputation_of(
             held.add(save.source.value)
         else:
             run(save.source.value)
-    second = {number: at for at, number in enumerate(number for number, save in enumerate(saves) if save.node in running)}
+    second = {
+        number: at
+        for at, number in enumerate(number for number, save in enumerate(saves) if save.node in running)
+    }
     captures: dict[int, list[tuple[int, tuple[Any, ...] | None]]] = {}
     sources: dict[int, Source] = {}
     for number, save in enumerate(saves):
@@ -140,16 +151,22 @@ def recomputation_of(
 def talks(target: Any) -> bool:
     """Whether ranks send each other something when this runs forward."""
     if isinstance(target, Transition):
-        return elements_of_change(target.source, target.target, target.before, target.after, 0, backward=False) is not None
+        return (
+            elements_of_change(target.source, target.target, target.before, target.after, 0, backward=False)
+            is not None
+        )
     if isinstance(target, GatheredLayers):
         return target.change.source == "part"
     return isinstance(target, Joint) and not getattr(target, "is_local", False)
 
 
-def saves_of(segment: Segment, values: Mapping[str, Any], saved: Iterable[tuple[str, Tensor]]) -> tuple[list[Save], set[str]]:
+def saves_of(
+    segment: Segment, values: Mapping[str, Any], saved: Iterable[tuple[str, Tensor]]
+) -> tuple[list[Save], set[str]]:
     """What was saved while a segment ran once, and the owners of the memory that later segments read.
 
-    values: what was given and made, in order; all of it is still there. saved: the node that ran, and the tensor.
+    values: what was given and made, in order; all of it is still there. saved: the node that ran, and the
+        tensor.
     """
     owners: dict[int, Source] = {}
     exact: dict[Any, Source] = {}
@@ -157,7 +174,11 @@ def saves_of(segment: Segment, values: Mapping[str, Any], saved: Iterable[tuple[
         for source, tensor in _tensors(name, value):
             owners.setdefault(memory_of(tensor), source)
             exact.setdefault(_place(tensor), source)
-    borders = {owners[memory_of(tensor)].value for name in segment.results for _, tensor in _tensors(name, values[name])}
+    borders = {
+        owners[memory_of(tensor)].value
+        for name in segment.results
+        for _, tensor in _tensors(name, values[name])
+    }
     saves: list[Save] = []
     inside: dict[int, tuple[int, Any]] = {}  # memory -> number of its first save, and where that lies
     for number, (node, tensor) in enumerate(saved):
@@ -166,10 +187,24 @@ def saves_of(segment: Segment, values: Mapping[str, Any], saved: Iterable[tuple[
         if owner is None:
             like, first = inside.setdefault(memory, (number, place))
             layout = None if place == first else _layout(tensor)
-            saves.append(Save(node=node, owner=saves[like].node if like < number else node, inside=True, source=None, like=like, layout=layout))
+            saves.append(
+                Save(
+                    node=node,
+                    owner=saves[like].node if like < number else node,
+                    inside=True,
+                    source=None,
+                    like=like,
+                    layout=layout,
+                )
+            )
             continue
         source = exact.get(place)
-        if source is None and tensor.dtype == _of(values, owner).dtype and not tensor.is_conj() and not tensor.is_neg():
+        if (
+            source is None
+            and tensor.dtype == _of(values, owner).dtype
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+        ):
             source = replace(owner, layout=_layout(tensor))
         saves.append(Save(node=node, owner=owner.value, inside=False, source=source, like=number))
     return saves, borders
@@ -180,7 +215,11 @@ def _tensors(name: str, value: Any) -> list[tuple[Source, Tensor]]:
         return [(Source(value=name), value)]
     if isinstance(value, tuple | list):
         several: Sequence[Any] = value
-        return [(Source(value=name, position=position), each) for position, each in enumerate(several) if isinstance(each, Tensor)]
+        return [
+            (Source(value=name, position=position), each)
+            for position, each in enumerate(several)
+            if isinstance(each, Tensor)
+        ]
     return []
 
 
@@ -205,7 +244,15 @@ def _with_gaps_between_draws(nodes: Sequence[Node]) -> tuple[Node, ...]:
         if node.num_draws:
             assert node.draw is not None
             if at is not None and node.draw != at:
-                skip = replace(node, name=f"{node.name}__again", target=skip_draws, args=(node.draw - at,), kwargs={}, num_draws=0, outputs=())
+                skip = replace(
+                    node,
+                    name=f"{node.name}__again",
+                    target=skip_draws,
+                    args=(node.draw - at,),
+                    kwargs={},
+                    num_draws=0,
+                    outputs=(),
+                )
                 made.append(skip)
             at = node.draw + node.num_draws
         made.append(node)

@@ -1,12 +1,14 @@
-"""Where a program is cut into segments, so that keeping what crosses their borders and computing one of them again takes the least memory.
+"""Where a program is cut into segments, so that keeping what crosses their borders and computing one of them
+again takes the least memory.
 
     borders  B        bytes of the values that a later segment reads, each counted once
     inside   I_k      bytes that the operators of segment k make
     least    2 B + max I_k      as borders are kept of every microbatch in flight, and one segment at a time is recomputed
 
-A chain of n equal values is cut into about sqrt(n) segments (Chen et al., 2016, "Training deep nets with sublinear memory cost"); blocks of a transformer are cut
-where only the residual stream crosses. For a limit on I the least B is found exactly, by dynamic programming over the places where
-little crosses; a few limits are tried.
+A chain of n equal values is cut into about sqrt(n) segments (Chen et al., 2016, "Training deep nets with
+sublinear memory cost"); blocks of a transformer are cut where only the residual stream crosses. For a limit
+on I the least B is found exactly, by dynamic programming over the places where little crosses; a few limits
+are tried.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ MOST_PLACES = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Some nodes in a row. given: values that they read and did not make. results: those of theirs that are read after them.
+    """Some nodes in a row. given: values that they read and did not make. results: those of theirs that are
+    read after them.
 
     dying: values that nobody reads after them.
     """
@@ -48,9 +51,18 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
     found: list[Segment] = []
     for nodes in reversed(_cut(program.nodes, returned)):
         made = {node.name for node in nodes}
-        given = tuple(dict.fromkeys(ref.name for node in nodes for ref in node.operands() if ref.name not in made))
+        given = tuple(
+            dict.fromkeys(ref.name for node in nodes for ref in node.operands() if ref.name not in made)
+        )
         results = tuple(node.name for node in nodes if node.name in later)
-        found.append(Segment(nodes=nodes, given=given, results=results, dying=tuple(name for name in given if name not in later)))
+        found.append(
+            Segment(
+                nodes=nodes,
+                given=given,
+                results=results,
+                dying=tuple(name for name in given if name not in later),
+            )
+        )
         later.update(given)
     return tuple(reversed(found))
 
@@ -59,7 +71,9 @@ def _cut(nodes: Sequence[Node], returned: set[str]) -> list[tuple[Node, ...]]:
     line = _Line(nodes, returned)
     if not line.inside[-1]:
         return [tuple(nodes)] if nodes else []
-    limits = numpy.geomspace(max(line.largest, float(line.inside[-1]) / len(nodes)), float(line.inside[-1]), NUM_LIMITS)
+    limits = numpy.geomspace(
+        max(line.largest, float(line.inside[-1]) / len(nodes)), float(line.inside[-1]), NUM_LIMITS
+    )
     _, places = min((line.cut(float(limit)) for limit in limits), key=lambda found: (found[0], len(found[1])))
     return [tuple(nodes[start:stop]) for start, stop in pairwise(places)]
 
@@ -73,7 +87,8 @@ def is_view(target: Any) -> bool:
 
 
 class _Line:
-    """The nodes in order. A place is a number of nodes: those before it. inside: bytes made up to every place, where a gradient goes through."""
+    """The nodes in order. A place is a number of nodes: those before it. inside: bytes made up to every
+    place, where a gradient goes through."""
 
     def __init__(self, nodes: Sequence[Node], returned: set[str]) -> None:
         count = len(nodes)
@@ -103,13 +118,18 @@ class _Line:
             change[number + 1] += self._bytes[number]
             change[max(self._last[number], number) + 1] -= self._bytes[number]
         width = numpy.cumsum(change)[: count + 1]  # what is made before a place and read at it or after it
-        inner = [place for place in range(1, count) if width[place] <= min(width[place - 1] if place > 1 else math.inf, width[place + 1])]
+        inner = [
+            place
+            for place in range(1, count)
+            if width[place] <= min(width[place - 1] if place > 1 else math.inf, width[place + 1])
+        ]
         if len(inner) > MOST_PLACES:
             inner = sorted(sorted(inner, key=lambda place: width[place])[:MOST_PLACES])
         return [0, *inner, count]
 
     def cut(self, limit: float) -> tuple[float, list[int]]:
-        """Bytes of the best segments of at most `limit` inside, borders and the largest inside together, and the places of their ends."""
+        """Bytes of the best segments of at most `limit` inside, borders and the largest inside together, and
+        the places of their ends."""
         places = self._places
         least = numpy.full(len(places), math.inf)
         least[0] = 0.0
@@ -118,7 +138,8 @@ class _Line:
         for end in range(1, len(places)):
             alive = self._bytes[: places[end]] * (self._last[: places[end]] >= places[end])
             before = numpy.concatenate([[0.0], numpy.cumsum(alive)])
-            leaving = before[places[end]] - before[places[:end]]  # made from each start on, and read after the end
+            # made from each start on, and read after the end
+            leaving = before[places[end]] - before[places[:end]]
             total = least[:end] + leaving
             fits = inside[end] - inside[:end] <= limit
             fits[end - 1] = True

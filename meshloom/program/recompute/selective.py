@@ -1,7 +1,8 @@
 """What selective recomputation keeps: the least of bytes kept and seconds of recomputing, exactly.
 
-A value that backward needs is kept, for its bytes, or its operator runs again, for a price of its seconds, and then needs the operator's operands.
-That is a minimum cut (Picard, 1976, on closures). Of every operator there are two points; what is on the side of `end` is there in backward:
+A value that backward needs is kept, for its bytes, or its operator runs again, for a price of its seconds,
+and then needs the operator's operands. That is a minimum cut (Picard, 1976, on closures). Of every operator
+there are two points; what is on the side of `end` is there in backward:
 
     start --price of running again--> runs --bytes of the result--> result --(saved for backward)--> end
                                        |                              |
@@ -22,7 +23,8 @@ _MOST = 2**30  # of all capacities that are not endless, scaled to whole numbers
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """What is known of an operator. price: bytes that are worth running it again; None: never. result_bytes, inside_bytes: that it makes.
+    """What is known of an operator. price: bytes that are worth running it again; None: never. result_bytes,
+    inside_bytes: that it makes.
 
     result_saved: whether backward needs its result. views: its result lies in its first operand's memory.
     """
@@ -34,8 +36,11 @@ class Candidate:
     views: bool
 
 
-def cheapest_kept(segment: Segment, candidates: Mapping[str, Candidate], borders: Collection[str]) -> set[str]:
-    """Nodes of the segment whose results are kept, and `NODE:` for those of which is kept what is made inside.
+def cheapest_kept(
+    segment: Segment, candidates: Mapping[str, Candidate], borders: Collection[str]
+) -> set[str]:
+    """Nodes of the segment whose results are kept, and `NODE:` for those of which is kept what is made
+    inside.
 
     borders: nodes whose results are there anyway, as later segments read them.
     """
@@ -43,7 +48,11 @@ def cheapest_kept(segment: Segment, candidates: Mapping[str, Candidate], borders
     for node in segment.nodes:
         each = candidates[node.name]
         network.add("start", f"{node.name} runs", each.price)
-        network.add(f"{node.name} runs", node.name, None if each.views else 0.0 if node.name in borders else each.result_bytes)
+        network.add(
+            f"{node.name} runs",
+            node.name,
+            None if each.views else 0.0 if node.name in borders else each.result_bytes,
+        )
         network.add(f"{node.name} runs", "end", each.inside_bytes)
         for ref in node.operands():
             if ref.name in candidates and ref.name not in segment.given:
@@ -52,7 +61,11 @@ def cheapest_kept(segment: Segment, candidates: Mapping[str, Candidate], borders
             network.add(node.name, "end", None)
     apart = network.start_side()
     kept = {node.name for node in segment.nodes if f"{node.name} runs" in apart and node.name not in apart}
-    return kept | {f"{node.name}:" for node in segment.nodes if f"{node.name} runs" in apart and candidates[node.name].inside_bytes}
+    return kept | {
+        f"{node.name}:"
+        for node in segment.nodes
+        if f"{node.name} runs" in apart and candidates[node.name].inside_bytes
+    }
 
 
 @dataclass
@@ -63,7 +76,13 @@ class _Network:
     def add(self, source: str, target: str, capacity: float | None) -> None:
         """An edge. capacity None: endless."""
         if capacity is None or capacity > 0:
-            self.edges.append((self.numbers.setdefault(source, len(self.numbers)), self.numbers.setdefault(target, len(self.numbers)), capacity))
+            self.edges.append(
+                (
+                    self.numbers.setdefault(source, len(self.numbers)),
+                    self.numbers.setdefault(target, len(self.numbers)),
+                    capacity,
+                )
+            )
 
     def start_side(self) -> set[str]:
         """The points on the side of `start` of the least cut that is nearest to it."""
@@ -75,9 +94,15 @@ class _Network:
             return set(self.numbers) - {"end"}
         count = len(self.numbers)
         scale = (_MOST - len(self.edges)) / total
-        capacities = [_MOST if capacity is None else max(round(capacity * scale), 1) for _, _, capacity in self.edges]
+        capacities = [
+            _MOST if capacity is None else max(round(capacity * scale), 1) for _, _, capacity in self.edges
+        ]
         rows, columns = [source for source, _, _ in self.edges], [target for _, target, _ in self.edges]
-        whole = csr_array((numpy.array(capacities, dtype=numpy.int32), (rows, columns)), shape=(count, count), dtype=numpy.int32)
+        whole = csr_array(
+            (numpy.array(capacities, dtype=numpy.int32), (rows, columns)),
+            shape=(count, count),
+            dtype=numpy.int32,
+        )
         flow = maximum_flow(whole, 0, 1).flow
         left = whole - flow  # also back along what flows
         left.data = (left.data > 0).astype(numpy.int32)

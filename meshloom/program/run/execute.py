@@ -1,4 +1,5 @@
-"""Runs a program on a batch: compiled once for a device and a precision, with what is recomputed in the backward if the program says so."""
+"""Runs a program on a batch: compiled once for a device and a precision, with what is recomputed in the
+backward if the program says so."""
 
 from __future__ import annotations
 
@@ -34,11 +35,13 @@ def run_program(
 
     parameters, buffers: by the user's names, on `device`.
     device: where to compute; default: where it was captured.
-    dtype: compute everything of floating-point in this precision: constants, inner casts and autocast regions are lifted to it,
+    dtype: compute everything of floating-point in this precision: constants, inner casts and autocast regions
+        are lifted to it,
         and `parameters` and `buffers` are expected in it.
     visit: called with every node and its value; slower.
     group: the ranks among which it is divided, if it is one rank's program.
-    Raises `CaptureError` for a program that was read by shapes alone, and for a batch of other shapes or values than it is for.
+    Raises `CaptureError` for a program that was read by shapes alone, and for a batch of other shapes or
+    values than it is for.
     """
     if program.by_shapes:
         raise CaptureError(
@@ -47,7 +50,12 @@ def run_program(
     leaves = leaves_of(batch)
     _check_batch(program, leaves)
     flat = [tensor_of(leaves, each, dtype) for each in program.inputs]
-    return tree_unflatten(_runner(program, device, dtype, visiting=visit is not None).run(parameters, buffers, flat, visit, group), program.out_spec)
+    return tree_unflatten(
+        _runner(program, device, dtype, visiting=visit is not None).run(
+            parameters, buffers, flat, visit, group
+        ),
+        program.out_spec,
+    )
 
 
 def run_flat(
@@ -59,11 +67,16 @@ def run_flat(
     visit: Callable[[Node, Any], None] | None = None,
     group: Group | None = None,
 ) -> list[Any]:
-    """As `run_program` where it was captured, for the tensors of `inputs` in order: what it returns, flat. Shapes are not looked at."""
-    return _runner(program, None, None, visiting=visit is not None).run(parameters, buffers, inputs, visit, group)
+    """As `run_program` where it was captured, for the tensors of `inputs` in order: what it returns, flat.
+    Shapes are not looked at."""
+    return _runner(program, None, None, visiting=visit is not None).run(
+        parameters, buffers, inputs, visit, group
+    )
 
 
-def _runner(program: Program, device: torch.device | str | None, dtype: torch.dtype | None, *, visiting: bool) -> Runner | RecomputingRunner:
+def _runner(
+    program: Program, device: torch.device | str | None, dtype: torch.dtype | None, *, visiting: bool
+) -> Runner | RecomputingRunner:
     where = torch.device(device) if device is not None else program.device
     runner = program.compiled.get((where, dtype, visiting))
     if runner is None:
@@ -76,7 +89,9 @@ def _runner(program: Program, device: torch.device | str | None, dtype: torch.dt
 
 
 def _check_batch(program: Program, leaves: Leaves) -> None:
-    found = {name: tuple(leaf.shape) for name, leaf in leaves.tensors.items()} | dict.fromkeys(leaves.values, ())
+    found = {name: tuple(leaf.shape) for name, leaf in leaves.tensors.items()} | dict.fromkeys(
+        leaves.values, ()
+    )
     for each in program.inputs:
         if found.get(each.name) != each.meta.shape:
             shape = found.get(each.name)
@@ -86,4 +101,6 @@ def _check_batch(program: Program, leaves: Leaves) -> None:
             )
     if not fits(program.others, leaves.values):
         wanted = ", ".join(f"{name} is {each}" for name, each in program.others.items() if each)
-        raise CaptureError(f"The program is for batches in which {wanted or 'there is nothing besides tensors'}. Capture one for this batch.")
+        raise CaptureError(
+            f"The program is for batches in which {wanted or 'there is nothing besides tensors'}. Capture one for this batch."
+        )

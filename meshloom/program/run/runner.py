@@ -1,4 +1,5 @@
-"""Runs a program on tensors: compiled once into a Python function of ATen calls, for one device and precision."""
+"""Runs a program on tensors: compiled once into a Python function of ATen calls, for one device and
+precision."""
 
 from __future__ import annotations
 
@@ -59,10 +60,21 @@ class Runner:
     ) -> list[Any]:
         """As `run_flat`; leaves: the batch's tensors in order. visit: as for `run_program`."""
         dtype = self._dtype
-        inputs = [leaf.to(self._device, dtype if dtype is not None and leaf.is_floating_point() else None) for leaf in leaves]
+        inputs = [
+            leaf.to(self._device, dtype if dtype is not None and leaf.is_floating_point() else None)
+            for leaf in leaves
+        ]
         state = [parameters[name] for name in self._parameters] + [buffers[name] for name in self._buffers]
         with Entered(self._contexts, device=self._device.type, lifted=dtype is not None) as entered:
-            values = self._function(entered, visit, Special(self._special, group), *state, *self._constants, *inputs, *self._numbers)
+            values = self._function(
+                entered,
+                visit,
+                Special(self._special, group),
+                *state,
+                *self._constants,
+                *inputs,
+                *self._numbers,
+            )
         if self._updates:
             with torch.no_grad():
                 for name, value in zip(self._updates, values[self._num_outputs :], strict=True):
@@ -71,12 +83,19 @@ class Runner:
 
 
 def compile_program(
-    program: Program, device: torch.device, dtype: torch.dtype | None, *, visiting: bool = False, shared: Shared | None = None
+    program: Program,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    *,
+    visiting: bool = False,
+    shared: Shared | None = None,
 ) -> Runner:
-    """A function of (entered, visit, special, parameters..., buffers..., constants..., inputs...) that gives outputs and updates.
+    """A function of (entered, visit, special, parameters..., buffers..., constants..., inputs...) that gives
+    outputs and updates.
 
     dtype: lift everything of floating-point to it. visiting: call `visit` with every node and its value.
-    shared: of programs that differ from this one in integers alone. The function then takes these, as one argument behind the others.
+    shared: of programs that differ from this one in integers alone. The function then takes these, as one
+        argument behind the others.
     """
     if dtype is not None and dtype not in (torch.float32, torch.float64):
         raise CaptureError(
@@ -88,23 +107,34 @@ def compile_program(
     constants = [each.to(device, lifted(each.dtype, dtype)) for each in program.constants.values()]
     if shared is not None and not visiting:
         # Linear layers may have been replaced by operators of their own, in some of the programs.
-        key = device, dtype, tuple(node.target if _has_name(node) else type(node.target) for node in program.nodes)
+        key = (
+            device,
+            dtype,
+            tuple(node.target if _has_name(node) else type(node.target) for node in program.nodes),
+        )
         if key not in shared:
-            shared[key] = lower(program, program.nodes, given, outputs, device, dtype, open_numbers=True).module.forward
+            shared[key] = lower(
+                program, program.nodes, given, outputs, device, dtype, open_numbers=True
+            ).module.forward
         special = [node.target for node in program.nodes if _is_special(node)]
-        return Runner(program, shared[key], special, constants, device, dtype, _numbers_in(program.nodes, outputs))
+        return Runner(
+            program, shared[key], special, constants, device, dtype, _numbers_in(program.nodes, outputs)
+        )
     lowered = lower(program, program.nodes, given, outputs, device, dtype, visiting=visiting)
     function = lowered.module.forward
     if visiting:
         nodes = {node.name: node for node in program.nodes}
         plain: Any = function
-        function = lambda entered, visit, special, *values: plain(entered, _Visit(nodes, visit), special, *values)  # noqa: E731
+        function = lambda entered, visit, special, *values: plain(  # noqa: E731
+            entered, _Visit(nodes, visit), special, *values
+        )
     return Runner(program, function, lowered.special, constants, device, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
-    """Nodes as a function of (entered, visit, special, given...). made: value -> its node in the graph. special: for `Special`."""
+    """Nodes as a function of (entered, visit, special, given...). made: value -> its node in the graph.
+    special: for `Special`."""
 
     module: Any
     made: Mapping[str, fx.Node]
@@ -123,14 +153,17 @@ def lower(
     mark: str | None = None,
     open_numbers: bool = False,
 ) -> Lowered:
-    """Some nodes of `program`, which compute `outputs` of the values `given`. mark: the node before which `special.mark` is called.
+    """Some nodes of `program`, which compute `outputs` of the values `given`. mark: the node before which
+    `special.mark` is called.
 
-    open_numbers: integers among the operands are no constants but given, in order (`_numbers_in`), as one argument behind the others.
+    open_numbers: integers among the operands are no constants but given, in order (`_numbers_in`), as one
+        argument behind the others.
     """
     graph = fx.Graph()
     entered, visit, special = (graph.placeholder(name) for name in ("entered", "visit", "special"))
     specials: list[Any] = []
-    # Not by their names: fx would call one that is Python's, as `sum`, `sum_1`, which another may be called already.
+    # Not by their names: fx would call one that is Python's, as `sum`, `sum_1`, which another may be called
+    # already.
     made = {name: graph.placeholder(f"given_{number}") for number, name in enumerate(given)}
     contexts = contexts_of(program)
     opened: Callable[[], fx.Node] | None = None
@@ -205,7 +238,8 @@ def _numbers_in(nodes: Iterable[Node], outputs: Iterable[Any]) -> list[int]:
 
 
 class Special:
-    """What a program calls that is no plain function of its operands. group: the ranks that it is divided among."""
+    """What a program calls that is no plain function of its operands. group: the ranks that it is divided
+    among."""
 
     def __init__(self, targets: Sequence[Any], group: Group | None) -> None:
         self._targets = targets
@@ -246,7 +280,8 @@ def _built(
     dtype: torch.dtype | None,
     opened: Callable[[], fx.Node] | None,
 ) -> Any:
-    """Arguments for the graph: references as its nodes, devices and precisions as they are wanted now. opened: gives what stands for an integer."""
+    """Arguments for the graph: references as its nodes, devices and precisions as they are wanted now.
+    opened: gives what stands for an integer."""
     if isinstance(value, Ref):
         return made[value.name]
     if isinstance(value, tuple | list):
@@ -262,7 +297,8 @@ def _built(
 
 
 def lifted(value: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """The precision in which a program that is lifted to `dtype` computes what it would compute in `value`."""
+    """The precision in which a program that is lifted to `dtype` computes what it would compute in
+    `value`."""
     if dtype is None or not (value.is_floating_point or value.is_complex):
         return value
     return _COMPLEX[dtype] if value.is_complex else dtype

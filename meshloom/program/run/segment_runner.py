@@ -5,8 +5,8 @@
     backward    the first handle of segment 2 that is opened: some of its operators run again on what is kept, and all of its handles
                 get their tensors; then segment 1, then 0
 
-The graph of autograd is the one that it is anyway, so gradients are the same and are added up in the same order. What is saved, by which operator
-and in whose memory, is learnt when a segment runs first.
+The graph of autograd is the one that it is anyway, so gradients are the same and are added up in the same
+order. What is saved, by which operator and in whose memory, is learnt when a segment runs first.
 """
 
 from __future__ import annotations
@@ -31,20 +31,33 @@ from meshloom.program.ir.program import Program
 from meshloom.program.recompute.saved_frame import Frame, Handle, open_saved
 from meshloom.program.recompute.saved_tensors import Save, SegmentRecomputation, recomputation_of, saves_of
 from meshloom.program.recompute.segments import Segment, segments_of
-from meshloom.program.run.runner import Runner, Special, compile_program, contexts_of, lifted, lower, used_variables
+from meshloom.program.run.runner import (
+    Runner,
+    Special,
+    compile_program,
+    contexts_of,
+    lifted,
+    lower,
+    used_variables,
+)
 
 _torch: Any = torch  # for modules that are looked up by the kind of device
 
 
 class RecomputingRunner:
-    """A compiled program. kept: nodes that never run again. Runs as `Runner` does; where no gradients are recorded it is one."""
+    """A compiled program. kept: nodes that never run again. Runs as `Runner` does; where no gradients are
+    recorded it is one."""
 
-    def __init__(self, program: Program, kept: frozenset[str], device: torch.device, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, program: Program, kept: frozenset[str], device: torch.device, dtype: torch.dtype | None
+    ) -> None:
         self._program, self._device, self._dtype = program, device, dtype
         self._plain: Runner | None = None
         self._parameters = [(each.value, each.name) for each in used_variables(program, program.parameters)]
         self._buffers = [(each.value, each.name) for each in used_variables(program, program.buffers)]
-        self._constants = {name: each.to(device, lifted(each.dtype, dtype)) for name, each in program.constants.items()}
+        self._constants = {
+            name: each.to(device, lifted(each.dtype, dtype)) for name, each in program.constants.items()
+        }
         self._contexts = contexts_of(program)
         self._segments = [_Runs(program, each, kept, device, dtype) for each in segments_of(program)]
 
@@ -66,7 +79,9 @@ class RecomputingRunner:
         values |= {value: buffers[name] for value, name in self._buffers}
         values |= self._constants
         for each, leaf in zip(program.inputs, leaves, strict=True):
-            values[each.value] = leaf.to(self._device, dtype if dtype is not None and leaf.is_floating_point() else None)
+            values[each.value] = leaf.to(
+                self._device, dtype if dtype is not None and leaf.is_floating_point() else None
+            )
         first_runs: list[_FirstRun] = []
         with Entered(self._contexts, device=self._device.type, lifted=dtype is not None) as entered:
             for runs in self._segments:
@@ -87,14 +102,27 @@ class RecomputingRunner:
 class _Runs:
     """A segment, compiled anew for every layout of what it is given: what is saved follows from that."""
 
-    def __init__(self, program: Program, segment: Segment, kept: frozenset[str], device: torch.device, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        segment: Segment,
+        kept: frozenset[str],
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> None:
         self.program, self.segment, self.kept, self.device, self.dtype = program, segment, kept, device, dtype
         self.contexts = contexts_of(program)
-        changing = {each.value for name, each in program.buffers.items() if name in program.updates or name in program.in_place}
+        changing = {
+            each.value
+            for name, each in program.buffers.items()
+            if name in program.updates or name in program.in_place
+        }
         self._changing = [name for name in segment.given if name in changing]
         self.compiled: dict[Any, _Compiled] = {}
 
-    def run(self, entered: Entered, values: dict[str, Any], group: Group | None, first_runs: list[_FirstRun]) -> None:
+    def run(
+        self, entered: Entered, values: dict[str, Any], group: Group | None, first_runs: list[_FirstRun]
+    ) -> None:
         """Forward; adds the segment's results to `values`."""
         given = [values[name] for name in self.segment.given]
         key = tuple(map(_layout, given))
@@ -122,14 +150,18 @@ class _Compiled:
     def __init__(self, runs: _Runs, recipe: SegmentRecomputation) -> None:
         self._runs, self.recipe = runs, recipe
         segment = runs.segment
-        module, self._special, _ = runs.function(segment.nodes, segment.given, [*segment.results, *recipe.held_made], recipe.first_draw)
+        module, self._special, _ = runs.function(
+            segment.nodes, segment.given, [*segment.results, *recipe.held_made], recipe.first_draw
+        )
         self._forward = module.forward
         self._num_results = len(segment.results)
         self._held_given = [(name, segment.given.index(name)) for name in recipe.held_given]
         self._wanted = tuple(dict.fromkeys(source.value for source in recipe.sources.values()))
         self._again: tuple[Any, Sequence[Any]] | None = None
 
-    def forward(self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], group: Group | None) -> Sequence[Any]:
+    def forward(
+        self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], group: Group | None
+    ) -> Sequence[Any]:
         """The segment's results, and what else is held behind them. as_it_was: buffers that change."""
         special = Special(self._special, group)
         if not any(self.recipe.again):
@@ -137,14 +169,20 @@ class _Compiled:
         frame = Frame(self.recipe.again, partial(self.again, group))
         with saved_tensors_hooks(frame.pack, open_saved):
             made = self._forward(entered, None, special, *given)
-        frame.close(special.seed, [as_it_was.get(name, given[at]) for name, at in self._held_given], made[self._num_results :])
+        frame.close(
+            special.seed,
+            [as_it_was.get(name, given[at]) for name, at in self._held_given],
+            made[self._num_results :],
+        )
         return made
 
     def again(self, group: Group | None, held: Sequence[Any], seed: int | None) -> dict[int, Tensor]:
         """Number of a saved tensor -> what it was, for those that are not kept."""
         recipe, runs = self.recipe, self._runs
         if self._again is None:
-            module, special, _ = runs.function(recipe.nodes, [*recipe.held_given, *recipe.held_made], self._wanted)
+            module, special, _ = runs.function(
+                recipe.nodes, [*recipe.held_given, *recipe.held_made], self._wanted
+            )
             self._again = module.forward, special
         function, special = self._again
         found: dict[int, Tensor] = {}
@@ -177,7 +215,9 @@ class _FirstRun:
         self._borders: set[str] = set()
         self._handles: list[weakref.ref[Handle]] = []
 
-    def forward(self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], group: Group | None) -> Sequence[Any]:
+    def forward(
+        self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], group: Group | None
+    ) -> Sequence[Any]:
         """The segment's results."""
         runs, segment = self._runs, self._runs.segment
         first_draw = next((node.name for node in segment.nodes if node.num_draws), None)
@@ -205,24 +245,32 @@ class _FirstRun:
         if special.seed is not None and recipe.first_draw is not None:
             numbers = {node.name: node.draw or 0 for node in segment.nodes}
             seed = seed_of_draw(special.seed, numbers[recipe.first_draw] - numbers[str(first_draw)])
-        frame.close(seed, [as_it_was.get(name, values[name]) for name in recipe.held_given], [values[name] for name in recipe.held_made])
+        frame.close(
+            seed,
+            [as_it_was.get(name, values[name]) for name in recipe.held_given],
+            [values[name] for name in recipe.held_made],
+        )
         watch.values.clear()
         return results
 
     def forget_what_died(self) -> None:
-        """When the program has run: what autograd let go, as the loss does not reach it, need not be recomputed from the next time on."""
+        """When the program has run: what autograd let go, as the loss does not reach it, need not be
+        recomputed from the next time on."""
         alive = {number for number, handle in enumerate(self._handles) if handle() is not None}
         if len(alive) < len(self._handles):
             self._compile(alive)
 
     def _compile(self, needed: set[int] | None) -> _Compiled:
         runs = self._runs
-        made = runs.compiled[self._key] = _Compiled(runs, recomputation_of(runs.segment, self._saves, self._borders, runs.kept, needed))
+        made = runs.compiled[self._key] = _Compiled(
+            runs, recomputation_of(runs.segment, self._saves, self._borders, runs.kept, needed)
+        )
         return made
 
 
 class _Watch:
-    """Runs a segment's graph operator by operator. names: its nodes that are values. values: all that was made. here: the one that runs."""
+    """Runs a segment's graph operator by operator. names: its nodes that are values. values: all that was
+    made. here: the one that runs."""
 
     def __init__(self, graph: fx.Graph, names: Mapping[fx.Node, str]) -> None:
         self.values: dict[str, Any] = {}
@@ -231,7 +279,9 @@ class _Watch:
 
     def run(self, *given: Any) -> Any:
         """What the graph returns."""
-        known: dict[fx.Node, Any] = dict(zip((node for node in self._graph.nodes if node.op == "placeholder"), given, strict=True))
+        known: dict[fx.Node, Any] = dict(
+            zip((node for node in self._graph.nodes if node.op == "placeholder"), given, strict=True)
+        )
         for node in self._graph.nodes:
             if node.op == "placeholder":
                 continue
@@ -239,7 +289,11 @@ class _Watch:
             if node.op == "output":
                 return args[0]
             self.here = self._names.get(node, self.here)
-            known[node] = node.target(*args, **kwargs) if callable(node.target) else getattr(args[0], node.target)(*args[1:], **kwargs)
+            known[node] = (
+                node.target(*args, **kwargs)
+                if callable(node.target)
+                else getattr(args[0], node.target)(*args[1:], **kwargs)
+            )
             if node in self._names:
                 self.values[self._names[node]] = known[node]
         raise AssertionError("a graph without an output")

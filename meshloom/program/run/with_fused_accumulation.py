@@ -1,4 +1,5 @@
-"""Programs whose linear layers give their weights' gradients to a landing (`fused_grad_accumulation.py`), and None to autograd."""
+"""Programs whose linear layers give their weights' gradients to a landing (`fused_grad_accumulation.py`), and
+None to autograd."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from meshloom.program.ir.program import Program
 from meshloom.program.operators.fused_grad_accumulation import Landing, may_land
 from meshloom.program.operators.linears import GatheredLinears, weight_gradients
 
-MIN_ELEMENTS = 2**17  # of a weight. Below, an operator in Python takes longer than the copy that it saves (measured on a CPU: 25 us)
+# of a weight. Below, an operator in Python takes longer than the copy that it saves (measured on a CPU: 25
+# us)
+MIN_ELEMENTS = 2**17
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,16 +35,21 @@ class LandedLinear:
         function: Any = _Linear.apply
         return function(self.landing, x, weight, bias)
 
-    def run_all(self, xs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> list[Tensor]:
+    def run_all(
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
+    ) -> list[Tensor]:
         """On several ranks at once."""
-        return [self.run(None, x, weight, bias) for x, weight, bias in zip(xs, weights, biases or [None] * len(xs), strict=True)]
+        return [
+            self.run(None, x, weight, bias)
+            for x, weight, bias in zip(xs, weights, biases or [None] * len(xs), strict=True)
+        ]
 
 
 def with_landing(program: Program, landing: Landing, *, min_elements: int = MIN_ELEMENTS) -> Program:
     """The program with the gradients of its linear layers' weights given to `landing`.
 
-    min_elements: plain layers with smaller weights stay as they are; 0: all land. Autocast regions, where weights are cast, stay too, and so do frozen weights
-    and those that are computed.
+    min_elements: plain layers with smaller weights stay as they are; 0: all land. Autocast regions, where
+    weights are cast, stay too, and so do frozen weights and those that are computed.
     """
     parameters = {each.value: each.meta for each in program.parameters.values() if each.meta.requires_grad}
     apart = weights_that_wait(program)
@@ -54,7 +62,11 @@ def with_landing(program: Program, landing: Landing, *, min_elements: int = MIN_
         if node.name not in apart:
             return node
         weight = parameters[node.args[1].name]
-        return replace(node, target=LandedLinear(landing)) if weight.num_bytes // weight.dtype.itemsize >= min_elements else node
+        return (
+            replace(node, target=LandedLinear(landing))
+            if weight.num_bytes // weight.dtype.itemsize >= min_elements
+            else node
+        )
 
     return replace(program, nodes=tuple(map(changed, program.nodes)))
 
@@ -62,8 +74,12 @@ def with_landing(program: Program, landing: Landing, *, min_elements: int = MIN_
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, landing: Landing, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # The parameters themselves: what was saved comes back as another tensor where activations are recomputed.
-        ctx.landing, ctx.landed = landing, tuple(each if each is not None and may_land(each) else None for each in (weight, bias))
+        # The parameters themselves: what was saved comes back as another tensor where activations are
+        # recomputed.
+        ctx.landing, ctx.landed = (
+            landing,
+            tuple(each if each is not None and may_land(each) else None for each in (weight, bias)),
+        )
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 

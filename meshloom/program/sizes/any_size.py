@@ -1,12 +1,15 @@
-"""One program for all sizes of a batch's dims that a loss is indifferent to: proved from three readings, and no further ones.
+"""One program for all sizes of a batch's dims that a loss is indifferent to: proved from three readings, and
+no further ones.
 
     a first size      read, compared with eager
     a second size     read by shapes, the first program but for sizes
     a third size      the loss is run with symbols for sizes (`symbolic.py`): guards, and the expressions of sizes. A third program is read by shapes, at sizes
-                      that differ in every dim that may, and every integer of the three has to be one of those expressions (`forms.py`)
+                      that differ in every dim that may, and every integer of the three has to be one of those
+                      expressions (`forms.py`)
     further sizes     made of that form, where its guards hold
 
-One rank proves and sends what it found; all make their programs of it themselves, and compare the hash of the first.
+One rank proves and sends what it found; all make their programs of it themselves, and compare the hash of the
+first.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ Read = Callable[[Any, Program], Program | None]
 
 @dataclass(frozen=True, kw_only=True)
 class AnySize:
-    """What was proved: programs of any sizes that `form` covers. points: the programs that it was found from. trace: of their loss."""
+    """What was proved: programs of any sizes that `form` covers. points: the programs that it was found from.
+    trace: of their loss."""
 
     form: Form[Program]
     points: tuple[Program, ...]
@@ -62,7 +66,8 @@ class AnySize:
 
 
 class Proofs:
-    """What is known of the sizes of one loss in one mode. found: what was proved, on all ranks alike. why: the last try failed, on the rank that tried."""
+    """What is known of the sizes of one loss in one mode. found: what was proved, on all ranks alike. why:
+    the last try failed, on the rank that tried."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -74,17 +79,22 @@ class Proofs:
         """What covers batches like this one."""
         return next((each for each in self.found if each.covers(leaves)), None)
 
-    def prove_together(self, group: Group, batch: Any, known: Sequence[Program], read: Read) -> Steps[AnySize | None]:
+    def prove_together(
+        self, group: Group, batch: Any, known: Sequence[Program], read: Read
+    ) -> Steps[AnySize | None]:
         """What covers batches like this one, which nothing did, if it can be proved. All ranks call it.
 
-        known: programs that were read, in order, the same on all ranks. read: on rank 0, a program by shapes for batches like one, if it is another one but for sizes.
+        known: programs that were read, in order, the same on all ranks. read: on rank 0, a program by shapes
+            for batches like one, if it is another one but for sizes.
         """
         leaves = leaves_of(batch)
         family = [each for each in known if _like(each, leaves)]
         if len(family) < 2 or self._tries >= MOST_TRIES:
             return None
         proved = self._proved(leaves, family, read) if group.rank == 0 else None
-        told: list[Any] | None = yield from share(group, [asdict(proved[0].trace), proved[1]] if proved else None)
+        told: list[Any] | None = yield from share(
+            group, [asdict(proved[0].trace), proved[1]] if proved else None
+        )
         if told is None:
             self._tries += 1
             return None
@@ -97,12 +107,17 @@ class Proofs:
         program = mine.program(leaves)
         hashes = yield from collect(group, program.digest() if program else "")
         if len(set(hashes)) > 1:
-            raise CaptureError("Ranks made different programs of the same form. Use one version of meshloom and torch on all ranks.")
+            raise CaptureError(
+                "Ranks made different programs of the same form. Use one version of meshloom and torch on all ranks."
+            )
         self.found.append(mine)
         return mine
 
-    def _proved(self, leaves: Leaves, family: Sequence[Program], read: Read) -> tuple[AnySize, list[int]] | None:
-        """What is proved, and which programs of the family it was found from, besides the last of its points."""
+    def _proved(
+        self, leaves: Leaves, family: Sequence[Program], read: Read
+    ) -> tuple[AnySize, list[int]] | None:
+        """What is proved, and which programs of the family it was found from, besides the last of its
+        points."""
         try:
             found = trace(self._job, family[0], leaves)
         except NotTracedError as error:
@@ -117,9 +132,18 @@ class Proofs:
                 kept.append(number)
         if len(kept) < 2:
             return None
-        sizes = further_sizes(found, [*(sizes_of_program(family[number]) for number in kept), sizes_of_batch(leaves)])
-        shapes = {name: [sizes[name, dim] for dim in range(leaf.ndim)] for name, leaf in leaves.tensors.items()}
-        batch = leaves.rebuild([torch.zeros(shapes[name], dtype=leaf.dtype, device=leaf.device) for name, leaf in leaves.tensors.items()])
+        sizes = further_sizes(
+            found, [*(sizes_of_program(family[number]) for number in kept), sizes_of_batch(leaves)]
+        )
+        shapes = {
+            name: [sizes[name, dim] for dim in range(leaf.ndim)] for name, leaf in leaves.tensors.items()
+        }
+        batch = leaves.rebuild(
+            [
+                torch.zeros(shapes[name], dtype=leaf.dtype, device=leaf.device)
+                for name, leaf in leaves.tensors.items()
+            ]
+        )
         try:
             program = read(batch, family[kept[0]])
             if program is None:
@@ -141,11 +165,14 @@ def sizes_of_batch(leaves: Leaves) -> dict[Dim, int]:
 
 def sizes_of_program(program: Program) -> dict[Dim, int]:
     """Of the dims of the tensors of the batches that it is for."""
-    return sizes_of({each.name: each.meta.shape for each in program.inputs if each.name not in program.others})
+    return sizes_of(
+        {each.name: each.meta.shape for each in program.inputs if each.name not in program.others}
+    )
 
 
 def further_sizes(found: Trace, seen: Sequence[Sizes]) -> dict[Dim, int]:
-    """Sizes for which the loss makes the same calls, and of which as many are new as can be. seen: the last ones meet the guards.
+    """Sizes for which the loss makes the same calls, and of which as many are new as can be. seen: the last
+    ones meet the guards.
 
     Dims that always had equal sizes keep to that.
     """
@@ -165,7 +192,11 @@ def further_sizes(found: Trace, seen: Sequence[Sizes]) -> dict[Dim, int]:
 
 def _like(program: Program, leaves: Leaves) -> bool:
     """Whether a program is for batches like this one but for sizes above 1."""
-    mine = [(each.name, each.meta.dtype, _small(each.meta.shape)) for each in program.inputs if each.name not in program.others]
+    mine = [
+        (each.name, each.meta.dtype, _small(each.meta.shape))
+        for each in program.inputs
+        if each.name not in program.others
+    ]
     theirs = [(name, leaf.dtype, _small(leaf.shape)) for name, leaf in leaves.tensors.items()]
     return mine == theirs and fits(program.others, leaves.values)
 
@@ -176,4 +207,8 @@ def _small(shape: Sequence[int]) -> list[int]:
 
 
 def _any_size(found: Trace, points: Sequence[Program]) -> AnySize:
-    return AnySize(form=fitted([(sizes_of_program(each), each) for each in points], found), points=tuple(points), trace=found)
+    return AnySize(
+        form=fitted([(sizes_of_program(each), each) for each in points], found),
+        points=tuple(points),
+        trace=found,
+    )

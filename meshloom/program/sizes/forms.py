@@ -1,10 +1,11 @@
-"""What is alike at several sizes but for its integers, as a function of the sizes: found from a few of them, made for any.
+"""What is alike at several sizes but for its integers, as a function of the sizes: found from a few of them,
+made for any.
 
     sizes    (4, 32)      (4, 40)      (3, 47)
     program  view(x, [128, 7])  ...  view(x, [160, 7])  ...  view(x, [141, 7])        view(x, [s0 * s1, 7])
 
-Every integer that differs has to be one of the expressions that were seen in the loss. In what was divided it may be a part of one, or follow one
-in a straight line.
+Every integer that differs has to be one of the expressions that were seen in the loss. In what was divided it
+may be a part of one, or follow one in a straight line.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ MOST_FACTORS = 24  # expressions of which products are tried too
 
 
 class UnlikeError(Exception):
-    """Things differ in more than integers, or an integer follows no expression, or is none for these sizes."""
+    """Things differ in more than integers, or an integer follows no expression, or is none for these
+    sizes."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Form(Generic[T]):
         return all(holds(each, sizes) for each in self.conditions)
 
     def at(self, sizes: Sizes) -> T:
-        """The value for these sizes, which it covers. Raises `UnlikeError` where an integer of it would be none."""
+        """The value for these sizes, which it covers. Raises `UnlikeError` where an integer of it would be
+        none."""
         try:
             return _made(self.root, [value_of(each, sizes) for each in self.sources], {})
         except ZeroDivisionError as error:
@@ -71,10 +74,11 @@ class Form(Generic[T]):
 
 
 def fitted(samples: Sequence[tuple[Sizes, T]], trace: Trace, *, num_parts: int = 1) -> Form[T]:
-    """The form of a value that is known for three sizes or more. trace: of the loss that they belong to. Raises `UnlikeError`.
+    """The form of a value that is known for three sizes or more. trace: of the loss that they belong to.
+    Raises `UnlikeError`.
 
-    num_parts: into so many parts a dim may have been divided. Then more than what was seen in the loss is tried, so that the form is a guess to be checked
-    at another size.
+    num_parts: into so many parts a dim may have been divided. Then more than what was seen in the loss is
+    tried, so that the form is a guess to be checked at another size.
     """
     points = [sizes for sizes, _ in samples]
     conditions = _conditions(points, trace)
@@ -127,15 +131,25 @@ def _compared(one: Any, other: Any, number: Callable[[Sequence[int]], int]) -> b
 
 
 def _conditions(points: Sequence[Sizes], trace: Trace) -> tuple[Expression, ...]:
-    """The guards; what was the same at all points stays so; and of a smaller or larger one it stays the same one."""
+    """The guards; what was the same at all points stays so; and of a smaller or larger one it stays the same
+    one."""
     dims: list[Expression] = [["size", *dim] for dim in points[0]]
     found: list[Expression] = list(trace.guards)
-    for each in _distinct([part for expression in (*trace.expressions, *dims) for part in parts_of(expression) if isinstance(part, list)]):
+    for each in _distinct(
+        [
+            part
+            for expression in (*trace.expressions, *dims)
+            for part in parts_of(expression)
+            if isinstance(part, list)
+        ]
+    ):
         values = _values(each, points)
         if len(set(values)) == 1:
             found.append(["eq", each, values[0]])
         elif each[0] in ("min", "max"):
-            chosen = next((at for at, operand in enumerate(each[1:], 1) if _values(operand, points) == values), None)
+            chosen = next(
+                (at for at, operand in enumerate(each[1:], 1) if _values(operand, points) == values), None
+            )
             if chosen is not None:
                 found.append(["eq", each, each[chosen]])
         elif each[0] == "size":
@@ -155,7 +169,8 @@ def _groups(points: Sequence[Sizes]) -> dict[tuple[int, ...], list[Dim]]:
 
 
 def _probes(points: Sequence[Sizes], conditions: Sequence[Expression]) -> list[Sizes]:
-    """Sizes that meet the conditions, and were not seen: sums of multiples of differences, so that divisors and what dims have to do with each other hold."""
+    """Sizes that meet the conditions, and were not seen: sums of multiples of differences, so that divisors
+    and what dims have to do with each other hold."""
     draw = random.Random(0)
     first, found = points[0], list[Sizes]()
     for number in range(200):
@@ -164,7 +179,10 @@ def _probes(points: Sequence[Sizes], conditions: Sequence[Expression]) -> list[S
         for dims in _groups(points).values():
             if number % 2:  # each by itself
                 multiples = [draw.randrange(-6, 20) for _ in points]
-            moved = (multiple * (point[dims[0]] - first[dims[0]]) for multiple, point in zip(multiples, points, strict=True))
+            moved = (
+                multiple * (point[dims[0]] - first[dims[0]])
+                for multiple, point in zip(multiples, points, strict=True)
+            )
             trial.update(dict.fromkeys(dims, first[dims[0]] + sum(moved)))
         if min(trial.values(), default=0) > 0 and all(holds(each, trial) for each in conditions):
             found.append(trial)
@@ -174,7 +192,9 @@ def _probes(points: Sequence[Sizes], conditions: Sequence[Expression]) -> list[S
 class _Fitting:
     """Finds the expressions that integers follow. sources: those that were found."""
 
-    def __init__(self, points: Sequence[Sizes], trace: Trace, conditions: Sequence[Expression], num_parts: int) -> None:
+    def __init__(
+        self, points: Sequence[Sizes], trace: Trace, conditions: Sequence[Expression], num_parts: int
+    ) -> None:
         self._points = points
         self._seen = _distinct([*trace.expressions, *(["size", *dim] for dim in points[0])])
         self._guesses = _guesses(self._seen, num_parts) if num_parts > 1 else ([], [])
@@ -195,7 +215,9 @@ class _Fitting:
             below = start.denominator * step.denominator
             if expression not in self.sources:
                 self.sources.append(expression)
-            self._known[key] = _Number(self.sources.index(expression), int(start * below), int(step * below), below)
+            self._known[key] = _Number(
+                self.sources.index(expression), int(start * below), int(step * below), below
+            )
         return self._known[key]
 
     def _exactly(self, key: tuple[int, ...]) -> tuple[Expression, Fraction, Fraction] | None:
@@ -223,8 +245,17 @@ class _Fitting:
 
 
 def _guesses(seen: Sequence[Expression], num_parts: int) -> tuple[list[Expression], list[Expression]]:
-    """What the sizes of a part may follow: sizes, the smallest and largest parts of them, and products of two of these."""
-    singles = [part for each in seen for part in (each, ["floordiv", each, num_parts], ["floordiv", ["add", each, num_parts - 1], num_parts])]
+    """What the sizes of a part may follow: sizes, the smallest and largest parts of them, and products of two
+    of these."""
+    singles = [
+        part
+        for each in seen
+        for part in (
+            each,
+            ["floordiv", each, num_parts],
+            ["floordiv", ["add", each, num_parts - 1], num_parts],
+        )
+    ]
     factors = [each for each in singles if _depth(each) <= 3][:MOST_FACTORS]
     return singles, [["mul", one, other] for one, other in combinations_with_replacement(factors, 2)]
 
@@ -245,11 +276,16 @@ def _values(expression: Expression, points: Sequence[Sizes]) -> tuple[Any, ...]:
 
 
 def _depth(expression: Expression) -> int:
-    return 1 + max(map(_depth, expression[1:]), default=0) if isinstance(expression, list) and expression[0] != "size" else 0
+    return (
+        1 + max(map(_depth, expression[1:]), default=0)
+        if isinstance(expression, list) and expression[0] != "size"
+        else 0
+    )
 
 
 def _walk(values: Sequence[Any], number: Callable[[Sequence[int]], Any]) -> Any:
-    """The first of these values, with what `number` gives of integers that lie at one place, and `_Changed` around what is not the integer itself."""
+    """The first of these values, with what `number` gives of integers that lie at one place, and `_Changed`
+    around what is not the integer itself."""
     first = values[0]
     kind: type[Any] = type(first)
     if any(type(each) is not kind for each in values):
@@ -263,7 +299,12 @@ def _walk(values: Sequence[Any], number: Callable[[Sequence[int]], Any]) -> Any:
     if kind in (tuple, list):
         if len({len(each) for each in values}) > 1:
             raise UnlikeError(f"{len(first)} parts and {len(values[1])}")
-        return _changed(first, [(at, list(parts)) for at, parts in enumerate(zip(*values, strict=True))], _sequence, number)
+        return _changed(
+            first,
+            [(at, list(parts)) for at, parts in enumerate(zip(*values, strict=True))],
+            _sequence,
+            number,
+        )
     if isinstance(first, Mapping):
         keys: list[Any] = list(first)
         if any(list(each) != keys for each in values):
@@ -275,7 +316,9 @@ def _walk(values: Sequence[Any], number: Callable[[Sequence[int]], Any]) -> Any:
         return first
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [each.name for each in dataclasses.fields(first) if each.compare]
-        return _changed(first, [(name, [getattr(each, name) for each in values]) for name in names], _record, number)
+        return _changed(
+            first, [(name, [getattr(each, name) for each in values]) for name in names], _record, number
+        )
     if any(each != first for each in values):
         raise UnlikeError(f"{first} and {values[1]}")
     return first
@@ -294,7 +337,9 @@ def _interned(part: Any, known: dict[Any, Any]) -> Any:
     """The form with shapes that are equal as one, which is then made once."""
     if not isinstance(part, _Changed):
         return part
-    inner = dataclasses.replace(part, parts=tuple((place, _interned(each, known)) for place, each in part.parts))
+    inner = dataclasses.replace(
+        part, parts=tuple((place, _interned(each, known)) for place, each in part.parts)
+    )
     is_shape = isinstance(inner.like, tuple) and all(type(each) is int for each in inner.like)
     return known.setdefault((inner.like, inner.parts), inner) if is_shape else inner
 
@@ -309,7 +354,9 @@ def _made(part: Any, values: Sequence[int], known: dict[int, Any]) -> Any:
     if not isinstance(part, _Changed):
         return part
     if id(part) not in known:
-        known[id(part)] = part.rebuild(part.like, [(place, _made(each, values, known)) for place, each in part.parts])
+        known[id(part)] = part.rebuild(
+            part.like, [(place, _made(each, values, known)) for place, each in part.parts]
+        )
     return known[id(part)]
 
 
@@ -325,15 +372,25 @@ def _mapping(like: Any, parts: list[tuple[Any, Any]]) -> Any:
 
 
 def _record(like: Any, parts: list[tuple[str, Any]]) -> Any:
-    """A dataclass. What it does not compare (what a program has compiled, say) is for its own sizes, and begins anew."""
-    kept: dict[str, Any] = {each.name: getattr(like, each.name) for each in dataclasses.fields(like) if each.compare}
+    """A dataclass. What it does not compare (what a program has compiled, say) is for its own sizes, and
+    begins anew."""
+    kept: dict[str, Any] = {
+        each.name: getattr(like, each.name) for each in dataclasses.fields(like) if each.compare
+    }
     for each in dataclasses.fields(like):
         if not each.compare:
-            kept[each.name] = each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
+            kept[each.name] = (
+                each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
+            )
     made: Any = object.__new__(type(like))
     made.__dict__.update(kept, **dict(parts))
     return made
 
 
 def _same_tensor(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and strides_of(one) == strides_of(other) and equal_bits(one, other)
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and strides_of(one) == strides_of(other)
+        and equal_bits(one, other)
+    )

@@ -1,6 +1,8 @@
-"""The program for batches of other sizes, when one was read and compared with eager: by shapes alone, so that no model is built in mid-run.
+"""The program for batches of other sizes, when one was read and compared with eager: by shapes alone, so that
+no model is built in mid-run.
 
-What is read has to be that program but for sizes. Else the caller builds a model, and compares, as it did the first time.
+What is read has to be that program but for sizes. Else the caller builds a model, and compares, as it did the
+first time.
 """
 
 from __future__ import annotations
@@ -24,17 +26,25 @@ Capture = Callable[[nn.Module, tuple[Any, Any]], Program]
 
 
 def resized(known: Program, job: Job, batches: tuple[Any, Any], capture: Capture) -> Program | None:
-    """The program for batches like these two, with `known`'s constants; None where it is another one but for sizes, or takes values to read.
+    """The program for batches like these two, with `known`'s constants; None where it is another one but for
+    sizes, or takes values to read.
 
-    known: a program of the same loss and mode, compared with eager. capture: reads a program from a model and two batches.
+    known: a program of the same loss and mode, compared with eager. capture: reads a program from a model and
+        two batches.
     """
     try:
         with reading(known.precision), on_cpu(known.device):
             model, mode = model_by_shapes(job, known.precision, training=known.training)
-            first, second = (leaves.rebuild([fake_of(each, mode) for each in leaves.tensors.values()]) for leaves in map(leaves_of, batches))
+            first, second = (
+                leaves.rebuild([fake_of(each, mode) for each in leaves.tensors.values()])
+                for leaves in map(leaves_of, batches)
+            )
             found = capture(model, (first, second))
     except CaptureError:
         return None
     found = moved_to(found, known.device)
-    values_are_known = not any(isinstance(each, FakeTensor) for each in found.constants.values())  # no draws of a constructor, say
-    return replace(found, constants=dict(known.constants)) if values_are_known and alike(found, known) else None
+    # no draws of a constructor, say
+    values_are_known = not any(isinstance(each, FakeTensor) for each in found.constants.values())
+    return (
+        replace(found, constants=dict(known.constants)) if values_are_known and alike(found, known) else None
+    )

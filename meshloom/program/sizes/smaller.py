@@ -1,9 +1,11 @@
-"""A program at smaller sizes of its batch, at which comparing it with eager takes a fraction: it is proved to be the same but for those sizes.
+"""A program at smaller sizes of its batch, at which comparing it with eager takes a fraction: it is proved to
+be the same but for those sizes.
 
     program      batch [2, 1024]     minutes of forwards and backwards on a CPU
     smaller      batch [2, 32]       a second; every integer in which the two programs differ is one of the sizes that the loss itself computes
 
-The loss is run once with symbols for sizes (`symbolic.py`), which tells at what sizes it makes the same calls, and what sizes operators are given there.
+The loss is run once with symbols for sizes (`symbolic.py`), which tells at what sizes it makes the same
+calls, and what sizes operators are given there.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from meshloom.program.sizes.any_size import sizes_of_batch
 from meshloom.program.sizes.forms import same_but_for
 from meshloom.program.sizes.symbolic import Dim, NotTracedError, Sizes, trace, value_of
 
-WORTH = 2**24  # elements of all values of a program: with fewer, comparing it as it is takes no longer than this
+# elements of all values of a program: with fewer, comparing it as it is takes no longer than this
+WORTH = 2**24
 SMALLEST = 32  # what a dim is made at least
 _FACTORS = (1, 1.5)  # times powers of two: sizes that are tried
 
@@ -41,9 +44,11 @@ class Smaller:
 
 
 def smaller(program: Program, job: Job, batch: Any, read: Callable[[Any], Program]) -> Smaller | None:
-    """The program at smaller sizes, if it is worth while and can be proved to be the same. batch: one of those it is for.
+    """The program at smaller sizes, if it is worth while and can be proved to be the same. batch: one of
+    those it is for.
 
-    read: the program for a batch, from values. What goes wrong in it is no fault of the job's: nobody asked for a batch of these sizes.
+    read: the program for a batch, from values. What goes wrong in it is no fault of the job's: nobody asked
+        for a batch of these sizes.
     """
     if not is_large(program):
         return None
@@ -71,12 +76,15 @@ def is_large(program: Program) -> bool:
 
 
 def shrunk(leaves: Leaves, sizes: Sizes) -> Any:
-    """A batch with as many indices of every dim, taken evenly: of the same places in dims that were equally long."""
+    """A batch with as many indices of every dim, taken evenly: of the same places in dims that were equally
+    long."""
 
     def part(name: str, leaf: Tensor) -> Tensor:
         for dim, size in enumerate(leaf.shape):
             if sizes[name, dim] < size:
-                leaf = leaf.index_select(dim, torch.linspace(0, size - 1, sizes[name, dim], device=leaf.device).long())
+                leaf = leaf.index_select(
+                    dim, torch.linspace(0, size - 1, sizes[name, dim], device=leaf.device).long()
+                )
         return leaf
 
     return leaves.rebuild([part(name, leaf) for name, leaf in leaves.tensors.items()])
@@ -87,7 +95,9 @@ def _smallest(whole: Sizes, allowed: Callable[[Sizes], bool]) -> dict[Dim, int]:
     found = dict(whole)
     for size in sorted({each for each in whole.values() if each >= 4 * SMALLEST}, reverse=True):
         dims = [dim for dim, each in whole.items() if each == size]
-        tried = {int(SMALLEST * factor * 2**power) for factor in _FACTORS for power in range(size.bit_length())}
+        tried = {
+            int(SMALLEST * factor * 2**power) for factor in _FACTORS for power in range(size.bit_length())
+        }
         tried |= {size >> power for power in range(1, size.bit_length())}  # what divides it
         for less in sorted(each for each in tried if SMALLEST <= each <= size // 2):
             if allowed(trial := {**found, **dict.fromkeys(dims, less)}):

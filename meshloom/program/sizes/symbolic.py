@@ -1,7 +1,9 @@
-"""For which sizes of a batch a loss makes the same calls: one run by shapes with symbols in the place of sizes.
+"""For which sizes of a batch a loss makes the same calls: one run by shapes with symbols in the place of
+sizes.
 
-What Python asks of a size on the way (`if length > 512`, `range(length)`, whether two dims broadcast) is noted as a guard, and every size
-that an operator is given or gives as an expression. Where all guards hold, the loss makes the same calls, with these expressions as their sizes:
+What Python asks of a size on the way (`if length > 512`, `range(length)`, whether two dims broadcast) is
+noted as a guard, and every size that an operator is given or gives as an expression. Where all guards hold,
+the loss makes the same calls, with these expressions as their sizes:
 
     x [s0, s1], labels [s2, s3]      guards: s0 * s1 == s2 * s3, s1 <= 1024        expressions: s1, 64 * s1, s1 ** 2, s0 * s1
 
@@ -33,14 +35,16 @@ Sizes = Mapping[Dim, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """guards: conditions under which the calls are the same. expressions: of the sizes in them. lines: of guards, for people."""
+    """guards: conditions under which the calls are the same. expressions: of the sizes in them. lines: of
+    guards, for people."""
 
     guards: tuple[Expression, ...]
     expressions: tuple[Expression, ...]
     lines: tuple[str, ...] = field(default=(), compare=False)
 
     def broken(self, sizes: Sizes) -> int | None:
-        """Number of the first guard that does not hold for a batch of these sizes; None: the calls are the same."""
+        """Number of the first guard that does not hold for a batch of these sizes; None: the calls are the
+        same."""
         return next((number for number, guard in enumerate(self.guards) if not holds(guard, sizes)), None)
 
 
@@ -61,7 +65,8 @@ def sizes_of(shapes: Mapping[str, Sequence[int]]) -> dict[Dim, int]:
 
 
 def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
-    """Of `job.loss` for batches like this one; program: one of them, of the same mode and precision. Raises `NotTracedError`."""
+    """Of `job.loss` for batches like this one; program: one of them, of the same mode and precision. Raises
+    `NotTracedError`."""
     from torch._dispatch.python import enable_python_dispatcher
 
     calls = _Calls()
@@ -70,13 +75,18 @@ def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
             model, mode = model_by_shapes(job, program.precision, training=program.training)
             env: Any = mode.shape_env
             tensors, symbols = _symbolic(leaves, mode)
-            numbers = {name: mode.from_tensor(each, static_shapes=True) for name, each in stand_ins(program.others, leaves).items()}
+            numbers = {
+                name: mode.from_tensor(each, static_shapes=True)
+                for name, each in stand_ins(program.others, leaves).items()
+            }
             with enable_python_dispatcher(), mode, calls:
                 job.loss(model, leaves.rebuild(tensors, numbers))
         if env.deferred_runtime_asserts:
             raise NotTracedError("what it computes depends on values of the batch")
         translate = _Translation(symbols)
-        guards = {repr(each): (each, str(guard.sloc)) for guard in env.guards for each in [translate(guard.expr)]}
+        guards = {
+            repr(each): (each, str(guard.sloc)) for guard in env.guards for each in [translate(guard.expr)]
+        }
         expressions = {repr(each): each for found in calls.expressions for each in [translate(found)]}
     except NotTracedError:
         raise
@@ -84,7 +94,11 @@ def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NotTracedError(f"{type(error).__name__}: {first[:160]}") from error
     lines = tuple(line for _, line in guards.values())
-    return Trace(guards=tuple(each for each, _ in guards.values()), expressions=tuple(expressions.values()), lines=lines)
+    return Trace(
+        guards=tuple(each for each, _ in guards.values()),
+        expressions=tuple(expressions.values()),
+        lines=lines,
+    )
 
 
 def value_of(expression: Expression, sizes: Sizes) -> Any:
@@ -166,7 +180,9 @@ class _Translation:
         if name == "PowByNatural" or (name == "Pow" and value.args[1].is_Integer and int(value.args[1]) > 0):
             return ["pow", *map(self, value.args)]
         if name not in _NAMES:
-            raise NotTracedError(f"it computes {str(value)[:80]}, which is no integer made of the sizes of the batch")
+            raise NotTracedError(
+                f"it computes {str(value)[:80]}, which is no integer made of the sizes of the batch"
+            )
         return [_NAMES[name], *map(self, value.args)]
 
 
@@ -180,11 +196,17 @@ class _Calls(TorchDispatchMode):
     def note(self, values: Any) -> None:
         """Of tensors, and of numbers themselves."""
         for each in values:
-            for size in (*each.shape, *each.stride()) if isinstance(each, Tensor) and each.layout is torch.strided else (each,):
+            for size in (
+                (*each.shape, *each.stride())
+                if isinstance(each, Tensor) and each.layout is torch.strided
+                else (each,)
+            ):
                 if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
                     self.expressions.setdefault(size.node.expr)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         value = func(*args, **(kwargs or {}))
         self.note(tree_leaves((args, kwargs, value)))
         return value
@@ -199,9 +221,12 @@ def _symbolic(leaves: Leaves, mode: Any) -> tuple[list[Tensor], dict[Any, Dim]]:
     symbols: dict[Any, Dim] = {}
     for number, (name, leaf) in enumerate(leaves.tensors.items()):
         like = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
-        kinds = [DimDynamic.DYNAMIC if size > 1 else DimDynamic.STATIC for size in leaf.shape]  # each dim a symbol of its own
+        # each dim a symbol of its own
+        kinds = [DimDynamic.DYNAMIC if size > 1 else DimDynamic.STATIC for size in leaf.shape]
         context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
-        made = mode.from_tensor(like, static_shapes=False, source=LocalSource(f"leaf_{number}"), symbolic_context=context)
+        made = mode.from_tensor(
+            like, static_shapes=False, source=LocalSource(f"leaf_{number}"), symbolic_context=context
+        )
         tensors.append(made)
         for dim, size in enumerate(made.shape):
             if isinstance(size, torch.SymInt):

@@ -1,7 +1,9 @@
-"""What reading a loss depends on, as a digest for each part: equal digests, equal readings. What has no digest raises, and nothing is guessed.
+"""What reading a loss depends on, as a digest for each part: equal digests, equal readings. What has no
+digest raises, and nothing is guessed.
 
-Code counts as its instructions with what it loads from globals and closures, objects by their class and attributes, tensors by their values. What an installed
-package brings counts by its name, and all packages by their versions.
+Code counts as its instructions with what it loads from globals and closures, objects by their class and
+attributes, tensors by their values. What an installed package brings counts by its name, and all packages by
+their versions.
 """
 
 from __future__ import annotations
@@ -47,11 +49,28 @@ from meshloom.program.trace.attributes import TORCHS_OWN
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes)
-_BY_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range, slice, numpy.generic, numpy.dtype, Path)
+_BY_TEXT = (
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    range,
+    slice,
+    numpy.generic,
+    numpy.dtype,
+    Path,
+)
 _torch: Any = torch
 _ops: Any = _torch._ops
 _OPERATORS = (_ops.OpOverload, _ops.OpOverloadPacket)
-_BUILT_IN = (BuiltinFunctionType, BuiltinMethodType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
+_BUILT_IN = (
+    BuiltinFunctionType,
+    BuiltinMethodType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+    MethodWrapperType,
+)
 _OF_A_CLASS = {
     "__dict__",
     "__weakref__",
@@ -66,15 +85,19 @@ _OF_A_CLASS = {
 
 
 class UnknownError(Exception):
-    """There is something of which nobody can tell whether it is equal. what: which, as the beginning of a sentence."""
+    """There is something of which nobody can tell whether it is equal. what: which, as the beginning of a
+    sentence."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self.what = what
 
 
-def parts_of_reading(model: nn.Module, loss: LossFunction, leaves: Leaves, *, values: bool = True, known: str | None = None) -> dict[str, str]:
-    """The parts that reading `loss` depends on, for batches like this one, as digests by name. Raises `UnknownError`.
+def parts_of_reading(
+    model: nn.Module, loss: LossFunction, leaves: Leaves, *, values: bool = True, known: str | None = None
+) -> dict[str, str]:
+    """The parts that reading `loss` depends on, for batches like this one, as digests by name. Raises
+    `UnknownError`.
 
     values: of buffers; a model that has shapes alone has none. known: `versions()`, if it is known.
     """
@@ -85,14 +108,26 @@ def parts_of_reading(model: nn.Module, loss: LossFunction, leaves: Leaves, *, va
         "model": _of(lambda into: into.model(model)),
         "values of buffers": _of(lambda into: into.buffers(model)) if values else "",
         "loss": _of(lambda into: into.add(loss, "the loss")),
-        "batch": digest_of(repr([(name, tuple(each.shape), each.stride(), each.dtype, each.device.type) for name, each in leaves.tensors.items()])),
+        "batch": digest_of(
+            repr(
+                [
+                    (name, tuple(each.shape), each.stride(), each.dtype, each.device.type)
+                    for name, each in leaves.tensors.items()
+                ]
+            )
+        ),
         "names in the batch": digest_of(repr(list(leaves.values))),
     }
 
 
 def parts_of_function(function: Callable[..., Any], what: str) -> dict[str, str]:
-    """The parts that a function of the job's depends on, besides what it is given. what: it is, for people. Raises `UnknownError`."""
-    return {"source files": _sources(), "settings of torch": digest_of(repr(_settings())), what: _of(lambda into: into.add(function, f"the {what}"))}
+    """The parts that a function of the job's depends on, besides what it is given. what: it is, for people.
+    Raises `UnknownError`."""
+    return {
+        "source files": _sources(),
+        "settings of torch": digest_of(repr(_settings())),
+        what: _of(lambda into: into.add(function, f"the {what}")),
+    }
 
 
 def versions() -> str:
@@ -106,7 +141,9 @@ def versions() -> str:
     )
     root = Path(__file__).parents[2]
     own = [(str(path.relative_to(root)), digest_of(path.read_bytes())) for path in sorted(root.rglob("*.py"))]
-    return digest_of(repr([sys.version, platform.machine(), torch.__version__, torch.version.git_version, packages, own]))
+    return digest_of(
+        repr([sys.version, platform.machine(), torch.__version__, torch.version.git_version, packages, own])
+    )
 
 
 def _sources() -> str:
@@ -114,7 +151,8 @@ def _sources() -> str:
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     found: list[tuple[str, str]] = []
     for name, file in sorted(files.items()):
-        root = files.get(name.partition(".")[0]) or file  # packages have modules of which no file is the source
+        # packages have modules of which no file is the source
+        root = files.get(name.partition(".")[0]) or file
         if isinstance(file, str) and isinstance(root, str) and is_users(root) and is_users(file):
             try:
                 found.append((name, digest_of(Path(file).read_bytes())))
@@ -135,7 +173,15 @@ def _settings() -> list[Any]:
         torch.get_autocast_dtype("cpu"),
         torch.get_autocast_dtype("cuda"),
         torch.is_grad_enabled(),
-        [getattr(backends.cuda, name)() for name in ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")],
+        [
+            getattr(backends.cuda, name)()
+            for name in (
+                "flash_sdp_enabled",
+                "mem_efficient_sdp_enabled",
+                "math_sdp_enabled",
+                "cudnn_sdp_enabled",
+            )
+        ],
         [backends.mkldnn.enabled, backends.cudnn.enabled, backends.mha.get_fastpath_enabled()],
         nn.modules.module._global_forward_hooks and "hooks",  # pyright: ignore[reportPrivateUsage]
     ]
@@ -152,7 +198,8 @@ class _Digest:
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=32)
-        self._seen: dict[int, tuple[int, Any]] = {}  # by identity; what is in it stays alive, so that no identity is used again
+        # by identity; what is in it stays alive, so that no identity is used again
+        self._seen: dict[int, tuple[int, Any]] = {}
 
     def text(self) -> str:
         return self._hash.hexdigest()
@@ -172,7 +219,12 @@ class _Digest:
                 if tensor is None:
                     self._put(name, None)
                 else:
-                    self._put(name, numbers.setdefault(id(tensor), len(numbers)), isinstance(tensor, nn.Parameter), *_kind(tensor))
+                    self._put(
+                        name,
+                        numbers.setdefault(id(tensor), len(numbers)),
+                        isinstance(tensor, nn.Parameter),
+                        *_kind(tensor),
+                    )
             self._attributes(module, path)
 
     def buffers(self, model: nn.Module) -> None:
@@ -204,7 +256,11 @@ class _Digest:
         elif isinstance(value, numpy.ndarray):
             if value.dtype.hasobject:
                 raise UnknownError(f"{where}, an array of objects,")
-            self._put(str(value.dtype), value.shape, hashlib.blake2b(numpy.ascontiguousarray(value).tobytes()).hexdigest())
+            self._put(
+                str(value.dtype),
+                value.shape,
+                hashlib.blake2b(numpy.ascontiguousarray(value).tobytes()).hexdigest(),
+            )
         elif isinstance(value, FunctionType):
             self._function(value, where)
         elif isinstance(value, type | GenericAlias):
@@ -219,7 +275,9 @@ class _Digest:
         elif isinstance(value, _BUILT_IN):
             self._put(value.__qualname__)
             owner = getattr(value, "__self__", None)
-            self._put(owner.__name__) if isinstance(owner, ModuleType) else self.add(owner, f"what {where} is a method of")
+            self._put(owner.__name__) if isinstance(owner, ModuleType) else self.add(
+                owner, f"what {where} is a method of"
+            )
         elif isinstance(value, ModuleType):
             self._put(value.__name__)
         elif isinstance(value, MappingProxyType):  # as fields of data classes have one
@@ -240,7 +298,9 @@ class _Digest:
 
     def _object(self, value: Any, where: str) -> None:
         """A container or an instance of a class in Python, which has nothing besides items and attributes."""
-        built_in = next((each for each in (dict, list, tuple, set, frozenset, deque) if isinstance(value, each)), None)
+        built_in = next(
+            (each for each in (dict, list, tuple, set, frozenset, deque) if isinstance(value, each)), None
+        )
         if isinstance(value, Mapping) and built_in is dict:
             self._put(len(value))
             for key, each in value.items():
@@ -257,7 +317,8 @@ class _Digest:
         if type(value).__module__ not in ("builtins", "collections"):
             self._class(type(value), where)
         for name, each in _attributes_of(value):
-            if not (isinstance(each, int) and name.startswith("_") and name.endswith("_hash")):  # Python's hashes are others in every process
+            # Python's hashes are others in every process
+            if not (isinstance(each, int) and name.startswith("_") and name.endswith("_hash")):
                 self._put(name)
                 self.add(each, f"{where}.{name}")
 
@@ -272,17 +333,27 @@ class _Digest:
                 self.add(hook, f"a hook of {path or 'the model'}")
 
     def _class(self, kind: type, where: str) -> None:
-        """A package's is known by its name, but for what the user has put into it; and of a module's class the file that it is in."""
+        """A package's is known by its name, but for what the user has put into it; and of a module's class
+        the file that it is in."""
         for each in kind.__mro__[:-1]:
             if self._class_is_known(each):
                 continue
             self._put("class", each.__module__, each.__qualname__)
             file = getattr(sys.modules.get(each.__module__), "__file__", None)
             own = _is_own(each.__module__, file or "<none>")
-            if issubclass(each, nn.Module) and not own and file and not each.__module__.startswith(("torch.", "meshloom.")):
+            if (
+                issubclass(each, nn.Module)
+                and not own
+                and file
+                and not each.__module__.startswith(("torch.", "meshloom."))
+            ):
                 self._put(digest_of(Path(file).read_bytes()))
             for name, value in vars(each).items():
-                functions = [found for found in _functions_in(value) if own or _is_own(found.__module__, found.__code__.co_filename)]
+                functions = [
+                    found
+                    for found in _functions_in(value)
+                    if own or _is_own(found.__module__, found.__code__.co_filename)
+                ]
                 for function in functions:
                     self._put(name)
                     self.add(function, f"{each.__qualname__}.{name}")
@@ -325,7 +396,9 @@ class _Digest:
                     self.add(vars(value)[name], f"{value.__name__}.{name}")
 
     def _code(self, code: CodeType) -> None:
-        self._put(code.co_name, code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, code.co_flags)
+        self._put(
+            code.co_name, code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, code.co_flags
+        )
         for each in code.co_consts:
             self._code(each) if isinstance(each, CodeType) else self.add(each, "a constant")
 
@@ -342,11 +415,20 @@ class _Digest:
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    plain = type(tensor) in (Tensor, nn.Parameter, FakeTensor) or isinstance(tensor, nn.Parameter | FakeTensor | nn.Buffer)
+    plain = type(tensor) in (Tensor, nn.Parameter, FakeTensor) or isinstance(
+        tensor, nn.Parameter | FakeTensor | nn.Buffer
+    )
     if not plain or tensor.layout not in (torch.strided, torch.sparse_coo):
         raise UnknownError(f"a tensor, a {type(tensor).__qualname__} of layout {tensor.layout},")
     strides = tensor.stride() if tensor.layout is torch.strided else None
-    return tuple(tensor.shape), strides, str(tensor.dtype), str(tensor.layout), tensor.device.type, tensor.requires_grad
+    return (
+        tuple(tensor.shape),
+        strides,
+        str(tensor.dtype),
+        str(tensor.layout),
+        tensor.device.type,
+        tensor.requires_grad,
+    )
 
 
 def _is_own(module: str | None, file: str) -> bool:
@@ -354,7 +436,11 @@ def _is_own(module: str | None, file: str) -> bool:
     if not file.startswith("<"):
         return is_users(file)
     there = getattr(sys.modules.get(module or ""), "__file__", None)
-    return there is None and module not in sys.builtin_module_names if not isinstance(there, str) else is_users(there)
+    return (
+        there is None and module not in sys.builtin_module_names
+        if not isinstance(there, str)
+        else is_users(there)
+    )
 
 
 def _functions_in(value: Any) -> list[FunctionType]:
@@ -369,9 +455,16 @@ def _functions_in(value: Any) -> list[FunctionType]:
 
 
 def _is_pure(value: Any) -> bool:
-    """Whether all that an object is stands in its attributes: its class adds no memory of its own to that of Python's objects."""
-    slots = sum(len(names) if not isinstance(names, str) else 1 for each in type(value).__mro__ for names in [vars(each).get("__slots__", ())])
-    return type(value).__basicsize__ <= object.__basicsize__ + 8 * (2 + slots) and (hasattr(value, "__dict__") or slots > 0 or type(value) is object)
+    """Whether all that an object is stands in its attributes: its class adds no memory of its own to that of
+    Python's objects."""
+    slots = sum(
+        len(names) if not isinstance(names, str) else 1
+        for each in type(value).__mro__
+        for names in [vars(each).get("__slots__", ())]
+    )
+    return type(value).__basicsize__ <= object.__basicsize__ + 8 * (2 + slots) and (
+        hasattr(value, "__dict__") or slots > 0 or type(value) is object
+    )
 
 
 def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:

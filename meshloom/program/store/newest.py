@@ -9,7 +9,8 @@ V = TypeVar("V")
 
 
 class Newest(dict[K, V]):
-    """At most `limit` entries: another one takes the place of the oldest, whoever reads what. So ranks that put in the same forget the same.
+    """At most `limit` entries: another one takes the place of the oldest, whoever reads what. So ranks that
+    put in the same forget the same.
 
     >>> newest = Newest(2)
     >>> newest["a"], newest["b"], newest["c"] = 1, 2, 3

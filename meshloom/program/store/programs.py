@@ -34,15 +34,24 @@ from meshloom.program.trace.precision import build_model, default_precision
 from meshloom.program.trace.reading import one_thread
 
 T = TypeVar("T")
-Key = tuple[bool, tuple[tuple[str, tuple[int, ...], str], ...]]  # training, and each tensor's name, shape and dtype
+# training, and each tensor's name, shape and dtype
+Key = tuple[bool, tuple[tuple[str, tuple[int, ...], str], ...]]
 MOST = 16  # programs for batches of the same shapes, which differ in what else they hold
 MOST_SHAPES = 64  # of batches, in one mode, for each of which the loss is read
 
 
 class Programs:
-    """Programs by (training or evaluation, shapes of the batch), and by what else the batch holds where a loss looks at it."""
+    """Programs by (training or evaluation, shapes of the batch), and by what else the batch holds where a
+    loss looks at it."""
 
-    def __init__(self, job: Job, *, dtype: torch.dtype | None = None, timings: Timings | None = None, stored: Stored | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        *,
+        dtype: torch.dtype | None = None,
+        timings: Timings | None = None,
+        stored: Stored | None = None,
+    ) -> None:
         self._job = job
         self._stored = stored
         self._shown: dict[str, Smaller] = {}  # digest of a program -> what it was compared as
@@ -51,20 +60,27 @@ class Programs:
         self._known: dict[Key, list[Program]] = {}
         self._proofs = {training: Proofs(job) for training in (True, False)}
         self.num_read = 0  # programs that were read, here or on rank 0
-        # Models are built as the first one was: some compute numbers of their own, like rates of layers, in the default precision.
+        # Models are built as the first one was: some compute numbers of their own, like rates of layers, in
+        # the default precision.
         self._default = torch.get_default_dtype()
 
     def get(self, batch: Any, *, training: bool = True) -> Program | None:
         """The program for batches like `batch`, if it was read before."""
         values = leaves_of(batch).values
-        return next((each for each in self._known.get(_key(batch, training), ()) if fits(each.others, values)), None)
+        return next(
+            (each for each in self._known.get(_key(batch, training), ()) if fits(each.others, values)), None
+        )
 
-    def read(self, batches: Sequence[Any], *, training: bool = True, model: nn.Module | None = None) -> Program:
-        """The program for batches like these, which are alike: read from the first two, compared with eager on the last two.
+    def read(
+        self, batches: Sequence[Any], *, training: bool = True, model: nn.Module | None = None
+    ) -> Program:
+        """The program for batches like these, which are alike: read from the first two, compared with eager
+        on the last two.
 
         With four batches the comparison is on ones that the program was not read from.
-        model: the job's, as it was built, in this precision and mode, if one is there already; it stays as it is. Else one is built, and let go, but for
-        batches of other sizes than those of a program that was compared: their program is read by shapes where it is that one but for sizes.
+        model: the job's, as it was built, in this precision and mode, if one is there already; it stays as it
+        is. Else one is built, and let go, but for batches of other sizes than those of a program that was
+        compared: their program is read by shapes where it is that one but for sizes.
         """
         _check_two(batches)
         program = self.get(batches[0], training=training)
@@ -80,16 +96,29 @@ class Programs:
 
     def _read(self, batches: Sequence[Any], training: bool, model: nn.Module | None) -> Program:
         read, fresh = (batches[0], batches[1]), batches[-2:]
-        compared = next((each for (mode, _), programs in self._known.items() if mode == training for each in programs), None)
+        compared = next(
+            (each for (mode, _), programs in self._known.items() if mode == training for each in programs),
+            None,
+        )
         if compared is not None and model is None:
-            program = resized(compared, self._job, read, lambda model, batches: self._capture(batches, training, model, numbers=True))
+            program = resized(
+                compared,
+                self._job,
+                read,
+                lambda model, batches: self._capture(batches, training, model, numbers=True),
+            )
             if program is not None:
                 return program
         entry: StoredEntry | None = None
         if compared is None and self._stored is not None:
             with self._timings.of("looking at what was kept"), one_thread():
                 model = model or self._model_for(training, read[0])
-                entry = self._stored.entry(model, self._job.loss, leaves_of(read[0]), kind=f"{training} {self._dtype} {self._default}")
+                entry = self._stored.entry(
+                    model,
+                    self._job.loss,
+                    leaves_of(read[0]),
+                    kind=f"{training} {self._dtype} {self._default}",
+                )
                 program = self._take(entry, model, fresh[-1], training) if entry else None
             if program is not None:
                 return program
@@ -97,7 +126,9 @@ class Programs:
         outside = Outside(self._job.loss)  # what the first readings set up is no harm
         try:
             program = self._compared(program, read, fresh, training, model)
-        except CaptureError:  # calls were taken for alike that are not, as where code outside of the model counts them; or it is no fault of that
+        except CaptureError:
+            # calls were taken for alike that are not, as where code outside of the model counts them; or it
+            # is no fault of that
             whole = self._capture(read, training, model, numbers=True, fold=False)
             if whole.digest() == program.digest():
                 raise
@@ -108,7 +139,8 @@ class Programs:
         return program
 
     def _take(self, entry: StoredEntry, model: nn.Module, batch: Any, training: bool) -> Program | None:
-        """What an earlier run has read and compared, if its forward is still eager's: at the smaller sizes at which it was compared, if it was."""
+        """What an earlier run has read and compared, if its forward is still eager's: at the smaller sizes at
+        which it was compared, if it was."""
         assert self._stored is not None
 
         def check(program: Program, small: Smaller | None) -> None:
@@ -121,32 +153,59 @@ class Programs:
     def _model_for(self, training: bool, batch: Any) -> nn.Module:
         return build_model(self._job, self._dtype, training=training, beside=batch)
 
-    def _compared(self, program: Program, read: tuple[Any, Any], fresh: Sequence[Any], training: bool, model: nn.Module | None) -> Program:
+    def _compared(
+        self,
+        program: Program,
+        read: tuple[Any, Any],
+        fresh: Sequence[Any],
+        training: bool,
+        model: nn.Module | None,
+    ) -> Program:
         """The program, or one for these numbers alone, which is what eager is."""
         if takes_numbers(program.others):
             try:
                 self._compare(program, fresh, read[0], model, moved=True)
-            except Exception:  # with a tensor for the number the loss does something else than with the number, or nothing that can be done
+            except Exception:
+                # with a tensor for the number the loss does something else than with the number, or nothing
+                # that can be done
                 program = self._capture(read, training, model, numbers=False)
             else:
                 return program
         self._compare(program, fresh, read[0], model, moved=False)
         return program
 
-    def _capture(self, batches: tuple[Any, Any], training: bool, model: nn.Module | None, *, numbers: bool, fold: bool = True) -> Program:
+    def _capture(
+        self,
+        batches: tuple[Any, Any],
+        training: bool,
+        model: nn.Module | None,
+        *,
+        numbers: bool,
+        fold: bool = True,
+    ) -> Program:
         with self._timings.of("reading"):
             if model is None:
-                program = capture(self._job, batches, training=training, dtype=self._dtype, numbers=numbers, fold=fold)
+                program = capture(
+                    self._job, batches, training=training, dtype=self._dtype, numbers=numbers, fold=fold
+                )
             else:
-                program = capture_module(model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, fold=fold)
+                program = capture_module(
+                    model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, fold=fold
+                )
             gc.collect()  # torch.export leaves the model in cycles, and the comparison builds another one
             return program
 
-    def _compare(self, program: Program, batches: Sequence[Any], first: Any, model: nn.Module | None, *, moved: bool) -> None:
-        """With eager, on batches with what the program is for; one of them with other numbers where it takes any."""
+    def _compare(
+        self, program: Program, batches: Sequence[Any], first: Any, model: nn.Module | None, *, moved: bool
+    ) -> None:
+        """With eager, on batches with what the program is for; one of them with other numbers where it takes
+        any."""
         values = leaves_of(first).values
         if values:
-            batches = [with_other_numbers(leaves_of(each), program.others, values, moved=moved and number > 0) for number, each in enumerate(batches)]
+            batches = [
+                with_other_numbers(leaves_of(each), program.others, values, moved=moved and number > 0)
+                for number, each in enumerate(batches)
+            ]
         with self._timings.of("comparing with eager"), one_thread():
             there = model or self._model_for(program.training, batches[0])
             if not self._compare_smaller(program, batches, there):
@@ -154,25 +213,33 @@ class Programs:
                     check_against_module(program, there, self._job.loss, batches)
 
     def _compare_smaller(self, program: Program, batches: Sequence[Any], model: nn.Module) -> bool:
-        """Whether the program is eager, as comparing it at smaller sizes shows. What is against it may be the sizes' fault."""
+        """Whether the program is eager, as comparing it at smaller sizes shows. What is against it may be the
+        sizes' fault."""
 
         def read(batch: Any) -> Program:
             numbers = takes_numbers(program.others)
-            return capture_module(model, self._job.loss, (batch, batch), dtype=self._dtype, numbers=numbers, once=True)
+            return capture_module(
+                model, self._job.loss, (batch, batch), dtype=self._dtype, numbers=numbers, once=True
+            )
 
         found = smaller(program, self._job, batches[0], read)
         if found is None:
             return False
         try:
-            telling = check_against_module(found.program, model, self._job.loss, [found.batch(each) for each in batches]).telling
+            telling = check_against_module(
+                found.program, model, self._job.loss, [found.batch(each) for each in batches]
+            ).telling
         except Exception:
             return False
         if telling:
             self._shown[program.digest()] = found
         return telling
 
-    def read_any(self, choices: Sequence[Sequence[Any]], *, training: bool = True, model: nn.Module | None = None) -> Program:
-        """As `read`, with the first of these batches that the loss can compute: what made-up ones do to its own code is no fault of the job's."""
+    def read_any(
+        self, choices: Sequence[Sequence[Any]], *, training: bool = True, model: nn.Module | None = None
+    ) -> Program:
+        """As `read`, with the first of these batches that the loss can compute: what made-up ones do to its
+        own code is no fault of the job's."""
         for batches in choices[:-1]:
             try:
                 return self.read(batches, training=training, model=model)
@@ -183,11 +250,18 @@ class Programs:
         return self.read(choices[-1], training=training, model=model)
 
     def read_together(
-        self, group: Group, choices: Sequence[Sequence[Any]], *, training: bool = True, model: nn.Module | None = None
+        self,
+        group: Group,
+        choices: Sequence[Sequence[Any]],
+        *,
+        training: bool = True,
+        model: nn.Module | None = None,
     ) -> Steps[Program]:
-        """As `read_any`, once for all ranks: rank 0 reads and compares with eager, the others receive the program and compare its hash.
+        """As `read_any`, once for all ranks: rank 0 reads and compares with eager, the others receive the
+        program and compare its hash.
 
-        All ranks call it. choices, model: on rank 0; the others may pass none. Whatever goes wrong on one rank is raised on all.
+        All ranks call it. choices, model: on rank 0; the others may pass none. Whatever goes wrong on one
+        rank is raised on all.
         """
         asked = yield from _from_rank_0(group, lambda: self._asked(choices[0], training).encode())
         key, digest = json.loads(asked)
@@ -206,10 +280,14 @@ class Programs:
         packed = yield from _from_rank_0(group, make)
         with self._timings.of("handing on"):
             program, refused = _attempt(lambda: unpack(packed) if group.rank else made[0])
-            outcomes = yield from collect(group, {"hash": program.digest() if program else "", "refused": str(refused or "")})
+            outcomes = yield from collect(
+                group, {"hash": program.digest() if program else "", "refused": str(refused or "")}
+            )
         for rank, outcome in enumerate(outcomes):
             if outcome["refused"]:
-                raise CaptureError(f"Rank {rank} cannot take the program that rank 0 read: {outcome['refused']}")
+                raise CaptureError(
+                    f"Rank {rank} cannot take the program that rank 0 read: {outcome['refused']}"
+                )
             if outcome["hash"] != outcomes[0]["hash"]:
                 raise CaptureError(
                     f"The program that rank 0 read has the hash {outcomes[0]['hash']}, and what rank {rank} received has {outcome['hash']}. "
@@ -226,12 +304,18 @@ class Programs:
         return self._proofs[training].get(leaves_of(batch))
 
     def prove_together(self, group: Group, batch: Any, *, training: bool = True) -> Steps[AnySize | None]:
-        """Try to prove that there is one program for sizes like those of `batch`, of which nothing was proved. All ranks call it."""
+        """Try to prove that there is one program for sizes like those of `batch`, of which nothing was
+        proved. All ranks call it."""
 
         def read(other: Any, known: Program) -> Program | None:
             self.num_read += 1
             with default_precision(self._default):
-                return resized(known, self._job, (other, other), lambda model, batches: self._capture(batches, training, model, numbers=True))
+                return resized(
+                    known,
+                    self._job,
+                    (other, other),
+                    lambda model, batches: self._capture(batches, training, model, numbers=True),
+                )
 
         known = [each for (mode, _), programs in self._known.items() if mode == training for each in programs]
         proved = yield from self._proofs[training].prove_together(group, batch, known, read)
@@ -249,7 +333,10 @@ class Programs:
                 names: dict[str, list[str]] = {}
                 for name, dim in each.dims:
                     names.setdefault(name, []).append(str(dim))
-                sizes = ", ".join(f"{name} (dim{'s' if len(dims) > 1 else ''} {' and '.join(dims)})" for name, dims in names.items())
+                sizes = ", ".join(
+                    f"{name} (dim{'s' if len(dims) > 1 else ''} {' and '.join(dims)})"
+                    for name, dims in names.items()
+                )
                 found.append(f"one program serves batches of any size of {sizes}")
             if not proofs.found and proofs.why:
                 name, dim, seen = _varied(had)
@@ -261,14 +348,18 @@ class Programs:
 
     def _shapes_read(self, training: bool) -> list[dict[str, tuple[int, ...]]]:
         """Of the batches that the loss was read for."""
-        return [{name: shape for name, shape, _ in shapes} for mode, shapes in self._known if mode == training]
+        return [
+            {name: shape for name, shape, _ in shapes} for mode, shapes in self._known if mode == training
+        ]
 
     def _check_shapes(self, batch: Any, training: bool) -> None:
         """Refuse to read the loss for yet other shapes, naming the dim that has had most."""
         had = self._shapes_read(training)
         if len(had) < MOST_SHAPES or _key(batch, training) in self._known:
             return
-        name, dim, seen = _varied([*had, {name: tuple(leaf.shape) for name, leaf in leaves_of(batch).tensors.items()}])
+        name, dim, seen = _varied(
+            [*had, {name: tuple(leaf.shape) for name, leaf in leaves_of(batch).tensors.items()}]
+        )
         raise CaptureError(
             f"The loss was read for batches of {MOST_SHAPES} shapes, and here is another one: dim {dim} of {name} has had {len(seen)} sizes "
             f"({', '.join(map(str, seen[:8]))}, ...). Each takes a reading, because {self._proofs[training].why or 'no one program serves them all'}. "
@@ -309,14 +400,18 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, MeshloomError | None]:
         return None, error
     except Exception as error:  # the job's own code: the other ranks would wait for ever
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        refused = CaptureError(f"Reading the loss failed at {describe_line(line_of_error(error.__traceback__))}: {type(error).__name__}: {first}")
+        refused = CaptureError(
+            f"Reading the loss failed at {describe_line(line_of_error(error.__traceback__))}: {type(error).__name__}: {first}"
+        )
         refused.__cause__ = error
         return None, refused
 
 
 def _check_two(batches: Sequence[Any]) -> None:
     if len(batches) < 2:
-        raise CaptureError(f"Reading a loss takes two batches of the same shapes, and there are {len(batches)}.")
+        raise CaptureError(
+            f"Reading a loss takes two batches of the same shapes, and there are {len(batches)}."
+        )
 
 
 def _check_number(known: Sequence[Mapping[str, str | None]], batch: Any) -> None:
@@ -327,7 +422,11 @@ def _check_number(known: Sequence[Mapping[str, str | None]], batch: Any) -> None
     had = {name: {each.get(name) for each in known} - {None} for name in values}
     name = max(had, key=lambda each: len(had[each]), default="")
     if name:
-        raise refused_value(name, values[name], f"it has had {len(had[name])} values so far, for each of which the loss was read")
+        raise refused_value(
+            name,
+            values[name],
+            f"it has had {len(had[name])} values so far, for each of which the loss was read",
+        )
 
 
 def _varied(shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> tuple[str, int, list[int]]:
@@ -342,7 +441,9 @@ def _varied(shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> tuple[str, int, 
 
 
 def _key(batch: Any, training: bool) -> Key:
-    return training, tuple((name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves_of(batch).tensors.items())
+    return training, tuple(
+        (name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves_of(batch).tensors.items()
+    )
 
 
 def _key_from(value: list[Any]) -> Key:

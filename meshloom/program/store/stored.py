@@ -1,4 +1,5 @@
-"""Readings and choices of earlier runs (`cache.py`), taken where all that they depend on is equal, and looked at before they are believed."""
+"""Readings and choices of earlier runs (`cache.py`), taken where all that they depend on is equal, and looked
+at before they are believed."""
 
 from __future__ import annotations
 
@@ -42,8 +43,11 @@ class Stored:
         self._cache = cache
         self._notes = (timings or Timings()).notes
 
-    def entry(self, model: nn.Module, loss: LossFunction, leaves: Leaves, *, kind: str, values: bool = True) -> StoredEntry | None:
-        """Of reading `loss` for batches like this one; None where nobody can tell when that would be the same. kind: mode and precision.
+    def entry(
+        self, model: nn.Module, loss: LossFunction, leaves: Leaves, *, kind: str, values: bool = True
+    ) -> StoredEntry | None:
+        """Of reading `loss` for batches like this one; None where nobody can tell when that would be the
+        same. kind: mode and precision.
 
         values: whether the model has some.
         """
@@ -53,11 +57,15 @@ class Stored:
             self._notes.append(f"The reading is not kept: {error.what} has no digest.")
             return None
         except Exception as error:  # of the job's objects, when they are looked at
-            self._notes.append(f"The reading is not kept: looking at the job ended in {type(error).__name__}: {str(error)[:160]}.")
+            self._notes.append(
+                f"The reading is not kept: looking at the job ended in {type(error).__name__}: {str(error)[:160]}."
+            )
             return None
         shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in leaves.tensors.items()]
         named = [getattr(loss, "__module__", ""), getattr(loss, "__qualname__", type(loss).__qualname__)]
-        return StoredEntry(place=repr([named, type(model).__qualname__, shapes, kind]), parts={**parts, "kind": kind})
+        return StoredEntry(
+            place=repr([named, type(model).__qualname__, shapes, kind]), parts={**parts, "kind": kind}
+        )
 
     def take(
         self,
@@ -88,8 +96,11 @@ class Stored:
         if why := self._cache.put("reading", entry.place, entry.parts, _packed(program, small)):
             self._warn(f"The reading is not kept: {why}.")
 
-    def by_shapes(self, model: nn.Module, loss: LossFunction, leaves: Leaves, read: Callable[[], Program]) -> Program:
-        """What `read` gives for a model and a batch without values, in training; taken from an earlier run, or kept."""
+    def by_shapes(
+        self, model: nn.Module, loss: LossFunction, leaves: Leaves, read: Callable[[], Program]
+    ) -> Program:
+        """What `read` gives for a model and a batch without values, in training; taken from an earlier run,
+        or kept."""
         entry = self.entry(model, loss, leaves, kind="by shapes", values=False)
         program = self.take(entry, model, leaves, training=True) if entry else None
         if program is None:
@@ -109,8 +120,11 @@ class Stored:
         """For later runs. value: JSON."""
         self._cache.put(kind, "", self._parts(program, parts), json.dumps(value).encode())
 
-    def value(self, kind: str, program: Program, parts: Mapping[str, Any], of: Any, make: Callable[[], T]) -> T:
-        """What `make` finds out about a program, as an earlier run found it. of: its type, of what `typed_json.py` knows."""
+    def value(
+        self, kind: str, program: Program, parts: Mapping[str, Any], of: Any, make: Callable[[], T]
+    ) -> T:
+        """What `make` finds out about a program, as an earlier run found it. of: its type, of what
+        `typed_json.py` knows."""
         known = self.choice(kind, program, parts)
         if known is not None:
             try:
@@ -122,7 +136,11 @@ class Stored:
         return made
 
     def _parts(self, program: Program, parts: Mapping[str, Any]) -> dict[str, str]:
-        return {"versions": self._versions, "program": program.digest(), **{name: digest_of(repr(each)) for name, each in parts.items()}}
+        return {
+            "versions": self._versions,
+            "program": program.digest(),
+            **{name: digest_of(repr(each)) for name, each in parts.items()},
+        }
 
     @cached_property
     def _versions(self) -> str:
@@ -140,7 +158,10 @@ class Stored:
 
 def _packed(program: Program, small: Smaller | None) -> bytes:
     parts = [pack(program), pack(small.program) if small else b""]
-    head = {"lengths": [len(each) for each in parts], "sizes": [[*dim, size] for dim, size in small.sizes.items()] if small else []}
+    head = {
+        "lengths": [len(each) for each in parts],
+        "sizes": [[*dim, size] for dim, size in small.sizes.items()] if small else [],
+    }
     return json.dumps(head).encode() + b"\n" + b"".join(parts)
 
 
@@ -166,8 +187,14 @@ def _check_fits(program: Program, model: nn.Module, leaves: Leaves, training: bo
             found = there.get(name)
             if found is None or (tuple(found.shape), found.dtype) != (each.meta.shape, each.meta.dtype):
                 raise CaptureError(f"{name} is another one in the model.")
-    inputs = {each.name: (each.meta.shape, each.meta.dtype) for each in program.inputs if each.name not in program.others}
-    if inputs != {name: (tuple(each.shape), each.dtype) for name, each in leaves.tensors.items()} or not fits(program.others, leaves.values):
+    inputs = {
+        each.name: (each.meta.shape, each.meta.dtype)
+        for each in program.inputs
+        if each.name not in program.others
+    }
+    if inputs != {name: (tuple(each.shape), each.dtype) for name, each in leaves.tensors.items()} or not fits(
+        program.others, leaves.values
+    ):
         raise CaptureError("it is for other batches.")
     if program.training != training:
         raise CaptureError("it is for the other mode.")

@@ -1,4 +1,5 @@
-"""What a program costs, and what it keeps for its backward, as an earlier run found it, where the program and the rates are the same."""
+"""What a program costs, and what it keeps for its backward, as an earlier run found it, where the program and
+the rates are the same."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from meshloom.program.ir.program import Program
 from meshloom.program.store.stored import Stored
 
 
-def costs_before(stored: Stored | None, program: Program, price: Callable[[Program], Mapping[str, Cost]]) -> Mapping[str, Cost]:
-    """What `price` gives for a program, which is kept. Of a node stand its numbers, in the order of `Cost`, and what it keeps."""
+def costs_before(
+    stored: Stored | None, program: Program, price: Callable[[Program], Mapping[str, Cost]]
+) -> Mapping[str, Cost]:
+    """What `price` gives for a program, which is kept. Of a node stand its numbers, in the order of `Cost`,
+    and what it keeps."""
     if stored is None:
         return price(program)
     known = stored.choice("costs", program, {})
@@ -25,7 +29,10 @@ def costs_before(stored: Stored | None, program: Program, price: Callable[[Progr
         "costs",
         program,
         {},
-        [[*_numbers(found[node.name]), [[each.memory, each.num_bytes] for each in found[node.name].kept]] for node in program.nodes],
+        [
+            [*_numbers(found[node.name]), [[each.memory, each.num_bytes] for each in found[node.name].kept]]
+            for node in program.nodes
+        ],
     )
     return found
 
@@ -44,14 +51,18 @@ def _cost(value: Sequence[Any]) -> Cost:
     )  # fmt: skip
 
 
-def kept_before(stored: Stored | None, program: Program, rates: Rates, choose: Callable[[], list[str]], *, mode: str) -> list[str]:
+def kept_before(
+    stored: Stored | None, program: Program, rates: Rates, choose: Callable[[], list[str]], *, mode: str
+) -> list[str]:
     """The values that `choose` keeps for the backward, which are kept on disk. mode: of recomputation."""
     if stored is None:
         return choose()
     parts = {"mode": mode, "rates": rates}
     known = stored.choice("kept", program, parts)
     names = {value for node in program.nodes for value in (node.name,)}
-    if isinstance(known, list) and all(isinstance(each, str) and each.removesuffix(":") in names for each in known):
+    if isinstance(known, list) and all(
+        isinstance(each, str) and each.removesuffix(":") in names for each in known
+    ):
         return known
     found = choose()
     stored.keep_choice("kept", program, parts, found)

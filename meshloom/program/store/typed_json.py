@@ -1,4 +1,5 @@
-"""Frozen dataclasses of numbers, text, tuples and mappings as JSON, and back by their annotations: floats to the last bit, and nothing but what was asked for."""
+"""Frozen dataclasses of numbers, text, tuples and mappings as JSON, and back by their annotations: floats to
+the last bit, and nothing but what was asked for."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def plain(value: Any) -> Any:
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """The value of type `kind` that `plain` has made this of. Raises `ValueError` if it has made it of something else.
+    """The value of type `kind` that `plain` has made this of. Raises `ValueError` if it has made it of
+    something else.
 
     >>> typed(tuple[int, ...], plain((1, 2)))
     (1, 2)

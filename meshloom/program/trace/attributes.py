@@ -1,4 +1,5 @@
-"""The plain Python attributes of a model's modules: numbers, text and lists of them, which a program cannot change."""
+"""The plain Python attributes of a model's modules: numbers, text and lists of them, which a program cannot
+change."""
 
 from __future__ import annotations
 
@@ -29,14 +30,22 @@ def plain_attributes(model: nn.Module) -> dict[tuple[str, str], str]:
 
 def plain_values(model: nn.Module) -> dict[tuple[str, str], Any]:
     """The same values themselves; lists and the like are copies."""
-    return {(name, attribute): copy.copy(vars(model.get_submodule(name))[attribute]) for name, attribute in plain_attributes(model)}
+    return {
+        (name, attribute): copy.copy(vars(model.get_submodule(name))[attribute])
+        for name, attribute in plain_attributes(model)
+    }
 
 
 @contextmanager
 def whole_attributes(model: nn.Module) -> Iterator[None]:
-    """Tensors that the forward leaves in plain attributes, or in lists and dictionaries that lie there, are gone afterwards: they hold no values."""
+    """Tensors that the forward leaves in plain attributes, or in lists and dictionaries that lie there, are
+    gone afterwards: they hold no values."""
     kept = [(module, dict(vars(module))) for module in model.modules()]
-    containers = list(_containers([value for _, attributes in kept for name, value in attributes.items() if name not in TORCHS_OWN]))
+    containers = list(
+        _containers(
+            [value for _, attributes in kept for name, value in attributes.items() if name not in TORCHS_OWN]
+        )
+    )
     held = [({id(leaf) for leaf in _tensors_in(container)}, copy.copy(container)) for container in containers]
     try:
         yield
@@ -49,14 +58,23 @@ def whole_attributes(model: nn.Module) -> Iterator[None]:
                     else:
                         del vars(module)[name]
         for container, (tensors, content) in zip(containers, held, strict=True):
-            if any(id(leaf) not in tensors for leaf in _tensors_in(container)):  # a log that the forward wrote into
+            # a log that the forward wrote into
+            if any(id(leaf) not in tensors for leaf in _tensors_in(container)):
                 container.clear()
-                container.extend(content) if isinstance(container, list | deque) else container.update(content)
+                container.extend(content) if isinstance(container, list | deque) else container.update(
+                    content
+                )
 
 
-def changed_attributes(before: dict[tuple[str, str], str], after: dict[tuple[str, str], str]) -> list[Changed]:
+def changed_attributes(
+    before: dict[tuple[str, str], str], after: dict[tuple[str, str], str]
+) -> list[Changed]:
     """What differs; an attribute that was not there before is not a change, as nothing can have read it."""
-    return [(*place, text, after.get(place, "nothing")) for place, text in before.items() if after.get(place, "nothing") != text]
+    return [
+        (*place, text, after.get(place, "nothing"))
+        for place, text in before.items()
+        if after.get(place, "nothing") != text
+    ]
 
 
 def plain_text(value: Any, depth: int = 0) -> str | None:
@@ -69,10 +87,18 @@ def plain_text(value: Any, depth: int = 0) -> str | None:
         return None
     if isinstance(value, dict):
         parts = [(repr(key), plain_text(each, depth + 1)) for key, each in value.items()]
-        return None if any(text is None for _, text in parts) else "{" + ", ".join(f"{key}: {text}" for key, text in parts) + "}"
+        return (
+            None
+            if any(text is None for _, text in parts)
+            else "{" + ", ".join(f"{key}: {text}" for key, text in parts) + "}"
+        )
     if isinstance(value, list | tuple | set | frozenset):
         texts = [plain_text(each, depth + 1) for each in value]
-        return None if any(text is None for text in texts) else f"{type(value).__name__}[{', '.join(map(str, texts))}]"
+        return (
+            None
+            if any(text is None for text in texts)
+            else f"{type(value).__name__}[{', '.join(map(str, texts))}]"
+        )
     return None
 
 

@@ -1,4 +1,5 @@
-"""Operators that stand in a graph for calls of modules, while a loss is being read (`folding.py`); no program is left with them (`unfold.py`).
+"""Operators that stand in a graph for calls of modules, while a loss is being read (`folding.py`); no program
+is left with them (`unfold.py`).
 
 enter(given, state, 3, path)       here begins what call 3 computes, of the tensors it was given and of its module's parameters and buffers
 ...
@@ -38,7 +39,8 @@ STAND_INS = frozenset({ENTER, LEAVE, ALIKE, ALIKE_SEVERAL})
 
 
 def path_of_call(node: Node) -> str:
-    """Of `enter` or `alike`: the module that is called. Its own place where only its forward was called, around which torch notes nothing."""
+    """Of `enter` or `alike`: the module that is called. Its own place where only its forward was called,
+    around which torch notes nothing."""
     path: str = node.args[3]
     return node.path if node.path.rpartition(".")[2] == path.rpartition(".")[2] else path
 
@@ -46,18 +48,36 @@ def path_of_call(node: Node) -> str:
 def like(made: Sequence[Tensor]) -> tuple[list[int], list[int], list[int], list[torch.dtype]]:
     """The arguments of `alike` that say what it gives: tensors as these."""
     sizes = [size for each in made for size in each.shape]
-    return [each.ndim for each in made], sizes, [stride for each in made for stride in each.stride()], [each.dtype for each in made]
+    return (
+        [each.ndim for each in made],
+        sizes,
+        [stride for each in made for stride in each.stride()],
+        [each.dtype for each in made],
+    )
 
 
 def _nothing(*args: Any) -> None:
     return None
 
 
-def _made(given: Sequence[Tensor], state: Sequence[Tensor], call: int, path: str, ranks: Any, sizes: Any, strides: Any, dtypes: Any) -> list[Tensor]:
+def _made(
+    given: Sequence[Tensor],
+    state: Sequence[Tensor],
+    call: int,
+    path: str,
+    ranks: Any,
+    sizes: Any,
+    strides: Any,
+    dtypes: Any,
+) -> list[Tensor]:
     made: list[Tensor] = []
     at = 0
     for rank, dtype in zip(ranks, dtypes, strict=True):
-        made.append(torch.empty_strided(sizes[at : at + rank], strides[at : at + rank], dtype=dtype, device=(*given, *state)[0].device))
+        made.append(
+            torch.empty_strided(
+                sizes[at : at + rank], strides[at : at + rank], dtype=dtype, device=(*given, *state)[0].device
+            )
+        )
         at += rank
     return made
 
@@ -67,7 +87,12 @@ def _made_one(*args: Any) -> Tensor:
     return made
 
 
-for _name, _body in (("enter", _nothing), ("leave", _nothing), ("alike", _made_one), ("alike_several", _made)):
+for _name, _body in (
+    ("enter", _nothing),
+    ("leave", _nothing),
+    ("alike", _made_one),
+    ("alike_several", _made),
+):
     torch.library.register_fake(f"meshloom::{_name}", _body, lib=_library)
 for _operator in (ENTER, LEAVE):
     has_side_effect(_operator)

@@ -1,4 +1,5 @@
-"""From an exported graph to a program: in-place operators away, draws numbered, tied parameters one, defaults written out."""
+"""From an exported graph to a program: in-place operators away, draws numbered, tied parameters one, defaults
+written out."""
 
 from __future__ import annotations
 
@@ -16,19 +17,31 @@ from meshloom.program.trace.mutation import without_mutation
 from meshloom.program.trace.unfold import unfolded
 
 
-def build(exported: Exported, model: nn.Module, leaves: Mapping[str, Tensor], device: torch.device, precision: torch.dtype | None) -> Program:
+def build(
+    exported: Exported,
+    model: nn.Module,
+    leaves: Mapping[str, Tensor],
+    device: torch.device,
+    precision: torch.dtype | None,
+) -> Program:
     """The program of an exported loss. leaves: the batch's tensors, as they were exported."""
     parameters = _variables(model.named_parameters(remove_duplicate=False))
     buffers = _variables(model.named_buffers(remove_duplicate=False))
     tensors: dict[str, Tensor] = dict(exported.constants)
     first: dict[str, str] = {}  # placeholder -> first name of its tensor, however it is tied
     values: dict[str, str] = {}  # placeholder -> name of its value
-    for prefix, names, variables in (("p", exported.parameters, parameters), ("b", exported.buffers, buffers)):
+    for prefix, names, variables in (
+        ("p", exported.parameters, parameters),
+        ("b", exported.buffers, buffers),
+    ):
         for value, name in names.items():
             first[value], tensors[value] = variables[name]
             values[value] = f"{prefix}_{_identifier(first[value])}"
     likes = {name: shape_of(tensor) for name, tensor in tensors.items()}
-    likes |= {value: shape_of(leaf.detach().clone()) for value, leaf in zip(exported.inputs, leaves.values(), strict=True)}
+    likes |= {
+        value: shape_of(leaf.detach().clone())
+        for value, leaf in zip(exported.inputs, leaves.values(), strict=True)
+    }
     pure = without_mutation(exported, likes)
     inferred = pure.inferred or infer(pure.graph, likes)
     nodes: list[Any] = list(pure.graph.nodes)
@@ -39,7 +52,10 @@ def build(exported: Exported, model: nn.Module, leaves: Mapping[str, Tensor], de
         parameters=_described(parameters, "p"),
         buffers=_described(buffers, "b"),
         constants={name: constant for name, constant in exported.constants.items() if name in used},
-        inputs=tuple(Input(value=value, name=name, meta=_meta(likes[value])) for value, name in zip(exported.inputs, leaves, strict=True)),
+        inputs=tuple(
+            Input(value=value, name=name, meta=_meta(likes[value]))
+            for value, name in zip(exported.inputs, leaves, strict=True)
+        ),
         nodes=tuple(_nodes(pure.graph, inferred, named)),
         outputs=tuple(_value(each, named) for each in output.args[0]),
         out_spec=exported.out_spec,
@@ -63,7 +79,12 @@ def _described(variables: Mapping[str, tuple[str, Tensor]], prefix: str) -> dict
     for name, (first, _) in variables.items():
         aliases.setdefault(first, []).extend([name] if name != first else [])
     return {
-        name: Variable(value=f"{prefix}_{_identifier(name)}", name=name, meta=_meta(shape_of(variables[name][1])), aliases=tuple(others))
+        name: Variable(
+            value=f"{prefix}_{_identifier(name)}",
+            name=name,
+            meta=_meta(shape_of(variables[name][1])),
+            aliases=tuple(others),
+        )
         for name, others in aliases.items()
     }
 
@@ -74,7 +95,10 @@ def _identifier(name: str) -> str:
     >>> _identifier("blocks.0.w_1")
     'blocks_0_w__1'
     """
-    return "".join({".": "_", "_": "__"}.get(letter, letter if letter.isalnum() else f"_{ord(letter)}_") for letter in name)
+    return "".join(
+        {".": "_", "_": "__"}.get(letter, letter if letter.isalnum() else f"_{ord(letter)}_")
+        for letter in name
+    )
 
 
 def _nodes(graph: fx.Graph, inferred: Inferred, named: Mapping[fx.Node, str]) -> list[Node]:
@@ -104,12 +128,20 @@ def _nodes(graph: fx.Graph, inferred: Inferred, named: Mapping[fx.Node, str]) ->
 
 
 def _explicit(node: fx.Node, shapes: tuple[Shape, ...]) -> dict[str, Any]:
-    """Keyword arguments with the dtype that a constructor takes from torch's default, so that the program does not depend on it."""
+    """Keyword arguments with the dtype that a constructor takes from torch's default, so that the program
+    does not depend on it."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None or node.all_input_nodes or len(shapes) != 1 or "dtype" not in {argument.name for argument in schema.arguments}:
+    if (
+        schema is None
+        or node.all_input_nodes
+        or len(shapes) != 1
+        or "dtype" not in {argument.name for argument in schema.arguments}
+    ):
         return dict(node.kwargs)
     given = dict(node.kwargs)
-    if given.get("dtype") is None and len(node.args) <= [argument.name for argument in schema.arguments].index("dtype"):
+    if given.get("dtype") is None and len(node.args) <= [
+        argument.name for argument in schema.arguments
+    ].index("dtype"):
         given["dtype"] = shapes[0].dtype
     return given
 

@@ -1,7 +1,9 @@
-"""What `torch.export` saw of one loss: a flat graph in which every node knows its context and the user's line.
+"""What `torch.export` saw of one loss: a flat graph in which every node knows its context and the user's
+line.
 
-`torch.export` makes higher-order nodes of autocast and grad-mode regions, splits nested ones wrongly and loses grad modes that are set
-inside of autocast. So those regions are kept from it: entering and leaving them is noted here, and every node carries the
+`torch.export` makes higher-order nodes of autocast and grad-mode regions, splits nested ones wrongly and
+loses grad modes that are set inside of autocast. So those regions are kept from it: entering and leaving them
+is noted here, and every node carries the
 context it was made in. The same hook notes the line.
 """
 
@@ -26,7 +28,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, SourcePlace, place_here, place_of_error
-from meshloom.program.trace.attributes import Changed, changed_attributes, plain_attributes, plain_values, whole_attributes
+from meshloom.program.trace.attributes import (
+    Changed,
+    changed_attributes,
+    plain_attributes,
+    plain_values,
+    whole_attributes,
+)
 from meshloom.program.trace.block_calls import NotAlikeError
 from meshloom.program.trace.folding import Folding
 from meshloom.program.trace.inner_gradients import InnerGradients, transforms_ended
@@ -46,7 +54,8 @@ class Exported:
     inputs: placeholders of the batch's leaves, in order.
     out_spec: how the outputs are arranged.
     changed: plain attributes that the forward changed: (module, attribute, before, after).
-    left: what was in them before and after: (module, attribute, before, after). Export puts some of it back, and some not.
+    left: what was in them before and after: (module, attribute, before, after). Export puts some of it back,
+        and some not.
     """
 
     graph: fx.Graph
@@ -59,8 +68,11 @@ class Exported:
     left: list[tuple[str, str, Any, Any]]
 
 
-def export(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor], *, fold: bool = False) -> Exported:
-    """Export `loss(model, leaves)`, where `loss` is a function of (model, leaves). fold: read calls that are alike once (`folding.py`).
+def export(
+    model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor], *, fold: bool = False
+) -> Exported:
+    """Export `loss(model, leaves)`, where `loss` is a function of (model, leaves). fold: read calls that are
+    alike once (`folding.py`).
 
     Raises `CaptureError`; `NotAlikeError` if something was folded, so that it may be the reading's own fault.
     """
@@ -73,7 +85,9 @@ def export(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[
         raise
 
 
-def _exported(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor], folding: Folding | None) -> Exported:
+def _exported(
+    model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor], folding: Folding | None
+) -> Exported:
     seen = _Seen(folding=folding)
     wrapper = _Loss(model, loss, seen)
     copies = tuple(leaf.detach().clone() for leaf in leaves)  # two that were one tensor become two
@@ -116,7 +130,8 @@ def describe_place(node: fx.Node) -> str:
 
 @dataclass
 class _Seen:
-    """What the forward found out besides the graph; export puts attributes of modules back, so it lies outside of them."""
+    """What the forward found out besides the graph; export puts attributes of modules back, so it lies
+    outside of them."""
 
     out_spec: TreeSpec | None = None
     changed: list[Changed] = field(default_factory=list)
@@ -126,7 +141,8 @@ class _Seen:
 
 
 class _Loss(nn.Module):
-    """The loss as a module of the batch's leaves. The model is a submodule, so parameters keep their names behind `model.`."""
+    """The loss as a module of the batch's leaves. The model is a submodule, so parameters keep their names
+    behind `model.`."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any], seen: _Seen) -> None:
         super().__init__()
@@ -137,18 +153,26 @@ class _Loss(nn.Module):
 
     def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
         before, values = plain_attributes(self.model), plain_values(self.model)
-        with _noting(self.model, self._seen.folding), whole_attributes(self.model), _written_buffers(self.model), self._seen.gradients.noted():
+        with (
+            _noting(self.model, self._seen.folding),
+            whole_attributes(self.model),
+            _written_buffers(self.model),
+            self._seen.gradients.noted(),
+        ):
             value = self._loss(self.model, leaves)
         self._seen.changed = changed_attributes(before, plain_attributes(self.model))
         now = plain_values(self.model)
-        self._seen.left = [(path, name, values[path, name], now.get((path, name))) for path, name, _, _ in self._seen.changed]
+        self._seen.left = [
+            (path, name, values[path, name], now.get((path, name))) for path, name, _, _ in self._seen.changed
+        ]
         flat, self._seen.out_spec = tree_flatten(value)
         return tuple(flat)
 
 
 @contextmanager
 def _noting(model: nn.Module, folding: Folding | None) -> Iterator[None]:
-    """Give every node that is made its context and line, keep regions out of the graph, and fold calls that are alike."""
+    """Give every node that is made its context and line, keep regions out of the graph, and fold calls that
+    are alike."""
     modes = _torch.overrides._get_current_function_mode_stack()
     mode: Any = next((each for each in modes if isinstance(each, PreDispatchTorchFunctionMode)), None)
     if mode is None:  # a run without tracing, which export makes of some modules
@@ -158,7 +182,9 @@ def _noting(model: nn.Module, folding: Folding | None) -> Iterator[None]:
     count = 0
     made: dict[tuple[tuple[Autocast, ...], bool], Context] = {}
 
-    def function(self: Any, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def function(
+        self: Any, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         nonlocal count
         if func is _torch.amp.autocast_mode._enter_autocast:
             device, dtype, enabled, cache = args
@@ -187,7 +213,9 @@ def _noting(model: nn.Module, folding: Folding | None) -> Iterator[None]:
     torch.set_autocast_cache_enabled(True)  # tracing turned it off, and regions read it
 
     def around() -> Any:
-        return tuple((each.device, each.dtype, each.enabled, each.cache) for each in regions), torch.is_grad_enabled()
+        return tuple(
+            (each.device, each.dtype, each.enabled, each.cache) for each in regions
+        ), torch.is_grad_enabled()
 
     try:
         with folding.noted(model, around) if folding is not None else nullcontext():
@@ -199,8 +227,14 @@ def _noting(model: nn.Module, folding: Folding | None) -> Iterator[None]:
 
 @contextmanager
 def _written_buffers(model: nn.Module) -> Iterator[None]:
-    """A buffer that the forward puts another tensor in place of is written instead, at the end: what it was is what a program is given."""
-    kept = [(module, name, buffer) for module in model.modules() for name, buffer in vars(module)["_buffers"].items() if buffer is not None]
+    """A buffer that the forward puts another tensor in place of is written instead, at the end: what it was
+    is what a program is given."""
+    kept = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in vars(module)["_buffers"].items()
+        if buffer is not None
+    ]
     yield
     for module, name, buffer in kept:
         now = vars(module)["_buffers"].get(name)
@@ -209,7 +243,9 @@ def _written_buffers(model: nn.Module) -> Iterator[None]:
         where = f"the buffer {name} of {type(module).__name__}"
         if now is None or now.shape != buffer.shape:
             shape = "nothing" if now is None else f"one of shape {list(now.shape)}"
-            raise CaptureError(f"The forward replaces {where}, of shape {list(buffer.shape)}, by {shape}, and a program keeps its shape. {WAY_OUT}")
+            raise CaptureError(
+                f"The forward replaces {where}, of shape {list(buffer.shape)}, by {shape}, and a program keeps its shape. {WAY_OUT}"
+            )
         with torch.no_grad():
             buffer.copy_(now)
         vars(module)["_buffers"][name] = buffer
@@ -218,7 +254,10 @@ def _written_buffers(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Export prints and logs graphs that it could not finish; the error says what is needed of that."""
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental", "torch._dynamo", "torch._subclasses")]
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch.export", "torch.fx.experimental", "torch._dynamo", "torch._subclasses")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
@@ -249,11 +288,15 @@ def _read(exported: ExportedProgram, seen: _Seen) -> Exported:
         elif spec.kind is InputKind.USER_INPUT:
             inputs.append(name)
         else:
-            raise CaptureError(f"The loss uses {spec.target}, which is neither a tensor nor a number, so it cannot be read. {WAY_OUT}")
+            raise CaptureError(
+                f"The loss uses {spec.target}, which is neither a tensor nor a number, so it cannot be read. {WAY_OUT}"
+            )
     graph = exported.graph_module.graph
     for node in graph.nodes:
         if node.op == "get_attr" or isinstance(node.target, _torch._ops.HigherOrderOperator):
-            raise CaptureError(f"{node.target} at {describe_place(node)} is control flow or a kernel that a program cannot hold. {WAY_OUT}")
+            raise CaptureError(
+                f"{node.target} at {describe_place(node)} is control flow or a kernel that a program cannot hold. {WAY_OUT}"
+            )
     return Exported(
         graph=graph,
         parameters=parameters,
@@ -271,7 +314,10 @@ def _explain(error: Exception) -> str:
     kind = type(error).__name__
     text = str(error).strip()
     first = text.splitlines()[0].rstrip(".") if text else kind
-    if kind in ("GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException", "UserErrorType") or "data-dependent" in text:
+    if (
+        kind in ("GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException", "UserErrorType")
+        or "data-dependent" in text
+    ):
         return (
             f"What runs depends on the values in the batch at {place}, so no one program computes it: {first[:160]}. "
             f"Write the choice with torch.where. {WAY_OUT}"

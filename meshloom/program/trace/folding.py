@@ -1,11 +1,14 @@
-"""While a loss is read: a module's call that is like one before it is noted as such and not read again, so that alike blocks cost one reading.
+"""While a loss is read: a module's call that is like one before it is noted as such and not read again, so
+that alike blocks cost one reading.
 
-Two calls are alike if their modules have the same structure, classes, shapes and modes, are given tensors that are alike and equal numbers, under
-the same autocast and grad mode, and if no plain attribute in which the modules differ (a layer's index, say) is looked at by the forward that is
-read. A call is read for itself, as without all this, if it has effects that another could not repeat: it writes what it is given or attributes of
-its modules, gives views of what it was given, or has hooks inside.
+Two calls are alike if their modules have the same structure, classes, shapes and modes, are given tensors
+that are alike and equal numbers, under the same autocast and grad mode, and if no plain attribute in which
+the modules differ (a layer's index, say) is looked at by the forward that is read. A call is read for itself,
+as without all this, if it has effects that another could not repeat: it writes what it is given or attributes
+of its modules, gives views of what it was given, or has hooks inside.
 
-What is noted are stand-ins (`block_calls.py`); `unfold.py` puts the operators of the call that was read in their place.
+What is noted are stand-ins (`block_calls.py`); `unfold.py` puts the operators of the call that was read in
+their place.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ _CONTENTS = ("_parameters", "_buffers", "_modules")
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """What is known of a module before it is called. parts: path below it -> module. structure: equal for modules that may be alike."""
+    """What is known of a module before it is called. parts: path below it -> module. structure: equal for
+    modules that may be alike."""
 
     parts: Mapping[str, nn.Module]
     state: tuple[tuple[nn.Module, str, str], ...]  # module, `_parameters` or `_buffers`, name
@@ -39,7 +43,8 @@ class _Block:
 
 @dataclass(kw_only=True)
 class _Read:
-    """A call that was read. looked_at: attributes, by the module's dictionary. returned: leaves of what it returned: tensors by place, or plain values."""
+    """A call that was read. looked_at: attributes, by the module's dictionary. returned: leaves of what it
+    returned: tensors by place, or plain values."""
 
     number: int
     block: _Block
@@ -57,7 +62,8 @@ class Folding:
         self.count = 0
         self._around: Callable[[], Any] = lambda: None
         self._paths: dict[int, str] = {}
-        self._owners: dict[int, nn.Module] = {}  # of a module's dictionary, which export's stand-ins for it share
+        # of a module's dictionary, which export's stand-ins for it share
+        self._owners: dict[int, nn.Module] = {}
         self._blocks: dict[int, _Block | None] = {}
         self._structures: dict[Any, int] = {}
         self._read: dict[Any, list[_Read]] = {}
@@ -100,20 +106,28 @@ class Folding:
     def _wrapped(self, forward: Any) -> Any:
         def folded(module: Any, *args: Any, **kwargs: Any) -> Any:
             owner = self._owners.get(id(vars(module)))
-            if owner is None or (self._open and self._open[-1][0] is owner):  # a forward that calls that of its base class
+            # a forward that calls that of its base class
+            if owner is None or (self._open and self._open[-1][0] is owner):
                 return forward(module, *args, **kwargs)
             return self._call(owner, lambda: forward(module, *args, **kwargs), args, kwargs)
 
         return folded
 
-    def _call(self, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         block = self._block(module)
         again = id(module) in self._called
         self._called.add(id(module))
         if block is None:
             return self._plainly(module, run)
         leaves, spec = tree_flatten((args, kwargs))
-        key = block.structure, spec, tuple(self._leaf(leaves, place) for place in range(len(leaves))), self._around()
+        key = (
+            block.structure,
+            spec,
+            tuple(self._leaf(leaves, place) for place in range(len(leaves))),
+            self._around(),
+        )
         try:
             known = self._read.setdefault(key, [])
         except TypeError:  # something in it has no hash
@@ -130,7 +144,14 @@ class Folding:
         finally:
             self._open.pop()
 
-    def _reading(self, module: nn.Module, block: _Block, run: Callable[[], Any], leaves: Sequence[Any], known: list[_Read]) -> Any:
+    def _reading(
+        self,
+        module: nn.Module,
+        block: _Block,
+        run: Callable[[], Any],
+        leaves: Sequence[Any],
+        known: list[_Read],
+    ) -> Any:
         """Read a call, and keep it for others if they can be like it."""
         number = self._numbers = self._numbers + 1
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -158,14 +179,23 @@ class Folding:
     def _as(self, other: _Read, block: _Block, leaves: Sequence[Any]) -> Any:
         """What a call gives that is like one that was read."""
         self.count += 1
-        here = {id(vars(one)): id(vars(part)) for one, part in zip(other.block.parts.values(), block.parts.values(), strict=True)}
-        for _, looked_at in self._open:  # calls around this one depend on what its forward would have looked at
+        here = {
+            id(vars(one)): id(vars(part))
+            for one, part in zip(other.block.parts.values(), block.parts.values(), strict=True)
+        }
+        # calls around this one depend on what its forward would have looked at
+        for _, looked_at in self._open:
             looked_at.update((here[owner], name) for owner, name in other.looked_at if owner in here)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         stand_in = ALIKE if len(other.made) == 1 else ALIKE_SEVERAL
-        made = stand_in(given, _state(block), other.number, self._paths[id(vars(block.parts[""]))], *like(other.made))
+        made = stand_in(
+            given, _state(block), other.number, self._paths[id(vars(block.parts[""]))], *like(other.made)
+        )
         tensors = {"made": [made] if stand_in is ALIKE else made, "given": given}
-        return tree_unflatten([tensors[each[0]][each[1]] if isinstance(each, _Place) else each for each in other.returned], other.spec)
+        return tree_unflatten(
+            [tensors[each[0]][each[1]] if isinstance(each, _Place) else each for each in other.returned],
+            other.spec,
+        )
 
     def _block(self, module: nn.Module) -> _Block | None:
         if id(module) not in self._blocks:
@@ -177,7 +207,15 @@ class Folding:
         leaf = leaves[place]
         if isinstance(leaf, Tensor):
             same = next(number for number, each in enumerate(leaves) if each is leaf)
-            return Tensor, same, tuple(leaf.shape), leaf.dtype, _strides(leaf), leaf.requires_grad, leaf.device
+            return (
+                Tensor,
+                same,
+                tuple(leaf.shape),
+                leaf.dtype,
+                _strides(leaf),
+                leaf.requires_grad,
+                leaf.device,
+            )
         text = plain_text(leaf)
         if text is None:
             self._kept.append(leaf)
@@ -189,7 +227,8 @@ class _Place(tuple[str, int]):
 
 
 def _home_of_forward(kind: type) -> Any:
-    """The class that a module's class has its forward from; None: from torch's base class of all, which has none."""
+    """The class that a module's class has its forward from; None: from torch's base class of all, which has
+    none."""
     home = next((each for each in kind.__mro__ if "forward" in vars(each)), None)
     return home if home is not nn.Module else None
 
@@ -209,11 +248,25 @@ def _block_of(module: nn.Module, structures: dict[Any, int]) -> _Block | None:
     tensors = [vars(each)[kind][name] for each, kind, name in state]
     first: dict[int, int] = {}
     facts = [
-        (first.setdefault(id(one), place), kind, name, type(one), tuple(one.shape), one.dtype, _strides(one), one.requires_grad)
+        (
+            first.setdefault(id(one), place),
+            kind,
+            name,
+            type(one),
+            tuple(one.shape),
+            one.dtype,
+            _strides(one),
+            one.requires_grad,
+        )
         for place, (one, (_, kind, name)) in enumerate(zip(tensors, state, strict=True))
     ]
-    own = [(path, type(each), each.training, tuple(vars(each)["_buffers"]), tuple(vars(each)["_parameters"])) for path, each in parts.items()]
-    return _Block(parts=parts, state=state, structure=structures.setdefault((tuple(own), tuple(facts)), len(structures)))
+    own = [
+        (path, type(each), each.training, tuple(vars(each)["_buffers"]), tuple(vars(each)["_parameters"]))
+        for path, each in parts.items()
+    ]
+    return _Block(
+        parts=parts, state=state, structure=structures.setdefault((tuple(own), tuple(facts)), len(structures))
+    )
 
 
 def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -233,7 +286,8 @@ def _state(block: _Block) -> list[Tensor]:
 
 
 def _attributes(block: _Block) -> list[dict[str, tuple[Any, str | None]]]:
-    """What its modules hold, and the text of what is plain. Their parameters, buffers and parts by their names."""
+    """What its modules hold, and the text of what is plain. Their parameters, buffers and parts by their
+    names."""
     return [
         {name: (value, plain_text(value)) for name, value in vars(part).items() if name not in TORCHS_OWN}
         | {f"{kind} {name}": (value, None) for kind in _CONTENTS for name, value in vars(part)[kind].items()}
@@ -241,9 +295,13 @@ def _attributes(block: _Block) -> list[dict[str, tuple[Any, str | None]]]:
     ]
 
 
-def _are_same(before: Sequence[Mapping[str, tuple[Any, str | None]]], now: Sequence[Mapping[str, tuple[Any, str | None]]]) -> bool:
+def _are_same(
+    before: Sequence[Mapping[str, tuple[Any, str | None]]],
+    now: Sequence[Mapping[str, tuple[Any, str | None]]],
+) -> bool:
     return all(
-        one.keys() == two.keys() and all(value is two[name][0] and text == two[name][1] for name, (value, text) in one.items())
+        one.keys() == two.keys()
+        and all(value is two[name][0] and text == two[name][1] for name, (value, text) in one.items())
         for one, two in zip(before, now, strict=True)
     )
 
@@ -269,8 +327,11 @@ def _same(one: Any, other: Any) -> bool:
     return text is not None and type(one) is type(other) and text == plain_text(other)
 
 
-def _returned(result: Any, given: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[list[Any], Any, list[Tensor]] | None:
-    """The leaves of what a call returned, how they are arranged, and the tensors that it made. None: another call could not give their like."""
+def _returned(
+    result: Any, given: Sequence[Tensor], state: Sequence[Tensor]
+) -> tuple[list[Any], Any, list[Tensor]] | None:
+    """The leaves of what a call returned, how they are arranged, and the tensors that it made. None: another
+    call could not give their like."""
     leaves, spec = tree_flatten(result)
     made: list[Tensor] = []
     returned: list[Any] = []
@@ -290,11 +351,15 @@ def _returned(result: Any, given: Sequence[Tensor], state: Sequence[Tensor]) -> 
             made.append(leaf)
         returned.append(_Place(("made", at)))
     graded = torch.is_grad_enabled() and any(each.requires_grad for each in (*given, *state))
-    if not made or any(each.layout != torch.strided or each.requires_grad != (graded and each.is_floating_point()) for each in made):
+    if not made or any(
+        each.layout != torch.strided or each.requires_grad != (graded and each.is_floating_point())
+        for each in made
+    ):
         return None
     memories = [memory_of(each) for each in (*made, *given, *state)]
     return (
         (returned, spec, made)
-        if len(set(memories[: len(made)])) == len(made) and not set(memories[: len(made)]) & set(memories[len(made) :])
+        if len(set(memories[: len(made)])) == len(made)
+        and not set(memories[: len(made)]) & set(memories[len(made) :])
         else None
     )

@@ -1,4 +1,5 @@
-"""What a program would freeze, found by reading the loss twice: Python's and NumPy's draws, and whatever else differs."""
+"""What a program would freeze, found by reading the loss twice: Python's and NumPy's draws, and whatever else
+differs."""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ from meshloom.program.ir.sparse_constants import dense_parts
 
 
 def check_draws() -> Callable[[Callable[[], Any]], None]:
-    """Note Python's and NumPy's generators; the function that is returned refuses if they moved, and calls `again` to find out where."""
-    kinds: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy.random": lambda: repr(numpy.random.get_state(legacy=False))}
+    """Note Python's and NumPy's generators; the function that is returned refuses if they moved, and calls
+    `again` to find out where."""
+    kinds: dict[str, Callable[[], Any]] = {
+        "random": random.getstate,
+        "numpy.random": lambda: repr(numpy.random.get_state(legacy=False)),
+    }
     before = {kind: state() for kind, state in kinds.items()}
 
     def check(again: Callable[[], Any]) -> None:
@@ -45,13 +50,17 @@ def check_equal(first: Program, second: Program) -> None:
     for name, constant in first.constants.items():
         other = second.constants.get(name)
         if other is None or not equal_bits(constant, other):
-            line = next((node.line for node in first.nodes if any(ref.name == name for ref in node.operands())), None)
+            line = next(
+                (node.line for node in first.nodes if any(ref.name == name for ref in node.operands())), None
+            )
             raise CaptureError(
                 f"A tensor made outside of torch's operators is used at {describe_line(line)}, and was another one when the loss was read again. "
                 f"Make it with torch from the batch, or make it a buffer. {WAY_OUT}"
             )
     if first.describe() != second.describe():
-        raise CaptureError(f"Reading the loss twice gave two programs, of {len(first.nodes)} and {len(second.nodes)} operators. {WAY_OUT}")
+        raise CaptureError(
+            f"Reading the loss twice gave two programs, of {len(first.nodes)} and {len(second.nodes)} operators. {WAY_OUT}"
+        )
 
 
 def line_that_changes(run: Callable[[], Any], observe: Callable[[], Any]) -> str:
@@ -97,7 +106,9 @@ def _fact(node: Node) -> str:
 def _shown(node: Node, other: Node) -> str:
     if node.operator != other.operator:
         return node.operator
-    for mine, others in zip((*node.args, *node.kwargs.values()), (*other.args, *other.kwargs.values()), strict=False):
+    for mine, others in zip(
+        (*node.args, *node.kwargs.values()), (*other.args, *other.kwargs.values()), strict=False
+    ):
         if mine != others:
             return f"{node.operator} of {mine}"
     return f"{node.operator} in {node.context}"
@@ -106,7 +117,9 @@ def _shown(node: Node, other: Node) -> str:
 def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether all elements are equal, also those that are not numbers."""
     ours, theirs = dense_parts(one), dense_parts(other)
-    return len(ours) == len(theirs) and all(torch.equal(_bits(mine), _bits(other)) for mine, other in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(
+        torch.equal(_bits(mine), _bits(other)) for mine, other in zip(ours, theirs, strict=True)
+    )
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

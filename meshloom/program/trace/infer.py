@@ -1,4 +1,5 @@
-"""What every node of a graph gives, found by running it on fake tensors: shapes, dtypes, strides, who shares memory with whom."""
+"""What every node of a graph gives, found by running it on fake tensors: shapes, dtypes, strides, who shares
+memory with whom."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Inferred:
-    """shapes: node -> its tensors, in order (nothing for numbers). draws: node -> random ATen calls in it, where there are some."""
+    """shapes: node -> its tensors, in order (nothing for numbers). draws: node -> random ATen calls in it,
+    where there are some."""
 
     shapes: dict[fx.Node, tuple[Shape, ...]]
     draws: dict[fx.Node, int]

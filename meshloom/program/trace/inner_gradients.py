@@ -1,4 +1,5 @@
-"""Where a loss takes gradients itself, noted while it is read: `torch.export` loses them, and says so without a line or not at all."""
+"""Where a loss takes gradients itself, noted while it is read: `torch.export` loses them, and says so without
+a line or not at all."""
 
 from __future__ import annotations
 
@@ -16,13 +17,18 @@ from meshloom.program.ir.lines import WAY_OUT, SourcePlace, place_here
 
 _torch: Any = torch  # for what torch keeps to itself
 _TRANSFORM = "uses a transform of torch.func (grad, jacrev, jvp, vmap, ...)"
-_BEGIN = ((eager_transforms, "grad_increment_nesting"), (eager_transforms, "jvp_increment_nesting"), (vmap, "vmap_increment_nesting"))
+_BEGIN = (
+    (eager_transforms, "grad_increment_nesting"),
+    (eager_transforms, "jvp_increment_nesting"),
+    (vmap, "vmap_increment_nesting"),
+)
 _ENTERED = ((_torch.autograd, "_engine_run_backward"), *_BEGIN)
 
 
 @dataclass
 class InnerGradients:
-    """What was noted. backward: where autograd ran (`torch.autograd.grad`, `backward`); transforms: where one of `torch.func` began."""
+    """What was noted. backward: where autograd ran (`torch.autograd.grad`, `backward`); transforms: where one
+    of `torch.func` began."""
 
     backward: list[SourcePlace] = field(default_factory=list[SourcePlace])
     transforms: list[SourcePlace] = field(default_factory=list[SourcePlace])
@@ -32,7 +38,11 @@ class InnerGradients:
         """Around the loss."""
         before = [(module, name, getattr(module, name)) for module, name in _ENTERED]
         for module, name, function in before:
-            setattr(module, name, _noting(function, self.backward if module is _torch.autograd else self.transforms))
+            setattr(
+                module,
+                name,
+                _noting(function, self.backward if module is _torch.autograd else self.transforms),
+            )
         try:
             yield
         finally:
@@ -40,7 +50,8 @@ class InnerGradients:
                 setattr(module, name, function)
 
     def check(self, graph: fx.Graph | None = None) -> None:
-        """Raises `CaptureError` where a gradient was taken, whatever became of it, or if there are the steps of a transform in the graph."""
+        """Raises `CaptureError` where a gradient was taken, whatever became of it, or if there are the steps
+        of a transform in the graph."""
         if self.backward:
             raise _refused(self.backward[0], "takes a gradient itself (torch.autograd.grad or backward)")
         nodes = graph.nodes if graph is not None and self.transforms else ()
@@ -59,7 +70,8 @@ class InnerGradients:
 
 @contextmanager
 def transforms_ended() -> Iterator[None]:
-    """Transforms that an error left half-way are over afterwards; later ones, of whatever code, would take themselves for a part of them."""
+    """Transforms that an error left half-way are over afterwards; later ones, of whatever code, would take
+    themselves for a part of them."""
     functorch = _torch._C._functorch
     depth = functorch.get_dynamic_layer_stack_depth()
     try:
@@ -71,7 +83,8 @@ def transforms_ended() -> Iterator[None]:
 
 def _noting(function: Any, places: list[SourcePlace]) -> Any:
     def noting(*args: Any, **kwargs: Any) -> Any:
-        if not _torch._C._functorch.get_dynamic_layer_stack_depth():  # else it is a part of the transform that was noted
+        # else it is a part of the transform that was noted
+        if not _torch._C._functorch.get_dynamic_layer_stack_depth():
             places.append(place_here(2))
         return function(*args, **kwargs)
 

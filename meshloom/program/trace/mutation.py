@@ -1,7 +1,9 @@
-"""In-place operators become operators that make new tensors; only buffers are still updated, and which is on record.
+"""In-place operators become operators that make new tensors; only buffers are still updated, and which is on
+record.
 
-Values are followed by the memory they lie in. When memory is written, its owner gets a new value (through the views between, see
-`views`), and every other view of it is made again from the new value when it is next used: as eager's views see the write.
+Values are followed by the memory they lie in. When memory is written, its owner gets a new value (through the
+views between, see `views`), and every other view of it is made again from the new value when it is next used:
+as eager's views see the write.
 
     y = clone(x);  v = y[:, 1];  v.fill_(0);  y.sum()
     y = clone(x);  v = y[:, 1];  v2 = fill(v, 0);  y2 = select_scatter(y, v2, 1, 1);  y2.sum()
@@ -19,7 +21,15 @@ from torch import fx
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.callables import out_of_place
 from meshloom.program.ir.lines import WAY_OUT
-from meshloom.program.ir.schemas import arguments_of, functional, functional_of_out, is_list, is_part, name_of, running_statistics
+from meshloom.program.ir.schemas import (
+    arguments_of,
+    functional,
+    functional_of_out,
+    is_list,
+    is_part,
+    name_of,
+    running_statistics,
+)
 from meshloom.program.trace.block_calls import ENTER, LEAVE
 from meshloom.program.trace.export import META, Exported, describe_place
 from meshloom.program.trace.infer import Inferred, Shape, infer
@@ -30,7 +40,14 @@ aten = torch.ops.aten
 _DROPPED = ("_assert", "sym_constrain_range", "_guards")
 _SHAPE_WRITES = {"unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "detach_"}
 # Draw in place otherwise than out of place on some devices, so they run in place on a copy.
-_RUN_ON_A_COPY = {"dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_", "rrelu_", "rrelu_with_noise_"}
+_RUN_ON_A_COPY = {
+    "dropout_",
+    "alpha_dropout_",
+    "feature_dropout_",
+    "feature_alpha_dropout_",
+    "rrelu_",
+    "rrelu_with_noise_",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +66,25 @@ class Pure:
 
 
 def without_mutation(exported: Exported, likes: Mapping[str, Shape]) -> Pure:
-    """The same computation in a new graph; placeholders keep their names. likes: placeholder -> what it will be."""
+    """The same computation in a new graph; placeholders keep their names. likes: placeholder -> what it will
+    be."""
     return _Rewriter(exported, infer(_without_assertions(exported.graph), likes)).rewrite()
 
 
 def _without_assertions(graph: fx.Graph) -> fx.Graph:
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and any(part in str(node.target) for part in _DROPPED) and not node.users:
+        if (
+            node.op == "call_function"
+            and any(part in str(node.target) for part in _DROPPED)
+            and not node.users
+        ):
             graph.erase_node(node)
     return graph
 
 
 class _Rewriter:
-    """old: nodes of the exported graph; new: nodes of the pure one. A version counts the writes to a piece of memory."""
+    """old: nodes of the exported graph; new: nodes of the pure one. A version counts the writes to a piece of
+    memory."""
 
     def __init__(self, exported: Exported, inferred: Inferred) -> None:
         self.exported = exported
@@ -91,16 +114,25 @@ class _Rewriter:
                 self._call(node)
         updates = {node.name: self._read(node) for node in self.written_buffers}
         self._erase_unused(self.kept | set(updates.values()))
-        return Pure(graph=self.graph, updates=updates, in_place=frozenset(self.in_place), inferred=None if self.written else self._carried())
+        return Pure(
+            graph=self.graph,
+            updates=updates,
+            in_place=frozenset(self.in_place),
+            inferred=None if self.written else self._carried(),
+        )
 
     def _carried(self) -> Inferred:
         shapes = {self.new[node]: shapes for node, shapes in self.inferred.shapes.items() if node in self.new}
-        return Inferred(shapes=shapes, draws={self.new[node]: count for node, count in self.inferred.draws.items()})
+        return Inferred(
+            shapes=shapes, draws={self.new[node]: count for node, count in self.inferred.draws.items()}
+        )
 
     def _call(self, node: fx.Node) -> None:
         storage = self.inferred.storage(node)
         if storage is not None:
-            viewed = next((each for each in node.all_input_nodes if self.inferred.storage(each) == storage), None)
+            viewed = next(
+                (each for each in node.all_input_nodes if self.inferred.storage(each) == storage), None
+            )
             if viewed is not None:
                 self.viewed[node] = viewed
         for buffer in running_statistics(node):
@@ -115,9 +147,17 @@ class _Rewriter:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             return None
-        found = [value for argument, value in arguments_of(node) if argument.alias_info is not None and argument.alias_info.is_write]
+        found = [
+            value
+            for argument, value in arguments_of(node)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
         tensors = [value for value in found if isinstance(value, fx.Node)]
-        if len(found) != 1 or len(tensors) != 1 or tensors[0] not in (node.args[0] if node.args else None, node.kwargs.get("out")):
+        if (
+            len(found) != 1
+            or len(tensors) != 1
+            or tensors[0] not in (node.args[0] if node.args else None, node.kwargs.get("out"))
+        ):
             raise self._refusal(node, "writes to more than one tensor")
         return tensors[0]
 
@@ -141,7 +181,10 @@ class _Rewriter:
             before = self._read(viewed)
             up = written(self.graph, at, before, self._shape(viewed), self._shape(at), value)
             if up is None:
-                raise self._refusal(node, f"writes through {name_of(at) if at.op == 'call_function' else at} into another tensor")
+                raise self._refusal(
+                    node,
+                    f"writes through {name_of(at) if at.op == 'call_function' else at} into another tensor",
+                )
             if up is not value:
                 up.meta = dict(node.meta)
             at, value = viewed, up
@@ -157,12 +200,21 @@ class _Rewriter:
     def _check(self, node: fx.Node, operand: fx.Node, owner: fx.Node) -> None:
         shape = self._shape(owner)
         if owner.op == "placeholder" and owner.name in self.exported.parameters:
-            raise self._refusal(node, f"writes to parameter {self.exported.parameters[owner.name]} in the forward")
+            raise self._refusal(
+                node, f"writes to parameter {self.exported.parameters[owner.name]} in the forward"
+            )
         if owner.op == "placeholder" and owner.name in self.exported.constants:
-            raise self._refusal(node, "writes to a tensor that is an attribute but no buffer (register it with register_buffer)")
-        hidden = not self._shape(operand).requires_grad and any(self._shape(each).requires_grad for each in self._trail(operand))
+            raise self._refusal(
+                node,
+                "writes to a tensor that is an attribute but no buffer (register it with register_buffer)",
+            )
+        hidden = not self._shape(operand).requires_grad and any(
+            self._shape(each).requires_grad for each in self._trail(operand)
+        )
         recorded = node.meta.get(META, {}).get("context")
-        if name_of(node) != "detach_" and ((recorded and not recorded.grad and shape.requires_grad) or hidden):
+        if name_of(node) != "detach_" and (
+            (recorded and not recorded.grad and shape.requires_grad) or hidden
+        ):
             raise self._refusal(node, "writes, without gradient, to a tensor that has one")
 
     def _new_value(self, node: fx.Node, operand: fx.Node, name: str) -> fx.Node:
@@ -170,12 +222,17 @@ class _Rewriter:
         if "out" in node.kwargs:
             function = functional_of_out(node)
             if function is None or not self._gives(function, node, was):
-                raise self._refusal(node, "writes to out= what it would give otherwise in another shape or precision")
+                raise self._refusal(
+                    node, "writes to out= what it would give otherwise in another shape or precision"
+                )
             others = {key: value for key, value in node.kwargs.items() if key != "out"}
-            return self._made(node, self.graph.call_function(function, *fx.map_arg((node.args, others), self._read)))
+            return self._made(
+                node, self.graph.call_function(function, *fx.map_arg((node.args, others), self._read))
+            )
         first, rest = self._read(operand), fx.map_arg(node.args[1:], self._read)
         kwargs = fx.map_arg(node.kwargs, self._read)
-        # Overwriting all of a tensor that has a gradient leaves it a gradient of zeros, which copying in place gives, too.
+        # Overwriting all of a tensor that has a gradient leaves it a gradient of zeros, which copying in
+        # place gives, too.
         graded = was.requires_grad or self.inferred.storage(operand) in self.graded
         if name == "copy_" and isinstance(node.args[1], fx.Node) and (not graded or is_part(operand)):
             return self._copied(node, was, self._shape(node.args[1]), viewed=operand in self.viewed)
@@ -190,7 +247,8 @@ class _Rewriter:
         return self._made(node, made)
 
     def _copied(self, node: fx.Node, was: Shape, source: Shape, *, viewed: bool) -> fx.Node:
-        """The source of a `copy_`, with the dtype and shape of what it is copied to; a tensor of its own unless it is written into another."""
+        """The source of a `copy_`, with the dtype and shape of what it is copied to; a tensor of its own
+        unless it is written into another."""
         made = self._read(node.args[1])  # type: ignore[arg-type]  # a node: the caller looked
         steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         if source.dtype != was.dtype or source.device != was.device:
@@ -223,7 +281,11 @@ class _Rewriter:
 
     def _change_shape(self, node: fx.Node, operand: fx.Node, name: str) -> None:
         function = functional(node)
-        if function is None or operand in self.viewed or any(operand in (each, self.same.get(each)) for each in self.viewed.values()):
+        if (
+            function is None
+            or operand in self.viewed
+            or any(operand in (each, self.same.get(each)) for each in self.viewed.values())
+        ):
             raise self._refusal(node, "changes the shape of a tensor that is a view, or has one")
         made = self.graph.call_function(function, (self._read(operand), *node.args[1:]), node.kwargs)
         made.meta = dict(node.meta)
@@ -235,7 +297,11 @@ class _Rewriter:
         while node in self.same:
             node = self.same[node]
         storage = self.inferred.storage(node)
-        if storage is not None and node in self.viewed and self.made_at[node] != self.versions.get(storage, 0):
+        if (
+            storage is not None
+            and node in self.viewed
+            and self.made_at[node] != self.versions.get(storage, 0)
+        ):
             self._put(node, self._copy(node))
         return self.new[node]
 
@@ -243,9 +309,14 @@ class _Rewriter:
         return self._made(node, self.graph.node_copy(node, self._read))
 
     def _made(self, node: fx.Node, made: fx.Node) -> fx.Node:
-        """`made` in place of the old `node`. What draws stays even if nobody looks: the draws behind it are counted from there."""
+        """`made` in place of the old `node`. What draws stays even if nobody looks: the draws behind it are
+        counted from there."""
         made.meta = dict(node.meta)
-        if node in self.inferred.draws or node.target in (ENTER, LEAVE) or any(True for _ in running_statistics(node)):
+        if (
+            node in self.inferred.draws
+            or node.target in (ENTER, LEAVE)
+            or any(True for _ in running_statistics(node))
+        ):
             self.kept.add(made)
         return made
 
@@ -276,4 +347,6 @@ class _Rewriter:
                 self.graph.erase_node(node)
 
     def _refusal(self, node: fx.Node, what: str) -> CaptureError:
-        return CaptureError(f"{name_of(node)} at {describe_place(node)} {what}, which a program cannot hold. Write it out of place. {WAY_OUT}")
+        return CaptureError(
+            f"{name_of(node)} at {describe_place(node)} {what}, which a program cannot hold. Write it out of place. {WAY_OUT}"
+        )

@@ -1,4 +1,5 @@
-"""Tensors without values: what the CPU's operators give where torch's own fakes of them give something else."""
+"""Tensors without values: what the CPU's operators give where torch's own fakes of them give something
+else."""
 
 from __future__ import annotations
 
@@ -12,16 +13,23 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 
 def fake_mode(*, static_shapes: bool | None = None, allow_non_fake_inputs: bool = False) -> FakeTensorMode:
-    """Tensors made inside have no values; sizes that depend on values are symbols. Arguments as torch has them."""
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # takes half a second, which processes that read no loss do without
+    """Tensors made inside have no values; sizes that depend on values are symbols. Arguments as torch has
+    them."""
+    # takes half a second, which processes that read no loss do without
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=static_shapes, allow_non_fake_inputs=allow_non_fake_inputs)
+    return FakeTensorMode(
+        shape_env=ShapeEnv(), static_shapes=static_shapes, allow_non_fake_inputs=allow_non_fake_inputs
+    )
 
 
 class AsOnCPU(TorchDispatchMode):
-    """Around fake tensors on a CPU: the workspace of a recurrent layer, the strides of a batch norm and of views, the loss of an alignment (CTC)."""
+    """Around fake tensors on a CPU: the workspace of a recurrent layer, the strides of a batch norm and of
+    views, the loss of an alignment (CTC)."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if func in _INSTEAD:
             return _INSTEAD[func](*args)
         value = func(*args, **(kwargs or {}))
@@ -32,30 +40,43 @@ class AsOnCPU(TorchDispatchMode):
 def _with_workspace(args: Sequence[Any], value: Any) -> Any:
     """The recurrent layer's workspace, which is empty in the fake."""
     length, batch, features = args[0].shape
-    num_bytes = workspace_bytes(length, batch, features, hidden=args[10], itemsize=args[0].element_size()) if args[15] else 0
+    num_bytes = (
+        workspace_bytes(length, batch, features, hidden=args[10], itemsize=args[0].element_size())
+        if args[15]
+        else 0
+    )
     return *value[:3], value[3].new_empty(num_bytes)
 
 
 def _made_contiguous(args: Sequence[Any], value: Any) -> Any:
-    """Batch norm of a transposed tensor gives a contiguous one; the fake has its input's strides, and what follows would need no copy."""
+    """Batch norm of a transposed tensor gives a contiguous one; the fake has its input's strides, and what
+    follows would need no copy."""
     x = args[0]
-    if x.device.type != "cpu" or any(x.is_contiguous(memory_format=each) for each in _FORMATS.get(x.ndim, (torch.contiguous_format,))):
+    if x.device.type != "cpu" or any(
+        x.is_contiguous(memory_format=each) for each in _FORMATS.get(x.ndim, (torch.contiguous_format,))
+    ):
         return value
     return x.new_empty(x.shape, dtype=value[0].dtype), *value[1:]
 
 
 def _viewed(args: Sequence[Any], value: Any) -> Any:
-    """A view has strides for dims of one element, too, and by them kernels choose how their results lie in memory; fakes have others."""
+    """A view has strides for dims of one element, too, and by them kernels choose how their results lie in
+    memory; fakes have others."""
     if 1 not in value.shape:
         return value
     with _disable_current_modes():
         x = torch.empty_strided(args[0].shape, args[0].stride(), dtype=value.dtype, device="meta")
         strides = x.view(value.shape).stride()
-    return value if value.stride() == strides else args[0].as_strided(value.shape, strides, value.storage_offset())
+    return (
+        value
+        if value.stride() == strides
+        else args[0].as_strided(value.shape, strides, value.storage_offset())
+    )
 
 
 def alignment_loss(scores: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """scores [frames, batch, letters] or [frames, letters] -> losses [batch] or [], and what backward wants, here as large as it can be.
+    """scores [frames, batch, letters] or [frames, letters] -> losses [batch] or [], and what backward wants,
+    here as large as it can be.
 
     torch has no fake of it, as the second depends on the labels.
     """
@@ -73,13 +94,17 @@ _CORRECTIONS: Mapping[Any, Any] = {
     torch.ops.aten.view.default: _viewed,
     torch.ops.aten._unsafe_view.default: _viewed,
 }
-_INSTEAD: Mapping[Any, Any] = dict.fromkeys((torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor), alignment_loss)
+_INSTEAD: Mapping[Any, Any] = dict.fromkeys(
+    (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor), alignment_loss
+)
 
 
 def workspace_bytes(length: int, batch: int, features: int, *, hidden: int, itemsize: int) -> int:
-    """Bytes that oneDNN's LSTM keeps from forward to backward: gates and states of one layer in one direction, each on pages of its own.
+    """Bytes that oneDNN's LSTM keeps from forward to backward: gates and states of one layer in one
+    direction, each on pages of its own.
 
-    Source: oneDNN, src/cpu/rnn/rnn_utils (sizes and offsets of the workspace); found equal to what torch 2.13 allocates.
+    Source: oneDNN, src/cpu/rnn/rnn_utils (sizes and offsets of the workspace); found equal to what torch 2.13
+        allocates.
     """
     width, rows, steps = max(features, hidden), 2 * (length + 1) * batch, length * batch
     parts = [

@@ -18,7 +18,8 @@ from meshloom.program.ir.leaves import leaves_of
 
 
 def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: Any = None) -> nn.Module:
-    """The job's model with its initial parameters, floating-point tensors as `dtype` if given; complex ones stay as they are.
+    """The job's model with its initial parameters, floating-point tensors as `dtype` if given; complex ones
+    stay as they are.
 
     beside: a batch, on whose device it is put.
     """
@@ -44,7 +45,12 @@ def in_precision(batch: Any, dtype: torch.dtype | None) -> Any:
     {'x': tensor([1.], dtype=torch.float64)}
     """
     leaves = leaves_of(batch)
-    return leaves.rebuild([leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf for leaf in leaves.tensors.values()])
+    return leaves.rebuild(
+        [
+            leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
+            for leaf in leaves.tensors.values()
+        ]
+    )
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What stands in the way of a trace and changes no value is set aside while a loss is read.
 
-Checkpointed blocks are read as what they compute, autograd functions as operators, distributions do not check their arguments, and the
-loss of an alignment (CTC) has a shape.
+Checkpointed blocks are read as what they compute, autograd functions as operators, distributions do not check
+their arguments, and the loss of an alignment (CTC) has a shape.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ aten = torch.ops.aten
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Around a reading of a loss. It changes what all threads see of torch, so there is one reading at a time."""
+    """Around a reading of a loss. It changes what all threads see of torch, so there is one reading at a
+    time."""
     applied: list[Applied] = []
     with ExitStack() as around:
-        around.enter_context(replaced(_torch.autograd.function._SingleLevelFunction, "apply", _apply(applied)))
+        around.enter_context(
+            replaced(_torch.autograd.function._SingleLevelFunction, "apply", _apply(applied))
+        )
         around.enter_context(replaced(Distribution, "_validate_args", False))
         around.enter_context(replaced(torch, "ctc_loss", _ctc_loss(torch.ctc_loss)))
         yield
@@ -39,7 +42,8 @@ def readable() -> Iterator[None]:
 
 @contextmanager
 def aligned_without_values() -> Iterator[None]:
-    """Let fake tensors go through the loss of an alignment: only what it keeps for its backward has a shape that depends on labels."""
+    """Let fake tensors go through the loss of an alignment: only what it keeps for its backward has a shape
+    that depends on labels."""
     table, added = _impls.op_implementations_dict, (aten._ctc_loss.default, aten._ctc_loss.Tensor)
     before = {operator: table[operator] for operator in added if operator in table}
     table.update(dict.fromkeys(added, _fake_ctc_loss))
@@ -53,7 +57,8 @@ def aligned_without_values() -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of a class or a module is another one inside, and afterwards as it was, or not there if it was not."""
+    """An attribute of a class or a module is another one inside, and afterwards as it was, or not there if it
+    was not."""
     before = owner.__dict__.get(name)
     setattr(owner, name, value)
     try:
@@ -66,7 +71,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _apply(applied: list[Applied]) -> Any:
-    """A graph does not show the backward of autograd functions. torch's own are in it as operators; the others are noted in `applied`.
+    """A graph does not show the backward of autograd functions. torch's own are in it as operators; the
+    others are noted in `applied`.
 
     What `Function.apply` calls, because `apply` itself may have been kept under another name long before.
     """
@@ -87,11 +93,20 @@ def _apply(applied: list[Applied]) -> Any:
 
 
 def _ctc_loss(ctc_loss: Any) -> Any:
-    """With lengths in lists it makes a tensor of them where no trace can follow it; with lengths in tensors it does the same sums."""
+    """With lengths in lists it makes a tensor of them where no trace can follow it; with lengths in tensors
+    it does the same sums."""
 
-    def read(scores: Tensor, targets: Tensor, scores_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def read(
+        scores: Tensor, targets: Tensor, scores_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
         lengths = scores_lengths, target_lengths
-        return ctc_loss(scores, targets, *(each if isinstance(each, Tensor) else torch.tensor(each) for each in lengths), *args, **kwargs)
+        return ctc_loss(
+            scores,
+            targets,
+            *(each if isinstance(each, Tensor) else torch.tensor(each) for each in lengths),
+            *args,
+            **kwargs,
+        )
 
     return read
 

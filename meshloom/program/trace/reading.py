@@ -24,31 +24,38 @@ from meshloom.program.trace.precision import default_precision
 
 T = TypeVar("T")
 _NUMBERS = (Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-_ONE_AT_A_TIME = threading.RLock()  # torch.export keeps what it is doing in globals, and so do Python's generators
+# torch.export keeps what it is doing in globals, and so do Python's generators
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def one_thread() -> AbstractContextManager[Any]:
-    """Around all that builds and runs a model to read or compare it: it seeds generators that all threads share."""
+    """Around all that builds and runs a model to read or compare it: it seeds generators that all threads
+    share."""
     return _ONE_AT_A_TIME
 
 
 @contextmanager
 def reading(dtype: torch.dtype | None) -> Iterator[None]:
-    """Around all that reads: one thread at a time, generators left as they were, new tensors as `dtype` where the code names none."""
+    """Around all that reads: one thread at a time, generators left as they were, new tensors as `dtype` where
+    the code names none."""
     with _ONE_AT_A_TIME, preserved_draws(), default_precision(dtype):
         yield
 
 
 def folded(read: Callable[[bool], T]) -> T:
-    """What `read(True)` gives, which reads calls that are alike once; if that cannot be, then what `read(False)` gives."""
+    """What `read(True)` gives, which reads calls that are alike once; if that cannot be, then what
+    `read(False)` gives."""
     try:
         return read(True)
     except NotAlikeError:
         return read(False)
 
 
-def read_twice(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, fold: bool) -> tuple[Exported, Exported]:
-    """Both readings, with plain attributes as a forward leaves them to the next one: what the first alone sets up is no harm."""
+def read_twice(
+    model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, fold: bool
+) -> tuple[Exported, Exported]:
+    """Both readings, with plain attributes as a forward leaves them to the next one: what the first alone
+    sets up is no harm."""
     steady, second = _read(model, loss, leaves, always=True, fold=fold)
     assert second is not None
     return steady, second
@@ -65,7 +72,9 @@ def device_of(model: nn.Module, leaves: Leaves) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers(), *leaves.tensors.values()):
         found.setdefault(tensor.device)
     if len(found) != 1:
-        raise CaptureError(f"The model and the batch lie on {', '.join(map(str, found))}. Put all of it on one device. {WAY_OUT}")
+        raise CaptureError(
+            f"The model and the batch lie on {', '.join(map(str, found))}. Put all of it on one device. {WAY_OUT}"
+        )
     return next(iter(found))
 
 
@@ -77,7 +86,9 @@ def check_tensors(leaves: Leaves) -> None:
         )
 
 
-def _read(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, always: bool, fold: bool) -> tuple[Exported, Exported | None]:
+def _read(
+    model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, always: bool, fold: bool
+) -> tuple[Exported, Exported | None]:
     def read(number: int) -> Exported:
         return export(model, _loss_of(loss, leaves[number]), list(leaves[number].tensors.values()), fold=fold)
 
@@ -97,7 +108,10 @@ def _read(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *
     finally:
         for path, name, before, _ in first.left:
             vars(model.get_submodule(path))[name] = before
-    for changed in [*(each for each in first.changed if each[1] == "training"), *(second.changed if second else [])]:
+    for changed in [
+        *(each for each in first.changed if each[1] == "training"),
+        *(second.changed if second else []),
+    ]:
         raise _refuse_attribute(model, changed, lambda: read(1))
     return steady, second
 
@@ -105,7 +119,11 @@ def _read(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *
 def _loss_of(loss: LossFunction, leaves: Leaves) -> Any:
     def checked(model: nn.Module, tensors: Sequence[Tensor]) -> Any:
         returned = loss(model, leaves.rebuild(tensors))
-        if (wrong := next((each for each in tree_leaves(returned) if not isinstance(each, _NUMBERS)), _NUMBERS)) is not _NUMBERS:
+        if (
+            wrong := next(
+                (each for each in tree_leaves(returned) if not isinstance(each, _NUMBERS)), _NUMBERS
+            )
+        ) is not _NUMBERS:
             raise CaptureError(
                 f"The loss or metric returned a {type(wrong).__name__}. Return one scalar tensor (the mean over the samples), or (sum, weight)."
             )

@@ -1,4 +1,5 @@
-"""A program in which calls stand for blocks that were not read (`folding.py`) becomes the whole one: each gets a copy of the operators of its like.
+"""A program in which calls stand for blocks that were not read (`folding.py`) becomes the whole one: each
+gets a copy of the operators of its like.
 
 enter([h], [w0, b0], 1);  a = linear(h, w0, b0);  leave([a], 1)        a = linear(h, w0, b0)
 y = alike([a], [w1, b1], 1)                                            y = linear(a, w1, b1)
@@ -27,7 +28,8 @@ SMALL = 4096  # elements of a constant that is compared with others
 
 
 def unfolded(program: Program) -> Program:
-    """The program with every block in it. Names of its nodes, numbers of its draws and of its autocast regions follow from their order.
+    """The program with every block in it. Names of its nodes, numbers of its draws and of its autocast
+    regions follow from their order.
 
     Raises `NotAlikeError`.
     """
@@ -40,14 +42,18 @@ def unfolded(program: Program) -> Program:
         constants=constants,
         nodes=nodes,
         outputs=tuple(_replaced(unfolding.of(each), names) for each in program.outputs),
-        updates={name: _replaced(unfolding.of(each), names) for name, each in sorted(unfolding.updates.items(), key=lambda item: order[item[0]])},
+        updates={
+            name: _replaced(unfolding.of(each), names)
+            for name, each in sorted(unfolding.updates.items(), key=lambda item: order[item[0]])
+        },
         in_place=frozenset(unfolding.in_place),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """A call that was read. given: what it was given, and its parameters and buffers. start, stop: of its nodes. made: what it gives."""
+    """A call that was read. given: what it was given, and its parameters and buffers. start, stop: of its
+    nodes. made: what it gives."""
 
     path: str
     context: Context
@@ -66,12 +72,17 @@ class _Unfolding:
         self.in_place = set(program.in_place)
         self._program = program
         self._buffers = {each.value: name for name, each in program.buffers.items()}
-        self._there = {each.value for each in (*program.parameters.values(), *program.buffers.values())} | set(program.constants)
-        self._instead = dict(instead)  # stand-in, or what is picked of one, or a constant -> the value that it stands for
+        self._there = {
+            each.value for each in (*program.parameters.values(), *program.buffers.values())
+        } | set(program.constants)
+        # stand-in, or what is picked of one, or a constant -> the value that it stands for
+        self._instead = dict(instead)
         self._picks: dict[str, tuple[str, ...]] = {}  # stand-in for several values -> these
         self._blocks: dict[int, _Block] = {}
         self._used: dict[int, _Block] = {}
-        self._regions = itertools.count(1 + max((each.number for node in program.nodes for each in node.context.autocast), default=0))
+        self._regions = itertools.count(
+            1 + max((each.number for node in program.nodes for each in node.context.autocast), default=0)
+        )
         self._copies = 0
         self._walk(program.nodes)
         if self._blocks:
@@ -99,15 +110,25 @@ class _Unfolding:
             elif node.target is operator.getitem and node.args[0].name in self._picks:
                 self._instead[node.name] = self._picks[node.args[0].name][node.args[1]]
             else:
-                self.nodes.append(replace(node, args=self.of(node.args), kwargs={key: self.of(each) for key, each in node.kwargs.items()}))
+                self.nodes.append(
+                    replace(
+                        node,
+                        args=self.of(node.args),
+                        kwargs={key: self.of(each) for key, each in node.kwargs.items()},
+                    )
+                )
 
     def _copy(self, stand_in: Node) -> None:
         """Put the nodes of a block in, for a call like it."""
         block = self._blocks[stand_in.args[2]]
         given = [ref.name for ref in refs_in(self.of(stand_in.args[:2]))]
         names: dict[str, str] = {}
-        if len(given) != len(block.given) or any(names.setdefault(one, other) != other for one, other in zip(block.given, given, strict=True)):
-            raise NotAlikeError(f"{path_of_call(stand_in)} and {block.path} share their tensors in unlike ways.")
+        if len(given) != len(block.given) or any(
+            names.setdefault(one, other) != other for one, other in zip(block.given, given, strict=True)
+        ):
+            raise NotAlikeError(
+                f"{path_of_call(stand_in)} and {block.path} share their tensors in unlike ways."
+            )
         nodes, path = self.nodes[block.start : block.stop], path_of_call(stand_in)
         if stand_in.args[2] not in self._used:
             self._check_given(block, nodes)
@@ -142,7 +163,8 @@ class _Unfolding:
                 raise NotAlikeError(f"{node.operator} in {block.path} uses what the call was not given.")
 
     def _update(self, state: Mapping[str, str], names: Mapping[str, str]) -> None:
-        """Buffers that the copied block updates. state: value of the block that was read -> that of the copy."""
+        """Buffers that the copied block updates. state: value of the block that was read -> that of the
+        copy."""
         for value, other in state.items():
             name = self._buffers.get(value)
             if name is None or other not in self._buffers:
@@ -155,7 +177,9 @@ class _Unfolding:
                     raise NotAlikeError(f"{self._buffers[other]} is written more than once.")
                 self.updates[self._buffers[other]] = Ref(names[updated.name])
 
-    def _context(self, context: Context, of_block: Context, of_copy: Context, regions: dict[int, int]) -> Context:
+    def _context(
+        self, context: Context, of_block: Context, of_copy: Context, regions: dict[int, int]
+    ) -> Context:
         """A context inside a block as one inside its copy; the regions that it opens are its own."""
         opened = context.autocast[len(of_block.autocast) :]
         for each in opened:
@@ -165,7 +189,8 @@ class _Unfolding:
         return replace(context, autocast=(*of_copy.autocast, *own))
 
     def _check_leaks(self) -> None:
-        """What lies inside of a block that others are like is used nowhere but there, besides what the call gives."""
+        """What lies inside of a block that others are like is used nowhere but there, besides what the call
+        gives."""
         for block in self._used.values():
             inside = {node.name for node in self.nodes[block.start : block.stop]} - set(block.made)
             outside = itertools.chain(self.nodes[: block.start], self.nodes[block.stop :])
@@ -177,20 +202,31 @@ class _Unfolding:
     def _drop_unused(self) -> None:
         """What was only given to calls that did not look at it; what draws or updates a buffer stays."""
         program = self._program
-        unread = {node.name for node in program.nodes} - {ref.name for node in program.nodes for ref in node.operands()}
+        unread = {node.name for node in program.nodes} - {
+            ref.name for node in program.nodes for ref in node.operands()
+        }
         written = {each.value for name, each in program.buffers.items() if name in self.in_place}
-        used = {ref.name for ref in refs_in((self.of(program.outputs), tuple(map(self.of, self.updates.values()))))}
+        used = {
+            ref.name
+            for ref in refs_in((self.of(program.outputs), tuple(map(self.of, self.updates.values()))))
+        }
         kept: list[Node] = []
         for node in reversed(self.nodes):
             operands = [ref.name for ref in node.operands()]
-            if node.name in used or node.num_draws or node.name.partition("@")[0] in unread or not written.isdisjoint(operands):
+            if (
+                node.name in used
+                or node.num_draws
+                or node.name.partition("@")[0] in unread
+                or not written.isdisjoint(operands)
+            ):
                 used.update(operands)
                 kept.append(node)
         self.nodes = kept[::-1]
 
 
 def _distinct(constants: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Constants of few elements each once, and for the others the first that is equal: alike blocks make equal ones."""
+    """Constants of few elements each once, and for the others the first that is equal: alike blocks make
+    equal ones."""
     kept: dict[str, Tensor] = {}
     instead: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -242,7 +278,10 @@ def _numbered(program: Program, nodes: Sequence[Node]) -> tuple[tuple[Node, ...]
         count[base] += 1
         names[node.name] = name
         if node.context not in contexts:
-            own = tuple(regions.setdefault(each.number, replace(each, number=len(regions))) for each in node.context.autocast)
+            own = tuple(
+                regions.setdefault(each.number, replace(each, number=len(regions)))
+                for each in node.context.autocast
+            )
             contexts[node.context] = replace(node.context, autocast=own)
         made.append(
             replace(

@@ -33,13 +33,20 @@ _SWAPS = {"t", "transpose", "numpy_T", "mT", "matrix_H", "swapaxes", "swapdims",
 _SPLITS = {"split", "chunk", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit"}
 
 
-def written(graph: fx.Graph, view: fx.Node, source: fx.Node, of: Shape, was: Shape, new: fx.Node) -> fx.Node | None:
+def written(
+    graph: fx.Graph, view: fx.Node, source: fx.Node, of: Shape, was: Shape, new: fx.Node
+) -> fx.Node | None:
     """New value of the tensor that `view` is a view of; None if it cannot be given.
 
     view: the node that made the view. source: the viewed tensor's value before, in `graph`.
     of: the viewed tensor. was: the view. new: the view's new value, in `graph`.
     """
-    if was.shape == of.shape and was.stride == of.stride and was.offset == of.offset and was.dtype == of.dtype:
+    if (
+        was.shape == of.shape
+        and was.stride == of.stride
+        and was.offset == of.offset
+        and was.dtype == of.dtype
+    ):
         return new
     call = graph.call_function
     if view.target is operator.getitem:
@@ -54,7 +61,12 @@ def written(graph: fx.Graph, view: fx.Node, source: fx.Node, of: Shape, was: Sha
     if name in _SWAPS:
         if name in ("transpose", "swapaxes", "swapdims"):
             return call(aten.transpose.int, (new, *view.args[1:3]))
-        return call(aten.permute.default, (new, list(reversed(range(len(was.shape))))) if name in ("t", "numpy_T") else (new, _last_two(was)))
+        return call(
+            aten.permute.default,
+            (new, list(reversed(range(len(was.shape)))))
+            if name in ("t", "numpy_T")
+            else (new, _last_two(was)),
+        )
     if name == "permute":
         dims = [dim % len(of.shape) for dim in args["dims"]]
         return call(aten.permute.default, (new, [dims.index(dim) for dim in range(len(dims))]))
@@ -68,13 +80,18 @@ def written(graph: fx.Graph, view: fx.Node, source: fx.Node, of: Shape, was: Sha
     if name == "select":
         return call(aten.select_scatter.default, (source, new, args["dim"], args["index"]))
     if name == "diagonal":
-        return call(aten.diagonal_scatter.default, (source, new, args.get("offset", 0), args.get("dim1", 0), args.get("dim2", 1)))
+        return call(
+            aten.diagonal_scatter.default,
+            (source, new, args.get("offset", 0), args.get("dim1", 0), args.get("dim2", 1)),
+        )
     if name in _RESHAPES and _count(was) == _count(of):
         return call(aten.reshape.default, (new, list(of.shape)))
     return None
 
 
-def _written_part(graph: fx.Graph, view: fx.Node, source: fx.Node, of: Shape, was: Shape, new: fx.Node) -> fx.Node | None:
+def _written_part(
+    graph: fx.Graph, view: fx.Node, source: fx.Node, of: Shape, was: Shape, new: fx.Node
+) -> fx.Node | None:
     """The same for `split(x)[number]` and `unbind(x)[number]`, where `source` is x."""
     made: Any = view.args[0]
     name = made.target._schema.name.removeprefix("aten::")
@@ -84,19 +101,31 @@ def _written_part(graph: fx.Graph, view: fx.Node, source: fx.Node, of: Shape, wa
     if name in _SPLITS and of.stride[dim]:
         if name in ("hsplit", "vsplit", "dsplit"):
             dim = {"hsplit": min(1, len(of.shape) - 1), "vsplit": 0, "dsplit": 2}[name]
-        return _scatter(graph, source, new, dim, (was.offset - of.offset) // of.stride[dim], was.shape[dim], 1)
+        return _scatter(
+            graph, source, new, dim, (was.offset - of.offset) // of.stride[dim], was.shape[dim], 1
+        )
     return None
 
 
-def _scatter(graph: fx.Graph, source: fx.Node, new: fx.Node, dim: int, start: int, count: int, step: int) -> fx.Node:
-    return graph.call_function(aten.slice_scatter.default, (source, new, dim, start, start + (count - 1) * step + 1, step))
+def _scatter(
+    graph: fx.Graph, source: fx.Node, new: fx.Node, dim: int, start: int, count: int, step: int
+) -> fx.Node:
+    return graph.call_function(
+        aten.slice_scatter.default, (source, new, dim, start, start + (count - 1) * step + 1, step)
+    )
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """A node's arguments by name, defaults filled in."""
     target: Any = node.target
-    given = {argument.name: argument.default_value for argument in target._schema.arguments if argument.has_default_value()}
-    given.update({argument.name: value for argument, value in zip(target._schema.arguments, node.args, strict=False)})
+    given = {
+        argument.name: argument.default_value
+        for argument in target._schema.arguments
+        if argument.has_default_value()
+    }
+    given.update(
+        {argument.name: value for argument, value in zip(target._schema.arguments, node.args, strict=False)}
+    )
     return {**given, **node.kwargs}
 
 

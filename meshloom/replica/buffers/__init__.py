@@ -1,1 +1,2 @@
-"""Buffers that training writes: every chunk reads them as the step found them, and writes are merged in the chunks' order."""
+"""Buffers that training writes: every chunk reads them as the step found them, and writes are merged in the
+chunks' order."""

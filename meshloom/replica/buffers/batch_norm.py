@@ -3,8 +3,8 @@
     forward    count, mean, M2 of my samples -> all-gather -> joined mean and variance      (Chan, Golub & LeVeque, 1979)
     backward   sum dy, sum dy * x_hat        -> all-reduce -> dx = weight / std * (dy - sum dy / n - x_hat * sum dy x_hat / n)
 
-Gradients of weight and bias stay this replica's own sums, because the exchange adds gradients over replicas. All ranks must run the
-same layers in the same order, and each waits for the others in every one of them.
+Gradients of weight and bias stay this replica's own sums, because the exchange adds gradients over replicas.
+All ranks must run the same layers in the same order, and each waits for the others in every one of them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from meshloom.core.errors import JobError, TrainingError
 
 @contextmanager
 def synchronise_batch_norm(model: nn.Module, group: Group) -> Iterator[None]:
-    """While entered, every batch norm layer of `model` takes its training statistics over the ranks of `group` together.
+    """While entered, every batch norm layer of `model` takes its training statistics over the ranks of
+    `group` together.
 
-    Classes, names and structure stay; each layer's `forward` is replaced on the instance. Running statistics become those of one
+    Classes, names and structure stay; each layer's `forward` is replaced on the instance. Running statistics
+    become those of one
     device that runs the joined chunk, with the same bits on every rank. Evaluation mode is untouched.
     Raises `JobError` for a layer with a forward of its own, which cannot be replaced.
     """
@@ -49,8 +51,13 @@ def synchronise_batch_norm(model: nn.Module, group: Group) -> Iterator[None]:
 
 @contextmanager
 def unsynchronised(model: nn.Module) -> Iterator[None]:
-    """While entered, batch norm layers that `synchronise_batch_norm` changed wait for nobody: they scale by weight and bias only, and leave their statistics."""
-    kept = [(module, vars(module)["forward"]) for module in model.modules() if isinstance(module, _BatchNorm) and "forward" in vars(module)]
+    """While entered, batch norm layers that `synchronise_batch_norm` changed wait for nobody: they scale by
+    weight and bias only, and leave their statistics."""
+    kept = [
+        (module, vars(module)["forward"])
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and "forward" in vars(module)
+    ]
 
     def scale(module: Any) -> Any:
         def forward(x: Tensor) -> Tensor:
@@ -69,9 +76,13 @@ def unsynchronised(model: nn.Module) -> Iterator[None]:
 
 
 def bytes_per_chunk(model: nn.Module) -> dict[str, int]:
-    """Bytes that one chunk's forward and backward hand to each kind of collective, if every layer runs once and its input needs a gradient."""
+    """Bytes that one chunk's forward and backward hand to each kind of collective, if every layer runs once
+    and its input needs a gradient."""
     channels = [module.num_features for module in model.modules() if isinstance(module, _BatchNorm)]
-    return {"all_gather": sum(8 * (1 + 2 * count) for count in channels), "all_reduce": sum(8 * 2 * count for count in channels)}
+    return {
+        "all_gather": sum(8 * (1 + 2 * count) for count in channels),
+        "all_reduce": sum(8 * 2 * count for count in channels),
+    }
 
 
 def _forward(name: str, module: Any, group: Group) -> Any:
@@ -94,7 +105,8 @@ def _forward(name: str, module: Any, group: Group) -> Any:
 
 
 def _joined_statistics(x: Tensor, group: Group) -> tuple[int, Tensor, Tensor]:
-    """Values per channel, mean and biased variance [channels], float64, of all ranks' `x` [samples, channels, ...]."""
+    """Values per channel, mean and biased variance [channels], float64, of all ranks' `x` [samples, channels,
+    ...]."""
     channels = x.shape[1]
     count = x.numel() // channels if channels else 0
     part = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
@@ -117,29 +129,49 @@ def _joined_statistics(x: Tensor, group: Group) -> tuple[int, Tensor, Tensor]:
 
 
 def _update_running(module: Any, count: int, mean: Tensor, variance: Tensor) -> None:
-    """What torch's layer does after a batch of `count` values per channel, whose `variance` is the biased one."""
+    """What torch's layer does after a batch of `count` values per channel, whose `variance` is the biased
+    one."""
     factor = 0.0 if module.momentum is None else module.momentum
     with torch.no_grad():
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)
             if module.momentum is None:
                 factor = 1.0 / float(module.num_batches_tracked)
-        for running, batch in ((module.running_mean, mean), (module.running_var, variance * (count / (count - 1)))):
+        for running, batch in (
+            (module.running_mean, mean),
+            (module.running_var, variance * (count / (count - 1))),
+        ):
             running.copy_((1.0 - factor) * running.double() + factor * batch)
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) * weight + bias, with the gradient through mean and variance of all ranks' x."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias, with the gradient through mean and variance of all
+    ranks' x."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, count: int, eps: float, group: Group
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        count: int,
+        eps: float,
+        group: Group,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.has_bias, ctx.count, ctx.eps, ctx.group = bias is not None, count, eps, group
         precision = _precision(x)
         # In evaluation mode torch's kernel normalises with what it is given.
-        return F.batch_norm(x, mean.to(precision), variance.to(precision), _cast(weight, precision), _cast(bias, precision), eps=eps)
+        return F.batch_norm(
+            x,
+            mean.to(precision),
+            variance.to(precision),
+            _cast(weight, precision),
+            _cast(bias, precision),
+            eps=eps,
+        )
 
     @staticmethod
     @once_differentiable
@@ -153,14 +185,20 @@ class _Normalise(torch.autograd.Function):
         normal = (x.to(precision) - mean.to(precision).view(shape)) * inverse.to(precision).view(shape)
         own = torch.stack([dy.sum(others).double(), (dy * normal).sum(others).double()])
         grad_weight = own[1].to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
-        grad_bias = own[0].to(grad.dtype if weight is None else weight.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        grad_bias = (
+            own[0].to(grad.dtype if weight is None else weight.dtype)
+            if ctx.has_bias and ctx.needs_input_grad[2]
+            else None
+        )
         grad_x = None
         if ctx.needs_input_grad[0]:  # on all ranks or on none
             sums = own.clone()
             ctx.group.all_reduce(sums).wait()
             average = (sums / ctx.count).to(precision)
             scale = inverse if weight is None else inverse * weight.detach().double()
-            grad_x = (dy - average[0].view(shape) - normal * average[1].view(shape)) * scale.to(precision).view(shape)
+            grad_x = (dy - average[0].view(shape) - normal * average[1].view(shape)) * scale.to(
+                precision
+            ).view(shape)
             grad_x = grad_x.to(x.dtype)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 

@@ -1,11 +1,13 @@
-"""Buffers that a training forward changes, over one step's chunks: each reads them as the step found them, and their writes are merged in order.
+"""Buffers that a training forward changes, over one step's chunks: each reads them as the step found them,
+and their writes are merged in order.
 
     recurrence      b -> a * b + c, found once (`recurrence.py`): a replica's chunks together are one such map, and the replicas' maps are
                     applied in order
     otherwise       the value of the last chunk that changed it, element by element
     tied            buffers that say how others are written (a queue and its pointer): all of them from the last chunk that changed any, whole
 
-So no chunk waits for another, and no schedule and no plan makes a difference ([docs/buffers.md](../../docs/buffers.md)).
+So no chunk waits for another, and no schedule and no plan makes a difference
+([docs/buffers.md](../../docs/buffers.md)).
 """
 
 from __future__ import annotations
@@ -20,15 +22,27 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import PeerLostError, TrainingError
 from meshloom.core.random import preserved_draws
-from meshloom.replica.buffers.recurrence import Unite, differ, factor_of, find_recurrences, finite, first_shift, flat, same, unflat
+from meshloom.replica.buffers.recurrence import (
+    Unite,
+    differ,
+    factor_of,
+    find_recurrences,
+    finite,
+    first_shift,
+    flat,
+    same,
+    unflat,
+)
 
 CHANGED, RESHAPED, LAST, READ, GROUP = range(5)  # facts about a buffer, one number each
-LOOK_EVERY = 100  # steps between looks at the values of buffers that have never changed; torch counts most writes
+# steps between looks at the values of buffers that have never changed; torch counts most writes
+LOOK_EVERY = 100
 
 
 @dataclass
 class _Buffer:
-    """A buffer. start: its value before the step. last: it is no recurrence. group: the smallest number of those that it is tied to."""
+    """A buffer. start: its value before the step. last: it is no recurrence. group: the smallest number of
+    those that it is tied to."""
 
     number: int
     name: str
@@ -63,7 +77,8 @@ class _Buffer:
 
 @dataclass
 class _Chunk:
-    """What a chunk made of the buffers that it changed, and where it changed them [numel]. again: runs it once more."""
+    """What a chunk made of the buffers that it changed, and where it changed them [numel]. again: runs it
+    once more."""
 
     again: Callable[[], Any] | None
     ends: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -73,14 +88,22 @@ class _Chunk:
 class ChunkWrites:
     """The buffers of `model` that are not in `handled` (identities).
 
-    joined: all replicas' chunks with one number are one chunk, so that each replica's value is that of a part of it.
-    changing: names of the buffers that every chunk changes, if that is known; otherwise it is seen by their values. Ranks that run chunks
-        together, each with parts of the buffers, have to know: by its values one would run a chunk again and another would not.
+    joined: all replicas' chunks with one number are one chunk, so that each replica's value is that of a part
+        of it.
+    changing: names of the buffers that every chunk changes, if that is known; otherwise it is seen by their
+        values. Ranks that run chunks together, each with parts of the buffers, have to know: by its values
+        one would run a chunk again and another would not.
     unite: among those ranks (`find_recurrences`).
     """
 
     def __init__(
-        self, model: nn.Module, handled: set[int], *, joined: bool, changing: Collection[str] | None = None, unite: Unite = lambda flags: flags
+        self,
+        model: nn.Module,
+        handled: set[int],
+        *,
+        joined: bool,
+        changing: Collection[str] | None = None,
+        unite: Unite = lambda flags: flags,
     ) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         self._model = model
@@ -101,7 +124,16 @@ class ChunkWrites:
             elif id(buffer) not in handled and (changing is None or name in changing):
                 number = len(self._buffers)
                 self._buffers.append(
-                    _Buffer(number, name, modules[owner], key, buffer, buffer.detach().clone(), number, version=buffer._version)  # pyright: ignore[reportPrivateUsage]
+                    _Buffer(
+                        number,
+                        name,
+                        modules[owner],
+                        key,
+                        buffer,
+                        buffer.detach().clone(),
+                        number,
+                        version=buffer._version,
+                    )  # pyright: ignore[reportPrivateUsage]
                 )
 
     @property
@@ -111,7 +143,8 @@ class ChunkWrites:
 
     @contextmanager
     def collecting(self, again: Callable[[], Any] | None) -> Iterator[None]:
-        """Around a chunk, which sees the buffers as they were before the step. again: runs its forward anew with the same draws and returns its loss."""
+        """Around a chunk, which sees the buffers as they were before the step. again: runs its forward anew
+        with the same draws and returns its loss."""
         if not self._begun:
             self._begin()
         sparse = self._sparse_writes()
@@ -137,15 +170,23 @@ class ChunkWrites:
         self._find(chunk)
 
     def facts(self) -> list[int]:
-        """Of every buffer: changed in this step, of another shape now, no recurrence, read by the loss, the number of its group."""
+        """Of every buffer: changed in this step, of another shape now, no recurrence, read by the loss, the
+        number of its group."""
         return [
             int(fact)
             for each in self._buffers
-            for fact in (each.changed, each.reshaped is not None, each.last, each.read and each.changed, each.group)
+            for fact in (
+                each.changed,
+                each.reshaped is not None,
+                each.last,
+                each.read and each.changed,
+                each.group,
+            )
         ]
 
     def agree(self, facts: Sequence[Sequence[int]]) -> list[str]:
-        """Take the union of all replicas' facts; names of the buffers that training reads and changes, each once."""
+        """Take the union of all replicas' facts; names of the buffers that training reads and changes, each
+        once."""
         width = GROUP + 1
         moving: list[_Buffer] = []
         read: list[str] = []
@@ -168,11 +209,16 @@ class ChunkWrites:
         return 2 * sum(_numel(buffer.start) for buffer in self._moving)
 
     def take(self) -> Tensor:
-        """This replica's maps of the buffers that changed anywhere: a, then c, of each. int64, or the bits of float64."""
+        """This replica's maps of the buffers that changed anywhere: a, then c, of each. int64, or the bits of
+        float64."""
         parts: list[Tensor] = []
         groups = [buffer.group for buffer in self._buffers]
         for buffer in self._moving:
-            tied = [other.name for other in self._buffers if other.group == buffer.group] if groups.count(buffer.group) > 1 else []
+            tied = (
+                [other.name for other in self._buffers if other.group == buffer.group]
+                if groups.count(buffer.group) > 1
+                else []
+            )
             start = flat(buffer.start)
             decay, added = torch.ones_like(start), torch.zeros_like(start)
             for chunk in self._chunks:
@@ -182,18 +228,24 @@ class ChunkWrites:
         return torch.cat(parts)
 
     def apply(self, parts: Tensor) -> list[str]:
-        """Apply all replicas' maps [replicas, moving_length] in order, and start the next step; names of buffers of which joined chunks have parts."""
+        """Apply all replicas' maps [replicas, moving_length] in order, and start the next step; names of
+        buffers of which joined chunks have parts."""
         found: list[str] = []
         at = 0
         for buffer in self._moving:
             n = _numel(buffer.start)
             value = flat(buffer.start)
-            maps = [(row[at : at + n].view(value.dtype), row[at + n : at + 2 * n].view(value.dtype)) for row in parts]
+            maps = [
+                (row[at : at + n].view(value.dtype), row[at + n : at + 2 * n].view(value.dtype))
+                for row in parts
+            ]
             if self._joined:
                 found += [buffer.name] if not all(same(each, maps[0][1]) for _, each in maps) else []
                 maps = maps[-1:]
             for decay, added in maps:
-                value = torch.where(decay == 0, added, torch.where((decay == 1) & (added == 0), value, decay * value + added))
+                value = torch.where(
+                    decay == 0, added, torch.where((decay == 1) & (added == 0), value, decay * value + added)
+                )
             at += 2 * n
             buffer.start = unflat(value, buffer.start)
             with torch.no_grad():
@@ -204,7 +256,9 @@ class ChunkWrites:
             if buffer.reshaped is not None:
                 buffer.put(buffer.reshaped)
             elif buffer.changed and buffer.number not in moved:  # it has another shape elsewhere
-                buffer.put([chunk.ends[buffer.name] for chunk in self._chunks if buffer.name in chunk.ends][-1])
+                buffer.put(
+                    [chunk.ends[buffer.name] for chunk in self._chunks if buffer.name in chunk.ends][-1]
+                )
             buffer.changed, buffer.reshaped = False, None
         self._chunks, self._begun = [], False
         self._steps += 1
@@ -229,7 +283,8 @@ class ChunkWrites:
         self._begun = True
 
     def _may_differ(self, buffer: _Buffer, now: Tensor) -> bool:
-        """False: surely nobody has written it. Writes around torch's own count (`.data`) are looked for where there have been any writes, and now and then."""
+        """False: surely nobody has written it. Writes around torch's own count (`.data`) are looked for where
+        there have been any writes, and now and then."""
         counted = now is not buffer.original or now._version != buffer.version  # pyright: ignore[reportPrivateUsage]
         return counted or buffer.moved or self._steps % LOOK_EVERY == 0
 
@@ -242,9 +297,15 @@ class ChunkWrites:
     def _find(self, chunk: _Chunk) -> None:
         """Find how the elements that this chunk is the first to change are written."""
         changed = [buffer for buffer in self._buffers if buffer.name in chunk.ends]
-        fresh = [buffer for buffer in changed if not buffer.last and (buffer.known is None or bool((chunk.where[buffer.name] & ~buffer.known).any()))]
+        fresh = [
+            buffer
+            for buffer in changed
+            if not buffer.last
+            and (buffer.known is None or bool((chunk.where[buffer.name] & ~buffer.known).any()))
+        ]
         if self._changing is not None:
-            fresh = [buffer for buffer in changed if buffer.known is None and not buffer.last]  # the same on all ranks
+            # the same on all ranks
+            fresh = [buffer for buffer in changed if buffer.known is None and not buffer.last]
         if not fresh:
             return
         where = chunk.where
@@ -257,7 +318,10 @@ class ChunkWrites:
                 ends = chunk.ends if self._changing is None else None
                 run = _Run(changed, chunk.again, self._model, ends)
                 found = find_recurrences(
-                    {buffer.name: buffer.start for buffer in changed}, {buffer.name: buffer.module for buffer in changed}, run, self._unite
+                    {buffer.name: buffer.start for buffer in changed},
+                    {buffer.name: buffer.module for buffer in changed},
+                    run,
+                    self._unite,
                 )
         except PeerLostError:
             raise
@@ -294,7 +358,8 @@ class ChunkWrites:
         return a, torch.where(a == 0, end, torch.where(kept, 0, end - a * start))
 
     def _factor(self, buffer: _Buffer, start: Tensor) -> Tensor:
-        """Of elements that a chunk changed. A program that writes other rows in every chunk does to all what it did to some."""
+        """Of elements that a chunk changed. A program that writes other rows in every chunk does to all what
+        it did to some."""
         if buffer.factor is None:
             return torch.zeros_like(start)
         if self._changing is not None:
@@ -304,16 +369,22 @@ class ChunkWrites:
         return buffer.factor
 
     def _untouched(self, buffer: _Buffer, chunk: _Chunk, where: Tensor, start: Tensor) -> Tensor:
-        """Factors of elements that a chunk did not change: did it leave them alone, or make of them what they were?
+        """Factors of elements that a chunk did not change: did it leave them alone, or make of them what they
+        were?
 
-        An element that overwrites, or decays towards, the value it has stays the same; only a run on a shifted value can tell. A program does
-        the same in every chunk: if all elements have one factor, to all of them.
+        An element that overwrites, or decays towards, the value it has stays the same; only a run on a
+        shifted value can tell. A program does the same in every chunk: if all elements have one factor, to
+        all of them.
         """
         ones = torch.ones_like(start)
         if self._changing is not None:
             dense = buffer.factor is not None and bool((buffer.factor == buffer.factor[:1]).all())
             return buffer.factor if dense and buffer.factor is not None else ones
-        known = buffer.known & (buffer.factor == 1) if buffer.known is not None and buffer.factor is not None else torch.zeros_like(where)
+        known = (
+            buffer.known & (buffer.factor == 1)
+            if buffer.known is not None and buffer.factor is not None
+            else torch.zeros_like(where)
+        )
         unclear = torch.isfinite(start) & ~known & ~where
         if chunk.again is None or not bool(unclear.any()):
             return ones
@@ -326,14 +397,23 @@ class ChunkWrites:
             raise
         except Exception:  # it refuses a value that it would never see
             return ones
-        factor = factor_of(flat(results[buffer.name]) - flat(point), flat(shifted) - flat(point), buffer.start.dtype)
+        factor = factor_of(
+            flat(results[buffer.name]) - flat(point), flat(shifted) - flat(point), buffer.start.dtype
+        )
         return torch.where(unclear, factor, ones)
 
 
 class _Run:
-    """Runs a chunk again on other values of its buffers. ends: what came of it; where its forward alone gives something else, its backward runs too."""
+    """Runs a chunk again on other values of its buffers. ends: what came of it; where its forward alone gives
+    something else, its backward runs too."""
 
-    def __init__(self, buffers: Iterable[_Buffer], again: Callable[[], Any], model: nn.Module, ends: Mapping[str, Tensor] | None) -> None:
+    def __init__(
+        self,
+        buffers: Iterable[_Buffer],
+        again: Callable[[], Any],
+        model: nn.Module,
+        ends: Mapping[str, Tensor] | None,
+    ) -> None:
         self._buffers = list(buffers)
         self._again = again
         self._model = model
@@ -347,11 +427,15 @@ class _Run:
             buffer.put(values[buffer.name].clone())
         with torch.set_grad_enabled(self._backward), preserved_draws():
             loss = self._again()
-            if self._backward and isinstance(loss, Tensor) and loss.requires_grad:  # checkpointed parts write once more
+            # checkpointed parts write once more
+            if self._backward and isinstance(loss, Tensor) and loss.requires_grad:
                 loss_of = [each for each in self._model.parameters() if each.requires_grad]
                 torch.autograd.grad(loss, loss_of, allow_unused=True)
         results = {buffer.name: buffer.now() for buffer in self._buffers}
-        if any(result is None or not _fits(result, buffer) for result, buffer in zip(results.values(), self._buffers, strict=True)):
+        if any(
+            result is None or not _fits(result, buffer)
+            for result, buffer in zip(results.values(), self._buffers, strict=True)
+        ):
             raise ValueError("a buffer took another shape")
         loss = loss.detach() if isinstance(loss, Tensor) else loss
         return {name: result.detach().clone() for name, result in results.items() if result is not None}, loss

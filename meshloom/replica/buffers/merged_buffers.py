@@ -1,8 +1,10 @@
-"""Buffers stay equal on all replicas: every chunk of a step reads them as the step found them, and writes are merged in the order of the chunks.
+"""Buffers stay equal on all replicas: every chunk of a step reads them as the step found them, and writes are
+merged in the order of the chunks.
 
-Each replica reduces its chunks to one map per buffer, b -> decay * b + added; the maps are gathered once a step and applied in chunk order on every
-replica, in the same arithmetic, so that the results have the same bits. Of running statistics and other linear recurrences that is what one
-device has that runs all chunks in order; for the others see [docs/buffers.md](../../docs/buffers.md).
+Each replica reduces its chunks to one map per buffer, b -> decay * b + added; the maps are gathered once a
+step and applied in chunk order on every replica, in the same arithmetic, so that the results have the same
+bits. Of running statistics and other linear recurrences that is what one device has that runs all chunks in
+order; for the others see [docs/buffers.md](../../docs/buffers.md).
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ RULE = "what the chunks write is merged in their order (docs/buffers.md)."
 class RunningStatistics:
     """The buffers of `model` over a training step.
 
-    group: the replicas, in chunk order: replica r runs chunks r * m to r * m + m - 1; None: there is one. With one chunk a step (several=False)
-    there is nothing to do; without any buffers nothing is communicated. One replica's running statistics follow each other by themselves.
-    synchronised: microbatch j of all replicas is one chunk, and batch norm layers see to their own statistics.
-    changing: where a program runs instead of the layers' own forwards, the buffers that it changes, and the only ones here. followed: those of them
-        that only follow each other (running statistics).
+    group: the replicas, in chunk order: replica r runs chunks r * m to r * m + m - 1; None: there is one.
+    With one chunk a step (several=False) there is nothing to do; without any buffers nothing is communicated.
+    One replica's running statistics follow each other by themselves. synchronised: microbatch j of all
+    replicas is one chunk, and batch norm layers see to their own statistics.
+    changing: where a program runs instead of the layers' own forwards, the buffers that it changes, and the
+        only ones here. followed: those of them that only follow each other (running statistics).
     unite: among ranks that compute a chunk together (`find_recurrences`).
     """
 
@@ -47,7 +50,11 @@ class RunningStatistics:
         unite: Unite = lambda flags: flags,
     ) -> None:
         self._group = group if group is not None and group.size > 1 else None
-        layers = [(name, module) for name, module in model.named_modules() if tracks(module) and not synchronised and changing is None]
+        layers = [
+            (name, module)
+            for name, module in model.named_modules()
+            if tracks(module) and not synchronised and changing is None
+        ]
         own = [module for module in model.modules() if isinstance(module, _BatchNorm)] if synchronised else []
         self._norms = NormStatistics(layers if self._group else [])
         handled = norm_buffers([module for _, module in layers] + own)
@@ -65,13 +72,15 @@ class RunningStatistics:
     def chunk(self, again: Callable[[], Any] | None = None) -> Iterator[None]:
         """Around one chunk's forward and backward; this replica's chunks in order.
 
-        again: runs the chunk's forward anew, with the draws seeded alike, and returns the loss. Called a few times when a buffer other than
-        running statistics is first seen to change. Without it such a buffer counts as no recurrence.
+        again: runs the chunk's forward anew, with the draws seeded alike, and returns the loss. Called a few
+        times when a buffer other than running statistics is first seen to change. Without it such a buffer
+        counts as no recurrence.
         """
         if not self._active:
             yield
             return
-        # The layers' own forward is back in place when a chunk is run again, and what it changes is put back with the other buffers.
+        # The layers' own forward is back in place when a chunk is run again, and what it changes is put back
+        # with the other buffers.
         with self._others.collecting(again), self._norms.collecting():
             yield
 
@@ -80,7 +89,9 @@ class RunningStatistics:
         if not self._active:
             return
         facts = torch.tensor(self._others.facts(), dtype=torch.int64, device=self._device)
-        parts = yield from self._gather(torch.cat([self._norms.take().to(self._device).view(torch.int64), facts]))
+        parts = yield from self._gather(
+            torch.cat([self._norms.take().to(self._device).view(torch.int64), facts])
+        )
         split = self._norms.length
         with torch.no_grad():
             for name in self._norms.apply(parts[:, :split].contiguous().view(torch.float64)):
@@ -90,8 +101,14 @@ class RunningStatistics:
                 )
         read = self._others.agree(parts[:, split:].tolist())
         if read:
-            names = f"buffer {read[0]}" if len(read) == 1 else f"buffers {', '.join(read[:3])}{f' and {len(read) - 3} more' if len(read) > 3 else ''}"
-            self._note(f"Every chunk of a step reads {names} as the step found {'it' if len(read) == 1 else 'them'}; {RULE}")
+            names = (
+                f"buffer {read[0]}"
+                if len(read) == 1
+                else f"buffers {', '.join(read[:3])}{f' and {len(read) - 3} more' if len(read) > 3 else ''}"
+            )
+            self._note(
+                f"Every chunk of a step reads {names} as the step found {'it' if len(read) == 1 else 'them'}; {RULE}"
+            )
         self._moving = self._others.moving_length
         maps = parts[:, :0]
         if self._moving:
@@ -109,7 +126,11 @@ class RunningStatistics:
 
     def bytes_per_step(self) -> dict[str, int]:
         """Bytes that `finish` hands to all_gather, given the buffers that changed in the last step."""
-        return {"all_gather": 8 * (self._norms.length + self._others.length + self._moving)} if self._active and self._group else {}
+        return (
+            {"all_gather": 8 * (self._norms.length + self._others.length + self._moving)}
+            if self._active and self._group
+            else {}
+        )
 
     def _gather(self, part: Tensor) -> Steps[Tensor]:
         """All replicas' `part` [n], as [replicas, n]."""

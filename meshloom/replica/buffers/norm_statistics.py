@@ -1,12 +1,13 @@
 """Running statistics of normalisation layers, as one device has them that runs all replicas' chunks in order.
 
-They are a linear recurrence: running <- (1 - momentum) * running + momentum * batch. While a layer's own forward runs, its running
-buffers are replaced by others that start the step at 0, so that a replica's chunks together come out as
+They are a linear recurrence: running <- (1 - momentum) * running + momentum * batch. While a layer's own
+forward runs, its running buffers are replaced by others that start the step at 0, so that a replica's chunks
+together come out as
 
     running -> decay * running + added          decay = product of (1 - momentum) over its calls, added = what the others became
 
-and the replicas' maps, applied in chunk order, give the same on all. The module itself, its momentum and its buffers, are not touched:
-the replacement is an instance's `forward`, there only while a chunk runs.
+and the replicas' maps, applied in chunk order, give the same on all. The module itself, its momentum and its
+buffers, are not touched: the replacement is an instance's `forward`, there only while a chunk runs.
 """
 
 from __future__ import annotations
@@ -25,19 +26,25 @@ _HEADER = 3  # calls, decay, calls in evaluation mode
 
 
 def tracks(module: nn.Module) -> bool:
-    """Whether a layer has running statistics that torch's own forward updates. One with a forward of its own is not known."""
-    own_forward = type(module).forward in (_BatchNorm.forward, _InstanceNorm.forward) and "forward" not in vars(module)
+    """Whether a layer has running statistics that torch's own forward updates. One with a forward of its own
+    is not known."""
+    own_forward = type(module).forward in (
+        _BatchNorm.forward,
+        _InstanceNorm.forward,
+    ) and "forward" not in vars(module)
     return own_forward and bool(module.track_running_stats) and module.running_mean is not None
 
 
 class NormStatistics:
-    """The running statistics of `modules` [name, layer] over one step's chunks, and how the replicas' parts come together."""
+    """The running statistics of `modules` [name, layer] over one step's chunks, and how the replicas' parts
+    come together."""
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         self._layers = [_Layer(name, module) for name, module in modules]
         index = [number for number, layer in enumerate(self._layers) for _ in range(2 * layer.channels)]
         device = self._layers[0].mean().device if self._layers else None
-        self._layer_of = torch.tensor(index, dtype=torch.int64, device=device)  # of each element of a flat part
+        # of each element of a flat part
+        self._layer_of = torch.tensor(index, dtype=torch.int64, device=device)
 
     @property
     def length(self) -> int:
@@ -64,18 +71,22 @@ class NormStatistics:
         return torch.cat([torch.tensor(header, dtype=torch.float64, device=self._layer_of.device), *values])
 
     def apply(self, parts: Tensor) -> list[str]:
-        """Update the layers from all replicas' parts [replicas, length]; the names of layers that ran in evaluation mode too."""
+        """Update the layers from all replicas' parts [replicas, length]; the names of layers that ran in
+        evaluation mode too."""
         if not self._layers:
             return []
         split = _HEADER * len(self._layers)
         headers: list[list[float]] = parts[:, :split].tolist()
-        running = torch.cat([value.double() for layer in self._layers for value in (layer.mean(), layer.var())])
+        running = torch.cat(
+            [value.double() for layer in self._layers for value in (layer.mean(), layer.var())]
+        )
         tracked = [layer.tracked() for layer in self._layers]
         for header, added in zip(headers, parts[:, split:], strict=True):
             decays, scales = [1.0] * len(self._layers), [1.0] * len(self._layers)
             for number, layer in enumerate(self._layers):
                 calls = int(header[_HEADER * number])
-                if layer.cumulative:  # the mean over all calls so far; `added` is the mean over this replica's
+                # the mean over all calls so far; `added` is the mean over this replica's
+                if layer.cumulative:
                     total = max(tracked[number] + calls, 1)
                     decays[number], scales[number] = tracked[number] / total if calls else 1.0, calls / total
                 else:
@@ -89,7 +100,11 @@ class NormStatistics:
                 at += layer.channels
             layer.set_tracked(count)
         totals = parts[:, :split].sum(0).view(-1, _HEADER).tolist()
-        return [layer.name for layer, (calls, _, evaluated) in zip(self._layers, totals, strict=True) if calls and evaluated]
+        return [
+            layer.name
+            for layer, (calls, _, evaluated) in zip(self._layers, totals, strict=True)
+            if calls and evaluated
+        ]
 
     def _spread(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._layer_of.device)[self._layer_of]
@@ -141,7 +156,10 @@ class _Layer:
                 self.evaluated += 1
                 return original(*args, **kwargs)
             if self._sums is None:
-                self._sums = {name: None if module._buffers[name] is None else torch.zeros_like(module._buffers[name]) for name in BUFFERS}
+                self._sums = {
+                    name: None if module._buffers[name] is None else torch.zeros_like(module._buffers[name])
+                    for name in BUFFERS
+                }
             kept = {name: module._buffers[name] for name in BUFFERS}
             module._buffers.update(self._sums)
             finished = False
@@ -151,7 +169,8 @@ class _Layer:
                 return result
             finally:
                 module._buffers.update(kept)
-                # A checkpointed layer is left by an exception in its second run, after it has updated its statistics.
+                # A checkpointed layer is left by an exception in its second run, after it has updated its
+                # statistics.
                 if finished or not self._counts or int(self._sums["num_batches_tracked"] or 0) > self.calls:
                     self.calls += 1
                     self.decay *= 1.0 - (module.momentum or 0.0)
@@ -164,4 +183,9 @@ class _Layer:
 
 def norm_buffers(modules: Collection[nn.Module]) -> set[int]:
     """The identities of the layers' running buffers."""
-    return {id(buffer) for module in modules for name in BUFFERS if (buffer := module._buffers.get(name)) is not None}  # pyright: ignore[reportPrivateUsage]
+    return {
+        id(buffer)
+        for module in modules
+        for name in BUFFERS
+        if (buffer := module._buffers.get(name)) is not None  # pyright: ignore[reportPrivateUsage]
+    }

@@ -1,8 +1,10 @@
-"""Whether what a chunk writes to a buffer is a recurrence, found by running the chunk again on other values of its buffers.
+"""Whether what a chunk writes to a buffer is a recurrence, found by running the chunk again on other values
+of its buffers.
 
-A counter, a moving average, a flag: a chunk turns the buffer b into a * b + c, element by element, with an `a` that does not depend on the
-data. The shift that comes out is then a times the one that went in, for every shift. What is not of that form, and buffers that say where
-or how another one is written (the pointer of a queue), are merged in other ways ([docs/buffers.md]).
+A counter, a moving average, a flag: a chunk turns the buffer b into a * b + c, element by element, with an
+`a` that does not depend on the data. The shift that comes out is then a times the one that went in, for every
+shift. What is not of that form, and buffers that say where or how another one is written (the pointer of a
+queue), are merged in other ways ([docs/buffers.md]).
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ LARGE = 1_000_003  # beyond the length of a queue: a number that wraps around sh
 
 # Runs the chunk on these values of its buffers: theirs afterwards, and its loss. Raises as the chunk does.
 Run = Callable[[Mapping[str, Tensor]], tuple[Mapping[str, Tensor], Any]]
-Unite = Callable[[Tensor], Tensor]  # flags of this rank -> those of any rank that computes a part of the chunk
+# flags of this rank -> those of any rank that computes a part of the chunk
+Unite = Callable[[Tensor], Tensor]
 
 
 @dataclass
 class Written:
     """What is known of a chunk's writes.
 
-    factors: buffer -> a [numel] of those that are recurrences. tied: pairs. read: whose value matters to more than their own recurrence.
+    factors: buffer -> a [numel] of those that are recurrences. tied: pairs. read: whose value matters to more
+        than their own recurrence.
     """
 
     factors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -36,25 +40,32 @@ class Written:
     read: set[str] = field(default_factory=set[str])
 
 
-def find_recurrences(values: Mapping[str, Tensor], modules: Mapping[str, object], run: Run, unite: Unite = lambda flags: flags) -> Written:
+def find_recurrences(
+    values: Mapping[str, Tensor], modules: Mapping[str, object], run: Run, unite: Unite = lambda flags: flags
+) -> Written:
     """Run a chunk a few times on shifted values of the buffers that it changes.
 
     values: of the buffers, before the chunk. modules: who owns each.
     unite: where ranks compute the chunk together, and have to go on in the same way.
 
-    First all buffers are shifted together: if the shift of each comes out as a multiple of its own, and the loss stays the same, that is all. Else
-    they are shifted one by one.
+    First all buffers are shifted together: if the shift of each comes out as a multiple of its own, and the
+    loss stays the same, that is all. Else they are shifted one by one.
     """
     return _Search(values, modules, run, unite).find()
 
 
 class _Search:
-    def __init__(self, values: Mapping[str, Tensor], modules: Mapping[str, object], run: Run, unite: Unite) -> None:
+    def __init__(
+        self, values: Mapping[str, Tensor], modules: Mapping[str, object], run: Run, unite: Unite
+    ) -> None:
         self._names = list(values)
         self._values = {name: finite(value) for name, value in values.items()}
         self._modules, self._run, self._unite = modules, run, unite
         self._base, self._loss = run(self._values)
-        self._shifts = {name: _shifts(self._values[name], self._base[name], number) for number, name in enumerate(self._names)}
+        self._shifts = {
+            name: _shifts(self._values[name], self._base[name], number)
+            for number, name in enumerate(self._names)
+        }
         self._influences: dict[str, set[str]] = {}  # buffer -> the others whose result depends on its value
         self._moves: set[str] = set()  # those that the loss depends on
         self._alone: dict[str, Tensor] = {}  # factors of those that are recurrences, shifted alone
@@ -73,7 +84,12 @@ class _Search:
         for name in (name for name, each in zip(others, steered, strict=True) if each):
             steering = self._flags([name in self._influences[other] for other in self._names])
             found.tied |= {(name, other) for other, each in zip(self._names, steering, strict=True) if each}
-        read = self._flags([name in self._moves or bool(self._influences[name]) or name not in found.factors for name in self._names])
+        read = self._flags(
+            [
+                name in self._moves or bool(self._influences[name]) or name not in found.factors
+                for name in self._names
+            ]
+        )
         found.read = {name for name, each in zip(self._names, read, strict=True) if each}
         return found
 
@@ -84,11 +100,20 @@ class _Search:
         for number in range(max(map(len, self._shifts.values()))):
             results, loss = self._shifted(self._names, number)
             if results is not None:
-                runs.append({name: self._factor(name, results[name], self._base[name], number) for name in self._names})
+                runs.append(
+                    {
+                        name: self._factor(name, results[name], self._base[name], number)
+                        for name in self._names
+                    }
+                )
                 moves = moves or not equal(loss, self._loss)
-        passed = self._flags([len(runs) < 2 or not self._agree(name, [each[name] for each in runs]) for name in self._names])
+        passed = self._flags(
+            [len(runs) < 2 or not self._agree(name, [each[name] for each in runs]) for name in self._names]
+        )
         moves = self._flags([moves])[0]
-        return {name: runs[0][name] for name, failed in zip(self._names, passed, strict=True) if not failed}, moves
+        return {
+            name: runs[0][name] for name, failed in zip(self._names, passed, strict=True) if not failed
+        }, moves
 
     def _shift_alone(self, name: str) -> None:
         factors: list[Tensor] = []
@@ -98,11 +123,19 @@ class _Search:
             if results is None:
                 continue
             factors.append(self._factor(name, results[name], self._base[name], number))
-            influences |= {other for other in self._names if other != name and not same(results[other], self._base[other])}
+            influences |= {
+                other
+                for other in self._names
+                if other != name and not same(results[other], self._base[other])
+            }
             if not equal(loss, self._loss):
                 self._moves.add(name)
         if not factors:  # no other value will do: it may say where the others of its module are written
-            influences |= {other for other in self._names if other != name and self._modules[other] is self._modules[name]}
+            influences |= {
+                other
+                for other in self._names
+                if other != name and self._modules[other] is self._modules[name]
+            }
         if len(factors) > 1 and self._agree(name, factors):
             self._alone[name] = factors[0]
 
@@ -132,7 +165,8 @@ class _Search:
     def _factor(self, name: str, out: Tensor, before: Tensor, number: int) -> Tensor:
         value = self._values[name]
         shifts = self._shifts[name]
-        shift = flat(unflat(flat(value) + shifts[number % len(shifts)], value)) - flat(value)  # as rounding left it
+        # as rounding left it
+        shift = flat(unflat(flat(value) + shifts[number % len(shifts)], value)) - flat(value)
         return factor_of(flat(out) - flat(before), shift, value.dtype)
 
     def _agree(self, name: str, factors: Sequence[Tensor], units: int = 64) -> bool:
@@ -151,7 +185,9 @@ class _Search:
         if not mine:
             return []
         device = next(iter(self._values.values())).device
-        found = self._unite(torch.tensor([each != invert for each in mine], dtype=torch.int64, device=device)).tolist()
+        found = self._unite(
+            torch.tensor([each != invert for each in mine], dtype=torch.int64, device=device)
+        ).tolist()
         return [bool(each) != invert for each in found]
 
 
@@ -192,7 +228,8 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def first_shift(value: Tensor, result: Tensor) -> Tensor:
-    """A shift [numel] of one value, large beside it and what comes of it, so that little is lost in the difference."""
+    """A shift [numel] of one value, large beside it and what comes of it, so that little is lost in the
+    difference."""
     return _shifts(value, result, 0)[0]
 
 
@@ -207,9 +244,11 @@ def factor_of(out: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _shifts(value: Tensor, result: Tensor, number: int) -> list[Tensor]:
-    """Shifts [numel]. Their ratios differ between elements and between buffers (`number`), so that what mixes them does not pass for a multiple."""
+    """Shifts [numel]. Their ratios differ between elements and between buffers (`number`), so that what mixes
+    them does not pass for a multiple."""
     elements = flat(value)
-    # Never the same at any distance: a queue that moves by a fixed number of places must not meet the same pattern again.
+    # Never the same at any distance: a queue that moves by a fixed number of places must not meet the same
+    # pattern again.
     pattern = torch.arange(len(elements), device=elements.device, dtype=torch.float64) * _GOLDEN % 1.0
     if value.dtype == torch.bool:
         return [1 - 2 * elements] * 2

@@ -1,16 +1,17 @@
 """Axes: what the dims of a program's values stand for.
 
-Two dims that an operator pairs (the inner dims of a product, the dims of a sum) are one axis. A dim that is reshaped or cut up is an
-axis with parts: a product (heads x head size, outermost first) or a concatenation (q | k | v). Axes are found out as the program is
-followed, so an axis may get parts later, and then all dims that are that axis have them.
+Two dims that an operator pairs (the inner dims of a product, the dims of a sum) are one axis. A dim that is
+reshaped or cut up is an axis with parts: a product (heads x head size, outermost first) or a concatenation (q
+| k | v). Axes are found out as the program is followed, so an axis may get parts later, and then all dims that are that axis have them.
 
     qkv = linear(x, w)        dim 0 of w and the last dim of qkv: one axis of 30
     q, k, v = qkv.split(10)   which has stretches [0, 10), [10, 20) and [20, 30)
     q.view(..., 2, 5)         and of which the first is heads x size
     attention(q, k, v)        heads of all three are one axis
 
-An axis without parts is a stretch of a *strip*: from which index on, and how many. To take a stretch of it makes no parts, only numbers, so that what is
-shifted, padded or windowed against itself is of as many parts for a million tokens as for ten.
+An axis without parts is a stretch of a *strip*: from which index on, and how many. To take a stretch of it
+makes no parts, only numbers, so that what is shifted, padded or windowed against itself is of as many parts
+for a million tokens as for ten.
 
     x                         X[0, T)
     x[:, 1:]                  X[1, T)
@@ -30,10 +31,11 @@ Key = tuple["Strip", int, int]
 
 
 class Strip:
-    """Indices in a row. Without parts they are what is cut; else they are those of its parts, or of the axis that it was found to be the same as.
+    """Indices in a row. Without parts they are what is cut; else they are those of its parts, or of the axis
+    that it was found to be the same as.
 
-    marks: where stretches that were taken of it begin and end. homes: stretches, from and up to, that are a whole axis elsewhere.
-    is_shifted: a stretch of it lies beside one that overlaps it, as in x[1:] + x[:-1].
+    marks: where stretches that were taken of it begin and end. homes: stretches, from and up to, that are a
+    whole axis elsewhere. is_shifted: a stretch of it lies beside one that overlaps it, as in x[1:] + x[:-1].
     """
 
     __slots__ = ("ends", "homes", "is_shifted", "kind", "marks", "parts", "size")
@@ -54,7 +56,8 @@ class Strip:
 
 
 class Axis:
-    """A stretch of a strip, while it is still being found out what that is made of. `Axis(size)` is a new one that is nobody else's.
+    """A stretch of a strip, while it is still being found out what that is made of. `Axis(size)` is a new one
+    that is nobody else's.
 
     Compare axes by `key`.
     """
@@ -90,7 +93,8 @@ class Axis:
         return strip, start, self.size
 
     def shorten(self) -> None:
-        """Go the way to the strips that it is made of, so that nobody need go it again: none of those on it is taken back."""
+        """Go the way to the strips that it is made of, so that nobody need go it again: none of those on it
+        is taken back."""
         pending: list[Axis] = [self]
         while pending:
             axis = pending.pop()
@@ -98,7 +102,8 @@ class Axis:
             while way[-1]._strip.kind == "same":
                 way += way[-1]._strip.parts
             for each in reversed(way):
-                each._key = each._parts = each._leaves = None  # what was settled may be united with others since
+                # what was settled may be united with others since
+                each._key = each._parts = each._leaves = None
                 each._strip, each._start, _ = each.key
             pending += axis._strip.parts
 
@@ -165,7 +170,9 @@ class Axis:
             return parts
         if strip.kind == "product":
             count = strip.size // parts[0].size
-            assert start % count == 0 and size % count == 0, f"[{start}, {start + size}) of {Axis(strip.size, strip)}"
+            assert start % count == 0 and size % count == 0, (
+                f"[{start}, {start + size}) of {Axis(strip.size, strip)}"
+            )
             return [parts[0].stretch(start // count, (start + size) // count), *parts[1:]]
         first, last = bisect_right(strip.ends, start), bisect_left(strip.ends, start + size)
         pieces = zip(strip.ends[first : last + 1], parts[first : last + 1], strict=True)
@@ -204,7 +211,9 @@ class Axis:
             if isinstance(each, str):
                 shown.append(each)
             elif each.kind is None:
-                shown.append(str(each.size) if each.is_whole else f"{each.strip.size}[{each.start}:{each.stop}]")
+                shown.append(
+                    str(each.size) if each.is_whole else f"{each.strip.size}[{each.start}:{each.stop}]"
+                )
             else:
                 inner: list[Axis | str] = [each.parts[0]]
                 for part in each.parts[1:]:
@@ -215,7 +224,11 @@ class Axis:
 
 def product(parts: Sequence[Axis]) -> Axis:
     """The axis of `parts`, outermost first; those of a strip of size 1 do not count."""
-    return _made("product", [part for part in parts if part.size != 1 or not part.is_whole], math.prod(part.size for part in parts))
+    return _made(
+        "product",
+        [part for part in parts if part.size != 1 or not part.is_whole],
+        math.prod(part.size for part in parts),
+    )
 
 
 def concatenation(parts: Sequence[Axis]) -> Axis:
@@ -234,7 +247,8 @@ def _made(kind: Kind, parts: Sequence[Axis], size: int) -> Axis:
 
 
 def place_of(axis: Axis, offset: int) -> tuple[Strip, int] | None:
-    """The strip without parts, and the place in it, in or beside which an axis is cut before its index `offset`. None: it cannot be cut there."""
+    """The strip without parts, and the place in it, in or beside which an axis is cut before its index
+    `offset`. None: it cannot be cut there."""
     while axis.kind is not None and 0 < offset < axis.size:
         if axis.kind == "concatenation":
             for part in axis.parts:
@@ -250,7 +264,8 @@ def place_of(axis: Axis, offset: int) -> tuple[Strip, int] | None:
             axis, offset = outer, offset // count
     if axis.kind is None:
         return axis.strip, axis.start + offset
-    leaves = list(axis.leaves())  # one, where the parts of a concatenation were found to follow each other in a strip
+    # one, where the parts of a concatenation were found to follow each other in a strip
+    leaves = list(axis.leaves())
     return (leaves[0].strip, leaves[0].start) if offset == 0 else (leaves[-1].strip, leaves[-1].stop)
 
 

@@ -25,18 +25,21 @@ Axes = tuple[Axis, ...]  # one per dim
 
 @dataclass(frozen=True, kw_only=True)
 class MappedNode:
-    """A node with its factor map: label -> axis. whole: labels that must not be cut, those included whose dims did not fit together."""
+    """A node with its factor map: label -> axis. whole: labels that must not be cut, those included whose
+    dims did not fit together."""
 
     node: Node
     factors: Factors
     labels: Mapping[str, Axis]
     whole: frozenset[str]
-    apart: frozenset[frozenset[str]]  # pairs of labels that may share an axis: they are never in one tensor's dims together
+    # pairs of labels that may share an axis: they are never in one tensor's dims together
+    apart: frozenset[frozenset[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """values: name -> axes of each of its tensors. mapped: node name -> its map, where there is a rule for it."""
+    """values: name -> axes of each of its tensors. mapped: node name -> its map, where there is a rule for
+    it."""
 
     program: Program
     values: Mapping[str, tuple[Axes, ...]]
@@ -51,15 +54,19 @@ class Layout:
 
     @cached_property
     def lists(self) -> frozenset[str]:
-        """Values that are several tensors, or a list of one, of which nodes pick; and sparse ones. Their placement is not changed."""
-        return lists_in(self.program.nodes) | {name for name, each in self.program.constants.items() if is_sparse(each)}
+        """Values that are several tensors, or a list of one, of which nodes pick; and sparse ones. Their
+        placement is not changed."""
+        return lists_in(self.program.nodes) | {
+            name for name, each in self.program.constants.items() if is_sparse(each)
+        }
 
 
 def layout_of(program: Program, rules: Rules) -> Layout:
     """Follow the program, making axes one where an operator pairs them.
 
-    A matrix whose rows and columns turn out to be one axis (of x + W x, or of a state that W makes anew) could not be cut at all: a part of
-    its rows with the same part of its columns is not all of it. There the program is followed again, with the columns an axis of their own.
+    A matrix whose rows and columns turn out to be one axis (of x + W x, or of a state that W makes anew)
+    could not be cut at all: a part of its rows with the same part of its columns is not all of it. There the
+    program is followed again, with the columns an axis of their own.
     """
     layout = _followed(program, rules, {})
     square = dict(_square(layout))
@@ -75,7 +82,14 @@ def _followed(program: Program, rules: Rules, square: Mapping[str, int]) -> Layo
         metas[each[0]] = (each[1],)
     for name, constant in program.constants.items():
         values[name] = (_fresh(tuple(constant.shape)),)
-        metas[name] = (Meta(shape=tuple(constant.shape), dtype=constant.dtype, stride=strides_of(constant), requires_grad=False),)
+        metas[name] = (
+            Meta(
+                shape=tuple(constant.shape),
+                dtype=constant.dtype,
+                stride=strides_of(constant),
+                requires_grad=False,
+            ),
+        )
     mapped: dict[str, MappedNode] = {}
     known: dict[Hashable, Factors | None] = {}
     for node in program.nodes:
@@ -92,15 +106,21 @@ def _followed(program: Program, rules: Rules, square: Mapping[str, int]) -> Layo
         operands = [values[ref.name][0] for ref in node.operands()]
         mapped[node.name] = each_mapped = _map(node, factors, operands)
         values[node.name] = tuple(
-            tuple(_axis(term, each_mapped.labels, size) for term, size in zip(dims, output.shape, strict=True))
+            tuple(
+                _axis(term, each_mapped.labels, size) for term, size in zip(dims, output.shape, strict=True)
+            )
             for dims, output in zip(factors.outputs, node.outputs, strict=True)
         )
-    layout = Layout(program=program, values=values, metas=metas, mapped=mapped, routes=routes_of(program, mapped))
+    layout = Layout(
+        program=program, values=values, metas=metas, mapped=mapped, routes=routes_of(program, mapped)
+    )
     settle(axes_in(layout))
     return layout
 
 
-def _factors(node: Node, metas: Mapping[str, tuple[Meta, ...]], rules: Rules, known: dict[Hashable, Factors | None]) -> Factors | None:
+def _factors(
+    node: Node, metas: Mapping[str, tuple[Meta, ...]], rules: Rules, known: dict[Hashable, Factors | None]
+) -> Factors | None:
     """The factor map of a node, if there is a rule for it, found once for all nodes that are alike."""
     operands = tuple(metas[ref.name] for ref in node.operands())
     constants = _constants((node.args, *node.kwargs.items()))
@@ -123,7 +143,8 @@ def _constants(value: Any) -> Any:
 
 
 def _square(layout: Layout) -> Iterator[tuple[str, int]]:
-    """Nodes with a parameter (or a view of one), and its number, of which an axis that is summed over is also one that is kept."""
+    """Nodes with a parameter (or a view of one), and its number, of which an axis that is summed over is also
+    one that is kept."""
     held = {each.value for each in layout.program.parameters.values()}
     for name, mapped in layout.mapped.items():
         operands = [ref.name for ref in mapped.node.operands()]
@@ -133,7 +154,10 @@ def _square(layout: Layout) -> Iterator[tuple[str, int]]:
             if operands[number] not in held:
                 continue
             labels = {label for term in dims for label in labels_in(term)}
-            inner, outer = (_strips_of(mapped, some) for some in (labels & mapped.factors.sums, labels - mapped.factors.sums))
+            inner, outer = (
+                _strips_of(mapped, some)
+                for some in (labels & mapped.factors.sums, labels - mapped.factors.sums)
+            )
             if inner & outer:
                 yield name, number
 
@@ -143,12 +167,20 @@ def _strips_of(mapped: MappedNode, labels: Iterable[str]) -> set[Strip]:
 
 
 def _with_own_columns(factors: Factors, number: int) -> Factors:
-    """The map with what is summed over an axis of its own in operand `number`, and whole in the others, which every rank needs all of."""
-    changed = {place: tuple(None if set(labels_in(term)) & factors.sums else term for term in dims) for place, dims in enumerate(factors.operands)}
-    others = [place for place, dims in enumerate(factors.operands) if place != number and changed[place] != dims]
+    """The map with what is summed over an axis of its own in operand `number`, and whole in the others, which
+    every rank needs all of."""
+    changed = {
+        place: tuple(None if set(labels_in(term)) & factors.sums else term for term in dims)
+        for place, dims in enumerate(factors.operands)
+    }
+    others = [
+        place for place, dims in enumerate(factors.operands) if place != number and changed[place] != dims
+    ]
     return replace(
         factors,
-        operands=tuple(changed[place] if place in others else dims for place, dims in enumerate(factors.operands)),
+        operands=tuple(
+            changed[place] if place in others else dims for place, dims in enumerate(factors.operands)
+        ),
         whole=factors.whole | factors.sums,
         sums=frozenset(),
         added=frozenset(),
@@ -179,7 +211,8 @@ def _fresh(shape: tuple[int, ...]) -> Axes:
 
 
 def _map(node: Node, factors: Factors, operands: list[Axes]) -> MappedNode:
-    """A label is the axis of the first operand that has it. Where another one is not the same, it has to be whole."""
+    """A label is the axis of the first operand that has it. Where another one is not the same, it has to be
+    whole."""
     sizes = _sizes(factors, operands)
     labels: dict[str, Axis] = {}
     whole = set(factors.whole)
@@ -190,7 +223,9 @@ def _map(node: Node, factors: Factors, operands: list[Axes]) -> MappedNode:
                 whole.update(labels_in(term))
     for label, size in sizes.items():
         labels.setdefault(label, Axis(size))
-    return MappedNode(node=node, factors=factors, labels=labels, whole=frozenset(whole), apart=frozenset(_apart(factors)))
+    return MappedNode(
+        node=node, factors=factors, labels=labels, whole=frozenset(whole), apart=frozenset(_apart(factors))
+    )
 
 
 def _sizes(factors: Factors, operands: list[Axes]) -> dict[str, int]:
@@ -215,7 +250,9 @@ def _bind(term: Term, axis: Axis, labels: dict[str, Axis], sizes: Mapping[str, i
         if bounds[-1] == axis.size and all(fits(axis, 0, bound) for bound in bounds):
             mark(axis, bounds)
             parts = [axis.stretch(start, stop) for start, stop in pairwise(bounds)]
-            bound = [_bind(part, stretch, labels, sizes) for part, stretch in zip(term.parts, parts, strict=True)]
+            bound = [
+                _bind(part, stretch, labels, sizes) for part, stretch in zip(term.parts, parts, strict=True)
+            ]
             return all(bound)
     if isinstance(term, Product) and axis.size == _size(term, sizes):
         alone = [part for part in term.parts if _size(part, sizes) != 1]
@@ -245,7 +282,8 @@ def _axis(term: Term, labels: Mapping[str, Axis], size: int) -> Axis:
 
 
 def _apart(factors: Factors) -> Iterator[frozenset[str]]:
-    """Labels that follow each other in one dim, and never multiply; and those of which one goes where the other goes."""
+    """Labels that follow each other in one dim, and never multiply; and those of which one goes where the
+    other goes."""
     if factors.routed is not None:
         yield frozenset({factors.routed.rows, factors.routed.groups})
     for dims in (*factors.operands, *factors.outputs):
@@ -253,7 +291,11 @@ def _apart(factors: Factors) -> Iterator[frozenset[str]]:
             if isinstance(term, Concat):
                 names = [labels_in(part) for part in term.parts]
                 yield from (
-                    frozenset({one, other}) for place, mine in enumerate(names) for theirs in names[:place] for one in mine for other in theirs
+                    frozenset({one, other})
+                    for place, mine in enumerate(names)
+                    for theirs in names[:place]
+                    for one in mine
+                    for other in theirs
                 )
 
 

@@ -3,12 +3,14 @@
     value        gradient
     INVARIANT    invariant: every rank holds all of both
     Part(cut)    every rank holds some indices of it. The whole gradient is the sum of the ranks' gradients, each put where its indices
-                 are: indices that one rank alone holds have their whole gradient there, those that several hold have partial ones.
+                 are: indices that one rank alone holds have their whole gradient there, those that several
+                     hold have partial ones.
                  With an empty cut that is *replicated*; with a cut through one of the value's axes, *sharded*
     PARTIAL      the value is the sum over the ranks; every rank has the whole gradient
 
-A cut says which indices of some axes each rank works on. It belongs to axes and not to tensors, so that every value that has one of these
-axes, by itself, multiplied (heads x head size) or in a row (q | k | v), is cut by it alike.
+A cut says which indices of some axes each rank works on. It belongs to axes and not to tensors, so that every
+value that has one of these axes, by itself, multiplied (heads x head size) or in a row (q | k | v), is cut by
+it alike.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class Cut:
     """Which indices of some axes each rank works on.
 
     name: for people, like `heads of blocks.0`. parts: axis number -> an interval per rank.
-    times: the axes are cut in blocks of their product, so that single indices of one of them are held by several ranks.
+    times: the axes are cut in blocks of their product, so that single indices of one of them are held by
+        several ranks.
     """
 
     name: str
@@ -80,7 +83,8 @@ def even_parts(size: int, num_parts: int) -> tuple[Interval, ...]:
 
 
 def shared_parts(outer: int, inner: int, num_parts: int) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-    """Parts of outer x inner where there are fewer outer ones than parts: ranks that share one divide its inner ones.
+    """Parts of outer x inner where there are fewer outer ones than parts: ranks that share one divide its
+    inner ones.
 
     >>> shared_parts(2, 5, 4)
     (((0, 1), (0, 1), (1, 2), (1, 2)), ((0, 3), (3, 5), (0, 3), (3, 5)))

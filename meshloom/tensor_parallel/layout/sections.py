@@ -1,9 +1,11 @@
-"""What ranks hold of a value, counted in sections that no cut goes through: there are as many of them in a million indices as in ten.
+"""What ranks hold of a value, counted in sections that no cut goes through: there are as many of them in a
+million indices as in ten.
 
     4 x 8, of which rank 0 has the first 3 of each 8        runs [0, 3), [8, 11), [16, 19), [24, 27)
     in sections of the 4 and of the 8: [4] x [3, 5]         run  [0, 1), of 4 x 3 indices
 
-Ranks' parts meet in sections just as they do in indices, so changes of placement are priced without a list of what they move.
+Ranks' parts meet in sections just as they do in indices, so changes of placement are priced without a list of
+what they move.
 """
 
 from __future__ import annotations
@@ -37,13 +39,17 @@ class Sections:
         if key not in self._pieces:
             dims = [self._dim(axis, cut) for axis in axes]
             sizes = tuple(sizes for sizes, _ in dims)
-            rows = tuple(tuple(held[rank] if held is not None else None for _, held in dims) for rank in range(self._num_ranks))
+            rows = tuple(
+                tuple(held[rank] if held is not None else None for _, held in dims)
+                for rank in range(self._num_ranks)
+            )
             made = Pieces(tuple(map(len, sizes)), rows, tuple((0, *accumulate(each)) for each in sizes))
             self._pieces[key] = self._equal.setdefault(made, made)
         return self._pieces[key]
 
     def _dim(self, axis: Axis, cut: Cut | None) -> tuple[Sequence[int], list[Runs] | None]:
-        """Sizes of an axis's sections, and the runs of them that each rank holds; None: all, whatever the rank."""
+        """Sizes of an axis's sections, and the runs of them that each rank holds; None: all, whatever the
+        rank."""
         if cut is None or not (self._numbers.leaves(axis) & cut.parts.keys()):
             return self._sizes_of(axis), None
         routed = self._numbers.route(axis, cut)
@@ -51,7 +57,8 @@ class Sections:
             rows = [rows_expected(axis, *routed, cut, rank) for rank in range(self._num_ranks)]
             places = sorted({0, axis.size, *(place for runs in rows for run in runs for place in run)})
             return [stop - start for start, stop in pairwise(places)], [
-                tuple((bisect_left(places, start), bisect_left(places, stop)) for start, stop in runs) for runs in rows
+                tuple((bisect_left(places, start), bisect_left(places, stop)) for start, stop in runs)
+                for runs in rows
             ]
         return self._sizes_of(axis), [self._runs(axis, cut, rank) for rank in range(self._num_ranks)]
 
@@ -76,7 +83,9 @@ class Sections:
         if found is None:
             strip, first, size = leaf.key
             cuts = self._cuts.get(self._numbers.of[strip], ()) if strip in self._numbers.of else ()
-            places = {place - first for cut in cuts for run in cut.parts[self._numbers.of[strip]] for place in run}
+            places = {
+                place - first for cut in cuts for run in cut.parts[self._numbers.of[strip]] for place in run
+            }
             found = self._bounds[leaf.key] = (0, *sorted(place for place in places if 0 < place < size), size)
         return found
 
@@ -85,6 +94,9 @@ class Sections:
 
         def of_leaf(leaf: Axis) -> Runs:
             bounds = self._bounds_of(leaf)
-            return tuple((bisect_left(bounds, start), bisect_left(bounds, stop)) for start, stop in stretch_of(leaf, cut, self._numbers, rank))
+            return tuple(
+                (bisect_left(bounds, start), bisect_left(bounds, stop))
+                for start, stop in stretch_of(leaf, cut, self._numbers, rank)
+            )
 
         return runs_in(axis, of_leaf, lambda part: len(self._sizes_of(part)))

@@ -8,14 +8,17 @@ from typing import Any
 
 from meshloom.tensor_parallel.layout.axes import Axis, Strip, fits, place_of, product
 
-MOST_PIECES = 16  # that a strip is left in because stretches of it were taken; a loop that takes index after index leaves it as it is
+# that a strip is left in because stretches of it were taken; a loop that takes index after index leaves it as
+# it is
+MOST_PIECES = 16
 
 Pairs = list[tuple[Axis, Axis]]
 Saved = dict[Strip, tuple[Any, ...]]  # strips as they were
 
 
 def unify(one: Axis, other: Axis) -> bool:
-    """Make two axes one, giving both the parts that either has. False: their parts do not fit, and all stays as it was.
+    """Make two axes one, giving both the parts that either has. False: their parts do not fit, and all stays
+    as it was.
 
     >>> heads_and_size, packed = product([Axis(4), Axis(6)]), Axis(24)
     >>> unify(heads_and_size, packed)
@@ -50,7 +53,8 @@ def mark(axis: Axis, offsets: Iterable[int], saved: Saved | None = None) -> None
 
 
 def settle(axes: Collection[Axis]) -> None:
-    """Take strips apart where they are several axes elsewhere (a | b), or where a few stretches of them were taken (q, k, v).
+    """Take strips apart where they are several axes elsewhere (a | b), or where a few stretches of them were
+    taken (q, k, v).
 
     What lies beside itself stays in one: x[1:] and x[:-1] are cut where x is.
     """
@@ -81,15 +85,19 @@ def _unified(one: Axis, other: Axis, saved: Saved) -> bool:
             pairs = _joined(mine, theirs, saved)
         else:
             pairs = _shaped(mine, theirs, saved) if mine.kind is None else _shaped(theirs, mine, saved)
-        if pairs is None or sum(_clash(*pair) for pair in pairs):  # all of them are looked at: a strip that is shifted is to be known as one
+        # all of them are looked at: a strip that is shifted is to be known as one
+        if pairs is None or sum(_clash(*pair) for pair in pairs):
             return False
         pending += reversed(pairs)
     return True
 
 
 def _beside(one: Axis, other: Axis) -> Pairs | None:
-    """The parts of two axes, in pairs of equal size. None: one has a boundary where the other cannot be cut."""
-    mine, theirs = (list(reversed(axis.parts if axis.kind == "concatenation" else (axis,))) for axis in (one, other))
+    """The parts of two axes, in pairs of equal size. None: one has a boundary where the other cannot be
+    cut."""
+    mine, theirs = (
+        list(reversed(axis.parts if axis.kind == "concatenation" else (axis,))) for axis in (one, other)
+    )
     pairs: Pairs = []
     while mine and theirs:
         a, b = mine.pop(), theirs.pop()
@@ -109,8 +117,14 @@ def _beside(one: Axis, other: Axis) -> Pairs | None:
 
 
 def _clash(one: Axis, other: Axis) -> bool:
-    """Whether stretches of one strip can not be made one: each index would be the one a few places on, and so would that."""
-    if one.kind is not None or other.kind is not None or one.strip is not other.strip or one.start == other.start:
+    """Whether stretches of one strip can not be made one: each index would be the one a few places on, and so
+    would that."""
+    if (
+        one.kind is not None
+        or other.kind is not None
+        or one.strip is not other.strip
+        or one.start == other.start
+    ):
         return False
     if one.start < other.stop and other.start < one.stop:
         one.strip.is_shifted = True
@@ -139,7 +153,9 @@ def _shaped(one: Axis, shape: Axis, saved: Saved) -> Pairs | None:
     """A stretch of a strip and a product, made one."""
     strip, start = one.strip, one.start
     inside = [place - start for place in strip.marks if start < place < one.stop]
-    if any(leaf.strip is strip for leaf in shape.leaves()) or any(place_of(shape, offset) is None for offset in inside):
+    if any(leaf.strip is strip for leaf in shape.leaves()) or any(
+        place_of(shape, offset) is None for offset in inside
+    ):
         return None
     if not one.is_whole:
         if strip.is_shifted or one.size == 1:
@@ -150,7 +166,8 @@ def _shaped(one: Axis, shape: Axis, saved: Saved) -> Pairs | None:
 
 
 def _factors(one: Axis, other: Axis, saved: Saved) -> Pairs | None:
-    """The parts of two products, in pairs of equal size, after those without parts were made products where the other has a boundary."""
+    """The parts of two products, in pairs of equal size, after those without parts were made products where
+    the other has a boundary."""
     if not _divide(one.parts, other.parts):
         return None
     mine, theirs = list(reversed(one.parts)), list(reversed(other.parts))
@@ -178,7 +195,10 @@ def _factors(one: Axis, other: Axis, saved: Saved) -> Pairs | None:
 
 def _divide(mine: Sequence[Axis], theirs: Sequence[Axis]) -> bool:
     """Whether every boundary of one product is one of the other, or falls into what can be made a product."""
-    left, right = [(part.size, part) for part in reversed(mine)], [(part.size, part) for part in reversed(theirs)]
+    left, right = (
+        [(part.size, part) for part in reversed(mine)],
+        [(part.size, part) for part in reversed(theirs)],
+    )
     while left and right:
         (a, part_a), (b, part_b) = left.pop(), right.pop()
         if a == b:
@@ -195,7 +215,9 @@ def _can_divide(axis: Axis, first: int) -> bool:
     if axis.kind is not None or axis.size % first or (axis.strip.is_shifted and not axis.is_whole):
         return False
     rest = axis.size // first
-    return all((place - axis.start) % rest == 0 for place in axis.strip.marks if axis.start < place < axis.stop)
+    return all(
+        (place - axis.start) % rest == 0 for place in axis.strip.marks if axis.start < place < axis.stop
+    )
 
 
 def _be_same(strip: Strip, axis: Axis, saved: Saved) -> None:
@@ -236,7 +258,9 @@ def _split(strip: Strip, places: Iterable[int], saved: Saved | None = None) -> N
         stop = start + piece.size
         piece.strip.marks = frozenset(place - start for place in strip.marks if start < place < stop)
         piece.strip.homes = frozenset(
-            (first - start, last - start) for first, last in strip.homes if start <= first and last <= stop and last - first < piece.size
+            (first - start, last - start)
+            for first, last in strip.homes
+            if start <= first and last <= stop and last - first < piece.size
         )
     _save(strip, saved)
     strip.become("concatenation", pieces)

@@ -21,4 +21,6 @@ def set_argument(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], nam
 
 def to_output_shape(name: str) -> Any:
     """A `Local`: argument `name` is the shape of this rank's part of the result."""
-    return lambda target, args, kwargs, sizes: set_argument(target, args, kwargs, name, tuple(sizes.outputs[0]))
+    return lambda target, args, kwargs, sizes: set_argument(
+        target, args, kwargs, name, tuple(sizes.outputs[0])
+    )

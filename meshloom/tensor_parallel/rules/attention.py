@@ -1,4 +1,5 @@
-"""Attention: heads, batch and the queries' positions may be cut; keys' positions and the head size stay whole."""
+"""Attention: heads, batch and the queries' positions may be cut; keys' positions and the head size stay
+whole."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, Term,
 
 
 def _attention(call: Call) -> Factors | None:
-    """q [b*, h, sq, e], k [b*, h, sk, e], v [b*, h, sk, v], mask broadcast to [b*, h, sq, sk] -> [b*, h, sq, v].
+    """q [b*, h, sq, e], k [b*, h, sk, e], v [b*, h, sk, v], mask broadcast to [b*, h, sq, sk] -> [b*, h, sq,
+    v].
 
     With `enable_gqa`, k and v have fewer heads: h is then (kv heads x queries per head).
     """
@@ -19,7 +21,11 @@ def _attention(call: Call) -> Factors | None:
     lead = len(q.shape) - 3
     batch: list[Term] = [f"b{place}" for place in range(lead)]
     heads: Term = "h"
-    sizes = {f"b{place}": q.shape[place] for place in range(lead)} | {"h": k.shape[-3], "sq": q.shape[-2], "v": v.shape[-1]}
+    sizes = {f"b{place}": q.shape[place] for place in range(lead)} | {
+        "h": k.shape[-3],
+        "sq": q.shape[-2],
+        "v": v.shape[-1],
+    }
     if q.shape[-3] != k.shape[-3]:
         heads, sizes["r"] = Product(("h", "r")), q.shape[-3] // k.shape[-3]
     causal = bool(call.arguments.get("is_causal"))
@@ -43,7 +49,10 @@ def _attention(call: Call) -> Factors | None:
 
 
 def _broadcast(dims: Dims, operand: Operand, sizes: dict[str, int]) -> Dims:
-    return tuple(None if term is not None and operand.shape[place] == 1 and _size(term, sizes) != 1 else term for place, term in enumerate(dims))
+    return tuple(
+        None if term is not None and operand.shape[place] == 1 and _size(term, sizes) != 1 else term
+        for place, term in enumerate(dims)
+    )
 
 
 def _size(term: Term, sizes: dict[str, int]) -> int:

@@ -28,7 +28,8 @@ class Operand:
 class Call:
     """An operator's call.
 
-    name: without namespace and overload. arguments: by the schema's names, defaults filled in; tensors are `Operand`s.
+    name: without namespace and overload. arguments: by the schema's names, defaults filled in; tensors are
+        `Operand`s.
     operands: the tensors, in the order of `Node.operands()`. outputs: its tensors.
     """
 
@@ -47,7 +48,9 @@ class Call:
         given = self.arguments.get(name)
         if given is None or (isinstance(given, tuple) and not given):
             return tuple(range(ndim))
-        return tuple(each % ndim for each in (given if isinstance(given, tuple) else (given,))) if ndim else ()
+        return (
+            tuple(each % ndim for each in (given if isinstance(given, tuple) else (given,))) if ndim else ()
+        )
 
 
 Rule = Callable[[Call], Factors | None]
@@ -55,7 +58,8 @@ Rule = Callable[[Call], Factors | None]
 
 
 def call_of(node: Node, metas: Mapping[str, tuple[Meta, ...]]) -> Call | None:
-    """The call of a node; None if it is no operator with a schema, or a tensor operand has several tensors."""
+    """The call of a node; None if it is no operator with a schema, or a tensor operand has several
+    tensors."""
     # What `out_of_place` makes has its operator as first argument.
     inner = node.args[0] if node.target is out_of_place else node.target
     schema = getattr(inner, "_schema", None)
@@ -74,17 +78,27 @@ def call_of(node: Node, metas: Mapping[str, tuple[Meta, ...]]) -> Call | None:
         args, kwargs = replace(node.args), {key: replace(value) for key, value in node.kwargs.items()}
     except _SeveralError:
         return None
-    arguments = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+    arguments = {
+        argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
+    }
     arguments.update(
-        {argument.name: value for argument, value in zip(schema.arguments, args[1:] if node.target is out_of_place else args, strict=False)}
+        {
+            argument.name: value
+            for argument, value in zip(
+                schema.arguments, args[1:] if node.target is out_of_place else args, strict=False
+            )
+        }
     )
     arguments.update(kwargs)
     name = schema.name.removeprefix("aten::")
-    return Call(name=name, node=node, arguments=_tuples(arguments), operands=tuple(operands), outputs=node.outputs)
+    return Call(
+        name=name, node=node, arguments=_tuples(arguments), operands=tuple(operands), outputs=node.outputs
+    )
 
 
 def tensor_arguments(call: Call) -> Iterator[tuple[int, ...] | None]:
-    """The shape of every tensor argument in the schema's order; None where it is not given. Lists of tensors are not for this."""
+    """The shape of every tensor argument in the schema's order; None where it is not given. Lists of tensors
+    are not for this."""
     schema: Any = call.node.target._schema
     for argument in schema.arguments:
         if "Tensor" in str(argument.type):

@@ -15,7 +15,9 @@ def _stays(call: Call) -> Factors | None:
     names, sizes = labels_of(operand.shape)
     same = operand.meta.dtype == call.outputs[0].dtype
     others: tuple[Dims, ...] = tuple((None,) * len(each.shape) for each in call.operands[1:])
-    return Factors(operands=(tuple(names), *others), outputs=(tuple(names),), sizes=sizes, linear=_FIRST if same else ())
+    return Factors(
+        operands=(tuple(names), *others), outputs=(tuple(names),), sizes=sizes, linear=_FIRST if same else ()
+    )
 
 
 def _constructor(call: Call) -> Factors | None:
@@ -34,7 +36,21 @@ def _constructor_like(call: Call) -> Factors | None:
 
 
 COPIES: dict[str, Rule] = {
-    **dict.fromkeys(("contiguous", "clone", "alias", "detach", "to", "_to_copy", "lift_fresh_copy", "type_as"), _stays),
+    **dict.fromkeys(
+        ("contiguous", "clone", "alias", "detach", "to", "_to_copy", "lift_fresh_copy", "type_as"), _stays
+    ),
     **dict.fromkeys(("zeros", "ones", "full", "empty", "rand", "randn", "randint"), _constructor),
-    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"), _constructor_like),
+    **dict.fromkeys(
+        (
+            "zeros_like",
+            "ones_like",
+            "full_like",
+            "empty_like",
+            "new_zeros",
+            "new_ones",
+            "new_full",
+            "new_empty",
+        ),
+        _constructor_like,
+    ),
 }

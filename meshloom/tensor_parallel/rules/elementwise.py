@@ -19,8 +19,18 @@ def elementwise(call: Call, linear: tuple[frozenset[int], ...] = ()) -> Factors 
         lead = len(out) - len(operand.shape)
         if lead < 0:
             return None
-        operands.append(tuple(None if size != out[lead + place] else names[lead + place] for place, size in enumerate(operand.shape)))
-    return Factors(operands=tuple(operands), outputs=(names,) * len(call.outputs), sizes=dict(zip(names, out, strict=True)), linear=linear)
+        operands.append(
+            tuple(
+                None if size != out[lead + place] else names[lead + place]
+                for place, size in enumerate(operand.shape)
+            )
+        )
+    return Factors(
+        operands=tuple(operands),
+        outputs=(names,) * len(call.outputs),
+        sizes=dict(zip(names, out, strict=True)),
+        linear=linear,
+    )
 
 
 def is_elementwise(call: Call) -> bool:
@@ -43,7 +53,9 @@ def _product(call: Call) -> Factors | None:
 def _quotient(call: Call) -> Factors | None:
     numerator = call.arguments.get("self")
     rounds = call.arguments.get("rounding_mode")
-    return elementwise(call, (frozenset({numerator.number}),) if isinstance(numerator, Operand) and not rounds else ())
+    return elementwise(
+        call, (frozenset({numerator.number}),) if isinstance(numerator, Operand) and not rounds else ()
+    )
 
 
 def _first(call: Call) -> Factors | None:
@@ -76,13 +88,65 @@ ELEMENTWISE: dict[str, Rule] = {
     **dict.fromkeys(("neg", "real", "imag"), _first),
     "where": _where,
     "masked_fill": _masked_fill,
-    **dict.fromkeys(("bernoulli_", "normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"), _any),
+    **dict.fromkeys(
+        (
+            "bernoulli_",
+            "normal_",
+            "uniform_",
+            "exponential_",
+            "log_normal_",
+            "cauchy_",
+            "geometric_",
+            "random_",
+        ),
+        _any,
+    ),
     **dict.fromkeys(("dropout", "dropout_"), _first),
     # Pointwise too, though torch does not tag them.
-    **dict.fromkeys(("native_dropout", "alpha_dropout", "selu", "celu", "relu6", "hardtanh", "softplus", "log_sigmoid", "bernoulli"), _any),
-    **dict.fromkeys(("rand_like", "randn_like", "randint_like", "floor_divide", "fill", "copy", "softshrink", "hardshrink", "threshold"), _any),
     **dict.fromkeys(
-        ("less", "greater", "not_equal", "nan_to_num", "clip", "square", "mish", "hardswish", "hardsigmoid", "logical_or", "__and__", "__or__"), _any
+        (
+            "native_dropout",
+            "alpha_dropout",
+            "selu",
+            "celu",
+            "relu6",
+            "hardtanh",
+            "softplus",
+            "log_sigmoid",
+            "bernoulli",
+        ),
+        _any,
+    ),
+    **dict.fromkeys(
+        (
+            "rand_like",
+            "randn_like",
+            "randint_like",
+            "floor_divide",
+            "fill",
+            "copy",
+            "softshrink",
+            "hardshrink",
+            "threshold",
+        ),
+        _any,
+    ),
+    **dict.fromkeys(
+        (
+            "less",
+            "greater",
+            "not_equal",
+            "nan_to_num",
+            "clip",
+            "square",
+            "mish",
+            "hardswish",
+            "hardsigmoid",
+            "logical_or",
+            "__and__",
+            "__or__",
+        ),
+        _any,
     ),
     "prelu": _prelu,
 }

@@ -4,9 +4,12 @@
     view         b (h d) -> b h d
     split        b (q+k+v) -> b q, b k, b v
 
-One label is one axis. `(h d)` is a dim made of two, outermost first; `(q+k)` one after another; `b*` any number of leading dims;
-`n!` has to be whole: computing on a part of it would be wrong; `_` is a dim that is whole and nobody else's. Labels that are in
-`sum` and are cut leave partial results, to be summed over the ranks; an operand in `add` is added to such a sum (once).
+One label is one axis. `(h d)` is a dim made of two, outermost first; `(q+k)` one after another; `b*` any
+number of leading dims;
+`n!` has to be whole: computing on a part of it would be wrong; `_` is a dim that is whole and nobody else's.
+Labels that are in
+`sum` and are cut leave partial results, to be summed over the ranks; an operand in `add` is added to such a
+sum (once).
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ Dims = tuple[Term, ...]
 class Sizes:
     """What a rank's part of a call looks like.
 
-    here, whole: label -> size there and in all. operands, outputs: shapes there. starts: label -> where each rank's part begins.
+    here, whole: label -> size there and in all. operands, outputs: shapes there. starts: label -> where each
+        rank's part begins.
     runs: label -> the runs of indices that each rank has; None: all of them.
     """
 
@@ -61,7 +65,8 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Talk:
-    """A collective that an operator starts by itself. num_elements: of the value that is put together or added up. times: how often."""
+    """A collective that an operator starts by itself. num_elements: of the value that is put together or
+    added up. times: how often."""
 
     collective: Collective
     num_elements: int
@@ -71,9 +76,11 @@ class Talk:
 
 @dataclass(frozen=True, kw_only=True)
 class Routed:
-    """Rows that data sends to groups. rows, groups: labels. table, by: operands: what each group has; the integers that say whose a row is.
+    """Rows that data sends to groups. rows, groups: labels. table, by: operands: what each group has; the
+    integers that say whose a row is.
 
-    is_sorted: rows are sorted by group, and the integers say where each group's end; else they say every row's group.
+    is_sorted: rows are sorted by group, and the integers say where each group's end; else they say every
+        row's group.
     """
 
     rows: str
@@ -91,18 +98,22 @@ Local = Callable[[Any, tuple[Any, ...], dict[str, Any], Sizes], tuple[Any, tuple
 class Factors:
     """The factor map of one call.
 
-    operands: a tuple per tensor operand, in the order of `Node.operands()`, with a term per dim. outputs: per tensor result.
+    operands: a tuple per tensor operand, in the order of `Node.operands()`, with a term per dim. outputs: per
+        tensor result.
     sizes: of labels that stand in no dim by themselves.
     whole: labels that may not be cut. sums: labels that, when cut, leave partial results.
-    joins: labels over which, when cut, the operator talks to the other ranks itself and gives all of them the whole result.
-    talks: labels over which, when cut, the operator talks to the other ranks itself and gives each of them its part; with what it sends.
-    entire: operands of which every rank needs all, unless a label of their own is cut: their other dims may have a cut axis.
-    in_one_run: labels of which a rank's part has to be indices without a gap: the call finds it by where it starts.
+    joins: labels over which, when cut, the operator talks to the other ranks itself and gives all of them the
+        whole result.
+    talks: labels over which, when cut, the operator talks to the other ranks itself and gives each of them
+    its part; with what it sends. entire: operands of which every rank needs all, unless a label of their own
+    is cut: their other dims may have a cut axis. in_one_run: labels of which a rank's part has to be indices
+    without a gap: the call finds it by where it starts.
     filled: labels of which every rank has to have an index: the kernel refuses to work on none.
     added: operands that are added to a partial result, and so have to be partial themselves.
     linear: sets of operands that may be partial (the others being replicated), so that the result is.
     routed: labels of which one goes where the other goes: they may be cut together, whatever `whole` says.
-    drawn: dims of what is drawn at random inside; None: those of the first output; (): nothing, whatever torch says.
+    drawn: dims of what is drawn at random inside; None: those of the first output; (): nothing, whatever
+        torch says.
     local: how the call changes where something is cut; None: as it is.
     """
 
@@ -124,9 +135,19 @@ class Factors:
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """Equal for calls whose dims belong together alike; how the call changes does not count, but whether it does."""
+        """Equal for calls whose dims belong together alike; how the call changes does not count, but whether
+        it does."""
         sizes, talks = tuple(self.sizes.items()), tuple(self.talks.items())
-        sets = self.whole, self.sums, self.joins, self.entire, self.in_one_run, self.filled, self.added, self.linear
+        sets = (
+            self.whole,
+            self.sums,
+            self.joins,
+            self.entire,
+            self.in_one_run,
+            self.filled,
+            self.added,
+            self.linear,
+        )
         return self.operands, self.outputs, sizes, talks, *sets, self.routed, self.drawn, self.local is None
 
 
@@ -161,8 +182,11 @@ def shown(factors: Factors) -> str:
     return text + (f"; add {' '.join(map(str, sorted(factors.added)))}" if factors.added else "")
 
 
-def factors_of_text(text: str, operands: Sequence[tuple[int, ...] | None], num_outputs: int, local: Local | None = None) -> Factors:
-    """The map that `text` stands for. operands: shape of every tensor argument, in the operator's order; None: not given.
+def factors_of_text(
+    text: str, operands: Sequence[tuple[int, ...] | None], num_outputs: int, local: Local | None = None
+) -> Factors:
+    """The map that `text` stands for. operands: shape of every tensor argument, in the operator's order;
+    None: not given.
 
     >>> factors = factors_of_text("b* k, o k, o -> b* o; sum k; add 2", [(2, 3, 4), (5, 4), None], 1)
     >>> shown(factors)
@@ -172,7 +196,14 @@ def factors_of_text(text: str, operands: Sequence[tuple[int, ...] | None], num_o
     left, right = body.split("->")
     clauses = {words[0]: words[1:] for words in (part.split() for part in rest)}
     given = left.split(",")
-    lead = max((len(shape) - _count(part) for part, shape in zip(given, operands, strict=False) if shape is not None and _stars(part)), default=0)
+    lead = max(
+        (
+            len(shape) - _count(part)
+            for part, shape in zip(given, operands, strict=False)
+            if shape is not None and _stars(part)
+        ),
+        default=0,
+    )
     places: dict[int, int] = {}
     dims: list[Dims] = []
     whole: set[str] = set()
@@ -194,7 +225,10 @@ def factors_of_text(text: str, operands: Sequence[tuple[int, ...] | None], num_o
         whole=frozenset(whole),
         sums=frozenset(clauses.get("sum", [])),
         added=frozenset(places[int(each)] for each in clauses.get("add", []) if int(each) in places),
-        linear=tuple(frozenset(places[int(each)] for each in one.split("+") if int(each) in places) for one in clauses.get("linear", [])),
+        linear=tuple(
+            frozenset(places[int(each)] for each in one.split("+") if int(each) in places)
+            for one in clauses.get("linear", [])
+        ),
         local=local,
     )
 
@@ -210,7 +244,9 @@ def _count(part: str) -> int:
     return sum(not token.rstrip("!").endswith("*") for token in _TOKEN.findall(part))
 
 
-def _dims(part: str, shape: tuple[int, ...] | None, lead: int, whole: set[str], sizes: dict[str, int]) -> Dims:
+def _dims(
+    part: str, shape: tuple[int, ...] | None, lead: int, whole: set[str], sizes: dict[str, int]
+) -> Dims:
     tokens = _TOKEN.findall(part)
     stars = (len(shape) - _count(part)) if shape is not None else lead
     terms: list[Term] = []

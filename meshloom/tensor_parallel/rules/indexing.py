@@ -14,7 +14,8 @@ from meshloom.tensor_parallel.rules.factors import Dims, Factors, Routed, Sizes,
 
 
 def _embedding(call: Call) -> Factors | None:
-    """weight [v, d], index [i*] -> [i*, d]. A part of the rows finds the indices in it, and zeros for the others."""
+    """weight [v, d], index [i*] -> [i*, d]. A part of the rows finds the indices in it, and zeros for the
+    others."""
     weight, index = call.operands[:2]
     names: Dims = tuple(f"i{place}" for place in range(len(index.shape)))
     padding: int = call.arguments.get("padding_idx", -1)
@@ -28,7 +29,8 @@ def _embedding(call: Call) -> Factors | None:
     return Factors(
         operands=(("v", "d"), names),
         outputs=((*names, "d"),),
-        sizes={"v": weight.shape[0], "d": weight.shape[1]} | {f"i{place}": size for place, size in enumerate(index.shape)},
+        sizes={"v": weight.shape[0], "d": weight.shape[1]}
+        | {f"i{place}": size for place, size in enumerate(index.shape)},
         sums=frozenset({"v"}),
         whole=frozenset({"v"} | set(names) if scaled else ()),
         in_one_run=frozenset({"v"}),
@@ -41,11 +43,18 @@ def _gather(call: Call) -> Factors | None:
     x, index = call.operands[:2]
     ndim = len(x.shape)
     dim = call.dim("dim", ndim)
-    names: list[Term] = [f"d{place}" if place != dim and x.shape[place] == index.shape[place] else None for place in range(ndim)]
+    names: list[Term] = [
+        f"d{place}" if place != dim and x.shape[place] == index.shape[place] else None
+        for place in range(ndim)
+    ]
     out: list[Term] = list(names)
     out[dim] = "picked"
-    sizes = {f"d{place}": x.shape[place] for place in range(ndim) if names[place]} | {"picked": index.shape[dim]}
-    return Factors(operands=(tuple(names), tuple(out)), outputs=(tuple(out),), sizes=sizes, linear=(frozenset({0}),))
+    sizes = {f"d{place}": x.shape[place] for place in range(ndim) if names[place]} | {
+        "picked": index.shape[dim]
+    }
+    return Factors(
+        operands=(tuple(names), tuple(out)), outputs=(tuple(out),), sizes=sizes, linear=(frozenset({0}),)
+    )
 
 
 def _index_select(call: Call) -> Factors | None:
@@ -54,8 +63,12 @@ def _index_select(call: Call) -> Factors | None:
     names: list[Term] = [f"d{place}" if place != dim else None for place in range(len(x.shape))]
     out: list[Term] = list(names)
     out[dim] = "picked"
-    sizes = {f"d{place}": x.shape[place] for place in range(len(x.shape)) if place != dim} | {"picked": call.outputs[0].shape[dim]}
-    return Factors(operands=(tuple(names), ("picked",)), outputs=(tuple(out),), sizes=sizes, linear=(frozenset({0}),))
+    sizes = {f"d{place}": x.shape[place] for place in range(len(x.shape)) if place != dim} | {
+        "picked": call.outputs[0].shape[dim]
+    }
+    return Factors(
+        operands=(tuple(names), ("picked",)), outputs=(tuple(out),), sizes=sizes, linear=(frozenset({0}),)
+    )
 
 
 def _index(call: Call) -> Factors | None:
@@ -68,7 +81,9 @@ def _index(call: Call) -> Factors | None:
     places = [place for place, _ in found]
     shape = _broadcast_shape([each.shape for _, each in found])
     index_names: list[Term] = [f"i{place}" for place in range(len(shape))]
-    rest: list[tuple[int, Term]] = [(place, f"d{place}") for place in range(len(x.shape)) if place not in places]
+    rest: list[tuple[int, Term]] = [
+        (place, f"d{place}") for place in range(len(x.shape)) if place not in places
+    ]
     together = places == list(range(places[0], places[-1] + 1))
     before = [name for place, name in rest if together and place < places[0]]
     after = [name for place, name in rest if not (together and place < places[0])]
@@ -76,14 +91,31 @@ def _index(call: Call) -> Factors | None:
     operands: list[Dims] = [names]
     for _, each in found:
         lead = len(shape) - len(each.shape)
-        operands.append(tuple(None if size != shape[lead + place] else index_names[lead + place] for place, size in enumerate(each.shape)))
-    sizes = {f"d{place}": x.shape[place] for place, _ in rest} | {f"i{place}": size for place, size in enumerate(shape)}
-    factors = Factors(operands=tuple(operands), outputs=((*before, *index_names, *after),), sizes=sizes, linear=(frozenset({0}),))
-    return _with_groups(factors, x.shape[0]) if places == [0] and len(shape) == 1 and len(x.shape) > 1 else factors
+        operands.append(
+            tuple(
+                None if size != shape[lead + place] else index_names[lead + place]
+                for place, size in enumerate(each.shape)
+            )
+        )
+    sizes = {f"d{place}": x.shape[place] for place, _ in rest} | {
+        f"i{place}": size for place, size in enumerate(shape)
+    }
+    factors = Factors(
+        operands=tuple(operands),
+        outputs=((*before, *index_names, *after),),
+        sizes=sizes,
+        linear=(frozenset({0}),),
+    )
+    return (
+        _with_groups(factors, x.shape[0])
+        if places == [0] and len(shape) == 1 and len(x.shape) > 1
+        else factors
+    )
 
 
 def _with_groups(factors: Factors, num_groups: int) -> Factors:
-    """x[i], which has an entry of x for every i: the ranks may divide both, each having the entries that its indices ask for."""
+    """x[i], which has an entry of x for every i: the ranks may divide both, each having the entries that its
+    indices ask for."""
 
     def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
         if not here.is_cut("e"):
@@ -102,17 +134,23 @@ def _scatter(call: Call) -> Factors | None:
     x, index = call.operands[:2]
     ndim = len(x.shape)
     dim = call.dim("dim", ndim)
-    names: Dims = tuple(f"d{place}" if place != dim and x.shape[place] == index.shape[place] else None for place in range(ndim))
+    names: Dims = tuple(
+        f"d{place}" if place != dim and x.shape[place] == index.shape[place] else None
+        for place in range(ndim)
+    )
     if any(len(each.shape) != ndim for each in call.operands):
         return None
     sizes = {f"d{place}": x.shape[place] for place in range(ndim) if names[place]}
-    if any(each.shape[place] != x.shape[place] for each in call.operands for place in range(ndim) if names[place]):
+    if any(
+        each.shape[place] != x.shape[place] for each in call.operands for place in range(ndim) if names[place]
+    ):
         return None
     return Factors(operands=(names,) * len(call.operands), outputs=(names,), sizes=sizes)
 
 
 def _index_add(call: Call) -> Factors | None:
-    """index_add, index_copy: rows of source added to those of x that index names; along the dim nothing is cut."""
+    """index_add, index_copy: rows of source added to those of x that index names; along the dim nothing is
+    cut."""
     x, index, source = call.arguments["self"], call.arguments["index"], call.arguments["source"]
     if not x.shape or len(source.shape) != len(x.shape):
         return None
@@ -127,7 +165,11 @@ def _index_add(call: Call) -> Factors | None:
 
 def _one_hot(call: Call) -> Factors | None:
     names: Dims = tuple(f"i{place}" for place in range(len(call.operands[0].shape)))
-    return Factors(operands=(names,), outputs=((*names, None),), sizes={f"i{place}": size for place, size in enumerate(call.operands[0].shape)})
+    return Factors(
+        operands=(names,),
+        outputs=((*names, None),),
+        sizes={f"i{place}": size for place, size in enumerate(call.operands[0].shape)},
+    )
 
 
 def _broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -137,7 +179,8 @@ def _broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _embedding_bag(call: Call) -> Factors | None:
-    """weight [v, d] -> bags [b, d]. Columns may be cut; and rows, but for maxima: other rows count nothing in a part's sums."""
+    """weight [v, d] -> bags [b, d]. Columns may be cut; and rows, but for maxima: other rows count nothing in
+    a part's sums."""
     weight = call.operands[0]
     mode, scaled, sparse = (call.arguments[name] for name in ("mode", "scale_grad_by_freq", "sparse"))
     given = call.arguments.get("padding_idx")
@@ -152,7 +195,9 @@ def _embedding_bag(call: Call) -> Factors | None:
         )  # fmt: skip
         return part, (*args[:3], given_by_name(target, args, kwargs).get("per_sample_weights")), {}
 
-    rest: tuple[Dims, ...] = tuple((None, "d") if len(each.shape) == 2 else (None,) * len(each.shape) for each in call.outputs[1:])
+    rest: tuple[Dims, ...] = tuple(
+        (None, "d") if len(each.shape) == 2 else (None,) * len(each.shape) for each in call.outputs[1:]
+    )
     return Factors(
         operands=(("v", "d"), *((None,) * len(each.shape) for each in call.operands[1:])),
         outputs=((None, "d"), *rest),
@@ -166,7 +211,8 @@ def _embedding_bag(call: Call) -> Factors | None:
 
 
 def _masked_scatter(call: Call) -> Factors | None:
-    """Where mask is set, the elements of source in their order. Which element comes where depends on all of the mask, so nothing is cut."""
+    """Where mask is set, the elements of source in their order. Which element comes where depends on all of
+    the mask, so nothing is cut."""
     operands: tuple[Dims, ...] = tuple((None,) * len(each.shape) for each in call.operands)
     moved = frozenset({call.arguments["self"].number, call.arguments["source"].number})
     return Factors(operands=operands, outputs=((None,) * len(call.outputs[0].shape),), linear=(moved,))

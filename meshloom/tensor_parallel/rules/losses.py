@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshloom.program.operators.partial import CrossEntropyOfPart, cosine_losses_of_part, negative_log_likelihood_of_part
+from meshloom.program.operators.partial import (
+    CrossEntropyOfPart,
+    cosine_losses_of_part,
+    negative_log_likelihood_of_part,
+)
 from meshloom.tensor_parallel.rules.call import Call, Operand, Rule
 from meshloom.tensor_parallel.rules.factors import Dims, Factors, Sizes
 
 
 def _cross_entropy(call: Call) -> Factors | None:
-    """logits [n, v, space], targets [n, space] (class numbers), weights of the classes [v] -> the mean, the sum or [n, space].
+    """logits [n, v, space], targets [n, space] (class numbers), weights of the classes [v] -> the mean, the
+    sum or [n, space].
 
     A part of v takes two small all-reduces, and gives the whole loss.
     """
@@ -26,13 +31,20 @@ def _cross_entropy(call: Call) -> Factors | None:
         if not here.is_cut("v"):
             return to, args, kwargs
         part = CrossEntropyOfPart(
-            starts=here.starts["v"], num_classes=here.whole["v"], reduction=reduction, ignored=ignored, smoothing=smoothing, weighted=weighted
+            starts=here.starts["v"],
+            num_classes=here.whole["v"],
+            reduction=reduction,
+            ignored=ignored,
+            smoothing=smoothing,
+            weighted=weighted,
         )
         return part, (*args[:2], *([args[2] if len(args) > 2 else kwargs["weight"]] if weighted else [])), {}
 
     space: Dims = tuple(f"s{place}" for place in range(len(logits.shape) - 2))
     rows: Dims = ("n", *space)
-    sizes = {"n": logits.shape[0], "v": logits.shape[1]} | {f"s{place}": size for place, size in enumerate(logits.shape[2:])}
+    sizes = {"n": logits.shape[0], "v": logits.shape[1]} | {
+        f"s{place}": size for place, size in enumerate(logits.shape[2:])
+    }
     return Factors(
         operands=(("n", "v", *space), rows, *([("v",)] if weighted else [])), outputs=(rows if reduction == 0 else (),), sizes=sizes,
         whole=frozenset() if reduction == 0 else frozenset(sizes) - {"v"},
@@ -41,7 +53,8 @@ def _cross_entropy(call: Call) -> Factors | None:
 
 
 def _likelihood(call: Call) -> Factors | None:
-    """nll_loss: log-probabilities [n, v, space], targets [n, space] -> the mean, the sum or [n, space]. A part of v adds the targets that are in it."""
+    """nll_loss: log-probabilities [n, v, space], targets [n, space] -> the mean, the sum or [n, space]. A
+    part of v adds the targets that are in it."""
     x = call.operands[0]
     if isinstance(call.arguments.get("weight"), Operand) or len(x.shape) < 2:
         return None
@@ -55,7 +68,11 @@ def _likelihood(call: Call) -> Factors | None:
     def local(to: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
         if here.here["v"] == here.whole["v"]:
             return to, args, kwargs
-        return negative_log_likelihood_of_part, (*args[:2], here.starts["v"][here.rank], reduction, ignored), {}
+        return (
+            negative_log_likelihood_of_part,
+            (*args[:2], here.starts["v"][here.rank], reduction, ignored),
+            {},
+        )
 
     return Factors(
         operands=(("n", "v", *space), rows), outputs=(rows if reduction == 0 else (),), sizes=sizes,

@@ -1,4 +1,5 @@
-"""Operators on vectors, matrices or spectra in the last dims, which stay whole: triangles, complex pairs, Fourier transforms."""
+"""Operators on vectors, matrices or spectra in the last dims, which stay whole: triangles, complex pairs,
+Fourier transforms."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ def _leading(count_whole: int) -> Rule:
 
     def rule(call: Call) -> Factors | None:
         x = call.operands[0]
-        if len(call.operands) != 1 or any(out.shape[: len(x.shape) - count_whole] != x.shape[: len(x.shape) - count_whole] for out in call.outputs):
+        if len(call.operands) != 1 or any(
+            out.shape[: len(x.shape) - count_whole] != x.shape[: len(x.shape) - count_whole]
+            for out in call.outputs
+        ):
             return None
         lead = len(x.shape) - count_whole
         names = tuple(f"d{place}" for place in range(lead))
@@ -42,5 +46,13 @@ MATRICES: dict[str, Rule] = {
     **dict.fromkeys(("tril", "triu"), _leading(2)),
     "view_as_real": _leading(0),
     "view_as_complex": _leading(1),
-    **dict.fromkeys([f"fft_{way}{kind}{count}" for way in ("", "i") for kind in ("fft", "rfft") for count in ("", "2", "n")], _spectrum),
+    **dict.fromkeys(
+        [
+            f"fft_{way}{kind}{count}"
+            for way in ("", "i")
+            for kind in ("fft", "rfft")
+            for count in ("", "2", "n")
+        ],
+        _spectrum,
+    ),
 }

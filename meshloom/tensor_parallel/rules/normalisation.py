@@ -23,7 +23,8 @@ def _over_last(call: Call) -> Factors | None:
 
 
 def _over_batch(call: Call) -> Factors | None:
-    """batch_norm: statistics over all but channels, dim 1. x [b, c, ...]; weight, bias, running statistics [c]."""
+    """batch_norm: statistics over all but channels, dim 1. x [b, c, ...]; weight, bias, running statistics
+    [c]."""
     x = call.operands[0]
     dims: list[Term] = [None] * len(x.shape)
     dims[1] = "c"
@@ -42,11 +43,16 @@ def _over_batch(call: Call) -> Factors | None:
 
 def _instance_norm(call: Call) -> Factors | None:
     x = call.operands[0]
-    if len(call.operands) > 1 and any(isinstance(call.arguments.get(name), Operand) for name in ("running_mean", "running_var")):
+    if len(call.operands) > 1 and any(
+        isinstance(call.arguments.get(name), Operand) for name in ("running_mean", "running_var")
+    ):
         return None
     dims: Dims = ("b", "c", *(None,) * (len(x.shape) - 2))
     return Factors(
-        operands=(dims, *(("c",) for _ in call.operands[1:])), outputs=(dims,), sizes={"b": x.shape[0], "c": x.shape[1]}, filled=frozenset({"b", "c"})
+        operands=(dims, *(("c",) for _ in call.operands[1:])),
+        outputs=(dims,),
+        sizes={"b": x.shape[0], "c": x.shape[1]},
+        filled=frozenset({"b", "c"}),
     )
 
 
@@ -82,11 +88,14 @@ def _vector_norm(call: Call) -> Factors | None:
 
 
 def _weight_norm(call: Call) -> Factors | None:
-    """g v / |v|, the norm taken over all dims but one, which may be cut. v like the result, g 1 in every other dim."""
+    """g v / |v|, the norm taken over all dims but one, which may be cut. v like the result, g 1 in every
+    other dim."""
     v = call.operands[0]
     dim = call.dim("dim", len(v.shape))
     names: Dims = tuple("kept" if place == dim else None for place in range(len(v.shape)))
-    return Factors(operands=(names, names), outputs=(names,) * len(call.outputs), sizes={"kept": v.shape[dim]})
+    return Factors(
+        operands=(names, names), outputs=(names,) * len(call.outputs), sizes={"kept": v.shape[dim]}
+    )
 
 
 NORMALISATION: dict[str, Rule] = {

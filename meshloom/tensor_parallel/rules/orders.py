@@ -13,7 +13,12 @@ _FIRST = (frozenset({0}),)
 def _permuted(order: Any) -> Rule:
     def rule(call: Call) -> Factors | None:
         names, sizes = labels_of(call.operands[0].shape)
-        return Factors(operands=(tuple(names),), outputs=(tuple(names[place] for place in order(call, len(names))),), sizes=sizes, linear=_FIRST)
+        return Factors(
+            operands=(tuple(names),),
+            outputs=(tuple(names[place] for place in order(call, len(names))),),
+            sizes=sizes,
+            linear=_FIRST,
+        )
 
     return rule
 
@@ -42,7 +47,13 @@ def _one_dim_whole(*names_of_dims: str) -> Rule:
     def rule(call: Call) -> Factors | None:
         names, sizes = labels_of(call.operands[0].shape)
         found = [dim for name in names_of_dims for dim in call.dims(name, len(names))]
-        return Factors(operands=(tuple(names),), outputs=(tuple(names),), sizes=sizes, whole=frozenset(f"d{dim}" for dim in found), linear=_FIRST)
+        return Factors(
+            operands=(tuple(names),),
+            outputs=(tuple(names),),
+            sizes=sizes,
+            whole=frozenset(f"d{dim}" for dim in found),
+            linear=_FIRST,
+        )
 
     return rule
 

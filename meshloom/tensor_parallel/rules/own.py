@@ -1,4 +1,5 @@
-"""Rules that a user writes: the factor map of an operator of their own as one line of text, read with errors that say what is wrong."""
+"""Rules that a user writes: the factor map of an operator of their own as one line of text, read with errors
+that say what is wrong."""
 
 from __future__ import annotations
 
@@ -24,9 +25,15 @@ def own_rules(texts: Mapping[str, str]) -> dict[str, Rule]:
 
 
 def _rule(name: str, text: str) -> Rule:
-    problem = "its name is not that of an operator, like mylib::swiglu" if not re.fullmatch(r"\w+::\w+", name) else _problem(text)
+    problem = (
+        "its name is not that of an operator, like mylib::swiglu"
+        if not re.fullmatch(r"\w+::\w+", name)
+        else _problem(text)
+    )
     if problem:
-        raise CaptureError(f'The rule {name!r}: {text!r} is none: {problem}. Write it like "mylib::swiglu": "b* f, b* f -> b* f".')
+        raise CaptureError(
+            f'The rule {name!r}: {text!r} is none: {problem}. Write it like "mylib::swiglu": "b* f, b* f -> b* f".'
+        )
 
     def rule(call: Call) -> Factors:
         try:
@@ -36,7 +43,9 @@ def _rule(name: str, text: str) -> Rule:
             given = ", ".join(str(list(each.shape)) for each in call.operands)
             results = ", ".join(str(list(each.shape)) for each in call.outputs)
             why = f": {error.args[0]}" if isinstance(error, _MisfitError) else ""
-            raise CaptureError(f"The rule of {name}, {text!r}, does not fit its call on {given}, which gives {results}{why}.") from error
+            raise CaptureError(
+                f"The rule of {name}, {text!r}, does not fit its call on {given}, which gives {results}{why}."
+            ) from error
         return factors
 
     return rule
@@ -55,7 +64,11 @@ def _problem(text: str) -> str | None:
     known: list[set[str]] = [set(), set()]
     for side, tensors in zip(known, sides, strict=True):
         for token in (each for tokens in tensors for each in tokens):
-            inner = re.split(r"[\s+]+", token[1:-1].strip()) if token.startswith("(") and len(token) > 1 else [token]
+            inner = (
+                re.split(r"[\s+]+", token[1:-1].strip())
+                if token.startswith("(") and len(token) > 1
+                else [token]
+            )
             wrong = next((each for each in inner if not _LABEL.fullmatch(each)), None)
             if wrong is not None:
                 return f"{wrong!r} is no label"
@@ -77,8 +90,14 @@ def _problem(text: str) -> str | None:
 
 def _check_fit(factors: Factors, call: Call) -> None:
     """Raise where dims and sizes of a call are not those of its rule."""
-    tensors = [("operand", place, dims, each.shape) for place, (dims, each) in enumerate(zip(factors.operands, call.operands, strict=False))]
-    tensors += [("result", place, dims, each.shape) for place, (dims, each) in enumerate(zip(factors.outputs, call.outputs, strict=False))]
+    tensors = [
+        ("operand", place, dims, each.shape)
+        for place, (dims, each) in enumerate(zip(factors.operands, call.operands, strict=False))
+    ]
+    tensors += [
+        ("result", place, dims, each.shape)
+        for place, (dims, each) in enumerate(zip(factors.outputs, call.outputs, strict=False))
+    ]
     if len(factors.operands) != len(call.operands):
         raise _MisfitError(f"it has {len(factors.operands)} operands, not {len(call.operands)}")
     if len(factors.outputs) != len(call.outputs):
@@ -90,7 +109,9 @@ def _check_fit(factors: Factors, call: Call) -> None:
             if isinstance(term, str) and factors.sizes[term] != size:
                 raise _MisfitError(f"{term} is {factors.sizes[term]} elsewhere and {size} in {kind} {place}")
             if term is not None and not isinstance(term, str) and not _known(term, factors):
-                raise _MisfitError(f"the sizes of {' and '.join(labels_in(term))} stand nowhere by themselves")
+                raise _MisfitError(
+                    f"the sizes of {' and '.join(labels_in(term))} stand nowhere by themselves"
+                )
 
 
 def _known(term: Term, factors: Factors) -> bool:

@@ -1,4 +1,5 @@
-"""Pictures: what looks at neighbours stays whole in space, and may be cut by samples and channels (pooling, resizing, windows)."""
+"""Pictures: what looks at neighbours stays whole in space, and may be cut by samples and channels (pooling,
+resizing, windows)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def _channels(call: Call) -> Factors | None:
 
 
 def _space(call: Call) -> int:
-    return next((count for count in (1, 2, 3) if f"{count}d" in call.name), 2 if "bi" in call.name else 1 if "linear1" in call.name else 3)
+    return next(
+        (count for count in (1, 2, 3) if f"{count}d" in call.name),
+        2 if "bi" in call.name else 1 if "linear1" in call.name else 3,
+    )
 
 
 def _pixel_shuffle(call: Call) -> Factors | None:
@@ -37,7 +41,14 @@ def _pixel_shuffle(call: Call) -> Factors | None:
     packed: Dims = (*lead, Product(("c", "r", "s")), "h", "w")
     spread: Dims = (*lead, "c", Product(("h", "r")), Product(("w", "s")))
     one, other = (spread, packed) if back else (packed, spread)
-    return Factors(operands=(one,), outputs=(other,), sizes=sizes, whole=frozenset({"r", "s"}), filled=frozenset(sizes), linear=_FIRST)
+    return Factors(
+        operands=(one,),
+        outputs=(other,),
+        sizes=sizes,
+        whole=frozenset({"r", "s"}),
+        filled=frozenset(sizes),
+        linear=_FIRST,
+    )
 
 
 def _im2col(call: Call) -> Factors | None:
@@ -50,7 +61,14 @@ def _im2col(call: Call) -> Factors | None:
     one: Dims = (*lead, "c", None, None)
     other: Dims = (*lead, Product(("c", "k")), None)
     one, other = (other, one) if call.name == "col2im" else (one, other)
-    return Factors(operands=(one,), outputs=(other,), sizes=sizes, whole=frozenset({"k"}), filled=frozenset({"b", "c"} & sizes.keys()), linear=_FIRST)
+    return Factors(
+        operands=(one,),
+        outputs=(other,),
+        sizes=sizes,
+        whole=frozenset({"k"}),
+        filled=frozenset({"b", "c"} & sizes.keys()),
+        linear=_FIRST,
+    )
 
 
 def _windows(call: Call) -> Factors | None:
@@ -76,7 +94,11 @@ def _channel_dropout(call: Call) -> Factors | None:
 
 PICTURES: dict[str, Rule] = {
     **dict.fromkeys(
-        [f"{kind}_pool{count}d" for kind in ("avg", "max", "adaptive_avg", "adaptive_max") for count in (1, 2, 3)]
+        [
+            f"{kind}_pool{count}d"
+            for kind in ("avg", "max", "adaptive_avg", "adaptive_max")
+            for count in (1, 2, 3)
+        ]
         + [
             "_adaptive_avg_pool2d",
             "_adaptive_avg_pool3d",
@@ -87,7 +109,13 @@ PICTURES: dict[str, Rule] = {
             "upsample_bilinear2d",
             "upsample_bicubic2d",
         ]
-        + ["reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "_upsample_bilinear2d_aa"],
+        + [
+            "reflection_pad1d",
+            "reflection_pad2d",
+            "replication_pad1d",
+            "replication_pad2d",
+            "_upsample_bilinear2d_aa",
+        ],
         _channels,
     ),
     "pixel_shuffle": _pixel_shuffle,

@@ -26,7 +26,9 @@ def _matmul(call: Call) -> Factors | None:
     out = {"k": "", "b* k": "b*"}.get(left, "b* n") + ("" if other == 1 else " m")
     if one == 1 and other > 2:
         out = "b* m"
-    return factors_of_text(f"{left}, {right} -> {out}; sum k; linear 0 1", [each.shape for each in call.operands], 1)
+    return factors_of_text(
+        f"{left}, {right} -> {out}; sum k; linear 0 1", [each.shape for each in call.operands], 1
+    )
 
 
 def _addmm(call: Call) -> Factors | None:
@@ -34,18 +36,25 @@ def _addmm(call: Call) -> Factors | None:
         return None
     bias = call.operands[0].shape
     pattern = "n m" if len(bias) == 2 else "m"
-    return factors_of_text(f"{pattern}, n k, k m -> n m; sum k; add 0; linear 0+1 0+2", [each.shape for each in call.operands], 1)
+    return factors_of_text(
+        f"{pattern}, n k, k m -> n m; sum k; add 0; linear 0+1 0+2", [each.shape for each in call.operands], 1
+    )
 
 
 def _baddbmm(call: Call) -> Factors | None:
     if call.arguments["beta"] != 1:
         return None
     names = ("b", "n", "m")[3 - len(call.operands[0].shape) :]
-    return factors_of_text(f"{' '.join(names)}, b n k, b k m -> b n m; sum k; add 0; linear 0+1 0+2", [each.shape for each in call.operands], 1)
+    return factors_of_text(
+        f"{' '.join(names)}, b n k, b k m -> b n m; sum k; add 0; linear 0+1 0+2",
+        [each.shape for each in call.operands],
+        1,
+    )
 
 
 def _convolution(call: Call) -> Factors | None:
-    """x [b, g*i, space], w [g*o, i, space] -> [b, g*o, space]; transposed: w [g*i, o, space]. One group: i is summed over."""
+    """x [b, g*i, space], w [g*o, i, space] -> [b, g*o, space]; transposed: w [g*i, o, space]. One group: i is
+    summed over."""
     x, weight = call.operands[0], call.operands[1]
     groups: int = call.arguments["groups"]
     transposed = "transpose" in call.name or bool(call.arguments.get("transposed"))
@@ -56,7 +65,10 @@ def _convolution(call: Call) -> Factors | None:
     sizes: dict[str, int] = {"g": groups, "i": in_channels // groups, "o": out_channels // groups}
     full_in = _channels("i", groups, sizes)
     full_out = _channels("o", groups, sizes)
-    operands: list[Dims] = [("b", full_in, *space), (full_in, "o", *space) if transposed else (full_out, "i", *space)]
+    operands: list[Dims] = [
+        ("b", full_in, *space),
+        (full_in, "o", *space) if transposed else (full_out, "i", *space),
+    ]
     batched = len(x.shape) == len(weight.shape)
     if not batched:
         operands[0] = operands[0][1:]
@@ -90,7 +102,11 @@ def _with_groups(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], siz
     """Fewer groups where groups are cut; kernels want some channels."""
     groups = sizes.here["g"]
     if not sizes.here["i"] or not sizes.here["o"]:
-        return convolution_of_nothing, (*args[:3], *(None,) * (3 - len(args[:3])), tuple(sizes.outputs[0]), target, *args[3:]), {}
+        return (
+            convolution_of_nothing,
+            (*args[:3], *(None,) * (3 - len(args[:3])), tuple(sizes.outputs[0]), target, *args[3:]),
+            {},
+        )
     if groups == sizes.whole["g"]:
         return target, args, kwargs
     names = [argument.name for argument in target._schema.arguments]
@@ -101,7 +117,9 @@ def _with_groups(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], siz
 
 
 def _bilinear(call: Call) -> Factors | None:
-    return factors_of_text("b* i, b* j, o i j, o -> b* o; sum i j; add 3; linear 0+3 1+3 2+3", list(tensor_arguments(call)), 1)
+    return factors_of_text(
+        "b* i, b* j, o i j, o -> b* o; sum i j; add 3; linear 0+3 1+3 2+3", list(tensor_arguments(call)), 1
+    )
 
 
 def _einsum(call: Call) -> Factors | None:
@@ -114,9 +132,18 @@ def _einsum(call: Call) -> Factors | None:
         return None
     sizes: dict[str, int] = {}
     for term, operand in zip(terms, call.operands, strict=True):
-        sizes.update({letter: size for letter, size in zip(term, operand.shape, strict=True) if size != 1 or letter not in sizes})
+        sizes.update(
+            {
+                letter: size
+                for letter, size in zip(term, operand.shape, strict=True)
+                if size != 1 or letter not in sizes
+            }
+        )
     operands: tuple[Dims, ...] = tuple(
-        tuple(letter if size == sizes[letter] else None for letter, size in zip(term, operand.shape, strict=True))
+        tuple(
+            letter if size == sizes[letter] else None
+            for letter, size in zip(term, operand.shape, strict=True)
+        )
         for term, operand in zip(terms, call.operands, strict=True)
     )
     return Factors(
@@ -126,9 +153,11 @@ def _einsum(call: Call) -> Factors | None:
 
 
 def _grouped(call: Call) -> Factors | None:
-    """_grouped_mm: rows of x, sorted by group, times their group's matrix. Which row is whose is not known before: groups are cut with their rows.
+    """_grouped_mm: rows of x, sorted by group, times their group's matrix. Which row is whose is not known
+    before: groups are cut with their rows.
 
-    x [t, k], w [groups, k, n], ends [groups] -> [t, n]. With x [groups, t, k] it is a batched product; with neither, the groups lie along k.
+    x [t, k], w [groups, k, n], ends [groups] -> [t, n]. With x [groups, t, k] it is a batched product; with
+    neither, the groups lie along k.
     """
     x, w = call.operands[:2]
     if isinstance(call.arguments.get("bias"), Operand) or call.arguments.get("out_dtype") is not None:
@@ -140,7 +169,11 @@ def _grouped(call: Call) -> Factors | None:
         (2, 2): "t k!, k n, _ -> _ t n; linear 0 1",
     }[len(x.shape), len(w.shape)]
     factors = factors_of_text(pattern, [each.shape for each in call.operands], 1)
-    routed = Routed(rows="t", groups="e", table=1, by=2, is_sorted=True) if (len(x.shape), len(w.shape)) == (2, 3) else None
+    routed = (
+        Routed(rows="t", groups="e", table=1, by=2, is_sorted=True)
+        if (len(x.shape), len(w.shape)) == (2, 3)
+        else None
+    )
     return dataclasses.replace(factors, local=_aligned, routed=routed)
 
 
@@ -148,11 +181,19 @@ def _aligned(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: 
     """Kernels for groups want rows of 16 bytes, and parts need not be that long."""
     if "e" in sizes.whole and sizes.is_cut("e") and "t" in sizes.whole and sizes.is_cut("t"):
         ends = given_by_name(target, args, kwargs).get("offs")
-        return grouped_product_of_groups, (target, *args[:2], args[2] if ends is None else ends, sizes.starts["e"][sizes.rank]), {}
+        return (
+            grouped_product_of_groups,
+            (target, *args[:2], args[2] if ends is None else ends, sizes.starts["e"][sizes.rank]),
+            {},
+        )
     return (
         (target, args, kwargs)
         if "fallback" in target._schema.name
-        else (grouped_product_of_part, (target, *args[:2], given_by_name(target, args, kwargs).get("offs")), {})
+        else (
+            grouped_product_of_part,
+            (target, *args[:2], given_by_name(target, args, kwargs).get("offs")),
+            {},
+        )
     )
 
 
@@ -168,6 +209,17 @@ PRODUCTS: dict[str, Rule] = {
     "_grouped_mm": _grouped,
     "transformers::grouped_mm_fallback": _grouped,
     "bilinear": _bilinear,
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _convolution),
+    **dict.fromkeys(
+        (
+            "conv1d",
+            "conv2d",
+            "conv3d",
+            "convolution",
+            "conv_transpose1d",
+            "conv_transpose2d",
+            "conv_transpose3d",
+        ),
+        _convolution,
+    ),
     "einsum": _einsum,
 }

@@ -1,10 +1,16 @@
-"""Recurrent networks: the batch may be cut, or the hidden units, of which all are then gathered in every step."""
+"""Recurrent networks: the batch may be cut, or the hidden units, of which all are then gathered in every
+step."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from meshloom.program.operators.recurrent_shards import NUM_GATES, RecurrentKind, RecurrentOfPart, cell_of_part
+from meshloom.program.operators.recurrent_shards import (
+    NUM_GATES,
+    RecurrentKind,
+    RecurrentOfPart,
+    cell_of_part,
+)
 from meshloom.tensor_parallel.rules.arguments import given_by_name
 from meshloom.tensor_parallel.rules.call import Call, Operand, Rule
 from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, Sizes, Talk, Term
@@ -19,7 +25,11 @@ def _recurrent(kind: RecurrentKind) -> Rule:
         if not isinstance(x, Operand) or len(x.shape) != 3:
             return None
         hidden: Any = call.arguments["hx"]
-        states = {each.number for each in (hidden if isinstance(hidden, tuple) else (hidden,)) if isinstance(each, Operand)}
+        states = {
+            each.number
+            for each in (hidden if isinstance(hidden, tuple) else (hidden,))
+            if isinstance(each, Operand)
+        }
         weights: tuple[Operand, ...] = tuple(call.arguments["params"])
         size = weights[1].shape[0] // NUM_GATES[kind]
         # A projection behind each step, and arithmetic in lower precision, are not for parts.
@@ -50,16 +60,23 @@ def _recurrent(kind: RecurrentKind) -> Rule:
             given = given_by_name(target, args, kwargs)
             return part, (given["input"], given["hx"], given["params"]), {}
 
-        sizes = {"b": batch} | ({"h": size} if units else {}) | ({"ways": 2} if units and both else {}) | _gates(kind, units)
+        sizes = (
+            {"b": batch}
+            | ({"h": size} if units else {})
+            | ({"ways": 2} if units and both else {})
+            | _gates(kind, units)
+        )
         return Factors(
             operands=tuple(operands),
             outputs=((*sequence[:2], out), *((None, "b", units),) * (len(call.outputs) - 1)),
             sizes=sizes,
             whole=frozenset({"ways", "gates"} & sizes.keys()),
             filled=frozenset({"b", "h"} & sizes.keys()),
-            entire=frozenset({x.number}),  # its features may be this very axis, where layers are added to what they read
+            # its features may be this very axis, where layers are added to what they read
+            entire=frozenset({x.number}),
             talks={"h": tuple(_talks(length, batch, size, layers, 2 if both else 1))} if units else {},
-            drawn=(None, "b", None),  # what is dropped between layers is [t, b, h], whatever the order of the operands
+            # what is dropped between layers is [t, b, h], whatever the order of the operands
+            drawn=(None, "b", None),
             local=local,
         )
 
@@ -67,7 +84,8 @@ def _recurrent(kind: RecurrentKind) -> Rule:
 
 
 def _cell(kind: RecurrentKind) -> Rule:
-    """lstm_cell, gru_cell, ...: input [b, i], states [b, h], weights [(gates h), ...]. Of units that are cut, h is needed whole."""
+    """lstm_cell, gru_cell, ...: input [b, i], states [b, h], weights [(gates h), ...]. Of units that are cut,
+    h is needed whole."""
 
     def rule(call: Call) -> Factors | None:
         given: Any = call.arguments["hx"]
@@ -78,7 +96,9 @@ def _cell(kind: RecurrentKind) -> Rule:
         units = None if call.node.context.autocast else "h"
         known = {call.operands[0].number: ("b", None), **{each.number: ("b", units) for each in states}}
         rows = _rows(kind, units)
-        operands: list[Dims] = [known.get(each.number, (rows, *(None,) * (len(each.shape) - 1))) for each in call.operands]
+        operands: list[Dims] = [
+            known.get(each.number, (rows, *(None,) * (len(each.shape) - 1))) for each in call.operands
+        ]
         operands[states[0].number] = ("b", None)
 
         def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
@@ -87,7 +107,20 @@ def _cell(kind: RecurrentKind) -> Rule:
                 return target, args, kwargs
             found = given_by_name(target, args, kwargs)
             hx = found["hx"] if isinstance(found["hx"], tuple) else (found["hx"],)
-            return cell_of_part, (kind, found["input"], hx, found["w_ih"], found["w_hh"], found.get("b_ih"), found.get("b_hh"), mine), {}
+            return (
+                cell_of_part,
+                (
+                    kind,
+                    found["input"],
+                    hx,
+                    found["w_ih"],
+                    found["w_hh"],
+                    found.get("b_ih"),
+                    found.get("b_hh"),
+                    mine,
+                ),
+                {},
+            )
 
         return Factors(
             operands=tuple(operands),
@@ -95,7 +128,8 @@ def _cell(kind: RecurrentKind) -> Rule:
             sizes={"b": batch} | ({"h": size} if units else {}) | _gates(kind, units),
             whole=frozenset({"gates"} & _gates(kind, units).keys()),
             filled=frozenset({"h"} if units else ()),
-            entire=frozenset({call.operands[0].number, states[0].number}),  # features of x may be this very axis, too
+            # features of x may be this very axis, too
+            entire=frozenset({call.operands[0].number, states[0].number}),
             local=local,
         )
 
@@ -112,9 +146,14 @@ def _gates(kind: RecurrentKind, units: str | None) -> dict[str, int]:
 
 
 def _talks(length: int, batch: int, size: int, layers: int, ways: int) -> list[Talk]:
-    found = [(batch * size, layers * ways * length)] + ([(length * batch * ways * size, layers - 1)] if layers > 1 else [])
+    found = [(batch * size, layers * ways * length)] + (
+        [(length * batch * ways * size, layers - 1)] if layers > 1 else []
+    )
     forward = [Talk(collective="all_gather", num_elements=elements, times=times) for elements, times in found]
-    return forward + [Talk(collective="reduce_scatter", num_elements=elements, times=times, backward=True) for elements, times in found]
+    return forward + [
+        Talk(collective="reduce_scatter", num_elements=elements, times=times, backward=True)
+        for elements, times in found
+    ]
 
 
 RECURRENT: dict[str, Rule] = {

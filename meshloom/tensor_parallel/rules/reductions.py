@@ -18,7 +18,9 @@ def _reduced(call: Call, *, sums: bool, local: Any = None) -> Factors | None:
     dims = set(call.dims("dim", ndim))
     keep = bool(call.arguments.get("keepdim", False))
     names: list[Term] = [f"d{place}" for place in range(ndim)]
-    out = tuple(None if place in dims else name for place, name in enumerate(names) if keep or place not in dims)
+    out = tuple(
+        None if place in dims else name for place, name in enumerate(names) if keep or place not in dims
+    )
     reduced = frozenset(f"d{place}" for place in dims)
     same = call.operands[0].meta.dtype == call.outputs[0].dtype
     return Factors(
@@ -59,7 +61,8 @@ def _whole(call: Call) -> Factors | None:
 
 
 def _along(*names: str) -> Rule:
-    """The same shape; the dims in these arguments are looked along and stay whole (softmax, cumsum, sort, topk)."""
+    """The same shape; the dims in these arguments are looked along and stay whole (softmax, cumsum, sort,
+    topk)."""
 
     def rule(call: Call) -> Factors | None:
         shape = call.operands[0].shape
@@ -69,7 +72,9 @@ def _along(*names: str) -> Rule:
             operands=(dims, *(((None,) * len(each.shape)) for each in call.operands[1:])),
             outputs=(dims,) * len(call.outputs),
             sizes={f"d{place}": size for place, size in enumerate(shape) if place not in found},
-            linear=(frozenset({0}),) if call.name == "cumsum" and call.operands[0].meta.dtype == call.outputs[0].dtype else (),
+            linear=(frozenset({0}),)
+            if call.name == "cumsum" and call.operands[0].meta.dtype == call.outputs[0].dtype
+            else (),
         )
 
     return rule
@@ -100,7 +105,9 @@ def _pointwise_loss(call: Call) -> Factors | None:
 
 def _settings(call: Call) -> dict[str, Any]:
     return {
-        name: value for name, value in call.arguments.items() if not isinstance(value, Operand) and name != "reduction" and value is not None
+        name: value
+        for name, value in call.arguments.items()
+        if not isinstance(value, Operand) and name != "reduction" and value is not None
     }  # beta, delta
 
 
@@ -112,8 +119,13 @@ def _glu(call: Call) -> Factors | None:
     halves: list[Term] = list(names)
     halves[dim] = Concat(("one", "other"))
     names[dim] = "one"
-    sizes = {f"d{place}": size for place, size in enumerate(shape) if place != dim} | {"one": shape[dim] // 2, "other": shape[dim] // 2}
-    return Factors(operands=(tuple(halves),), outputs=(tuple(names),), sizes=sizes, whole=frozenset({"one", "other"}))
+    sizes = {f"d{place}": size for place, size in enumerate(shape) if place != dim} | {
+        "one": shape[dim] // 2,
+        "other": shape[dim] // 2,
+    }
+    return Factors(
+        operands=(tuple(halves),), outputs=(tuple(names),), sizes=sizes, whole=frozenset({"one", "other"})
+    )
 
 
 def _log_softmax(call: Call) -> Factors | None:
@@ -171,5 +183,15 @@ REDUCTIONS: dict[str, Rule] = {
         ("softmax", "_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "topk", "argsort"),
         _along("dim"),
     ),
-    **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "soft_margin_loss"), _pointwise_loss),
+    **dict.fromkeys(
+        (
+            "mse_loss",
+            "l1_loss",
+            "smooth_l1_loss",
+            "huber_loss",
+            "binary_cross_entropy_with_logits",
+            "soft_margin_loss",
+        ),
+        _pointwise_loss,
+    ),
 }

@@ -65,7 +65,8 @@ def reshaped(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, d
 
 def _terms(labels: list[list[str]], broken: set[int]) -> Dims:
     return tuple(
-        None if place in broken or not names else names[0] if len(names) == 1 else Product(tuple(names)) for place, names in enumerate(labels)
+        None if place in broken or not names else names[0] if len(names) == 1 else Product(tuple(names))
+        for place, names in enumerate(labels)
     )
 
 
@@ -90,7 +91,9 @@ def as_other(name: str, inner: Rule) -> Rule:
         def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:
             return getattr(torch.ops.aten, name).default, (args[0], tuple(sizes.outputs[0])), {}
 
-        return dataclasses.replace(factors, local=local, operands=(factors.operands[0], (None,) * len(call.operands[1].shape)))
+        return dataclasses.replace(
+            factors, local=local, operands=(factors.operands[0], (None,) * len(call.operands[1].shape))
+        )
 
     return rule
 

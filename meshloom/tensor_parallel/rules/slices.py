@@ -16,7 +16,11 @@ def _select(call: Call) -> Factors | None:
     names, sizes = labels_of(call.operands[0].shape)
     dim = call.dim("dim", len(names))
     return Factors(
-        operands=(tuple(names),), outputs=(tuple(names[:dim] + names[dim + 1 :]),), sizes=sizes, whole=frozenset({f"d{dim}"}), linear=_FIRST
+        operands=(tuple(names),),
+        outputs=(tuple(names[:dim] + names[dim + 1 :]),),
+        sizes=sizes,
+        whole=frozenset({f"d{dim}"}),
+        linear=_FIRST,
     )
 
 
@@ -24,7 +28,13 @@ def _unbind(call: Call) -> Factors | None:
     names, sizes = labels_of(call.operands[0].shape)
     dim = call.dim("dim", len(names))
     out = tuple(names[:dim] + names[dim + 1 :])
-    return Factors(operands=(tuple(names),), outputs=(out,) * len(call.outputs), sizes=sizes, whole=frozenset({f"d{dim}"}), linear=_FIRST)
+    return Factors(
+        operands=(tuple(names),),
+        outputs=(out,) * len(call.outputs),
+        sizes=sizes,
+        whole=frozenset({f"d{dim}"}),
+        linear=_FIRST,
+    )
 
 
 def _split(call: Call) -> Factors | None:
@@ -36,12 +46,18 @@ def _split(call: Call) -> Factors | None:
     operand: list[Term] = list(names)
     operand[dim] = Concat(tuple(parts)) if len(parts) > 1 else parts[0]
     sizes.pop(f"d{dim}")
-    outputs: tuple[Dims, ...] = tuple(tuple(part if place == dim else name for place, name in enumerate(names)) for part in parts)
+    outputs: tuple[Dims, ...] = tuple(
+        tuple(part if place == dim else name for place, name in enumerate(names)) for part in parts
+    )
 
     def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
         if all(here.here[part] == here.whole[part] for part in parts):
             return target, args, kwargs
-        return torch.ops.aten.split_with_sizes.default, (args[0], tuple(here.here[part] for part in parts), dim), {}
+        return (
+            torch.ops.aten.split_with_sizes.default,
+            (args[0], tuple(here.here[part] for part in parts), dim),
+            {},
+        )
 
     return Factors(operands=(tuple(operand),), outputs=outputs, sizes=sizes, linear=_FIRST, local=local)
 
@@ -56,7 +72,13 @@ def _slice(call: Call) -> Factors | None:
     result: list[Term] = list(names)
     operand: list[Term] = list(names)
     if kept == shape[dim]:
-        return Factors(operands=(tuple(operand),), outputs=(tuple(result),), sizes=sizes, linear=_FIRST, local=_all_of(dim))
+        return Factors(
+            operands=(tuple(operand),),
+            outputs=(tuple(result),),
+            sizes=sizes,
+            linear=_FIRST,
+            local=_all_of(dim),
+        )
     start: Any = call.arguments.get("start") or 0
     if not isinstance(start, int):
         return None
@@ -67,10 +89,22 @@ def _slice(call: Call) -> Factors | None:
         sizes["kept"] = kept
         if shape[dim] != kept * step or start >= step:
             operand[dim] = None
-            return Factors(operands=(tuple(operand),), outputs=(tuple(result),), sizes=sizes, whole=frozenset({"kept"}), linear=_FIRST)
+            return Factors(
+                operands=(tuple(operand),),
+                outputs=(tuple(result),),
+                sizes=sizes,
+                whole=frozenset({"kept"}),
+                linear=_FIRST,
+            )
         sizes["step"] = step
         operand[dim] = Product(("kept", "step"))
-        return Factors(operands=(tuple(operand),), outputs=(tuple(result),), sizes=sizes, whole=frozenset({"step"}), linear=_FIRST)
+        return Factors(
+            operands=(tuple(operand),),
+            outputs=(tuple(result),),
+            sizes=sizes,
+            whole=frozenset({"step"}),
+            linear=_FIRST,
+        )
     parts = {"before": start, "kept": kept, "after": shape[dim] - start - kept}
     sizes.update(parts)
     operand[dim] = Concat(tuple(part for part, size in parts.items() if size or part == "kept"))
@@ -81,7 +115,9 @@ def _slice(call: Call) -> Factors | None:
         begin = here.here["before"]
         return torch.ops.aten.slice.Tensor, (args[0], dim, begin, begin + here.here["kept"]), {}
 
-    return Factors(operands=(tuple(operand),), outputs=(tuple(result),), sizes=sizes, linear=_FIRST, local=local)
+    return Factors(
+        operands=(tuple(operand),), outputs=(tuple(result),), sizes=sizes, linear=_FIRST, local=local
+    )
 
 
 def _all_of(dim: int) -> Any:
@@ -102,10 +138,15 @@ def _cat(call: Call) -> Factors | None:
     names, sizes = labels_of(call.outputs[0].shape)
     sizes.pop(f"d{dim}")
     sizes.update({f"c{place}": each.shape[dim] for place, each in enumerate(operands)})
-    rows: list[Dims] = [tuple(f"c{place}" if each == dim else name for each, name in enumerate(names)) for place in range(len(operands))]
+    rows: list[Dims] = [
+        tuple(f"c{place}" if each == dim else name for each, name in enumerate(names))
+        for place in range(len(operands))
+    ]
     out: list[Term] = list(names)
     out[dim] = Concat(tuple(f"c{place}" for place in range(len(operands)))) if len(operands) > 1 else "c0"
-    return Factors(operands=tuple(rows), outputs=(tuple(out),), sizes=sizes, linear=(frozenset(range(len(operands))),))
+    return Factors(
+        operands=tuple(rows), outputs=(tuple(out),), sizes=sizes, linear=(frozenset(range(len(operands))),)
+    )
 
 
 def _stack(call: Call) -> Factors | None:
@@ -128,7 +169,11 @@ def _scatter_into(call: Call) -> Factors | None:
     if call.name == "slice_scatter" and source.shape[dim] != call.operands[0].shape[dim]:
         rows[dim] = None
     return Factors(
-        operands=(tuple(names), tuple(rows)), outputs=(tuple(names),), sizes=sizes, whole=frozenset({f"d{dim}"}), linear=(frozenset({0, 1}),)
+        operands=(tuple(names), tuple(rows)),
+        outputs=(tuple(names),),
+        sizes=sizes,
+        whole=frozenset({f"d{dim}"}),
+        linear=(frozenset({0, 1}),),
     )
 
 
@@ -136,7 +181,13 @@ def _diagonal(call: Call) -> Factors | None:
     names, sizes = labels_of(call.operands[0].shape)
     one, other = call.dim("dim1", len(names)), call.dim("dim2", len(names))
     rest = [name for place, name in enumerate(names) if place not in (one, other)]
-    return Factors(operands=(tuple(names),), outputs=((*rest, None),), sizes=sizes, whole=frozenset({f"d{one}", f"d{other}"}), linear=_FIRST)
+    return Factors(
+        operands=(tuple(names),),
+        outputs=((*rest, None),),
+        sizes=sizes,
+        whole=frozenset({f"d{one}", f"d{other}"}),
+        linear=_FIRST,
+    )
 
 
 SLICES: dict[str, Rule] = {

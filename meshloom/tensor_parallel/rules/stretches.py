@@ -16,7 +16,10 @@ def _expand(call: Call) -> Factors | None:
     before, after = call.operands[0].shape, call.outputs[0].shape
     names, sizes = labels_of(after)
     lead = len(after) - len(before)
-    operand = tuple(None if size == 1 and after[lead + place] != 1 else names[lead + place] for place, size in enumerate(before))
+    operand = tuple(
+        None if size == 1 and after[lead + place] != 1 else names[lead + place]
+        for place, size in enumerate(before)
+    )
     others: tuple[Dims, ...] = tuple((None,) * len(each.shape) for each in call.operands[1:])
     return Factors(
         operands=(operand, *others), outputs=(tuple(names),), sizes=sizes, linear=_FIRST,
@@ -32,8 +35,18 @@ def _broadcast_tensors(call: Call) -> Factors | None:
     rows: list[Dims] = []
     for operand in call.operands:
         shown = names[len(names) - len(operand.shape) :]
-        rows.append(tuple(None if size == 1 and sizes[str(name)] != 1 else name for name, size in zip(shown, operand.shape, strict=True)))
-    return Factors(operands=tuple(rows), outputs=(tuple(names),) * len(call.outputs), sizes=sizes, linear=(frozenset(range(len(rows))),))
+        rows.append(
+            tuple(
+                None if size == 1 and sizes[str(name)] != 1 else name
+                for name, size in zip(shown, operand.shape, strict=True)
+            )
+        )
+    return Factors(
+        operands=tuple(rows),
+        outputs=(tuple(names),) * len(call.outputs),
+        sizes=sizes,
+        linear=(frozenset(range(len(rows))),),
+    )
 
 
 def _repeat(call: Call) -> Factors | None:
@@ -45,16 +58,25 @@ def _repeat(call: Call) -> Factors | None:
         name = names[place - lead] if place >= lead else None
         label = f"t{place}"
         sizes[label] = count
-        out.append(name if count == 1 and name is not None else label if name is None else Product((label, str(name))))
+        out.append(
+            name
+            if count == 1 and name is not None
+            else label
+            if name is None
+            else Product((label, str(name)))
+        )
 
     def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        return set_argument(target, args, kwargs, "repeats", tuple(here.here[f"t{place}"] for place in range(len(repeats))))
+        return set_argument(
+            target, args, kwargs, "repeats", tuple(here.here[f"t{place}"] for place in range(len(repeats)))
+        )
 
     return Factors(operands=(tuple(names),), outputs=(tuple(out),), sizes=sizes, linear=_FIRST, local=local)
 
 
 def _repeat_interleave(call: Call) -> Factors | None:
-    """Each index of a dim becomes several, next to each other; without a dim each element, of all dims in a row."""
+    """Each index of a dim becomes several, next to each other; without a dim each element, of all dims in a
+    row."""
     if not isinstance(call.arguments.get("repeats"), int):
         return None
     names, sizes = labels_of(call.operands[0].shape)
@@ -67,7 +89,13 @@ def _repeat_interleave(call: Call) -> Factors | None:
         out[dim] = Product((f"d{dim}", "repeats"))
 
     def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        return set_argument(target, args, {key: each for key, each in kwargs.items() if key != "output_size"}, "repeats", here.here["repeats"])
+        return set_argument(
+            target,
+            args,
+            {key: each for key, each in kwargs.items() if key != "output_size"},
+            "repeats",
+            here.here["repeats"],
+        )
 
     return Factors(operands=(tuple(names),), outputs=(tuple(out),), sizes=sizes, linear=_FIRST, local=local)
 
@@ -99,7 +127,9 @@ def _pad(call: Call) -> Factors | None:
             whole |= {f"f{dim}", f"a{dim}"}
             out[dim] = Concat(tuple(parts))
     linear = _FIRST if not call.arguments.get("value") else ()
-    return Factors(operands=(tuple(operand),), outputs=(tuple(out),), sizes=sizes, whole=frozenset(whole), linear=linear)
+    return Factors(
+        operands=(tuple(operand),), outputs=(tuple(out),), sizes=sizes, whole=frozenset(whole), linear=linear
+    )
 
 
 STRETCHES: dict[str, Rule] = {

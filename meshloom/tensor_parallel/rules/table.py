@@ -46,7 +46,8 @@ BUILT_IN: Rules = {
 
 
 def rules_with(own: Mapping[str, str]) -> Rules:
-    """The built-in rules and a user's, by operator: `{"mylib::gate": "b* f, b* f -> b* f"}`. Raises `CaptureError` for a text that is no map."""
+    """The built-in rules and a user's, by operator: `{"mylib::gate": "b* f, b* f -> b* f"}`. Raises
+    `CaptureError` for a text that is no map."""
     return {**BUILT_IN, **own_rules(own)}
 
 
@@ -66,8 +67,12 @@ def factors_of(call: Call, rules: Rules) -> Factors | None:
     fits = (
         fits
         and len(factors.outputs) == len(call.outputs)
-        and all(len(dims) == len(each.shape) for dims, each in zip(factors.outputs, call.outputs, strict=True))
+        and all(
+            len(dims) == len(each.shape) for dims, each in zip(factors.outputs, call.outputs, strict=True)
+        )
     )
     if not fits:
-        raise CaptureError(f"The rule of {call.name} does not fit its call: {factors} for {[each.shape for each in call.operands]}.")
+        raise CaptureError(
+            f"The rule of {call.name} does not fit its call: {factors} for {[each.shape for each in call.operands]}."
+        )
     return factors

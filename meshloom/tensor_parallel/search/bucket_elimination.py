@@ -1,4 +1,5 @@
-"""The least sum of tables over unknowns with few values each, found exactly by eliminating one unknown after another.
+"""The least sum of tables over unknowns with few values each, found exactly by eliminating one unknown after
+another.
 
 Nonserial dynamic programming (Bertele and Brioschi, 1972), or bucket elimination (Dechter, 1999):
 
@@ -6,8 +7,8 @@ Nonserial dynamic programming (Bertele and Brioschi, 1972), or bucket eliminatio
     without a                F(b) + g(b, c) + h(c, d)          F(b) = min over a of f(a, b)
     without b                G(c) + h(c, d)                    G(c) = min over b of F(b) + g(b, c)
 
-What is left at the end is the least sum; walking back gives the values. It takes as long as the largest joined table is big, which for
-programs of neural networks is small: few values are alive at a time.
+What is left at the end is the least sum; walking back gives the values. It takes as long as the largest
+joined table is big, which for programs of neural networks is small: few values are alive at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ LARGEST = 2**24  # entries of a joined table: 128 MiB
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """entries: [size of each unknown of `scope`], what each of their values takes together; inf where they cannot be. No unknown twice."""
+    """entries: [size of each unknown of `scope`], what each of their values takes together; inf where they
+    cannot be. No unknown twice."""
 
     scope: tuple[int, ...]
     entries: Floats
@@ -34,9 +36,11 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """An unknown that is eliminated. size: of its values. tables: all that it was in, whose sum is [*scope, its values]. best: [*scope], the least over its values.
+    """An unknown that is eliminated. size: of its values. tables: all that it was in, whose sum is [*scope,
+    its values]. best: [*scope], the least over its values.
 
-    The sum itself is made anew where it is asked for: it is larger than all that is kept, by as much as the unknown has values.
+    The sum itself is made anew where it is asked for: it is larger than all that is kept, by as much as the
+    unknown has values.
     """
 
     unknown: int
@@ -48,9 +52,11 @@ class _Step:
     def joined(self) -> Floats:
         """[*scope, its values]: the sum of its tables."""
         axes = {each: place for place, each in enumerate((*self.scope, self.unknown))}
-        size_of = {each: size for table in self.tables for each, size in zip(table.scope, table.entries.shape, strict=True)} | {
-            self.unknown: self.size
-        }
+        size_of = {
+            each: size
+            for table in self.tables
+            for each, size in zip(table.scope, table.entries.shape, strict=True)
+        } | {self.unknown: self.size}
         joined = np.zeros([size_of[each] for each in axes])
         for table in self.tables:
             order = sorted(range(len(table.scope)), key=lambda place, scope=table.scope: axes[scope[place]])
@@ -62,7 +68,8 @@ class _Step:
 
 
 class Least:
-    """The least sum, as found. steps: in the order of elimination. total: the least sum; inf if there is none."""
+    """The least sum, as found. steps: in the order of elimination. total: the least sum; inf if there is
+    none."""
 
     def __init__(self, steps: Sequence[_Step], total: float) -> None:
         self._steps = steps
@@ -74,14 +81,20 @@ class Least:
         for step in reversed(self._steps):
             sums = np.zeros(step.size)
             for table in step.tables:
-                sums = sums + table.entries[tuple(slice(None) if each == step.unknown else found[each] for each in table.scope)]
+                sums = (
+                    sums
+                    + table.entries[
+                        tuple(slice(None) if each == step.unknown else found[each] for each in table.scope)
+                    ]
+                )
             found[step.unknown] = int(sums.argmin())
         return found
 
     def with_each(self) -> list[Floats]:
         """For every value of every unknown [its size], the least sum in which it has that value."""
         order = {step.unknown: number for number, step in enumerate(self._steps)}
-        next_of = {step.unknown: min(step.scope, key=order.__getitem__) for step in self._steps if step.scope}  # where `best` was added
+        # where `best` was added
+        next_of = {step.unknown: min(step.scope, key=order.__getitem__) for step in self._steps if step.scope}
         before: dict[int, list[_Step]] = {}
         for step in self._steps:
             if step.scope:
@@ -90,10 +103,14 @@ class Least:
         found: list[Floats] = [np.zeros(0)] * len(self._steps)
         for step in reversed(self._steps):
             if not step.scope:
-                others = np.asarray(self.total - step.best) if math.isfinite(self.total) else np.asarray(np.inf)
+                others = (
+                    np.asarray(self.total - step.best) if math.isfinite(self.total) else np.asarray(np.inf)
+                )
             else:  # all of that sum but this share
                 sums = least.pop(step.unknown)
-                others = np.where(np.isfinite(sums), sums - np.where(np.isfinite(step.best), step.best, 0.0), np.inf)
+                others = np.where(
+                    np.isfinite(sums), sums - np.where(np.isfinite(step.best), step.best, 0.0), np.inf
+                )
             sums = step.joined()
             sums += others[..., None]
             found[step.unknown] = sums.min(axis=tuple(range(len(step.scope))))
@@ -101,12 +118,15 @@ class Least:
             for each in before.get(step.unknown, ()):
                 dropped = tuple(place for place, unknown in enumerate(outer) if unknown not in each.scope)
                 kept = [unknown for unknown in outer if unknown in each.scope]
-                least[each.unknown] = (sums.min(axis=dropped) if dropped else sums).transpose([kept.index(unknown) for unknown in each.scope])
+                least[each.unknown] = (sums.min(axis=dropped) if dropped else sums).transpose(
+                    [kept.index(unknown) for unknown in each.scope]
+                )
         return found
 
 
 def least_sum(sizes: Sequence[int], tables: Sequence[Table]) -> Least | None:
-    """The least sum of `tables` over unknowns with `sizes` values. None: a joined table would have more than `LARGEST` entries.
+    """The least sum of `tables` over unknowns with `sizes` values. None: a joined table would have more than
+    `LARGEST` entries.
 
     >>> found = least_sum([2, 2], [Table(scope=(0, 1), entries=np.array([[5.0, 3.0], [1.0, 9.0]])), Table(scope=(0,), entries=np.array([0.0, 7.0]))])
     >>> found.total, found.values(), [each.tolist() for each in found.with_each()]
@@ -137,7 +157,8 @@ def least_sum(sizes: Sequence[int], tables: Sequence[Table]) -> Least | None:
 
 
 def _order(sizes: Sequence[int], tables: Sequence[Table]) -> list[int] | None:
-    """Of unknowns: the one with the smallest joined table is eliminated first. None: one of these has more than `LARGEST` entries."""
+    """Of unknowns: the one with the smallest joined table is eliminated first. None: one of these has more
+    than `LARGEST` entries."""
     beside: list[set[int]] = [set() for _ in sizes]  # unknown -> those that are in one table with it
     for table in tables:
         for each in table.scope:

@@ -13,8 +13,11 @@ from meshloom.tensor_parallel.search.shared_change import Change, Wants
 TOGETHER = 2**14  # entries of a table over all who want a change
 
 
-def least_of(own: Sequence[Floats], changes: Sequence[Change], shares: Sequence[Mapping[int, Floats]] | None = None) -> Least | None:
-    """The cheapest combination. shares: of each change, what each of those pays who can want it; none: exactly. None: the tables would be too large."""
+def least_of(
+    own: Sequence[Floats], changes: Sequence[Change], shares: Sequence[Mapping[int, Floats]] | None = None
+) -> Least | None:
+    """The cheapest combination. shares: of each change, what each of those pays who can want it; none:
+    exactly. None: the tables would be too large."""
     sizes = [len(each) for each in own]
     tables = [Table(scope=(unknown,), entries=each) for unknown, each in enumerate(own)]
     for number, change in enumerate(changes):
@@ -23,27 +26,40 @@ def least_of(own: Sequence[Floats], changes: Sequence[Change], shares: Sequence[
 
 
 def _tables(change: Change, sizes: list[int], shares: Mapping[int, Floats] | None) -> Iterator[Table]:
-    """A change as tables, target by target. shares: what each of those pays who can want it; none: exactly, with an unknown of its own if need be."""
+    """A change as tables, target by target. shares: what each of those pays who can want it; none: exactly,
+    with an unknown of its own if need be."""
     for target in range(change.costs.shape[1]):
         costs = change.costs[:, target]
         users = {user: wants[:, target] for user, wants in change.wants.items() if wants[:, target].any()}
-        itself = users.pop(change.source, np.zeros(len(costs), dtype=bool))  # in a block whose result is what the next one like it takes
+        # in a block whose result is what the next one like it takes
+        itself = users.pop(change.source, np.zeros(len(costs), dtype=bool))
         if change.always[target] or any(wants.all() for wants in users.values()):
             yield Table(scope=(change.source,), entries=costs)
         elif math.prod(sizes[user] for user in users) * len(costs) <= TOGETHER:
             yield Table(scope=(change.source, *users), entries=_together(costs, itself, list(users.values())))
         elif shares is not None:
-            share = {user: np.where(np.isfinite(costs), costs * each[target], np.inf) for user, each in shares.items()}
+            share = {
+                user: np.where(np.isfinite(costs), costs * each[target], np.inf)
+                for user, each in shares.items()
+            }
             if itself.any():
                 yield Table(scope=(change.source,), entries=np.where(itself, share[change.source], 0.0))
             for user, wants in users.items():
-                yield Table(scope=(change.source, user), entries=_together(share[user], np.zeros_like(itself), [wants]))
+                yield Table(
+                    scope=(change.source, user),
+                    entries=_together(share[user], np.zeros_like(itself), [wants]),
+                )
         else:
             paid = len(sizes)  # 0: the change is not made
             sizes.append(2)
-            yield Table(scope=(change.source, paid), entries=np.stack([np.where(itself, np.inf, 0.0), costs], axis=1))
+            yield Table(
+                scope=(change.source, paid), entries=np.stack([np.where(itself, np.inf, 0.0), costs], axis=1)
+            )
             for user, wants in users.items():
-                yield Table(scope=(user, paid), entries=np.stack([np.where(wants, np.inf, 0.0), np.zeros(len(wants))], axis=1))
+                yield Table(
+                    scope=(user, paid),
+                    entries=np.stack([np.where(wants, np.inf, 0.0), np.zeros(len(wants))], axis=1),
+                )
 
 
 def _together(costs: Floats, itself: Wants, users: Sequence[Wants]) -> Floats:

@@ -1,7 +1,9 @@
-"""Chooses how every node of a program is computed by the ranks of one axis: the least seconds of computing and talking.
+"""Chooses how every node of a program is computed by the ranks of one axis: the least seconds of computing
+and talking.
 
-One strategy per node and one placement per parameter; where a node wants an operand in another placement than it is made in, the change is
-paid, once for all nodes that want it so. Solved exactly, by eliminating one node after another (`cheapest.py`).
+One strategy per node and one placement per parameter; where a node wants an operand in another placement than
+it is made in, the change is paid, once for all nodes that want it so. Solved exactly, by eliminating one node
+after another (`cheapest.py`).
 """
 
 from __future__ import annotations
@@ -41,10 +43,12 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class DivisionChoice:
-    """How a program is divided. strategies: node -> its own. variables: value of a parameter, buffer, input or constant -> placement.
+    """How a program is divided. strategies: node -> its own. variables: value of a parameter, buffer, input
+    or constant -> placement.
 
-    seconds: what was minimised. chosen: 1 if blocks that are alike were divided alike, else 0; then which of its options each variable and node has, in order.
-    is_proved: whether it is known that nothing takes less; if not, there was too much to compare.
+    seconds: what was minimised. chosen: 1 if blocks that are alike were divided alike, else 0; then which of
+    its options each variable and node has, in order. is_proved: whether it is known that nothing takes less;
+    if not, there was too much to compare.
     """
 
     num_ranks: int
@@ -79,8 +83,9 @@ def choose(
 
     rates: default is `default_rates` of the device; `rates_for` gives this machine's.
     held: who holds what of parameters and buffers, if that is decided.
-    placements: pattern of module names -> how its parameters are to be divided, as `Plan.tp_placements` says. They do not count where `held` does.
-    memory_bytes: what a rank may hold of parameters, gradients, optimizer state and kept activations.
+    placements: pattern of module names -> how its parameters are to be divided, as `Plan.tp_placements` says.
+    They do not count where `held` does. memory_bytes: what a rank may hold of parameters, gradients,
+    optimizer state and kept activations.
     priced: `costs` of the program, if they are known already.
     Raises `PlanError` if that leaves no way.
     """
@@ -96,7 +101,8 @@ def choose(
 
 
 def rates_for(program: Program, num_ranks: int) -> Rates:
-    """Rates of this machine, as far as they were measured, for the device and most of the parameters of a program. Raises `MachineError`."""
+    """Rates of this machine, as far as they were measured, for the device and most of the parameters of a
+    program. Raises `MachineError`."""
     sizes: Counter[str] = Counter()
     for each in program.parameters.values():
         sizes[str(each.meta.dtype).removeprefix("torch.")] += math.prod(each.meta.shape)
@@ -110,34 +116,57 @@ def numbers_of_choice(choice: DivisionChoice) -> list[int]:
 
 
 def digest_of_choice(choice: DivisionChoice) -> str:
-    """A short hash of a program and of how it is divided: equal for choices that are the same, in any process."""
-    facts = [choice.layout.program.digest(), str(choice.num_ranks), *map(repr, choice.variables.items()), *map(repr, choice.strategies.items())]
+    """A short hash of a program and of how it is divided: equal for choices that are the same, in any
+    process."""
+    facts = [
+        choice.layout.program.digest(),
+        str(choice.num_ranks),
+        *map(repr, choice.variables.items()),
+        *map(repr, choice.strategies.items()),
+    ]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
 def choice_of_numbers(
-    layout: Layout, num_ranks: int, numbers: Sequence[int], *, held: Held | None = None, placements: Mapping[str, str] | None = None
+    layout: Layout,
+    num_ranks: int,
+    numbers: Sequence[int],
+    *,
+    held: Held | None = None,
+    placements: Mapping[str, str] | None = None,
 ) -> DivisionChoice:
     """The choice that another rank made for the same program, under the same `held` and `placements`."""
     alike, *taken = numbers
     pins = None if held is not None else placements
-    return _choice(Problem(layout, num_ranks, rates=Rates(), held=held, pins=pins, alike=bool(alike)), taken, 0.0)
+    return _choice(
+        Problem(layout, num_ranks, rates=Rates(), held=held, pins=pins, alike=bool(alike)), taken, 0.0
+    )
 
 
 def choice_in(
-    layout: Layout, choice: DivisionChoice, *, held: Held | None = None, placements: Mapping[str, str] | None = None
+    layout: Layout,
+    choice: DivisionChoice,
+    *,
+    held: Held | None = None,
+    placements: Mapping[str, str] | None = None,
 ) -> DivisionChoice | None:
-    """The same choice for the same program in another precision, where casts may have other ways to be computed. None: one of its ways is not there."""
+    """The same choice for the same program in another precision, where casts may have other ways to be
+    computed. None: one of its ways is not there."""
     pins = None if held is not None else placements
-    problem = Problem(layout, choice.num_ranks, rates=Rates(), held=held, pins=pins, alike=bool(choice.chosen[0]))
-    wanted: list[tuple[Any, list[tuple[Any, int]]]] = [(choice.variables[value], list(row)) for value, row in problem.options.items()]
+    problem = Problem(
+        layout, choice.num_ranks, rates=Rates(), held=held, pins=pins, alike=bool(choice.chosen[0])
+    )
+    wanted: list[tuple[Any, list[tuple[Any, int]]]] = [
+        (choice.variables[value], list(row)) for value, row in problem.options.items()
+    ]
     wanted += [(choice.strategies[name], list(row)) for name, row in problem.strategies.items()]
     numbers = [next((place for place, (each, _) in enumerate(row) if each == own), -1) for own, row in wanted]
     return _choice(problem, numbers, choice.seconds, choice.is_proved) if -1 not in numbers else None
 
 
 def choice_resized(layout: Layout, choice: DivisionChoice, *, held: Held) -> DivisionChoice | None:
-    """The same choice for the same program at other sizes, with parameters held as they are. None: its ways there are others."""
+    """The same choice for the same program at other sizes, with parameters held as they are. None: its ways
+    there are others."""
     there = choice_in(choice.layout, choice, held=held)
     if there is None:
         return None
@@ -160,14 +189,22 @@ def changes_of(choice: DivisionChoice) -> Iterable[tuple[str, Placement, Placeme
     return [(value, choice.placement(value), wanted) for value, wanted in seen]
 
 
-def _choice(problem: Problem, numbers: Sequence[int], seconds: float, is_proved: bool = True) -> DivisionChoice:
+def _choice(
+    problem: Problem, numbers: Sequence[int], seconds: float, is_proved: bool = True
+) -> DivisionChoice:
     split = len(problem.options)
     return DivisionChoice(
         num_ranks=problem.num_ranks,
         layout=problem.layout,
         numbers=problem.numbers,
-        strategies={name: row[at][0] for (name, row), at in zip(problem.strategies.items(), numbers[split:], strict=True)},
-        variables={value: row[at][0] for (value, row), at in zip(problem.options.items(), numbers[:split], strict=True)},
+        strategies={
+            name: row[at][0]
+            for (name, row), at in zip(problem.strategies.items(), numbers[split:], strict=True)
+        },
+        variables={
+            value: row[at][0]
+            for (value, row), at in zip(problem.options.items(), numbers[:split], strict=True)
+        },
         seconds=seconds,
         chosen=(int(problem.alike), *numbers),
         is_proved=is_proved,

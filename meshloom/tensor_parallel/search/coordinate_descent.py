@@ -2,8 +2,8 @@
 
     a - b - c - d - e - f        the best a, b, c, d for e, f as they are; then the best c, d, e, f for a, b; ... until none is better
 
-Unknowns are taken with those around them, as far as these can be done exactly, so what is found is at least as good as any of these steps can make
-it. It need not be the best.
+Unknowns are taken with those around them, as far as these can be done exactly, so what is found is at least
+as good as any of these steps can make it. It need not be the best.
 """
 
 from __future__ import annotations
@@ -45,14 +45,22 @@ def descend(own: Sequence[Floats], changes: Sequence[Change], values: Sequence[i
             moved = [unknown for unknown in near if changed[unknown] != now[unknown]]
             now, total = changed, cost
             waiting |= dict.fromkeys(
-                each for change in _around(moved, within, changes) for each in (change.source, *change.wants) if each not in better
+                each
+                for change in _around(moved, within, changes)
+                for each in (change.source, *change.wants)
+                if each not in better
             )
     return tuple(now)
 
 
-def _around(unknowns: Sequence[int], within: Sequence[Sequence[int]], changes: Sequence[Change]) -> list[Change]:
+def _around(
+    unknowns: Sequence[int], within: Sequence[Sequence[int]], changes: Sequence[Change]
+) -> list[Change]:
     """The changes that some of the unknowns are in."""
-    return [changes[number] for number in dict.fromkeys(number for unknown in unknowns for number in within[unknown])]
+    return [
+        changes[number]
+        for number in dict.fromkeys(number for unknown in unknowns for number in within[unknown])
+    ]
 
 
 def _near(first: int, within: Sequence[Sequence[int]], changes: Sequence[Change]) -> list[int]:
@@ -68,8 +76,11 @@ def _near(first: int, within: Sequence[Sequence[int]], changes: Sequence[Change]
     return list(found)[:TOGETHER]
 
 
-def _best(free: Sequence[int], own: Sequence[Floats], changes: Sequence[Change], values: Sequence[int]) -> Mapping[int, int] | None:
-    """The best values of some unknowns, with the others as they are. None: they are too many to be done exactly."""
+def _best(
+    free: Sequence[int], own: Sequence[Floats], changes: Sequence[Change], values: Sequence[int]
+) -> Mapping[int, int] | None:
+    """The best values of some unknowns, with the others as they are. None: they are too many to be done
+    exactly."""
     number = {unknown: place for place, unknown in enumerate(free)}
     kept = [np.flatnonzero(np.isfinite(own[unknown])) for unknown in free]
     costs = [own[unknown][keep] for unknown, keep in zip(free, kept, strict=True)]
@@ -79,14 +90,29 @@ def _best(free: Sequence[int], own: Sequence[Floats], changes: Sequence[Change],
         for user, wants in change.wants.items():
             if user not in number:
                 wanted |= wants[values[user]]
-        wants = {number[user]: wants[kept[number[user]]] for user, wants in change.wants.items() if user in number}
+        wants = {
+            number[user]: wants[kept[number[user]]] for user, wants in change.wants.items() if user in number
+        }
         if change.source in number:
-            rest.append(Change(source=number[change.source], costs=change.costs[kept[number[change.source]]], wants=wants, always=wanted))
+            rest.append(
+                Change(
+                    source=number[change.source],
+                    costs=change.costs[kept[number[change.source]]],
+                    wants=wants,
+                    always=wanted,
+                )
+            )
         else:  # of one value
-            rest.append(Change(source=len(costs), costs=change.costs[[values[change.source]]], wants=wants, always=wanted))
+            rest.append(
+                Change(
+                    source=len(costs), costs=change.costs[[values[change.source]]], wants=wants, always=wanted
+                )
+            )
             costs.append(np.zeros(1))
     least = least_of(costs, rest)
     if least is None:
         return None
     found = least.values()
-    return {unknown: int(keep[found[place]]) for place, (unknown, keep) in enumerate(zip(free, kept, strict=True))}
+    return {
+        unknown: int(keep[found[place]]) for place, (unknown, keep) in enumerate(zip(free, kept, strict=True))
+    }

@@ -1,8 +1,9 @@
 """The cheapest combination of options that keeps to a limit on memory.
 
-Memory gets a price: at the right one, the cheapest combination of seconds and priced bytes is as large as the limit allows, or there are
-two, one over the limit and one under it (Lagrange's relaxation; Everett, 1963). What no combination can cost less than is known then, and
-options that could only cost more than the one under the limit are left out; an integer program decides among the few that are left.
+Memory gets a price: at the right one, the cheapest combination of seconds and priced bytes is as large as the
+limit allows, or there are two, one over the limit and one under it (Lagrange's relaxation; Everett, 1963).
+What no combination can cost less than is known then, and options that could only cost more than the one under
+the limit are left out; an integer program decides among the few that are left.
 """
 
 from __future__ import annotations
@@ -29,11 +30,17 @@ class LimitError(Exception):
 
 
 def cheapest_within(
-    own: Sequence[Floats], changes: Sequence[Change], own_bytes: Sequence[Floats], change_bytes: Sequence[Floats], limit: float
+    own: Sequence[Floats],
+    changes: Sequence[Change],
+    own_bytes: Sequence[Floats],
+    change_bytes: Sequence[Floats],
+    limit: float,
 ) -> Combination | None:
-    """The cheapest value for every unknown that together take `limit` bytes or less. own, changes: as for `cheapest`.
+    """The cheapest value for every unknown that together take `limit` bytes or less. own, changes: as for
+    `cheapest`.
 
-    own_bytes, change_bytes: what each takes of the limit, in the same shapes. Raises `LimitError` if none does. None: there is no combination.
+    own_bytes, change_bytes: what each takes of the limit, in the same shapes. Raises `LimitError` if none
+        does. None: there is no combination.
     """
 
     def at(price: float, seconds: float = 1.0) -> Combination | None:
@@ -48,7 +55,8 @@ def cheapest_within(
         return over
     if bytes_of(smallest.values) > limit * (1 + SAME):
         raise LimitError(bytes_of(smallest.values))
-    if math.isinf(over.bound) or math.isinf(smallest.bound):  # it took an integer program without a limit already
+    # it took an integer program without a limit already
+    if math.isinf(over.bound) or math.isinf(smallest.bound):
         return _between(own, changes, own_bytes, change_bytes, limit, smallest.values, over, 0.0)
     under, found, middle, price = smallest.values, over, over, 0.0
     for _ in range(PRICES):
@@ -85,7 +93,9 @@ def _between(
             [each[keep] for each, keep in zip(own, kept, strict=True)],
             rest,
             own_bytes=[each[keep] for each, keep in zip(own_bytes, kept, strict=True)],
-            change_bytes=[each[kept[change.source]] for each, change in zip(change_bytes, changes, strict=True)],
+            change_bytes=[
+                each[kept[change.source]] for each, change in zip(change_bytes, changes, strict=True)
+            ],
             limit=limit,
         )
     except OutOfTimeError:
@@ -99,14 +109,24 @@ def _between(
 
 
 def _priced(
-    own: Sequence[Floats], changes: Sequence[Change], own_bytes: Sequence[Floats], change_bytes: Sequence[Floats], price: float, seconds: float
+    own: Sequence[Floats],
+    changes: Sequence[Change],
+    own_bytes: Sequence[Floats],
+    change_bytes: Sequence[Floats],
+    price: float,
+    seconds: float,
 ) -> tuple[list[Floats], list[Change]]:
     """Seconds and priced bytes as one cost; what cannot be still cannot."""
     return (
         [_sum(each, size, price, seconds) for each, size in zip(own, own_bytes, strict=True)],
-        [replace(change, costs=_sum(change.costs, size, price, seconds)) for change, size in zip(changes, change_bytes, strict=True)],
+        [
+            replace(change, costs=_sum(change.costs, size, price, seconds))
+            for change, size in zip(changes, change_bytes, strict=True)
+        ],
     )
 
 
 def _sum(costs: Floats, sizes: Floats, price: float, seconds: float) -> Floats:
-    return np.where(np.isfinite(costs), seconds * np.where(np.isfinite(costs), costs, 0.0) + price * sizes, np.inf)
+    return np.where(
+        np.isfinite(costs), seconds * np.where(np.isfinite(costs), costs, 0.0) + price * sizes, np.inf
+    )

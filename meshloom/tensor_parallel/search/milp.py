@@ -1,4 +1,5 @@
-"""The cheapest combination of options by an integer program (HiGHS), for what elimination cannot do: a limit, or too much that depends on each other.
+"""The cheapest combination of options by an integer program (HiGHS), for what elimination cannot do: a limit,
+or too much that depends on each other.
 
 x[unknown, value]          0 or 1, one of each unknown
 z[change, group, target]   1 where a source of that group is changed to the target: at most what makes it so, at least what wants it
@@ -20,7 +21,8 @@ GAP = 1e-3  # how far that may be from the best, of what it costs more than the 
 
 
 class Integers(NamedTuple):
-    """values: of every unknown. total: what they cost. stopped: for want of time, so that they may be further from the best than `GAP`."""
+    """values: of every unknown. total: what they cost. stopped: for want of time, so that they may be further
+    from the best than `GAP`."""
 
     values: list[int]
     total: float
@@ -35,7 +37,12 @@ Row = tuple[list[int], list[float], float, float]  # unknowns, their factors, an
 
 
 def cheapest_integers(
-    own: Sequence[Floats], changes: Sequence[Change], *, own_bytes: Sequence[Floats] = (), change_bytes: Sequence[Floats] = (), limit: float = np.inf
+    own: Sequence[Floats],
+    changes: Sequence[Change],
+    *,
+    own_bytes: Sequence[Floats] = (),
+    change_bytes: Sequence[Floats] = (),
+    limit: float = np.inf,
 ) -> Integers | None:
     """The cheapest value for every unknown; None: there is no combination. own, changes: as for `cheapest`.
 
@@ -46,11 +53,19 @@ def cheapest_integers(
     sizes: list[float] = [float(each) for row in own_bytes for each in row] or [0.0] * len(costs)
     count = len(costs)
     barred = [place for place, cost in enumerate(costs) if not np.isfinite(cost)]
-    rows: list[Row] = [(list(range(start, stop)), [1.0] * (stop - start), 1.0, 1.0) for start, stop in itertools.pairwise(first)]
+    rows: list[Row] = [
+        (list(range(start, stop)), [1.0] * (stop - start), 1.0, 1.0)
+        for start, stop in itertools.pairwise(first)
+    ]
     for number, change in enumerate(changes):
         weights = change_bytes[number] if change_bytes else np.zeros_like(change.costs)
-        alike, group_of = np.unique(np.concatenate([change.costs, weights], axis=1), axis=0, return_inverse=True)
-        made = [[int(first[change.source]) + int(value) for value in np.flatnonzero(group_of.ravel() == group)] for group in range(len(alike))]
+        alike, group_of = np.unique(
+            np.concatenate([change.costs, weights], axis=1), axis=0, return_inverse=True
+        )
+        made = [
+            [int(first[change.source]) + int(value) for value in np.flatnonzero(group_of.ravel() == group)]
+            for group in range(len(alike))
+        ]
         num_targets = change.costs.shape[1]
         z = np.arange(len(costs), len(costs) + len(alike) * num_targets).reshape(len(alike), num_targets)
         costs += [float(each) for each in alike[:, :num_targets].ravel()]
@@ -74,22 +89,42 @@ def _rows_of(change: Change, first: Any, made: Sequence[list[int]], z: Any) -> l
     rows: list[Row] = []
     for group, unknowns in enumerate(made):
         rows += [([int(each), *unknowns], [1.0, *[-1.0] * len(unknowns)], -np.inf, 0.0) for each in z[group]]
-    rows += [([int(each) for each in z[:, target]], [1.0] * len(made), 1.0, np.inf) for target in np.flatnonzero(change.always)]
+    rows += [
+        ([int(each) for each in z[:, target]], [1.0] * len(made), 1.0, np.inf)
+        for target in np.flatnonzero(change.always)
+    ]
     for user, wants in change.wants.items():
         for target in np.flatnonzero(wants.any(axis=0)):
             wanting = [int(first[user]) + int(value) for value in np.flatnonzero(wants[:, target])]
-            rows.append(([*map(int, z[:, target]), *wanting], [*[1.0] * len(made), *[-1.0] * len(wanting)], 0.0, np.inf))
+            rows.append(
+                (
+                    [*map(int, z[:, target]), *wanting],
+                    [*[1.0] * len(made), *[-1.0] * len(wanting)],
+                    0.0,
+                    np.inf,
+                )
+            )
         if wants.any(
             axis=1
         ).all():  # it wants it as something, whatever it is made as: this follows for whole numbers, and solvers work with fractions
             targets = np.flatnonzero(wants.any(axis=0))
             for group, unknowns in enumerate(made):
-                rows.append(([*map(int, z[group, targets]), *unknowns], [*[1.0] * len(targets), *[-1.0] * len(unknowns)], 0.0, np.inf))
+                rows.append(
+                    (
+                        [*map(int, z[group, targets]), *unknowns],
+                        [*[1.0] * len(targets), *[-1.0] * len(unknowns)],
+                        0.0,
+                        np.inf,
+                    )
+                )
     return rows
 
 
-def _solved(costs: Sequence[float], rows: Sequence[Row], count: int, barred: Sequence[int], first: Any) -> Any:
-    from scipy.optimize import Bounds, LinearConstraint, milp  # takes most of a second, which few processes need
+def _solved(
+    costs: Sequence[float], rows: Sequence[Row], count: int, barred: Sequence[int], first: Any
+) -> Any:
+    # takes most of a second, which few processes need
+    from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_matrix
 
     factors = [factor for _, each, _, _ in rows for factor in each]
@@ -97,7 +132,8 @@ def _solved(costs: Sequence[float], rows: Sequence[Row], count: int, barred: Seq
     columns = [unknown for unknowns, _, _, _ in rows for unknown in unknowns]
     matrix = coo_matrix((factors, (row_of, columns)), shape=(len(rows), len(costs))).tocsr()
     limits = LinearConstraint(matrix, [low for _, _, low, _ in rows], [high for _, _, _, high in rows])  # type: ignore[arg-type]
-    # Of each unknown one value is taken, so the least of them is paid anyway: without it the solver's gap is one in what can be saved.
+    # Of each unknown one value is taken, so the least of them is paid anyway: without it the solver's gap is
+    # one in what can be saved.
     excess = np.array(costs)
     for start, stop in itertools.pairwise(first):
         excess[start:stop] -= excess[start:stop].min()

@@ -26,16 +26,25 @@ _WHAT = {
 class Pins:
     """Which placements the pins leave to every parameter. pins: pattern of modules -> value.
 
-    A pattern means the modules of that name and all that is in them. Raises `PlanError` for one that matches nothing or cannot be followed.
+    A pattern means the modules of that name and all that is in them. Raises `PlanError` for one that matches
+    nothing or cannot be followed.
     """
 
-    def __init__(self, layout: Layout, numbers: StripNumbers, cuts: Mapping[int, list[Cut]], num_ranks: int, pins: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        numbers: StripNumbers,
+        cuts: Mapping[int, list[Cut]],
+        num_ranks: int,
+        pins: Mapping[str, str],
+    ) -> None:
         self._layout = layout
         self._numbers = numbers
         self._uses = Uses(layout, numbers, cuts)
         self._num_ranks = num_ranks
         self._pins = dict(pins)
-        self.of_value: dict[str, tuple[str, str, str]] = {}  # value of a parameter -> pattern, pin, the part of its name in its module
+        # value of a parameter -> pattern, pin, the part of its name in its module
+        self.of_value: dict[str, tuple[str, str, str]] = {}
         for pattern, pin in pins.items():
             self._match(pattern, pin)
 
@@ -48,9 +57,15 @@ class Pins:
             return [each for each in options if not isinstance(each, Part) or each.cut is None]
         wanted, others = self._axes(value, pin)
         if not wanted and self._divides_another(pattern, pin):
-            return [each for each in options if not isinstance(each, Part) or each.cut is None]  # the bias of a row split
+            # the bias of a row split
+            return [each for each in options if not isinstance(each, Part) or each.cut is None]
         found: list[Placement] = [
-            each for each in options if isinstance(each, Part) and each.cut and wanted & each.cut.parts.keys() and not others & each.cut.parts.keys()
+            each
+            for each in options
+            if isinstance(each, Part)
+            and each.cut
+            and wanted & each.cut.parts.keys()
+            and not others & each.cut.parts.keys()
         ]
         usable = [each for each in found if self._uses.blocking(value, each) is None]
         if not usable:
@@ -72,9 +87,18 @@ class Pins:
 
     def _match(self, pattern: str, pin: str) -> None:
         parameters = self._layout.program.parameters.values()
-        found = [(each, name) for each in parameters for name in (each.name, *each.aliases) if is_meant(name, pattern)]
+        found = [
+            (each, name)
+            for each in parameters
+            for name in (each.name, *each.aliases)
+            if is_meant(name, pattern)
+        ]
         if not found:
-            modules = list(dict.fromkeys(name.rpartition(".")[0] for each in parameters for name in (each.name, *each.aliases)))
+            modules = list(
+                dict.fromkeys(
+                    name.rpartition(".")[0] for each in parameters for name in (each.name, *each.aliases)
+                )
+            )
             near = difflib.get_close_matches(pattern, modules, n=1, cutoff=0.4)
             raise PlanError(
                 f"tp_placements={pattern}:{pin} matches no module with parameters. {f'Did you mean {near[0]}?' if near else 'Names are those of named_modules().'}"
@@ -82,15 +106,21 @@ class Pins:
         for each, name in found:
             known = self.of_value.get(each.value)
             if known is not None and known[1] != pin:
-                raise PlanError(f"tp_placements={known[0]}:{known[1]} and {pattern}:{pin} both mean {each.name}. Leave one of them out.")
+                raise PlanError(
+                    f"tp_placements={known[0]}:{known[1]} and {pattern}:{pin} both mean {each.name}. Leave one of them out."
+                )
             self.of_value.setdefault(each.value, (pattern, pin, name))
         if pin != "replicated" and not self._divides_another(pattern, pin):
             value = max((each for each, _ in found), key=lambda each: len(each.meta.shape)).value
-            raise PlanError(f"tp_placements={pattern}:{pin} cannot be: {self._reason(value, pin, set(), [])}. Leave that pin out, or use replicated.")
+            raise PlanError(
+                f"tp_placements={pattern}:{pin} cannot be: {self._reason(value, pin, set(), [])}. Leave that pin out, or use replicated."
+            )
 
     def _divides_another(self, pattern: str, pin: str) -> bool:
         """Whether a pin has something to divide in one of the parameters it means."""
-        return any(self._axes(value, pin)[0] for value, (known, _, _) in self.of_value.items() if known == pattern)
+        return any(
+            self._axes(value, pin)[0] for value, (known, _, _) in self.of_value.items() if known == pattern
+        )
 
     def _axes(self, value: str, pin: str) -> tuple[frozenset[int], frozenset[int]]:
         """Numbers of a parameter's axes that a pin divides, and those of its other axes."""

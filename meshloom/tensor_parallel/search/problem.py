@@ -1,7 +1,8 @@
 """The ways to divide a program, and what each of them costs.
 
-Every parameter has one of its placements, every node is computed in one of its ways. A value that is wanted in another placement than it is
-made in is changed, once for all nodes that want it so. Blocks that are alike share their unknowns, which then cost as often as they occur.
+Every parameter has one of its placements, every node is computed in one of its ways. A value that is wanted
+in another placement than it is made in is changed, once for all nodes that want it so. Blocks that are alike
+share their unknowns, which then cost as often as they occur.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.nodes import Node
 from meshloom.tensor_parallel.layout.cuts import candidates, covers, numbers_of, pieces_of, route_of
 from meshloom.tensor_parallel.layout.layout import Layout
-from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement, cut_of
+from meshloom.tensor_parallel.layout.placement import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATED,
+    Cut,
+    Part,
+    Placement,
+    cut_of,
+)
 from meshloom.tensor_parallel.layout.sections import Sections
 from meshloom.tensor_parallel.search.bucket_elimination import Floats
 from meshloom.tensor_parallel.search.cheapest import cheapest
@@ -33,7 +42,8 @@ from meshloom.tensor_parallel.search.saved_for_backward import HELD_COPIES, kept
 from meshloom.tensor_parallel.search.shared_change import Change
 from meshloom.tensor_parallel.search.strategies import Strategy, cuts_of, facts_of_ways, strategies_of
 
-Held = Mapping[str, tuple[Pieces, bool]]  # parameter or buffer -> who holds what, and whether its gradient is whole on every rank
+# parameter or buffer -> who holds what, and whether its gradient is whole on every rank
+Held = Mapping[str, tuple[Pieces, bool]]
 
 
 class NoWayError(PlanError):
@@ -44,8 +54,8 @@ class Problem:
     """The ways to divide a program, with what they cost.
 
     costs: of its nodes; none: ways are only counted, and cannot be compared.
-    alike: blocks that are alike are divided alike. It makes the problem smaller, and leaves out ways in which what lies around a block would have
-        to follow one axis of it where another stands for it.
+    alike: blocks that are alike are divided alike. It makes the problem smaller, and leaves out ways in which
+        what lies around a block would have to follow one axis of it where another stands for it.
     """
 
     def __init__(
@@ -72,7 +82,9 @@ class Problem:
         self._sections = Sections(self.numbers, self.cuts, num_ranks)
         self._seconds_of: dict[Any, float | None] = {}  # what a change is -> what it takes
         self.pins = Pins(layout, self.numbers, self.cuts, num_ranks, pins or {})
-        self._kept_at, self._kept_inside = (kept_operands(layout, costs), kept_within(layout, costs)) if costs else ({}, {})
+        self._kept_at, self._kept_inside = (
+            (kept_operands(layout, costs), kept_within(layout, costs)) if costs else ({}, {})
+        )
         self.alike = alike
         for loops in (True, False) if alike else ():
             try:
@@ -83,7 +95,8 @@ class Problem:
         self._state(Repeats())
 
     def solve(self, memory_bytes: float | None = None) -> tuple[list[int], float, bool]:
-        """Which of its options each variable and node takes, in order, what that costs, and whether it is known that nothing costs less.
+        """Which of its options each variable and node takes, in order, what that costs, and whether it is
+        known that nothing costs less.
 
         memory_bytes: what a rank may hold.
 
@@ -98,7 +111,9 @@ class Problem:
                     f"No way to divide this program over tp={self.num_ranks} as asked for was found in {SECONDS:.0f} s. {self.pins.way_out()}"
                 ) from None
         else:
-            own_bytes = [np.array([self._memory.get(unknown, 0.0) for unknown in row]) for row in self.choices]
+            own_bytes = [
+                np.array([self._memory.get(unknown, 0.0) for unknown in row]) for row in self.choices
+            ]
             try:
                 found = cheapest_within(own, self.changes, own_bytes, self.change_bytes, memory_bytes)
             except LimitError as error:
@@ -107,10 +122,16 @@ class Problem:
                     f"and the limit is {amount(memory_bytes)}. Use a larger tp, or smaller microbatches."
                 ) from None
         if found is None:
-            raise NoWayError(f"There is no way to divide this program over tp={self.num_ranks} as asked for. {self.pins.way_out()}")
+            raise NoWayError(
+                f"There is no way to divide this program over tp={self.num_ranks} as asked for. {self.pins.way_out()}"
+            )
         taken = {row[value] for row, value in zip(self.choices, found.values, strict=True)}
         options = (*self.options.values(), *self.strategies.values())
-        return [next(place for place, (_, unknown) in enumerate(row) if unknown in taken) for row in options], found.total, found.is_proved
+        return (
+            [next(place for place, (_, unknown) in enumerate(row) if unknown in taken) for row in options],
+            found.total,
+            found.is_proved,
+        )
 
     def _state(self, repeats: Repeats) -> None:
         """Unknowns, and what holds between them."""
@@ -125,11 +146,13 @@ class Problem:
             self._stood_for.setdefault(other, []).append(cut)
         self._count = Counter(repeats.value(value) for value in layout.values)
         self._made: dict[str, dict[Placement, list[int]]] = {}  # value -> placement it is made in -> unknowns
-        self._wanted: dict[tuple[str, Placement], dict[str, dict[int, None]]] = {}  # -> node that wants it -> unknowns
+        # -> node that wants it -> unknowns
+        self._wanted: dict[tuple[str, Placement], dict[str, dict[int, None]]] = {}
         self._pieces_of: dict[tuple[str, Placement], Pieces] = {}
         self._largest_of: dict[tuple[str, Placement], float] = {}
         self.changes: list[Change] = []
-        self.change_bytes: list[Floats] = []  # [values of source, targets] of each change: what is kept because of it
+        # [values of source, targets] of each change: what is kept because of it
+        self.change_bytes: list[Floats] = []
         self._users: dict[str, list[Node]] = {}
         for node in program.nodes:
             for ref in dict.fromkeys(node.operands()):
@@ -143,9 +166,12 @@ class Problem:
         # Of variables and nodes that stand for themselves: what an option stands for -> its unknown.
         self._unknown_for: dict[str, dict[Any, int]] = {}
         self._known_ways: dict[Hashable, list[Strategy]] = {}
-        self._rows: dict[tuple[str, int], list[tuple[Strategy, int]]] = {}  # node that stands for itself, and ways -> each with its unknown
-        self._asked: set[tuple[str, int, tuple[str, ...]]] = set()  # the same with operands, whose wishes are noted
-        # What others stand for comes before these, whatever blocks are called and in whichever order they are used.
+        # node that stands for itself, and ways -> each with its unknown
+        self._rows: dict[tuple[str, int], list[tuple[Strategy, int]]] = {}
+        # the same with operands, whose wishes are noted
+        self._asked: set[tuple[str, int, tuple[str, ...]]] = set()
+        # What others stand for comes before these, whatever blocks are called and in whichever order they are
+        # used.
         variables = dict.fromkeys([*parameters, *sorted(fixed)])
         self.options: dict[str, list[tuple[Placement, int]]] = {value: [] for value in variables}
         for value in sorted(variables, key=self._stands_for_another):
@@ -155,7 +181,9 @@ class Problem:
         self.strategies: dict[str, list[tuple[Strategy, int]]] = {node.name: [] for node in program.nodes}
         for node in sorted(program.nodes, key=lambda node: self._stands_for_another(node.name)):
             self.strategies[node.name] = self._node(node)
-        outputs = [out.name for out in program.outputs if hasattr(out, "name")] + [ref.name for ref in program.updates.values()]
+        outputs = [out.name for out in program.outputs if hasattr(out, "name")] + [
+            ref.name for ref in program.updates.values()
+        ]
         for name in outputs:
             self._wanted.setdefault((repeats.value(name), INVARIANT), {})[""] = {}
         if self.costs is None:
@@ -166,13 +194,17 @@ class Problem:
             targets.setdefault(value, []).append(placement)
         kept = self._kept()
         for value, placements in targets.items():
-            self._change(value, placements, kept.get(value, {}), stays=value in in_place or value in parameters)
+            self._change(
+                value, placements, kept.get(value, {}), stays=value in in_place or value in parameters
+            )
 
     def _stands_for_another(self, value: str) -> bool:
         return self.repeats.value(value) != value
 
     def _weigh(self, node: Node) -> None:
-        if any(output.requires_grad for output in node.outputs) or any(ref.name in self._weighed for ref in node.operands()):
+        if any(output.requires_grad for output in node.outputs) or any(
+            ref.name in self._weighed for ref in node.operands()
+        ):
             self._weighed.add(node.name)
 
     def _one_of(self, costs: Sequence[float]) -> list[int]:
@@ -188,7 +220,9 @@ class Problem:
         options: list[Placement] = [INVARIANT]
         if free or (fixed is not None and not fixed[0].is_whole):
             options += [REPLICATED] if meta.requires_grad else []
-            options += [Part(cut) for cut in cuts_of(axes, self.numbers, self.cuts) if covers(axes, cut, self.numbers)]
+            options += [
+                Part(cut) for cut in cuts_of(axes, self.numbers, self.cuts) if covers(axes, cut, self.numbers)
+            ]
         if fixed is not None:
             options = [
                 each
@@ -206,7 +240,10 @@ class Problem:
         costs = [self._holding(value, each, size) for each, size in zip(options, sizes, strict=True)]
         counterpart = self.repeats.value(value)
         if counterpart != value:
-            found = self._as_for(counterpart, [(each, self._stand(each), cost) for each, cost in zip(options, costs, strict=True)])
+            found = self._as_for(
+                counterpart,
+                [(each, self._stand(each), cost) for each, cost in zip(options, costs, strict=True)],
+            )
         else:
             found = list(zip(options, self._one_of(costs), strict=True))
             self._unknown_for[value] = {self._stand(each): unknown for each, unknown in found}
@@ -226,7 +263,9 @@ class Problem:
             for (_, unknown), cost in zip(found, costs, strict=True):
                 self.cost[unknown] += cost
         elif owner != node.name:
-            found = self._as_for(owner, [(each, self._counterpart(each), cost) for each, cost in zip(ways, costs, strict=True)])
+            found = self._as_for(
+                owner, [(each, self._counterpart(each), cost) for each, cost in zip(ways, costs, strict=True)]
+            )
         else:
             found = list(zip(ways, self._one_of(costs), strict=True))
             self._unknown_for[node.name] = {self._counterpart(each): unknown for each, unknown in found}
@@ -239,19 +278,26 @@ class Problem:
             self._asked.add((owner, id(ways), operands))
             for strategy, unknown in found:
                 for value, placement in zip(operands, strategy.operands, strict=True):
-                    self._wanted.setdefault((value, self._stand(placement)), {}).setdefault(owner, {})[unknown] = None
+                    self._wanted.setdefault((value, self._stand(placement)), {}).setdefault(owner, {})[
+                        unknown
+                    ] = None
         if node.name in self._kept_inside:
             for strategy, unknown in found:
                 self._holds(unknown, self._kept_inside[node.name] * (strategy.work if strategy.cut else 1.0))
         return found
 
     def _ways_of(self, node: Node) -> list[Strategy]:
-        """Every way to compute a node that is worth looking at; one object for nodes that are the same but for values, as in the iterations of a loop."""
+        """Every way to compute a node that is worth looking at; one object for nodes that are the same but
+        for values, as in the iterations of a loop."""
         key = facts_of_ways(node, self.layout, self.numbers, weighed=node.name in self._weighed)
         ways = self._known_ways.get(key) if key is not None else None
         if ways is None:
             weighed = node.name in self._weighed
-            ways = [each for each in strategies_of(node, self.layout, self.numbers, self.cuts) if weighed or each.output is INVARIANT]
+            ways = [
+                each
+                for each in strategies_of(node, self.layout, self.numbers, self.cuts)
+                if weighed or each.output is INVARIANT
+            ]
             self._known_ways[key if key is not None else node.name] = ways
         return ways
 
@@ -260,41 +306,90 @@ class Problem:
         item = node.outputs[0].dtype.itemsize if node.outputs else 0
         return sum(talk_seconds(talk, item, self.num_ranks, self.rates) for talk in strategy.talks)
 
-    def _change(self, value: str, targets: Sequence[Placement], kept: Mapping[tuple[Placement, Placement], float], *, stays: bool) -> None:
-        """`value` is changed from what it is made in to what others want. kept: (from, to) -> bytes that are kept then."""
+    def _change(
+        self,
+        value: str,
+        targets: Sequence[Placement],
+        kept: Mapping[tuple[Placement, Placement], float],
+        *,
+        stays: bool,
+    ) -> None:
+        """`value` is changed from what it is made in to what others want. kept: (from, to) -> bytes that are
+        kept then."""
         many = value in self.layout.lists
-        sources = {unknown: placement for placement, unknowns in self._made[value].items() for unknown in unknowns}
+        sources = {
+            unknown: placement for placement, unknowns in self._made[value].items() for unknown in unknowns
+        }
         made_in = [sources[unknown] for unknown in sorted(sources)]
         own = {placement: self._own(value, placement) for placement in (*self._made[value], *targets)}
         seconds: dict[Placement, list[float]] = {}
         for source in self._made[value]:
             # Parameters are not sent around, and what is updated in place is not copied.
-            barred = many or value in self._in_place or (stays and isinstance(source, Part) and source.cut is not None)
-            row = [0.0 if source == target else None if barred else self._seconds(value, own[source], own[target]) for target in targets]
+            barred = (
+                many
+                or value in self._in_place
+                or (stays and isinstance(source, Part) and source.cut is not None)
+            )
+            row = [
+                0.0
+                if source == target
+                else None
+                if barred
+                else self._seconds(value, own[source], own[target])
+                for target in targets
+            ]
             seconds[source] = [np.inf if cost is None else cost * self._count[value] for cost in row]
         wants: dict[int, Any] = {}
         for place, target in enumerate(targets):
             for unknowns in self._wanted[value, target].values():
                 for unknown in unknowns:
                     row = self._row_of[unknown]
-                    wants.setdefault(row, np.zeros((len(self.choices[row]), len(targets)), dtype=bool))[unknown - self.choices[row][0], place] = True
-        always = np.array([any(not unknowns for unknowns in self._wanted[value, target].values()) for target in targets])
+                    wants.setdefault(row, np.zeros((len(self.choices[row]), len(targets)), dtype=bool))[
+                        unknown - self.choices[row][0], place
+                    ] = True
+        always = np.array(
+            [any(not unknowns for unknowns in self._wanted[value, target].values()) for target in targets]
+        )
         costs = np.array([seconds[source] for source in made_in])
-        self.changes.append(Change(source=self._row_of[min(sources)], costs=costs, wants=wants, always=always))
-        self.change_bytes.append(np.array([[kept.get((source, target), 0.0) for target in targets] for source in made_in]))
+        self.changes.append(
+            Change(source=self._row_of[min(sources)], costs=costs, wants=wants, always=always)
+        )
+        self.change_bytes.append(
+            np.array([[kept.get((source, target), 0.0) for target in targets] for source in made_in])
+        )
 
     def _seconds(self, value: str, source: Placement, target: Placement) -> float | None:
         axes, meta = self.layout.values[value][0], self.layout.metas[value][0]
         taken, placed = route_of(axes, target, self.numbers), route_of(axes, source, self.numbers)
         if taken is not None and placed is not None:
             return None
-        if taken is not None or placed is not None:  # through all of the value, or a part of a sum, as `partition.py` does it
+        # through all of the value, or a part of a sum, as `partition.py` does it
+        if taken is not None or placed is not None:
             source, target = (source, REPLICATED) if taken is not None else (PARTIAL, target)
             changed = 0.0 if source == target else self._seconds(value, source, target)
-            return None if changed is None else changed + (2.0 if meta.requires_grad else 1.0) * meta.num_bytes / self.rates.bytes_per_second
+            return (
+                None
+                if changed is None
+                else changed
+                + (2.0 if meta.requires_grad else 1.0) * meta.num_bytes / self.rates.bytes_per_second
+            )
         gathered = target == REPLICATED and self._feeds_linears(value)
-        before, after, behind = self._pieces(value, source), self._pieces(value, target), self._weights_seconds(value) if gathered else 0.0
-        key = id(before), id(after), kind_of(source), kind_of(target), meta.dtype, meta.num_bytes, meta.requires_grad, gathered, behind
+        before, after, behind = (
+            self._pieces(value, source),
+            self._pieces(value, target),
+            self._weights_seconds(value) if gathered else 0.0,
+        )
+        key = (
+            id(before),
+            id(after),
+            kind_of(source),
+            kind_of(target),
+            meta.dtype,
+            meta.num_bytes,
+            meta.requires_grad,
+            gathered,
+            behind,
+        )
         if key not in self._seconds_of:
             self._seconds_of[key] = change_seconds(
                 meta, source, target, before, after, self.rates, regathered=gathered, behind_seconds=behind
@@ -302,28 +397,42 @@ class Problem:
         return self._seconds_of[key]
 
     def _weights_seconds(self, value: str) -> float:
-        """Seconds of the weights' gradients of the linear layers that use a value, divided over the ranks: its own gradient is summed meanwhile."""
+        """Seconds of the weights' gradients of the linear layers that use a value, divided over the ranks:
+        its own gradient is summed meanwhile."""
         costs = self.costs or {}
-        return sum(costs[node.name].flops for node in self._users[value]) / self.num_ranks / self.rates.flops_per_second
+        return (
+            sum(costs[node.name].flops for node in self._users[value])
+            / self.num_ranks
+            / self.rates.flops_per_second
+        )
 
     def _feeds_linears(self, value: str) -> bool:
-        """Whether all that use a value are linear layers, which gather it again in the backward and do not keep it."""
+        """Whether all that use a value are linear layers, which gather it again in the backward and do not
+        keep it."""
         users = self._users.get(value, [])
-        return bool(users) and all(node.operator == "linear" and not node.context.autocast and next(node.operands()).name == value for node in users)
+        return bool(users) and all(
+            node.operator == "linear" and not node.context.autocast and next(node.operands()).name == value
+            for node in users
+        )
 
     def _kept(self) -> dict[str, dict[tuple[Placement, Placement], float]]:
-        """Value -> (from, to) -> bytes that autograd keeps of it, in the placement in which those who keep it want it."""
+        """Value -> (from, to) -> bytes that autograd keeps of it, in the placement in which those who keep it
+        want it."""
         found: dict[str, dict[tuple[Placement, Placement], float]] = {}
         for value, (size, keepers) in self._kept_at.items():
             stood = self.repeats.value(value)
             sums = found.setdefault(stood, {})
             regathered = self._feeds_linears(value)
             whole = max(self._largest(stood, INVARIANT), 1)
-            for placement in dict.fromkeys(self._stand(placement) for node in keepers for placement in self._ways(node, value)):
+            for placement in dict.fromkeys(
+                self._stand(placement) for node in keepers for placement in self._ways(node, value)
+            ):
                 regathers = regathered and placement == REPLICATED
                 share = self._largest(stood, self._own(stood, placement)) / whole
                 for source in self._made[stood]:
-                    kept = size * (self._largest(stood, self._own(stood, source)) / whole if regathers else share)
+                    kept = size * (
+                        self._largest(stood, self._own(stood, source)) / whole if regathers else share
+                    )
                     sums[source, placement] = sums.get((source, placement), 0.0) + kept
         return found
 
@@ -337,7 +446,8 @@ class Problem:
         ]
 
     def _as_for(self, owner: str, options: Sequence[tuple[Any, Any, float]]) -> list[tuple[Any, int]]:
-        """Options (own, what it stands for, cost) with the unknowns of those that the owner has for what they stand for."""
+        """Options (own, what it stands for, cost) with the unknowns of those that the owner has for what they
+        stand for."""
         known = self._unknown_for.get(owner, {})
         if len(known) != len(options) or any(counterpart not in known for _, counterpart, _ in options):
             raise UnlikeBlocksError
@@ -346,19 +456,34 @@ class Problem:
         return [(own, known[counterpart]) for own, counterpart, _ in options]
 
     def _stand(self, placement: Placement) -> Placement:
-        return Part(self._stands[placement.cut]) if isinstance(placement, Part) and placement.cut is not None else placement
+        return (
+            Part(self._stands[placement.cut])
+            if isinstance(placement, Part) and placement.cut is not None
+            else placement
+        )
 
     def _own(self, value: str, placement: Placement) -> Placement:
         """The placement of this value that stands for `placement`."""
         if not isinstance(placement, Part) or placement.cut is None:
             return placement
-        there = frozenset[int]().union(*(self.numbers.leaves(axis) for axes in self.layout.values[value] for axis in axes))
-        return next((Part(cut) for cut in self._stood_for[self._stands[placement.cut]] if there & cut.parts.keys()), placement)
+        there = frozenset[int]().union(
+            *(self.numbers.leaves(axis) for axes in self.layout.values[value] for axis in axes)
+        )
+        return next(
+            (Part(cut) for cut in self._stood_for[self._stands[placement.cut]] if there & cut.parts.keys()),
+            placement,
+        )
 
     def _counterpart(self, strategy: Strategy) -> Hashable:
         """What a strategy stands for: equal for those of nodes that are alike."""
         cut = self._stands[strategy.cut] if strategy.cut is not None else None
-        return tuple(map(self._stand, strategy.operands)), self._stand(strategy.output), strategy.work, cut, strategy.talks
+        return (
+            tuple(map(self._stand, strategy.operands)),
+            self._stand(strategy.output),
+            strategy.work,
+            cut,
+            strategy.talks,
+        )
 
     def _pieces(self, value: str, placement: Placement) -> Pieces:
         """Who holds what of a value."""
@@ -377,7 +502,8 @@ class Problem:
         return self._largest_of[key]
 
     def _holding(self, value: str, placement: Placement, size: float) -> float:
-        """Seconds that holding a parameter so is worth: its part is updated and takes memory; partial gradients are summed, once a step."""
+        """Seconds that holding a parameter so is worth: its part is updated and takes memory; partial
+        gradients are summed, once a step."""
         meta, rates = self.layout.metas[value][0], self.rates
         if not meta.requires_grad:
             return 0.0

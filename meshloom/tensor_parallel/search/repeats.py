@@ -1,7 +1,8 @@
 """Blocks of a program that are alike, so that what is decided for one holds for all.
 
-`blocks.0`, `blocks.1`, ... whose forwards run the same operators on the same shapes are one block several times, and so are the iterations of a
-loop (`iterations.py`). Every node, parameter and axis of the later ones stands for its counterpart in the first.
+`blocks.0`, `blocks.1`, ... whose forwards run the same operators on the same shapes are one block several
+times, and so are the iterations of a loop (`iterations.py`). Every node, parameter and axis of the later ones
+stands for its counterpart in the first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from meshloom.tensor_parallel.layout.placement import Cut
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """values: a value -> the one that it stands for (nodes, parameters, buffers). axes: axis number -> likewise. What is not there stands for itself."""
+    """values: a value -> the one that it stands for (nodes, parameters, buffers). axes: axis number ->
+    likewise. What is not there stands for itself."""
 
     values: Mapping[str, str] = field(default_factory=dict[str, str])
     axes: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -33,7 +35,9 @@ class Repeats:
         return self.axes.get(number, number)
 
 
-def repeats_of(layout: Layout, numbers: StripNumbers, marks: Mapping[str, object] | None = None, loops: bool = True) -> Repeats:
+def repeats_of(
+    layout: Layout, numbers: StripNumbers, marks: Mapping[str, object] | None = None, loops: bool = True
+) -> Repeats:
     """The repeated blocks of a program. Where counterparts do not fit together, blocks stand for themselves.
 
     marks: of values; those with unlike marks are not counterparts. loops: iterations are blocks, too.
@@ -45,8 +49,11 @@ def repeats_of(layout: Layout, numbers: StripNumbers, marks: Mapping[str, object
     return Repeats()
 
 
-def _found(layout: Layout, numbers: StripNumbers, marks: Mapping[str, object], *, joined: bool, loops: bool) -> Repeats:
-    """joined: where what a block gives is the next one's input, on an axis of its own, all of these axes are one.
+def _found(
+    layout: Layout, numbers: StripNumbers, marks: Mapping[str, object], *, joined: bool, loops: bool
+) -> Repeats:
+    """joined: where what a block gives is the next one's input, on an axis of its own, all of these axes are
+    one.
 
     0 -> block -> 1 -> block -> 2        1 stands for 0, as it is what the second is given, and 2 for 1: so both stand for 0
     """
@@ -54,7 +61,8 @@ def _found(layout: Layout, numbers: StripNumbers, marks: Mapping[str, object], *
     axes: dict[int, int] = {}
 
     def add(blocks: Iterable[Sequence[tuple[Node, str]]]) -> None:
-        kinds: list[Sequence[tuple[Node, str]]] = []  # the first block of each kind: layers of two kinds may take turns
+        # the first block of each kind: layers of two kinds may take turns
+        kinds: list[Sequence[tuple[Node, str]]] = []
         for block in blocks:
             for first in kinds:
                 found = _match(layout, numbers, first, block, marks)
@@ -64,7 +72,9 @@ def _found(layout: Layout, numbers: StripNumbers, marks: Mapping[str, object], *
                 if joined:
                     for number, counterpart in new_axes.items():
                         _join(axes, number, counterpart)
-                elif all(axes.get(number, counterpart) == counterpart for number, counterpart in new_axes.items()):
+                elif all(
+                    axes.get(number, counterpart) == counterpart for number, counterpart in new_axes.items()
+                ):
                     axes.update(new_axes)
                 else:
                     continue
@@ -98,19 +108,26 @@ def _join(axes: dict[int, int], one: int, other: int) -> None:
 
 
 def _containers(nodes: Sequence[Node]) -> dict[str, dict[int, list[tuple[Node, str]]]]:
-    """Container -> block number -> its nodes, with their paths within the block. Only the outermost number of a path counts."""
+    """Container -> block number -> its nodes, with their paths within the block. Only the outermost number of
+    a path counts."""
     found: dict[str, dict[int, list[tuple[Node, str]]]] = {}
     for node in nodes:
         parts = node.path.split(".")
         place = next((place for place, part in enumerate(parts) if part.isdigit()), None)
         if place is not None:
             inner = ".".join(parts[place + 1 :])
-            found.setdefault(".".join(parts[:place]), {}).setdefault(int(parts[place]), []).append((node, inner))
+            found.setdefault(".".join(parts[:place]), {}).setdefault(int(parts[place]), []).append(
+                (node, inner)
+            )
     return {name: blocks for name, blocks in found.items() if len(blocks) > 1}
 
 
 def _match(
-    layout: Layout, numbers: StripNumbers, first: Sequence[tuple[Node, str]], other: Sequence[tuple[Node, str]], marks: Mapping[str, object]
+    layout: Layout,
+    numbers: StripNumbers,
+    first: Sequence[tuple[Node, str]],
+    other: Sequence[tuple[Node, str]],
+    marks: Mapping[str, object],
 ) -> tuple[dict[str, str], dict[int, int]] | None:
     """Counterparts of the values and axes of `other` in `first`."""
     if len(first) != len(other):
@@ -119,13 +136,20 @@ def _match(
     axes: dict[int, int] = {}
     paired: set[tuple[int, int]] = set()
     for (one, one_path), (two, two_path) in zip(first, other, strict=True):
-        if one_path != two_path or one.target is not two.target or one.outputs != two.outputs or one.context.grad != two.context.grad:
+        if (
+            one_path != two_path
+            or one.target is not two.target
+            or one.outputs != two.outputs
+            or one.context.grad != two.context.grad
+        ):
             return None
         if constants_of(one) != constants_of(two):
             return None
         pairs = [*zip(one.operands(), two.operands(), strict=True), (Ref(one.name), Ref(two.name))]
         for mine, theirs in pairs:
-            if layout.metas[mine.name] != layout.metas[theirs.name] or marks.get(mine.name) != marks.get(theirs.name):
+            if layout.metas[mine.name] != layout.metas[theirs.name] or marks.get(mine.name) != marks.get(
+                theirs.name
+            ):
                 return None
             inside = theirs.name == two.name or theirs.name in values or theirs.name.startswith(("p_", "b_"))
             if inside and values.setdefault(theirs.name, mine.name) != mine.name:
@@ -153,7 +177,11 @@ def _pair(mine: Axis, theirs: Axis, numbers: StripNumbers, axes: dict[int, int])
     leaves = list(mine.leaves()), list(theirs.leaves())
     if [_stretch(leaf) for leaf in leaves[0]] != [_stretch(leaf) for leaf in leaves[1]]:
         return False
-    pairs = [(numbers.of[one.strip], numbers.of[two.strip]) for one, two in zip(*leaves, strict=True) if one.strip.size > 1]
+    pairs = [
+        (numbers.of[one.strip], numbers.of[two.strip])
+        for one, two in zip(*leaves, strict=True)
+        if one.strip.size > 1
+    ]
     return all(axes.setdefault(two, one) == one for one, two in pairs)
 
 
@@ -179,7 +207,9 @@ def counterparts(cuts: Mapping[int, list[Cut]], repeats: Repeats) -> dict[Cut, C
     known = {frozenset(cut.parts.items()): cut for each in cuts.values() for cut in each}
     found: dict[Cut, Cut] = {}
     for cut in known.values():
-        counterpart = known.get(frozenset((repeats.axis(number), intervals) for number, intervals in cut.parts.items()))
+        counterpart = known.get(
+            frozenset((repeats.axis(number), intervals) for number, intervals in cut.parts.items())
+        )
         if counterpart is None or len(counterpart.parts) != len(cut.parts):
             raise UnlikeBlocksError
         found[cut] = counterpart

@@ -1,4 +1,5 @@
-"""What autograd keeps of a divided program, as far as a choice can change it: of operands, and inside of nodes."""
+"""What autograd keeps of a divided program, as far as a choice can change it: of operands, and inside of
+nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ HELD_COPIES = 4  # of a parameter that is trained: itself, its gradient, and two
 
 
 def kept_operands(layout: Layout, costs: Mapping[str, Cost]) -> dict[str, tuple[int, list[Node]]]:
-    """Value -> bytes that autograd keeps of it, and the nodes that make it do so. Memory that is kept through several views counts once."""
+    """Value -> bytes that autograd keeps of it, and the nodes that make it do so. Memory that is kept through
+    several views counts once."""
     found: dict[str, tuple[int, list[Node]]] = {}
     through: dict[str, str] = {}  # memory -> the value through which it was first kept
     for node, kept, operand in _kept(layout, costs):
@@ -31,9 +33,12 @@ def kept_within(layout: Layout, costs: Mapping[str, Cost]) -> dict[str, int]:
 
 
 def _kept(layout: Layout, costs: Mapping[str, Cost]) -> Iterator[tuple[Node, SavedTensor, str | None]]:
-    """Everything kept: by which node, and through which of its operands (None: through none). Without what is there anyway."""
+    """Everything kept: by which node, and through which of its operands (None: through none). Without what is
+    there anyway."""
     program = layout.program
-    given = {each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)} | set(program.constants)
+    given = {
+        each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)
+    } | set(program.constants)
     memory_of: dict[str, str] = {}
     for node in program.nodes:
         operands = [ref.name for ref in node.operands()]
@@ -41,4 +46,8 @@ def _kept(layout: Layout, costs: Mapping[str, Cost]) -> Iterator[tuple[Node, Sav
             memory_of[node.name] = memory_of.get(operands[0], operands[0])  # a view
         for kept in costs[node.name].kept:
             if kept.memory not in given:
-                yield node, kept, next((name for name in operands if memory_of.get(name, name) == kept.memory), None)
+                yield (
+                    node,
+                    kept,
+                    next((name for name in operands if memory_of.get(name, name) == kept.memory), None),
+                )

@@ -18,8 +18,8 @@ Wants = npt.NDArray[np.bool_]
 class Change:
     """A value is changed to what others want. source: the unknown that says what it is changed from.
 
-    costs: [values of source, targets]; inf: cannot be. wants: unknown -> [its values, targets], which of them it wants. Each target is paid once.
-    always: [targets], which are wanted whatever is chosen.
+    costs: [values of source, targets]; inf: cannot be. wants: unknown -> [its values, targets], which of them
+    it wants. Each target is paid once. always: [targets], which are wanted whatever is chosen.
     """
 
     source: int

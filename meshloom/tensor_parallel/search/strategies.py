@@ -1,4 +1,5 @@
-"""The ways in which the ranks can compute a node: each says how operands must be placed, and how the result then is.
+"""The ways in which the ranks can compute a node: each says how operands must be placed, and how the result
+then is.
 
 invariant     every rank computes all of it, from all of everything
 replicated    the same, with gradients that are partial: for what is used by parts of later nodes
@@ -26,7 +27,8 @@ from meshloom.tensor_parallel.rules.factors import Factors, Talk, labels_in
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """operands: placement of each, in the order of `Node.operands()`. work: the busiest rank's share of the node's work.
+    """operands: placement of each, in the order of `Node.operands()`. work: the busiest rank's share of the
+    node's work.
 
     talks: what the node sends by itself.
     """
@@ -40,10 +42,16 @@ class Strategy:
 
 def placed(axes: Iterable[Axes], cut: Cut, numbers: StripNumbers) -> Part:
     """Part by `cut`; replicated if the value has none of its axes."""
-    return Part(cut) if any(numbers.leaves(axis) & cut.parts.keys() for each in axes for axis in each) else REPLICATED
+    return (
+        Part(cut)
+        if any(numbers.leaves(axis) & cut.parts.keys() for each in axes for axis in each)
+        else REPLICATED
+    )
 
 
-def strategies_of(node: Node, layout: Layout, numbers: StripNumbers, cuts: Mapping[int, list[Cut]]) -> Iterator[Strategy]:
+def strategies_of(
+    node: Node, layout: Layout, numbers: StripNumbers, cuts: Mapping[int, list[Cut]]
+) -> Iterator[Strategy]:
     """Every way to compute a node. cuts: by the axes that they cut."""
     count = sum(1 for _ in node.operands())
     yield Strategy(operands=(INVARIANT,) * count, output=INVARIANT)
@@ -55,15 +63,22 @@ def strategies_of(node: Node, layout: Layout, numbers: StripNumbers, cuts: Mappi
             yield Strategy(operands=(REPLICATED,), output=REPLICATED)
             yield Strategy(operands=(PARTIAL,), output=PARTIAL)
             for cut in cuts_of((axis for each in axes for axis in each), numbers, cuts):
-                if not all(covers(each, cut, numbers) for each in axes) or not _is_reached(node, layout, numbers, [*itertools.chain(*axes)], cut):
+                if not all(covers(each, cut, numbers) for each in axes) or not _is_reached(
+                    node, layout, numbers, [*itertools.chain(*axes)], cut
+                ):
                     continue
                 # The other tensors of the same node lie in parts too, whether or not this one does.
-                yield Strategy(operands=(Part(cut),), output=placed(layout.values[node.name], cut, numbers), cut=cut)
+                yield Strategy(
+                    operands=(Part(cut),), output=placed(layout.values[node.name], cut, numbers), cut=cut
+                )
         return
     yield Strategy(operands=(REPLICATED,) * count, output=REPLICATED)
     for partial in mapped.factors.linear:
         if partial:
-            yield Strategy(operands=tuple(PARTIAL if place in partial else REPLICATED for place in range(count)), output=PARTIAL)
+            yield Strategy(
+                operands=tuple(PARTIAL if place in partial else REPLICATED for place in range(count)),
+                output=PARTIAL,
+            )
     for cut in cuts_of(mapped.labels.values(), numbers, cuts):
         strategy = _cut(node, mapped, layout, numbers, cut)
         if strategy is not None:
@@ -77,7 +92,8 @@ def _is_pick(node: Node) -> bool:
 def cuts_of(axes: Iterable[Axis], numbers: StripNumbers, cuts: Mapping[int, list[Cut]]) -> list[Cut]:
     """The cuts of some of these axes, of those that do the same to all of them the first.
 
-    An axis that all layers have may be cut together with one that each has for itself (the padding of its convolution): where only the first is, these are one cut.
+    An axis that all layers have may be cut together with one that each has for itself (the padding of its
+    convolution): where only the first is, these are one cut.
     """
     numbers_there = dict.fromkeys(number for axis in axes for number in sorted(numbers.leaves(axis)))
     found: dict[object, Cut] = {}
@@ -95,27 +111,45 @@ def _cut(node: Node, mapped: MappedNode, layout: Layout, numbers: StripNumbers, 
     routed = {label for label in touched if numbers.route(mapped.labels[label], cut) is not None}
     if not touched or _held_whole(touched, mapped) or _clash(touched, mapped, cut):
         return None
-    if routed and not (_is_reached(node, layout, numbers, mapped.labels.values(), cut) and _can_be_any(routed, node, factors)):
+    if routed and not (
+        _is_reached(node, layout, numbers, mapped.labels.values(), cut) and _can_be_any(routed, node, factors)
+    ):
         return None
     if not all(covers((mapped.labels[label],), cut, numbers) for label in touched):
         return None
     for label in touched.keys() & (factors.in_one_run | factors.filled):
-        counts = [num_runs(mapped.labels[label], cut, numbers, rank) for rank in range(len(next(iter(cut.parts.values()))))]
+        counts = [
+            num_runs(mapped.labels[label], cut, numbers, rank)
+            for rank in range(len(next(iter(cut.parts.values()))))
+        ]
         if (label in factors.in_one_run and max(counts) > 1) or (label in factors.filled and min(counts) < 1):
             return None
     outputs = layout.values[node.name]
     values = [layout.values[ref.name][0] for ref in node.operands()]
-    entire = {place for place in factors.entire if not any(touched.keys() & set(labels_in(term)) for term in factors.operands[place])}
-    given = [(dims, axes) for place, (dims, axes) in enumerate(zip(factors.operands, values, strict=True)) if place not in entire]
+    entire = {
+        place
+        for place in factors.entire
+        if not any(touched.keys() & set(labels_in(term)) for term in factors.operands[place])
+    }
+    given = [
+        (dims, axes)
+        for place, (dims, axes) in enumerate(zip(factors.operands, values, strict=True))
+        if place not in entire
+    ]
     for dims, axes in (*given, *zip(factors.outputs, outputs, strict=True)):
         if not covers(axes, cut, numbers):
             return None
         for term, axis in zip(dims, axes, strict=True):
             known = frozenset[int]().union(*(touched.get(label, frozenset()) for label in labels_in(term)))
             if numbers.leaves(axis) & cut.parts.keys() != known:
-                return None  # a dim that has to be whole, or did not fit its labels, is one of those that are cut
+                # a dim that has to be whole, or did not fit its labels, is one of those that are cut
+                return None
     operands: list[Placement] = [
-        PARTIAL if place in factors.added and touched.keys() & factors.sums else REPLICATED if place in entire else placed((axes,), cut, numbers)
+        PARTIAL
+        if place in factors.added and touched.keys() & factors.sums
+        else REPLICATED
+        if place in entire
+        else placed((axes,), cut, numbers)
         for place, axes in enumerate(values)
     ]
     result = placed(outputs, cut, numbers)
@@ -123,11 +157,17 @@ def _cut(node: Node, mapped: MappedNode, layout: Layout, numbers: StripNumbers, 
     talks = tuple(talk for label in touched for talk in factors.talks.get(label, ()))
     if touched.keys() & (factors.joins | factors.sums) or talks:
         num_ranks = len(next(iter(cut.parts.values())))
-        counted = Sections(numbers, {number: [cut] for number in cut.parts}, num_ranks).pieces(tuple(mapped.labels[label] for label in touched), cut)
+        counted = Sections(numbers, {number: [cut] for number in cut.parts}, num_ranks).pieces(
+            tuple(mapped.labels[label] for label in touched), cut
+        )
         if (result is not REPLICATED and not talks) or counted.is_shared:
             return None  # what several ranks have would be counted several times
     if touched.keys() & factors.joins:
-        return Strategy(operands=tuple(operands), output=INVARIANT, work=work, cut=cut) if len(touched) == 1 else None
+        return (
+            Strategy(operands=tuple(operands), output=INVARIANT, work=work, cut=cut)
+            if len(touched) == 1
+            else None
+        )
     if touched.keys() & factors.sums:
         return Strategy(operands=tuple(operands), output=PARTIAL, work=work, cut=cut)
     return Strategy(operands=tuple(operands), output=result, work=work, cut=cut, talks=talks)
@@ -152,12 +192,15 @@ def _can_be_any(routed: set[str], node: Node, factors: Factors) -> bool:
     """Whether a node works on however many rows are sent to a rank."""
     given = {term for dims in factors.operands for term in dims if isinstance(term, str)}
     alone = factors.sums | factors.joins | factors.talks.keys() | factors.filled | factors.in_one_run
-    takes_any = factors.local is None or factors.routed is not None or node.operator.partition(".")[0] in ANY_ROWS
+    takes_any = (
+        factors.local is None or factors.routed is not None or node.operator.partition(".")[0] in ANY_ROWS
+    )
     return routed <= given and not routed & alone and not node.num_draws and takes_any
 
 
 def _clash(touched: Mapping[str, frozenset[int]], mapped: MappedNode, cut: Cut) -> bool:
-    """Whether two labels that multiply are cut, so that a part of one with a part of the other is not all there is."""
+    """Whether two labels that multiply are cut, so that a part of one with a part of the other is not all
+    there is."""
     names = list(touched)
     return any(
         (touched[one] & touched[other] or not cut.times) and frozenset({one, other}) not in mapped.apart
@@ -166,7 +209,9 @@ def _clash(touched: Mapping[str, frozenset[int]], mapped: MappedNode, cut: Cut) 
     )
 
 
-def _largest_share(touched: Mapping[str, frozenset[int]], mapped: MappedNode, cut: Cut, numbers: StripNumbers) -> float:
+def _largest_share(
+    touched: Mapping[str, frozenset[int]], mapped: MappedNode, cut: Cut, numbers: StripNumbers
+) -> float:
     """What the busiest rank has of the cut strips, as far as the labels are stretches of them."""
     leaves = [leaf for label in touched for leaf in mapped.labels[label].leaves() if leaf.strip in numbers.of]
     found = dict.fromkeys((numbers.of[leaf.strip], leaf.start, leaf.stop) for leaf in leaves)
@@ -175,24 +220,41 @@ def _largest_share(touched: Mapping[str, frozenset[int]], mapped: MappedNode, cu
     stretches += [(number, 0, numbers.axes[number].size) for number in sorted(gone_with)]
     together = math.prod if cut.times else sum
     shares = [
-        together(max(0, min(cut.parts[number][rank][1], stop) - max(cut.parts[number][rank][0], start)) for number, start, stop in stretches)
+        together(
+            max(0, min(cut.parts[number][rank][1], stop) - max(cut.parts[number][rank][0], start))
+            for number, start, stop in stretches
+        )
         for rank in range(len(next(iter(cut.parts.values()))))
     ]
     return max(shares) / together(stop - start for _, start, stop in stretches)
 
 
 def facts_of_ways(node: Node, layout: Layout, numbers: StripNumbers, *, weighed: bool) -> Hashable | None:
-    """All that the ways to compute a node depend on. None: on where it is in the program, too. weighed: whether it has to do with parameters."""
+    """All that the ways to compute a node depend on. None: on where it is in the program, too. weighed:
+    whether it has to do with parameters."""
     mapped = layout.mapped.get(node.name)
     if numbers.routes:
         return None
     if mapped is None:
-        operands = tuple(ref.name for ref in node.operands()) if node.target is operator.getitem else sum(1 for _ in node.operands())
+        operands = (
+            tuple(ref.name for ref in node.operands())
+            if node.target is operator.getitem
+            else sum(1 for _ in node.operands())
+        )
         return weighed, operands, _keys(itertools.chain(*layout.values[node.name]))
     values = (layout.values[ref.name][0] for ref in node.operands())
     labels = tuple(mapped.labels), _keys(mapped.labels.values())
     axes = tuple(map(_keys, values)), tuple(map(_keys, layout.values[node.name]))
-    return weighed, node.operator, node.num_draws, mapped.factors.facts, labels, mapped.whole, mapped.apart, axes
+    return (
+        weighed,
+        node.operator,
+        node.num_draws,
+        mapped.factors.facts,
+        labels,
+        mapped.whole,
+        mapped.apart,
+        axes,
+    )
 
 
 def _keys(axes: Iterable[Axis]) -> tuple[Hashable, ...]:

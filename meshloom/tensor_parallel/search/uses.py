@@ -1,4 +1,5 @@
-"""How parameters are used: along which of their axes operators sum, look up, or attend, and which operators need all of them."""
+"""How parameters are used: along which of their axes operators sum, look up, or attend, and which operators
+need all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from meshloom.tensor_parallel.search.strategies import strategies_of
 
 
 class Uses:
-    """The uses of a program's parameters. users: value -> nodes with it as an operand, in order. heads: axes that attention computes separately.
+    """The uses of a program's parameters. users: value -> nodes with it as an operand, in order. heads: axes
+    that attention computes separately.
 
     experts: axes of parameters along which there are several to choose from, or to compute with side by side.
     """
@@ -32,7 +34,8 @@ class Uses:
         self.experts = self._experts()
 
     def sides(self, value: str, module: str = "") -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-        """Axes of a parameter that are summed over where it is used; those that the result has; those along which it is looked up.
+        """Axes of a parameter that are summed over where it is used; those that the result has; those along
+        which it is looked up.
 
         module: where it counts how it is used, if it is used there.
         """
@@ -100,10 +103,14 @@ class Uses:
             mapped = self._layout.mapped.get(node.name)
             if mapped is None or node.target not in targets:
                 continue
-            labels = [{term for term in dims if isinstance(term, str)} for dims in (*mapped.factors.operands, *mapped.factors.outputs)]
+            labels = [
+                {term for term in dims if isinstance(term, str)}
+                for dims in (*mapped.factors.operands, *mapped.factors.outputs)
+            ]
             for place, name in enumerate(operands):
                 if name in held and len(mapped.factors.operands[place]) > 2:
-                    for label in set.intersection(*labels):  # of all operands and of the result: a product for each of its indices
+                    # of all operands and of the result: a product for each of its indices
+                    for label in set.intersection(*labels):
                         found |= self._numbers.leaves(mapped.labels[label])
         return frozenset(found)
 

@@ -1,4 +1,5 @@
-"""How the samples of a global batch become a plan's chunks: written a second time, to hold the plan's own cutting against."""
+"""How the samples of a global batch become a plan's chunks: written a second time, to hold the plan's own
+cutting against."""
 
 from __future__ import annotations
 
@@ -25,13 +26,16 @@ class ReferenceShare:
     rows: Rows | None = None  # of a larger chunk's draws
 
 
-def shares_of(plan: Plan, samples: Sequence[Any], shares: Sequence[int] | None, synchronised: bool = True) -> Iterator[ReferenceShare]:
+def shares_of(
+    plan: Plan, samples: Sequence[Any], shares: Sequence[int] | None, synchronised: bool = True
+) -> Iterator[ReferenceShare]:
     """Non-empty shares in order of execution.
 
-    shares: of the replicas in this step, where they change during the run; None: the plan's. synchronised: whether the plan's setting for batch
-    statistics is kept.
+    shares: of the replicas in this step, where they change during the run; None: the plan's. synchronised:
+    whether the plan's setting for batch statistics is kept.
 
-    Chunk c = r * m + j is microbatch j of replica r. With synchronised batch statistics one share is microbatch j of all
+    Chunk c = r * m + j is microbatch j of replica r. With synchronised batch statistics one share is
+    microbatch j of all
     replicas, in replica order, and j is its key:
 
         m = 2, dp = 3      chunks  0 1 | 2 3 | 4 5      shares  0 2 4,  1 3 5
@@ -44,7 +48,9 @@ def shares_of(plan: Plan, samples: Sequence[Any], shares: Sequence[int] | None, 
     if synchronised and plan.sync_batch_norm:
         for j in range(m):
             members = [(chunk, pieces[chunk]) for chunk in range(j, dp * m, m)]
-            yield ReferenceShare(key=j, samples=[sample for _, piece in members for sample in piece], members=members)
+            yield ReferenceShare(
+                key=j, samples=[sample for _, piece in members for sample in piece], members=members
+            )
     else:
         for chunk, piece in enumerate(pieces):
             members = [(chunk, piece)] if piece else []
@@ -57,8 +63,11 @@ def shares_of(plan: Plan, samples: Sequence[Any], shares: Sequence[int] | None, 
 
 
 def _sizes(plan: Plan, num_samples: int, changed: Sequence[int] | None) -> list[int]:
-    """Samples of each chunk of a batch: those of a replica are as equal as can be, and so are all chunks where nobody set shares."""
-    shares: Sequence[int] = () if plan.shares in ("even", "measured") else [int(each) for each in plan.shares.split("+")]
+    """Samples of each chunk of a batch: those of a replica are as equal as can be, and so are all chunks
+    where nobody set shares."""
+    shares: Sequence[int] = (
+        () if plan.shares in ("even", "measured") else [int(each) for each in plan.shares.split("+")]
+    )
     shares = shares if changed is None else changed
     if not shares:
         return _split(num_samples, plan.dp * plan.microbatches)
@@ -79,4 +88,6 @@ def as_sum(value: Any, samples: int) -> tuple[Tensor, float]:
     loss, weight = value if isinstance(value, tuple) else (value, None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise JobError("The loss must be one number: a mean over the batch's samples, or (sum, weight).")
-    return (loss.reshape(()) * samples, float(samples)) if weight is None else (loss.reshape(()), float(weight))
+    return (
+        (loss.reshape(()) * samples, float(samples)) if weight is None else (loss.reshape(()), float(weight))
+    )

@@ -1,8 +1,9 @@
 """What one device's buffers are after a step: the rule of docs/buffers.md, written a second time.
 
-Every chunk reads the buffers as the step found them. What was written is merged in the order of the chunks: a recurrence by running the chunk
-once more with that buffer as the chunks before leave it, anything else by taking the last value. torch's own normalisation layers do not read
-in training what they write, so they just go on.
+Every chunk reads the buffers as the step found them. What was written is merged in the order of the chunks: a
+recurrence by running the chunk once more with that buffer as the chunks before leave it, anything else by
+taking the last value. torch's own normalisation layers do not read in training what they write, so they just
+go on.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ _FAR = 2**21
 
 
 class Merging:
-    """The buffers of `model` from step to step. What kind of write each has is found when it is first written."""
+    """The buffers of `model` from step to step. What kind of write each has is found when it is first
+    written."""
 
     def __init__(self, model: nn.Module) -> None:
-        going_on = [module for module in model.modules() if type(module).forward in (_BatchNorm.forward, _InstanceNorm.forward)]
+        going_on = [
+            module
+            for module in model.modules()
+            if type(module).forward in (_BatchNorm.forward, _InstanceNorm.forward)
+        ]
         own = {id(buffer) for module in going_on for buffer in module.buffers(recurse=False)}
         modules = dict(model.named_modules(remove_duplicate=False))
         names = [name for name, buffer in model.named_buffers() if id(buffer) not in own]
@@ -55,7 +61,10 @@ class Merging:
 
     def merge(self, start: Buffers, chunks: Sequence[tuple[Any, Buffers]], again: Again) -> Buffers:
         """The values after the step. chunks: what `again` runs, and what it made of `start`, in order."""
-        wrote = [{name for name, value in ends.items() if name not in start or not _same(value, start[name])} for _, ends in chunks]
+        wrote = [
+            {name for name, value in ends.items() if name not in start or not _same(value, start[name])}
+            for _, ends in chunks
+        ]
         for (chunk, _), names in zip(chunks, wrote, strict=True) if len(chunks) > 1 else ():
             if not names <= self._recurs.keys():
                 self._find(chunk, start, sorted(names), again)
@@ -63,25 +72,48 @@ class Merging:
         for number, ((chunk, ends), names) in enumerate(zip(chunks, wrote, strict=True)):
             tied = set[str]().union(*(group for group in self._tied if group & names))
             moved = {name for name, value in merged.items() if not _same(value, start[name])}
-            recurrences = [name for name in merged if self._recurs.get(name) and name not in tied and (name in moved | names)] if number else []
+            recurrences = (
+                [
+                    name
+                    for name in merged
+                    if self._recurs.get(name) and name not in tied and (name in moved | names)
+                ]
+                if number
+                else []
+            )
             alone = [name for name in recurrences if self._read[name]]
-            for replayed in ([name for name in recurrences if name not in alone], *([name] for name in alone)):
+            for replayed in (
+                [name for name in recurrences if name not in alone],
+                *([name] for name in alone),
+            ):
                 if replayed:
                     after = again(chunk, {**start, **{name: merged[name] for name in replayed}})
                     merged |= {name: after[name] for name in replayed}
             for name in (tied | names) - set(recurrences):
                 fits = name in merged and merged[name].shape == ends[name].shape
                 keep = fits and name not in tied and not self._recurs.get(name)
-                merged[name] = torch.where(_equal(ends[name], start[name]), merged[name], ends[name]) if keep else ends[name]
+                merged[name] = (
+                    torch.where(_equal(ends[name], start[name]), merged[name], ends[name])
+                    if keep
+                    else ends[name]
+                )
         return merged
 
     def _find(self, chunk: Any, start: Buffers, names: Sequence[str], again: Again) -> None:
-        """Look what becomes of a shift: the same multiple of it, whatever it is, if the write is a recurrence."""
-        start = {name: torch.nan_to_num(value, 0.0, 0.0, 0.0) if value.is_floating_point() else value for name, value in start.items()}
+        """Look what becomes of a shift: the same multiple of it, whatever it is, if the write is a
+        recurrence."""
+        start = {
+            name: torch.nan_to_num(value, 0.0, 0.0, 0.0) if value.is_floating_point() else value
+            for name, value in start.items()
+        }
         base = again(chunk, start)
 
         def run(shifts: Mapping[str, Tensor]) -> Buffers | None:
-            shifted = {name: value + shifts[name] if value.dtype != torch.bool else ~value for name, value in start.items() if name in shifts}
+            shifted = {
+                name: value + shifts[name] if value.dtype != torch.bool else ~value
+                for name, value in start.items()
+                if name in shifts
+            }
             try:
                 return again(chunk, {**start, **shifted})
             except Exception:  # another value would never be there
@@ -92,10 +124,20 @@ class Merging:
             return (after[name].to(wide) - before[name].to(wide)) / shift.to(wide)
 
         def alike(name: str, found: Sequence[Tensor], tolerance: float) -> bool:
-            exact = torch.finfo(start[name].dtype).eps if start[name].is_floating_point() or start[name].is_complex() else 0.0
-            return all(bool(((each - found[0]).abs() <= tolerance * exact * (1 + found[0].abs())).all()) for each in found)
+            exact = (
+                torch.finfo(start[name].dtype).eps
+                if start[name].is_floating_point() or start[name].is_complex()
+                else 0.0
+            )
+            return all(
+                bool(((each - found[0]).abs() <= tolerance * exact * (1 + found[0].abs())).all())
+                for each in found
+            )
 
-        single = {name: [(shift, run({name: shift})) for shift in _shifts(start[name], base[name])] for name in names}
+        single = {
+            name: [(shift, run({name: shift})) for shift in _shifts(start[name], base[name])]
+            for name in names
+        }
         reads: dict[str, set[str]] = {name: set() for name in names}
         for other, runs in single.items():
             known = [after for _, after in runs if after is not None]
@@ -114,15 +156,22 @@ class Merging:
                 before, after = run({other: shifts[other] for other in reads[name]}), run(shifts)
                 if before is not None and after is not None:
                     found.append(multiple(name, shifts[name], after, before))
-            if not alike(name, found, 1024) or len(found) == sum(after is not None for _, after in single[name]):
-                group = {name, *reads[name]}.union(*(each for each in self._tied if each & {name, *reads[name]}))
+            if not alike(name, found, 1024) or len(found) == sum(
+                after is not None for _, after in single[name]
+            ):
+                group = {name, *reads[name]}.union(
+                    *(each for each in self._tied if each & {name, *reads[name]})
+                )
                 self._tied = [*(each for each in self._tied if not each & group), group]
 
 
 def _shifts(value: Tensor, result: Tensor) -> list[Tensor]:
     if value.dtype == torch.bool:
         return [torch.ones_like(value, dtype=torch.int64) - 2 * value.long()] * 2
-    places = (torch.arange(value.numel(), device=value.device, dtype=torch.float64).view(value.shape) * 2**0.5) % 1  # no two alike
+    # no two alike
+    places = (
+        torch.arange(value.numel(), device=value.device, dtype=torch.float64).view(value.shape) * 2**0.5
+    ) % 1
     if not value.is_floating_point() and not value.is_complex():
         whole = (places * (30 if torch.iinfo(value.dtype).bits < 32 else 700)).long()
         small = [torch.ones_like(value), (-2 - whole if value.dtype.is_signed else 2 + whole).to(value.dtype)]

@@ -1,6 +1,7 @@
 """Usual mistakes of averaging gradients, each as the factors with which it lets the chunks' gradients enter.
 
-With G_c the gradient of chunk c's loss *sum*, w_c its weight and W the sum of weights, one device has B = sum of f_c G_c with
+With G_c the gradient of chunk c's loss *sum*, w_c its weight and W the sum of weights, one device has B = sum
+of f_c G_c with
 f_c = 1/W for all c. On dp replicas with m microbatches, for example:
 
     not divided by the replicas     f_c = dp / W                    a chunk is missing      f_c = 0 for it
@@ -37,7 +38,8 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkGradients:
-    """One forward of one device: the plan's chunks in it, its weight, its gradients (of the loss sum, thinned)."""
+    """One forward of one device: the plan's chunks in it, its weight, its gradients (of the loss sum,
+    thinned)."""
 
     chunks: Sequence[int]
     weight: float
@@ -46,12 +48,15 @@ class ChunkGradients:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What the failing step says, and when its gradients differ also when one device runs it again, chunk by chunk. All gradients are thinned.
+    """What the failing step says, and when its gradients differ also when one device runs it again, chunk by
+    chunk. All gradients are thinned.
 
     norms: 2-norm of the averaged gradient of each parameter that has one.
-    replica_norms, chunk_norms: 2-norm of the whole gradient sum of each replica, and of each of `chunks`, for jobs that clip.
-    unsynchronised: averaged gradients with each replica's own batch statistics; None where that is what the plan says.
-    chained: averaged gradients when a replica's chunks read the buffers that the one before wrote; None without buffers.
+    replica_norms, chunk_norms: 2-norm of the whole gradient sum of each replica, and of each of `chunks`, for
+    jobs that clip. unsynchronised: averaged gradients with each replica's own batch statistics; None where
+    that is what the plan says.
+    chained: averaged gradients when a replica's chunks read the buffers that the one before wrote; None
+        without buffers.
     previous: averaged gradients of the step before; None in the first.
     tied: parameters with several names: first -> others.
     clip: the job's clip_grad_norm.
@@ -73,7 +78,8 @@ class Evidence:
 class Mistake:
     """A mistake that explains a gradient: `factors`, one per chunk of the evidence.
 
-    `where` follows "All gradients are" or "The gradients of ... are". some: it can concern a part of the parameters only.
+    `where` follows "All gradients are" or "The gradients of ... are". some: it can concern a part of the
+    parameters only.
     """
 
     kind: CauseKind
@@ -136,7 +142,9 @@ class _Cut:
         return sum(self.weights)
 
     def weight_of(self, replica: int) -> float:
-        return sum(weight for weight, each in zip(self.weights, self.replicas, strict=True) if each == replica)
+        return sum(
+            weight for weight, each in zip(self.weights, self.replicas, strict=True) if each == replica
+        )
 
     def all_times(self, factor: float) -> list[float]:
         return [factor / self.total] * len(self.weights)
@@ -145,19 +153,49 @@ class _Cut:
 def _scales(cut: _Cut, everything: bool) -> Iterator[Mistake]:
     dp, m, total = cut.dp, cut.m, cut.total
     if dp > 1 and not everything:
-        yield Mistake("reduced twice", f"dp = {dp} times one device's and the others right: their bucket is reduced twice", cut.all_times(dp), True)
+        yield Mistake(
+            "reduced twice",
+            f"dp = {dp} times one device's and the others right: their bucket is reduced twice",
+            cut.all_times(dp),
+            True,
+        )
     if dp > 1:
         also = f" (or of microbatches, {m} too)" if m == dp else ""
         where = f"dp = {dp} times one device's: the sum is not divided by the number of replicas{also}, or is reduced twice"
         yield Mistake("scale", where, cut.all_times(dp), True)
-        yield Mistake("scale", f"1/dp = 1/{dp} of one device's: the mean is divided by the number of replicas once more", cut.all_times(1 / dp), True)
+        yield Mistake(
+            "scale",
+            f"1/dp = 1/{dp} of one device's: the mean is divided by the number of replicas once more",
+            cut.all_times(1 / dp),
+            True,
+        )
     if m > 1:
-        yield Mistake("scale", f"microbatches = {m} times one device's: the sum is not divided by the number of microbatches", cut.all_times(m), True)
-        yield Mistake("scale", f"1/microbatches = 1/{m} of one device's: the mean is divided by it once more", cut.all_times(1 / m), True)
+        yield Mistake(
+            "scale",
+            f"microbatches = {m} times one device's: the sum is not divided by the number of microbatches",
+            cut.all_times(m),
+            True,
+        )
+        yield Mistake(
+            "scale",
+            f"1/microbatches = 1/{m} of one device's: the mean is divided by it once more",
+            cut.all_times(1 / m),
+            True,
+        )
     if dp > 1 and m > 1:
-        yield Mistake("scale", f"dp * microbatches = {dp * m} times one device's: the sum is not divided by it", cut.all_times(dp * m), True)
+        yield Mistake(
+            "scale",
+            f"dp * microbatches = {dp * m} times one device's: the sum is not divided by it",
+            cut.all_times(dp * m),
+            True,
+        )
     if total != 1:
-        yield Mistake("scale", f"{total:g} times one device's, the weight of the whole batch: the sum is never divided", cut.all_times(total), True)
+        yield Mistake(
+            "scale",
+            f"{total:g} times one device's, the weight of the whole batch: the sum is never divided",
+            cut.all_times(total),
+            True,
+        )
     last = sum(weight for weight, is_last in zip(cut.weights, _last(cut), strict=True) if is_last)
     if m > 1 and last:
         where = f"{total / last:.6g} times one device's: the sum over all {m} microbatches is divided by the weight {last:g} of the last ones only, not by {total:g}"
@@ -169,26 +207,46 @@ def _weights_of_one_replica(cut: _Cut) -> Iterator[Mistake]:
         if cut.dp > 1 and (weight := cut.weight_of(replica)):
             by = f"divided by the weight of replica {replica} alone ({weight:g}), not of all dp = {cut.dp} replicas ({cut.total:g})"
             yield Mistake(
-                "scale", f"{cut.total / weight:.6g} times one device's: the sum over all replicas is {by}", cut.all_times(cut.total / weight), True
+                "scale",
+                f"{cut.total / weight:.6g} times one device's: the sum over all replicas is {by}",
+                cut.all_times(cut.total / weight),
+                True,
             )
 
 
 def _own_shares(cut: _Cut, everything: bool) -> Iterator[Mistake]:
-    rest = "they are never reduced over the replicas" if everything else "and the others right: their bucket is never reduced"
+    rest = (
+        "they are never reduced over the replicas"
+        if everything
+        else "and the others right: their bucket is never reduced"
+    )
     for replica in dict.fromkeys(cut.replicas):
         for divisor in dict.fromkeys([cut.total, cut.weight_of(replica), cut.total / cut.dp]):
             if cut.dp > 1 and divisor:
-                where = f"those of replica {replica}'s own samples: {rest}" if everything else f"those of replica {replica}'s own samples, {rest}"
-                yield Mistake("not reduced", where, [(each == replica) / divisor for each in cut.replicas], True)
+                where = (
+                    f"those of replica {replica}'s own samples: {rest}"
+                    if everything
+                    else f"those of replica {replica}'s own samples, {rest}"
+                )
+                yield Mistake(
+                    "not reduced", where, [(each == replica) / divisor for each in cut.replicas], True
+                )
 
 
 def _single_microbatches(cut: _Cut) -> Iterator[Mistake]:
     if cut.m == 1:
         return
-    choices = [("last", _last(cut)), *((f"number {j}", [place == j for place in cut.places]) for j in range(cut.m))]
+    choices = [
+        ("last", _last(cut)),
+        *((f"number {j}", [place == j for place in cut.places]) for j in range(cut.m)),
+    ]
     for what, chosen in choices:
         weight = sum(weight for weight, each in zip(cut.weights, chosen, strict=True) if each)
-        first = sum(weight for weight, each, replica in zip(cut.weights, chosen, cut.replicas, strict=True) if each and replica == 0)
+        first = sum(
+            weight
+            for weight, each, replica in zip(cut.weights, chosen, cut.replicas, strict=True)
+            if each and replica == 0
+        )
         for divisor in dict.fromkeys([cut.total, weight, first]):
             if divisor:
                 where = f"those of each replica's {what} microbatch alone: the gradients of the other microbatches are lost"
@@ -201,7 +259,10 @@ def _missing(cut: _Cut) -> Iterator[Mistake]:
         for divisor in (cut.total, cut.total - cut.weight_of(replica)):
             if divisor:
                 yield Mistake(
-                    "missing chunk", f"without the share of replica {replica}", [(each != replica) / divisor for each in cut.replicas], True
+                    "missing chunk",
+                    f"without the share of replica {replica}",
+                    [(each != replica) / divisor for each in cut.replicas],
+                    True,
                 )
     for number, name in enumerate(cut.names if len(cut.names) > 1 else ()):
         for divisor in (cut.total, cut.total - cut.weights[number]):
@@ -212,29 +273,46 @@ def _missing(cut: _Cut) -> Iterator[Mistake]:
 
 def _means_of_means(cut: _Cut) -> Iterator[Mistake]:
     by_replica = {replica: cut.weight_of(replica) for replica in dict.fromkeys(cut.replicas)}
-    filled = {replica: sum(1 for each, weight in zip(cut.replicas, cut.weights, strict=True) if each == replica and weight) for replica in by_replica}
+    filled = {
+        replica: sum(
+            1 for each, weight in zip(cut.replicas, cut.weights, strict=True) if each == replica and weight
+        )
+        for replica in by_replica
+    }
     unequal = "which differ, count as if they were equal"
     for count in dict.fromkeys([sum(1 for weight in by_replica.values() if weight), cut.dp]):
-        where = f"the plain mean of the replicas' means: their weights ({_list(by_replica.values())}), {unequal}"
-        yield Mistake("mean of means", where, [_inverse(by_replica[replica] * count) for replica in cut.replicas])
+        where = (
+            f"the plain mean of the replicas' means: their weights ({_list(by_replica.values())}), {unequal}"
+        )
+        yield Mistake(
+            "mean of means", where, [_inverse(by_replica[replica] * count) for replica in cut.replicas]
+        )
     for count in dict.fromkeys([sum(1 for weight in cut.weights if weight), cut.dp * cut.m]):
         where = f"the plain mean of the chunks' means: their weights ({_list(cut.weights)}), {unequal}"
         yield Mistake("mean of means", where, [_inverse(weight * count) for weight in cut.weights])
     for counts in (filled, dict.fromkeys(filled, cut.m)):
         where = f"plain means over microbatches, averaged over the replicas: the chunks' weights ({_list(cut.weights)}), {unequal}"
         pairs = list(zip(cut.replicas, cut.weights, strict=True))
-        yield Mistake("mean of means", where, [by_replica[r] * _inverse(weight * counts[r] * cut.total) for r, weight in pairs])
+        yield Mistake(
+            "mean of means",
+            where,
+            [by_replica[r] * _inverse(weight * counts[r] * cut.total) for r, weight in pairs],
+        )
         yield Mistake("mean of means", where, [_inverse(weight * counts[r] * cut.dp) for r, weight in pairs])
 
 
 def _clipped_early(cut: _Cut, evidence: Evidence, clip: float) -> Iterator[Mistake]:
-    """Each replica's gradient, or each chunk's, as a mean, a sum, or its part of the whole mean; then a weighted mean or a plain one."""
+    """Each replica's gradient, or each chunk's, as a mean, a sum, or its part of the whole mean; then a
+    weighted mean or a plain one."""
 
     def kept(norm: float) -> float:
         return min(1.0, clip / norm) if norm else 1.0
 
     by_replica = {replica: cut.weight_of(replica) for replica in cut.replicas}
-    mean = {replica: kept(norm * _inverse(by_replica[replica])) for replica, norm in evidence.replica_norms.items()}
+    mean = {
+        replica: kept(norm * _inverse(by_replica[replica]))
+        for replica, norm in evidence.replica_norms.items()
+    }
     plain = {replica: kept(norm) for replica, norm in evidence.replica_norms.items()}
     part = {replica: kept(norm * _inverse(cut.total)) for replica, norm in evidence.replica_norms.items()}
     chunk_norms = list(zip(evidence.chunk_norms, cut.weights, strict=True))

@@ -1,4 +1,5 @@
-"""Looking on while a chunk or an optimizer runs: what its data, draws and module outputs are, and where precision is lost.
+"""Looking on while a chunk or an optimizer runs: what its data, draws and module outputs are, and where
+precision is lost.
 
 Watching changes nothing that is computed.
 """
@@ -53,7 +54,8 @@ def digest_parameters(named: Iterable[tuple[str, Tensor]]) -> str:
 
 def _bytes_of(value: Any) -> bytes:
     attributes = getattr(value, "__dict__", {})
-    if any(isinstance(each, Tensor) for each in attributes.values()):  # their bytes as pickled have more to them than their values
+    # their bytes as pickled have more to them than their values
+    if any(isinstance(each, Tensor) for each in attributes.values()):
         return f"{type(value)} {digest_values(dict(attributes))}".encode()
     try:
         return pickle.dumps(value)
@@ -129,9 +131,17 @@ def _summary(name: str, call: int, output: Any) -> ModuleOutput:
     total, square, count = 0.0, 0.0, 0
     with torch.no_grad():
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and not _is_transformed(leaf):
+            if (
+                isinstance(leaf, Tensor)
+                and (leaf.is_floating_point() or leaf.is_complex())
+                and not _is_transformed(leaf)
+            ):
                 for values in wide_blocks(leaf):
-                    total, square, count = total + values.sum().item(), square + values.square().sum().item(), count + values.numel()
+                    total, square, count = (
+                        total + values.sum().item(),
+                        square + values.square().sum().item(),
+                        count + values.numel(),
+                    )
     return ModuleOutput(name=name, call=call, total=total, square=square, count=count)
 
 
@@ -147,7 +157,9 @@ class CastWatch(TorchDispatchMode):
     `ModuleWatch`, if given, says in which module.
     """
 
-    def __init__(self, precision: torch.dtype, modules: ModuleWatch | None = None, optimizer: str | None = None) -> None:
+    def __init__(
+        self, precision: torch.dtype, modules: ModuleWatch | None = None, optimizer: str | None = None
+    ) -> None:
         super().__init__()
         self._bits = torch.finfo(precision).bits
         self._modules = modules
@@ -159,16 +171,22 @@ class CastWatch(TorchDispatchMode):
         """What was seen, each place and dtype once."""
         return tuple(self._seen.values())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         output = func(*args, **(kwargs or {}))
         low = [dtype for dtype in _precisions(output) if torch.finfo(dtype).bits < self._bits]
         if low and any(torch.finfo(dtype).bits >= self._bits for dtype in _precisions(args)):
             place = self._optimizer or (self._modules.place if self._modules else "")
             for dtype in low:
                 name = str(dtype).removeprefix("torch.")
-                self._seen.setdefault((place, name), Cast(place=place, dtype=name, in_optimizer=self._optimizer is not None))
+                self._seen.setdefault(
+                    (place, name), Cast(place=place, dtype=name, in_optimizer=self._optimizer is not None)
+                )
         return output
 
 
 def _precisions(values: Any) -> list[torch.dtype]:
-    return [leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [
+        leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]

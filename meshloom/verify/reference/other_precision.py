@@ -51,7 +51,8 @@ def convert(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -
 
 
 def convert_model(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """`model` on `device`, its floating-point parameters and buffers as `dtype` if given; complex ones keep their imaginary part."""
+    """`model` on `device`, its floating-point parameters and buffers as `dtype` if given; complex ones keep
+    their imaginary part."""
     moved = model.to(device)
     for tensor in (*moved.parameters(), *moved.buffers()):
         if dtype is not None and tensor.is_floating_point():

@@ -1,6 +1,7 @@
 """One device that runs the plan's chunks one after another, as a plain loop: what a plan is held against.
 
-It shares no code with the exchange, the trainer or the optimizer path; the cutting of batches, the reading of samples and
+It shares no code with the exchange, the trainer or the optimizer path; the cutting of batches, the reading of
+samples and
 the order of an epoch's batches are written here a second time. For each step:
 
     read the global batch, cut it into dp * m chunks          (with synchronised batch statistics: m chunks, see `chunks_of_plan.py`)
@@ -37,8 +38,10 @@ from meshloom.verify.reference.wide_blocks import apart, norm_of_all
 
 Gradients = dict[str, Tensor | None]
 
-# By how many units in the last place parameters are moved to see what rounding does. A sum of thousands of products is off by several; and an event that rounding
-# brings about once in a run, a relu that flips, is met often enough to be measured. In half precisions products are summed in float32, which leaves the last rounding.
+# By how many units in the last place parameters are moved to see what rounding does. A sum of thousands of
+# products is off by several; and an event that rounding brings about once in a run, a relu that flips, is met
+# often enough to be measured. In half precisions products are summed in float32, which leaves the last
+# rounding.
 _UNITS = {torch.float64: 16, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
 
 
@@ -56,7 +59,8 @@ class Reference:
 
     The last step can be run again in other ways (`evidence`, `whole_batch`) until the next one.
     dtype: run in this precision instead of the job's own.
-    shares: (first step, shares of the replicas from there on), in order, where a plan's shares change during the run.
+    shares: (first step, shares of the replicas from there on), in order, where a plan's shares change during
+        the run.
     """
 
     def __init__(
@@ -77,8 +81,13 @@ class Reference:
             self.model = convert_model(named_as_written(job.model()), self.device, dtype)
             if not self.model.training:  # handed over in evaluation mode as a whole
                 self.model.train()
-            self._modes = [(module, module.training) for module in self.model.modules()]  # modules that the job keeps in evaluation mode stay so
-            named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            # modules that the job keeps in evaluation mode stay so
+            self._modes = [(module, module.training) for module in self.model.modules()]
+            named = [
+                (name, parameter)
+                for name, parameter in self.model.named_parameters()
+                if parameter.requires_grad
+            ]
             built = job.optimizer(named)
             self._optimizers = list(built) if isinstance(built, list | tuple) else [built]
             schedulers = job.scheduler(built) if job.scheduler else []
@@ -93,13 +102,16 @@ class Reference:
         self._samples: list[Any] = []
         self.chunks: list[ChunkRecord] = []
         self._loss_sum = self._weight = 0.0
-        self._found: dict[str, Tensor] = {}  # buffers, and parameters that are not trained, as the last step found them
+        # buffers, and parameters that are not trained, as the last step found them
+        self._found: dict[str, Tensor] = {}
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
 
     @property
     def gradients(self) -> Gradients:
         """Of every trainable parameter after `run`, averaged: the model's own, not copies."""
-        return {name: parameter.grad for name, parameter in self.parameters.items() if parameter.requires_grad}
+        return {
+            name: parameter.grad for name, parameter in self.parameters.items() if parameter.requires_grad
+        }
 
     @property
     def number(self) -> int:
@@ -127,7 +139,8 @@ class Reference:
         return self._casts.casts
 
     def run(self) -> None:
-        """The first half of a step: forward and backward of all chunks; afterwards `gradients` has the average. Raises `DataError` when there is no data."""
+        """The first half of a step: forward and backward of all chunks; afterwards `gradients` has the
+        average. Raises `DataError` when there is no data."""
         with preserved_draws(), self._watch.attached():
             self._samples = next(self._batches)
             self._number += 1
@@ -166,17 +179,24 @@ class Reference:
     def update(self) -> StepRecord:
         """The second half: clip, optimizer, scheduler; the record of the whole step."""
         gradients = thin(self.gradients)
-        self.before = {name: self._found[name] if name in self._found else each.detach().clone() for name, each in self.parameters.items()}
-        norm = norm_of_all(self.gradients)  # of those that were taken over, so that it is the norm that is compared, and not once more the gradients
+        self.before = {
+            name: self._found[name] if name in self._found else each.detach().clone()
+            for name, each in self.parameters.items()
+        }
+        # of those that were taken over, so that it is the norm that is compared, and not once more the
+        # gradients
+        norm = norm_of_all(self.gradients)
         if self.job.clip_grad_norm is not None:
-            factor = min(1.0, self.job.clip_grad_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
+            # as torch.nn.utils.clip_grad_norm_ does
+            factor = min(1.0, self.job.clip_grad_norm / (norm + 1e-6))
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad * factor
         casts = list(self._casts.casts)
         with preserved_draws(), default_dtype(self.dtype):
             for optimizer in self._optimizers:
-                if not isinstance(optimizer, SparseAdam):  # the others compute the same from dense gradients, if they take sparse ones at all
+                # the others compute the same from dense gradients, if they take sparse ones at all
+                if not isinstance(optimizer, SparseAdam):
                     _make_dense(optimizer)
                 with CastWatch(self.precision, optimizer=type(optimizer).__name__) as in_optimizer:
                     optimizer.step()
@@ -196,7 +216,8 @@ class Reference:
 
     @contextmanager
     def whole_batch(self) -> Iterator[tuple[Gradients, StepRecord]]:
-        """Between `run` and `update`, the step's batch as one chunk: the averaged gradients by chunks, and the record of it, while `gradients` are its own."""
+        """Between `run` and `update`, the step's batch as one chunk: the averaged gradients by chunks, and
+        the record of it, while `gradients` are its own."""
         with self._again() as chunked:
             share = ReferenceShare(key=0, samples=self._samples, members=[(0, self._samples)])
             ran = self._run(share)
@@ -214,10 +235,12 @@ class Reference:
             )
 
     def moved(self) -> dict[str, float]:
-        """Between `run` and `update`, by name, how far the averaged gradients go when the parameters are moved at random by some units of rounding.
+        """Between `run` and `update`, by name, how far the averaged gradients go when the parameters are
+        moved at random by some units of rounding.
 
         The step once more: ||gradient where each element of a parameter is w (1 + u), |u| <= units * eps  -  gradient||, eps that of the
-        least precise values in the model. Rounding errors are such moves, as far as what comes of them can tell (backward error analysis).
+        least precise values in the model. Rounding errors are such moves, as far as what comes of them can
+        tell (backward error analysis).
         """
         with self._again() as own, self._moved_parameters():
             weight = 0.0
@@ -225,7 +248,11 @@ class Reference:
                 self._restore()
                 weight += self._run(share).weight
             self._divide(weight)
-            return {name: apart(there, here) for name, there in self.gradients.items() if there is not None and (here := own[name]) is not None}
+            return {
+                name: apart(there, here)
+                for name, there in self.gradients.items()
+                if there is not None and (here := own[name]) is not None
+            }
 
     @contextmanager
     def _moved_parameters(self) -> Iterator[None]:
@@ -239,7 +266,11 @@ class Reference:
             with torch.no_grad():
                 for parameter in trained:
                     flat = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-                    moves = torch.empty(flat.shape, dtype=torch.float32 if flat.element_size() < 4 else flat.dtype, device=flat.device)
+                    moves = torch.empty(
+                        flat.shape,
+                        dtype=torch.float32 if flat.element_size() < 4 else flat.dtype,
+                        device=flat.device,
+                    )
                     flat.copy_(moves.uniform_(-farthest, farthest, generator=generator).add_(1).mul_(flat))
             yield
         finally:
@@ -248,11 +279,15 @@ class Reference:
                     parameter.copy_(value)
 
     def facts(self, norms: Mapping[str, float], previous: Gradients | None = None) -> Evidence:
-        """What is known without running anything again. norms: of the step's averaged gradients. previous: those of the step before, thinned."""
-        return Evidence(plan=self.plan, norms=norms, previous=previous, tied=self.tied, clip=self.job.clip_grad_norm)
+        """What is known without running anything again. norms: of the step's averaged gradients. previous:
+        those of the step before, thinned."""
+        return Evidence(
+            plan=self.plan, norms=norms, previous=previous, tied=self.tied, clip=self.job.clip_grad_norm
+        )
 
     def evidence(self, facts: Evidence) -> Evidence:
-        """Between `run` and `update`, the step again, chunk by chunk and in ways that would be wrong, to find out what another run did."""
+        """Between `run` and `update`, the step again, chunk by chunk and in ways that would be wrong, to find
+        out what another run did."""
         chunks: list[ChunkGradients] = []
         chunk_norms: list[float] = []
         replica_norms: dict[int, float] = {}
@@ -270,7 +305,11 @@ class Reference:
                 chunk_norms.append(norm_of_all(gradients))
                 replica = indices[0] // self.plan.microbatches
                 before = sums if replica in replica_norms else {}  # chunks of a replica follow each other
-                sums = {name: before[name] + each if name in before else each for name, each in gradients.items() if each is not None}
+                sums = {
+                    name: before[name] + each if name in before else each
+                    for name, each in gradients.items()
+                    if each is not None
+                }
                 replica_norms[replica] = norm_of_all(sums)
         has_buffers = next(self.model.buffers(), None) is not None
         return replace(
@@ -283,10 +322,12 @@ class Reference:
         )
 
     def gradients_of(self, *, synchronised: bool = True, chained: bool = False) -> Gradients:
-        """The step's averaged gradients, thinned, computed in a way that would be wrong; between `run` and `update`.
+        """The step's averaged gradients, thinned, computed in a way that would be wrong; between `run` and
+        `update`.
 
         synchronised=False: batch statistics of each replica's own samples, whatever the plan says.
-        chained: every chunk of a replica reads the buffers that the one before wrote, instead of those of before the step.
+        chained: every chunk of a replica reads the buffers that the one before wrote, instead of those of
+            before the step.
         """
         m = self.plan.microbatches
         with self._again():
@@ -315,7 +356,13 @@ class Reference:
             loss_sum, weight = as_sum(self.job.loss(self.model, batch), len(share.samples))
             loss_sum.backward()
         modules = self._watch.stop()
-        return _Ran(loss_sum=float(loss_sum.detach()), weight=float(weight), seed=started_with, draws=tuple(draws), modules=modules)
+        return _Ran(
+            loss_sum=float(loss_sum.detach()),
+            weight=float(weight),
+            seed=started_with,
+            draws=tuple(draws),
+            modules=modules,
+        )
 
     def _buffers_after(self, share: ReferenceShare, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """What a chunk makes of other buffers; nothing else is changed by it."""
@@ -335,7 +382,8 @@ class Reference:
                 parameter.grad = gradient
 
     def _chunk_records(self, share: ReferenceShare, ran: _Ran) -> Iterator[ChunkRecord]:
-        """One record per chunk of the plan; the first of those that share a forward carries its loss, draws and modules."""
+        """One record per chunk of the plan; the first of those that share a forward carries its loss, draws
+        and modules."""
         for index, samples in share.members:
             first = index == share.members[0][0]
             yield ChunkRecord(
@@ -362,7 +410,11 @@ class Reference:
 
     def _untrained(self) -> Iterator[tuple[str, Tensor]]:
         """What a forward may change: buffers, and parameters that no optimizer does (a teacher's)."""
-        yield from ((name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad)
+        yield from (
+            (name, parameter)
+            for name, parameter in self.model.named_parameters()
+            if not parameter.requires_grad
+        )
         yield from self.model.named_buffers()
 
     def _restore(self) -> None:
@@ -372,7 +424,8 @@ class Reference:
 
     @contextmanager
     def _again(self) -> Iterator[Gradients]:
-        """Inside, all is as before the last step's forward, and the gradients that it came to are set aside; afterwards all is as it was."""
+        """Inside, all is as before the last step's forward, and the gradients that it came to are set aside;
+        afterwards all is as it was."""
         after = {name: value.detach().clone() for name, value in self._untrained()}
         gradients = self.gradients
         with preserved_draws(), self._watch.attached():

@@ -1,4 +1,5 @@
-"""The samples of one global batch after another, as one device reads them: written a second time, to hold the plan's reading against."""
+"""The samples of one global batch after another, as one device reads them: written a second time, to hold the
+plan's reading against."""
 
 from __future__ import annotations
 
@@ -14,18 +15,27 @@ from meshloom.core.random import derive, preserved_draws, sample_order, sample_s
 
 
 def read_batches(job: Job) -> Iterator[list[Any]]:
-    """Samples of one global batch after another, for ever: what to read is decided by (seed, epoch, index)."""
+    """Samples of one global batch after another, for ever: what to read is decided by (seed, epoch,
+    index)."""
     seed_everything(derive(job.seed, "data"))
     dataset = job.data()
-    return _iterated(job, dataset) if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") else _indexed(job, dataset)
+    return (
+        _iterated(job, dataset)
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        else _indexed(job, dataset)
+    )
 
 
 def _indexed(job: Job, dataset: Any) -> Iterator[list[Any]]:
     if len(dataset) < (job.batch_size if job.drop_last else 1):
-        raise DataError(f"The dataset has {len(dataset)} samples, and a batch {job.batch_size}. Use a smaller batch_size or more data.")
+        raise DataError(
+            f"The dataset has {len(dataset)} samples, and a batch {job.batch_size}. Use a smaller batch_size or more data."
+        )
     for epoch in count():
         order = sample_order(job.seed, epoch, len(dataset), job.shuffle)
-        assert len(set(order)) == len(dataset), "an epoch's order must be a permutation: the plan shares this function, so nobody else would notice"
+        assert len(set(order)) == len(dataset), (
+            "an epoch's order must be a permutation: the plan shares this function, so nobody else would notice"
+        )
         for start in range(0, len(order), job.batch_size):
             indices = order[start : start + job.batch_size]
             if len(indices) == job.batch_size or not job.drop_last:
@@ -43,7 +53,9 @@ def _iterated(job: Job, dataset: Any) -> Iterator[list[Any]]:
         if batch and not job.drop_last:
             yield batch
         elif not batches:
-            raise DataError(f"Epoch {epoch} of the iterable data has less than one batch of {job.batch_size} samples. Use a smaller one.")
+            raise DataError(
+                f"Epoch {epoch} of the iterable data has less than one batch of {job.batch_size} samples. Use a smaller one."
+            )
 
 
 def _stream(job: Job, dataset: Any, epoch: int) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """What one step did, as plain data: both sides of a verification write the same records.
 
-A `StepRecord` of the plan and one of the reference are all that comparison and diagnosis look at; neither knows how the
+A `StepRecord` of the plan and one of the reference are all that comparison and diagnosis look at; neither
+knows how the
 numbers came about.
 """
 
@@ -15,9 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleOutput:
-    """One call of one module: the sum, the sum of squares and the number of elements of its floating-point output.
+    """One call of one module: the sum, the sum of squares and the number of elements of its floating-point
+    output.
 
-    All three add up over the rows of a batch, so that ranks which share a chunk can be compared with a device that has all of it.
+    All three add up over the rows of a batch, so that ranks which share a chunk can be compared with a device
+    that has all of it.
     """
 
     name: str
@@ -29,7 +32,8 @@ class ModuleOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """A value that was made less precise than the parameters: to which dtype, and in which module (or optimizer)."""
+    """A value that was made less precise than the parameters: to which dtype, and in which module (or
+    optimizer)."""
 
     place: str
     dtype: str
@@ -75,8 +79,8 @@ class StepRecord:
 
     loss, weight: global mean, and what it was divided by.
     gradient_norm: 2-norm of the whole gradient before clipping.
-    gradients: by parameter name, averaged, not clipped, thinned (`mistakes.py`); None where nothing used the parameter. Whole tensors are compared
-    as they come, and nobody keeps them.
+    gradients: by parameter name, averaged, not clipped, thinned (`mistakes.py`); None where nothing used the
+    parameter. Whole tensors are compared as they come, and nobody keeps them.
     chunks: of all replicas, in order of their index; empty ones may be left out.
     replicas: a digest of each replica's parameters after the update.
     casts: reductions of precision that were seen.

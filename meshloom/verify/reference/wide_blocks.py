@@ -1,4 +1,5 @@
-"""Tensors in float64, a block at a time: what is compared may be as large as memory allows, and copies of it in twice the width are not."""
+"""Tensors in float64, a block at a time: what is compared may be as large as memory allows, and copies of it
+in twice the width are not."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ ELEMENTS = 2**20
 
 
 def wide_blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Flat float64 pieces of a dense tensor, in order; of complex numbers real and imaginary part, as each may be infinite by itself.
+    """Flat float64 pieces of a dense tensor, in order; of complex numbers real and imaginary part, as each
+    may be infinite by itself.
 
     >>> [block.tolist() for block in wide_blocks(torch.tensor([1 + 2j]))]
     [[1.0, 2.0]]
@@ -26,7 +28,9 @@ def wide_blocks(tensor: Tensor) -> Iterator[Tensor]:
 def norm(tensor: Tensor) -> float:
     """2-norm of what is finite; of a sparse tensor that of its rows."""
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    return math.sqrt(sum(float(torch.nan_to_num(block, 0.0, 0.0, 0.0).square().sum()) for block in wide_blocks(values)))
+    return math.sqrt(
+        sum(float(torch.nan_to_num(block, 0.0, 0.0, 0.0).square().sum()) for block in wide_blocks(values))
+    )
 
 
 def same_rows(a: Tensor, b: Tensor) -> bool:
@@ -56,5 +60,9 @@ def apart(there: Tensor, here: Tensor) -> float:
 
 def norm_of_all(gradients: Mapping[str, Tensor | None]) -> float:
     """2-norm of the whole gradient, in float64: in float32 it is off by 4e-4 for ten million elements."""
-    elements = [each.coalesce().values() if each.is_sparse else each for each in gradients.values() if each is not None]
+    elements = [
+        each.coalesce().values() if each.is_sparse else each
+        for each in gradients.values()
+        if each is not None
+    ]
     return math.sqrt(sum(float(block.square().sum()) for each in elements for block in wide_blocks(each)))
