@@ -109,7 +109,11 @@ def unshared(program: Program) -> dict[str, Any]:
 @pytest.mark.long
 def test_costs_of_blocks_that_share_and_update_are_those_of_all_of_them(stack: Program):
     short = shortened(stack)
-    assert short is not None and short.num_blocks >= 8 and len(short.program.nodes) < len(stack.nodes) * 3 / 4
+    assert (
+        short is not None
+        and short.run.num_blocks >= 8
+        and len(short.program.nodes) < len(stack.nodes) * 3 / 4
+    )
     found = costs(stack)
     assert found == unshared(stack)
     assert list(found) == [node.name for node in stack.nodes]
@@ -153,9 +157,9 @@ def test_what_stages_keep_is_what_all_of_their_blocks_keep(whole: Any):
 def test_what_is_left_out_is_what_only_those_blocks_have(stack: Program):
     short = shortened(stack)
     assert short is not None
-    left = short.num_blocks - NUM_KEPT
+    left = short.run.num_blocks - NUM_KEPT
     whole, program = short.whole, short.program
-    assert len(whole.nodes) - len(program.nodes) == left * short.period
+    assert len(whole.nodes) - len(program.nodes) == left * short.run.period
     # the norm's two, two of `up`, one of `down`
     assert len(whole.parameters) - len(program.parameters) == left * 5
     assert "blocks.0.shared.weight" in program.parameters
@@ -219,7 +223,7 @@ def test_steps_of_a_loop_whose_results_are_joined_are_found_of_four(form: str, w
     )
     program = capture_shapes(job, {"x": torch.ones(3, 12, 4)})
     short = shortened(program)
-    assert short is not None and short.num_blocks >= 10
+    assert short is not None and short.run.num_blocks >= 10
     stages = cut_into_stages(program, {node.name: 0 for node in program.nodes}, 1)
     assert costs(program) == unshared(program)
     assert kept_bytes_of(stages[0], 1) == whole(lambda: kept_bytes_of(stages[0], 1))
@@ -232,7 +236,7 @@ def test_steps_of_a_loop_whose_results_are_joined_are_found_of_four(form: str, w
 def test_blocks_whose_results_are_joined_are_found_of_four():
     program = program_of(lambda: Stack(9, of_all))
     short = shortened(program)
-    assert short is not None and short.num_blocks >= 8
+    assert short is not None and short.run.num_blocks >= 8
     assert costs(program) == unshared(program)
 
 
