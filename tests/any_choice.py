@@ -26,9 +26,9 @@ import pytest
 import torch
 
 import meshloom.pipeline.stages.cut
-import meshloom.pipeline.stages.staging
+import meshloom.pipeline.stages.program_store
+import meshloom.pipeline.stages.stage_cutter
 import meshloom.tensor_parallel.division
-import meshloom.tensor_parallel.loss_programs
 import meshloom.tensor_parallel.search.choose
 import meshloom.tensor_parallel.search.problem
 from meshloom.core.errors import CaptureError, PlanError
@@ -39,9 +39,9 @@ from meshloom.pipeline.stages.intervals import Intervals
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
-from meshloom.program.store.programs import Programs
+from meshloom.program.store.checked_capture import CheckedCapture
+from meshloom.program.store.program_key import shapes_of
 from meshloom.tensor_parallel.layout.layout import Layout, layout_of
-from meshloom.tensor_parallel.loss_programs import shapes_of
 from meshloom.tensor_parallel.partition import Partition, partition
 from meshloom.tensor_parallel.rules.table import Rules
 from meshloom.tensor_parallel.search.bucket_elimination import Floats
@@ -158,12 +158,14 @@ class Readings:
         """While it is open, a job's loss is read once, and once for all ranks it is found which dims belong
         together."""
         with monkeypatch.context() as patch:
-            read = Programs._read  # pyright: ignore[reportPrivateUsage]
+            capture = CheckedCapture.program
 
-            def once(programs: Any, batches: Sequence[Any], training: bool, model: Any) -> Program:
-                key = programs._job.model, training, shapes_of(leaves_of(batches[0]))
+            def once(
+                checked: Any, batches: Sequence[Any], known: Any, *, training: bool, model: Any
+            ) -> Program:
+                key = checked._job.model, training, shapes_of(leaves_of(batches[0]))
                 if key not in self._programs:
-                    self._programs[key] = read(programs, batches, training, model)
+                    self._programs[key] = capture(checked, batches, known, training=training, model=model)
                 return self._programs[key]
 
             def layout(program: Program, rules: Rules) -> Layout:
@@ -172,7 +174,7 @@ class Readings:
                     self._layouts[digest] = layout_of(program, rules)
                 return self._layouts[digest]
 
-            patch.setattr(Programs, "_read", once)
+            patch.setattr(CheckedCapture, "program", once)
             patch.setattr(meshloom.tensor_parallel.division, "layout_of", layout)
             yield
 
@@ -207,7 +209,7 @@ def chosen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Pa
 
     with monkeypatch.context() as patch:
         patch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: rates)
-        patch.setattr(meshloom.pipeline.stages.staging, "rates_here", lambda *_: rates)
+        patch.setattr(meshloom.pipeline.stages.stage_cutter, "rates_here", lambda *_: rates)
         patch.setattr(meshloom.tensor_parallel.division, "choose", decided)
         patch.setattr(
             meshloom.tensor_parallel.division,
@@ -216,7 +218,7 @@ def chosen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Pa
         )
         patch.setattr(meshloom.tensor_parallel.division, "partition", divided)
         # no choice here goes by what training would choose
-        patch.setattr(meshloom.tensor_parallel.loss_programs, "unlifted", lambda *_: None)
+        patch.setattr(meshloom.pipeline.stages.program_store, "unlifted", lambda *_: None)
         if pair.way == "prices":
             patch.setattr(meshloom.tensor_parallel.search.problem, "cheapest", _at_prices(pair.seed))
             if pair.seed % 2:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
-import meshloom.pipeline.stages.staging
+import meshloom.pipeline.stages.stage_cutter
 import meshloom.tensor_parallel.division
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -104,7 +104,7 @@ WHISPER = {
 
 def verified(job: Job, plan: str, rates: Rates, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: rates)
-    monkeypatch.setattr(meshloom.pipeline.stages.staging, "rates_here", lambda *_: rates)
+    monkeypatch.setattr(meshloom.pipeline.stages.stage_cutter, "rates_here", lambda *_: rates)
     report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None
     assert report.passed, report.causes

@@ -15,17 +15,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_unflatten
 from torch.utils.data import default_collate
 
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, seed_everything
+from meshloom.pipeline.stages.program_store import ProgramStore
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.run.execute import run_program
-from meshloom.program.store import programs as module
-from meshloom.tensor_parallel.loss_programs import LossPrograms
+from meshloom.program.store import captured_loss as module
 from tests.families import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -70,22 +72,29 @@ def batch_of(samples: int, tokens: int) -> dict[str, Tensor]:
 def follow(job: Job, batches: Sequence[Any]) -> list[int]:
     """Readings so far, after each batch: whose program computes what eager does, loss and gradients, bit for
     bit, whatever is drawn."""
-    programs = LossPrograms(job, simulated_groups(1)[0])
+    programs = ProgramStore(job, Plan(), simulated_groups(1)[0])
     model = job.model()
     found: list[int] = []
     for number, batch in enumerate(batches):
         if number == 0:
             run_in_steps([programs.open([batch], simulated_groups(1)[0], job.model())])
         run_in_steps([programs.ready(batch)])
-        shapes = programs.shapes_of(batch)
-        assert shapes is not None
+        (stage,) = programs.stages(programs.key(batch))
         with KeyedDraws():
             wanted = gradients(model, partial(job.loss, model), batch)
-        program = partial(
-            run_program, programs.whole(shapes), dict(model.named_parameters()), dict(model.named_buffers())
+        tensors = dict(model.named_parameters()), dict(model.named_buffers())
+        assert (
+            gradients(
+                model,
+                lambda given: tree_unflatten(
+                    run_program(stage.program, *tensors, given),  # noqa: B023
+                    stage.returned,  # noqa: B023
+                ),
+                batch,
+            )
+            == wanted
         )
-        assert gradients(model, program, batch) == wanted
-        found.append(programs.num_read)
+        found.append(programs.num_captured)
     return found
 
 

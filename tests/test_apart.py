@@ -13,8 +13,8 @@ from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
 from meshloom.pipeline.stages.made_per_stage import changes_apart, layers_apart
+from meshloom.pipeline.stages.stage_cutter import with_changes_placed
 from meshloom.pipeline.stages.stages import cut_into_stages, users_of
-from meshloom.pipeline.stages.staging import with_changes_placed
 from meshloom.program.capture.capture import capture
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.gathered import GatheredLayers

@@ -23,7 +23,7 @@ from meshloom.core.plan import Plan
 from meshloom.program.ir.batch_values import fits, text_of
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.transfer import pack, unpack
-from meshloom.program.store.programs import MOST, Programs, _key
+from meshloom.program.store.captured_loss import MOST, CapturedLoss, _key
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
@@ -90,12 +90,12 @@ def batches_with(name: str, values: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def programs_of(loss: Any) -> Programs:
-    return Programs(job_of(loss))
+def programs_of(loss: Any) -> CapturedLoss:
+    return CapturedLoss(job_of(loss))
 
 
-def read(programs: Programs, batch: Any) -> Any:
-    return programs.read([batch, batch])
+def read(programs: CapturedLoss, batch: Any) -> Any:
+    return programs.capture([batch, batch])
 
 
 def test_one_program_takes_all_numbers_and_one_is_read_for_every_text():

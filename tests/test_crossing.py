@@ -16,8 +16,8 @@ from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
 from meshloom.pipeline.schedules.builders import make_schedule
+from meshloom.pipeline.stages.stage_cutter import with_changes_placed
 from meshloom.pipeline.stages.stages import cut_into_stages
-from meshloom.pipeline.stages.staging import with_changes_placed
 from meshloom.program.capture.capture import capture
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.partition import partition

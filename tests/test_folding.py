@@ -14,7 +14,7 @@ from meshloom.core.job import Job
 from meshloom.data.samples import first_batches
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.ir.program import Program
-from meshloom.program.store.programs import Programs
+from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.program.trace.folding import Folding
 from tests.covering import few
 from tests.families import FAMILIES
@@ -322,7 +322,7 @@ def test_what_is_not_eager_is_read_anew(counted: list[str]) -> None:
         batch_size=1,
         steps=1,
     )
-    program = Programs(job).read([torch.randn(4, 6), torch.randn(4, 6)])
+    program = CapturedLoss(job).capture([torch.randn(4, 6), torch.randn(4, 6)])
     assert "Counting" in counted
     assert [
         node.args[1]

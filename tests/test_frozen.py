@@ -159,7 +159,7 @@ REFUSED: dict[type[Plain], str] = {
     Numpy: "draws from numpy.random .* Draw with torch",
     LayerDrop: "draws from random .* Draw with torch",
     Clock: "depends on more than the batch's tensors",
-    ClockTensor: "was another one when the loss was read again",
+    ClockTensor: "was another one when the loss was captured again",
     Counter: "changes the attribute calls from 1 to 2.*register_buffer",
     History: r"changes the attribute history from list\[0.0\] to list\[0.0, 1.0\].*register_buffer",
     Switch: "switches inner between training and evaluation",

@@ -63,7 +63,7 @@ def test_three_readings_serve_a_job_that_pads_to_its_longest(
     job = lengths_job(shortest=lengths[0], longest=lengths[1], steps=steps, dropout=dropout)
     found, notes = trained(job, plan)
     check_same(found, trained(job, alone)[0])
-    said = "The loss was read 3 times: one program serves batches of any size of x (dims 0 and 1), y (dims 0 and 1)."
+    said = "The loss was captured 3 times: one program serves batches of any size of x (dims 0 and 1), y (dims 0 and 1)."
     assert notes == ([] if plan == "dp=2" else [said])
 
 

@@ -156,7 +156,7 @@ def test_an_attribute_of_the_data_set_that_changes_is_noticed():
     job = job_of(lambda m, batch: ce(m, batch, data.difficulty), data=lambda: data)
     with pytest.raises(
         TrainingError,
-        match=r"The loss reads data.difficulty, which was \d.0 when the loss was read and is \d.0 now",
+        match=r"The loss reads data.difficulty, which was \d.0 when the loss was captured and is \d.0 now",
     ):
         train(job, "pp=2", lambda: None)
     train(job_of(lambda m, batch: ce(m, batch), data=lambda: data), "pp=2", lambda: None)  # nobody reads it
@@ -235,7 +235,7 @@ def test_an_attribute_of_the_model_changed_between_steps_is_noticed():
             replica.model.temperature = 0.5
         with pytest.raises(
             TrainingError,
-            match="The loss reads temperature, which was 1.0 when the loss was read and is 0.5 now",
+            match="The loss reads temperature, which was 1.0 when the loss was captured and is 0.5 now",
         ):
             trainer.step(next(batches))
 

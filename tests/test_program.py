@@ -15,7 +15,7 @@ from meshloom.core.random import KeyedDraws, seed_everything
 from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.ir.draws import seed_of_draw
 from meshloom.program.run.execute import run_program
-from meshloom.program.store.programs import Programs
+from meshloom.program.store.captured_loss import CapturedLoss
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -72,15 +72,15 @@ def test_equal_programs_have_equal_hashes():
 
 
 def test_programs_are_read_once_per_shape_and_mode():
-    programs = Programs(make_job("mlp", "sgd"))
+    programs = CapturedLoss(make_job("mlp", "sgd"))
     six, four = batches("mlp", 4), batches("mlp", 4, size=4)
     assert programs.get(six[0]) is None
-    program = programs.read(six)
-    assert programs.get(six[3]) is program and programs.read(six[2:]) is program
-    assert programs.read(four) is not program
-    assert programs.read(six, training=False) is not program
+    program = programs.capture(six)
+    assert programs.get(six[3]) is program and programs.capture(six[2:]) is program
+    assert programs.capture(four) is not program
+    assert programs.capture(six, training=False) is not program
     with pytest.raises(CaptureError, match="takes two batches of the same shapes, and there are 1"):
-        programs.read(six[:1], training=True)
+        programs.capture(six[:1], training=True)
 
 
 def test_loss_with_a_number_beside_it():

@@ -21,7 +21,8 @@ from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.sizes import smaller as rules
 from meshloom.program.sizes.smaller import shrunk
-from meshloom.program.store import programs as module
+from meshloom.program.store import checked_capture as module
+from meshloom.program.store.captured_loss import CapturedLoss
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -90,14 +91,14 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_loss_that_is_indifferent_to_its_length_is_compared_at_a_fifth_of_it(sizes: list[int]):
-    program = module.Programs(job_of()).read(batches())
+    program = CapturedLoss(job_of()).capture(batches())
     assert sizes == [32]
     assert {each.meta.shape for each in program.inputs} == {(2, TOKENS)}
 
 
 def test_a_small_program_is_compared_as_it_is(sizes: list[int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rules, "WORTH", 2**24)
-    module.Programs(job_of()).read(batches())
+    CapturedLoss(job_of()).capture(batches())
     assert sizes == [TOKENS]
 
 
@@ -126,14 +127,14 @@ def test_the_sizes_are_ones_at_which_it_is_the_same_program(
 ):
     """A float made of the length, windows that divide it, another branch, and a parameter as long as the
     text."""
-    module.Programs(job_of(forward)).read(batches())
+    CapturedLoss(job_of(forward)).capture(batches())
     assert sizes == [expected]
 
 
 def test_where_nothing_is_left_to_compare_the_whole_is(sizes: list[int]):
     """One labelled place, which is none of those that were taken: the loss would be no number on both
     sides."""
-    module.Programs(job_of()).read(batches(labelled=1))
+    CapturedLoss(job_of()).capture(batches(labelled=1))
     assert sizes == [32, TOKENS]
 
 
@@ -153,7 +154,7 @@ def test_a_program_that_is_not_eager_is_refused_all_the_same(
 
     monkeypatch.setattr(module, "capture_module", wrong)
     with pytest.raises(CaptureError, match="The program read from the model is not the model"):
-        module.Programs(job_of()).read(batches(), model=Model(with_places))
+        CapturedLoss(job_of()).capture(batches(), model=Model(with_places))
     assert sizes[0] == 32 and TOKENS in sizes
 
 

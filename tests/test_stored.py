@@ -23,9 +23,9 @@ from meshloom.core.cache import Cache
 from meshloom.core.job import Job
 from meshloom.core.timings import Timings
 from meshloom.program.sizes import smaller as rules
-from meshloom.program.store import programs as module
+from meshloom.program.store import checked_capture as module
 from meshloom.program.store import stored as stored_module
-from meshloom.program.store.programs import Programs
+from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.program.store.stored import Stored
 from meshloom.train.trainer import Trainer
 
@@ -97,11 +97,13 @@ class Runs:
         self.notes: list[str] = []
 
     def read(self, job: Job | None = None, given: list[Any] | None = None) -> bool:
-        """Whether the loss was read, and not taken from an earlier run. What it gives is in both cases the
+        """Whether the loss was captured, and not taken from an earlier run. What it gives is in both cases the
         program that a reading gives."""
         timings, job, given = Timings(), job or job_of(), given or batches()
-        program = Programs(job, stored=Stored(Cache(self.directory), timings), timings=timings).read(given)
-        assert program.digest() == Programs(job).read(given).digest()
+        program = CapturedLoss(job, stored=Stored(Cache(self.directory), timings), timings=timings).capture(
+            given
+        )
+        assert program.digest() == CapturedLoss(job).capture(given).digest()
         self.notes = timings.notes
         return "reading" in timings.seconds
 
@@ -110,7 +112,7 @@ class Runs:
 def runs(tmp_path: Path) -> Runs:
     found = Runs(tmp_path / "kept")
     assert found.read()
-    assert found.notes == ["The loss was read anew: no earlier run has kept it."]
+    assert found.notes == ["The loss was captured anew: no earlier run has kept it."]
     return found
 
 
@@ -160,7 +162,7 @@ def patched() -> nn.Module:
 def test_another_model_is_read_anew(make: Callable[[], nn.Module], runs: Runs):
     assert runs.read(job_of(make))
     assert runs.notes == [
-        f"The loss was read anew: changed since an earlier run: {'values of buffers' if make is shifted else 'model'}."
+        f"The loss was captured anew: changed since an earlier run: {'values of buffers' if make is shifted else 'model'}."
     ]
     assert not runs.read(job_of(make)) and not runs.read()  # both are kept
 
@@ -190,18 +192,18 @@ def test_another_loss_is_read_anew(runs: Runs, monkeypatch: pytest.MonkeyPatch):
     """Another source, another value in its closure, and one in a global list that is too long to be compared
     in every step."""
     assert runs.read(job_of(loss=other_loss_of(1.0)))
-    assert runs.notes == ["The loss was read anew: changed since an earlier run: loss."]
+    assert runs.notes == ["The loss was captured anew: changed since an earlier run: loss."]
     assert runs.read(job_of(loss=loss_of(2.0)))
     monkeypatch.setitem(WEIGHTS, "main", [1.0] * 99 + [5.0])
     assert runs.read()
-    assert runs.notes == ["The loss was read anew: changed since an earlier run: loss."]
+    assert runs.notes == ["The loss was captured anew: changed since an earlier run: loss."]
 
 
 def test_other_versions_settings_and_shapes_are_read_anew(runs: Runs, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patched:
         patched.setattr("torch.__version__", "9.9.9")
         assert runs.read()
-        assert runs.notes == ["The loss was read anew: changed since an earlier run: versions."]
+        assert runs.notes == ["The loss was captured anew: changed since an earlier run: versions."]
     torch.use_deterministic_algorithms(True)
     try:
         assert runs.read()
@@ -219,12 +221,12 @@ def test_source_of_a_module_of_the_users_counts(runs: Runs, tmp_path: Path, monk
     importlib.import_module("helpers_of_mine")
     try:
         assert runs.read() and runs.notes == [
-            "The loss was read anew: changed since an earlier run: source files."
+            "The loss was captured anew: changed since an earlier run: source files."
         ]
         assert not runs.read()
         (tmp_path / "helpers_of_mine.py").write_text("RATE = 2\n")
         assert runs.read() and runs.notes == [
-            "The loss was read anew: changed since an earlier run: source files."
+            "The loss was captured anew: changed since an earlier run: source files."
         ]
     finally:
         del sys.modules["helpers_of_mine"]
@@ -337,7 +339,7 @@ def test_batch_norm_is_kept_and_a_plan_that_synchronises_it_reads_nothing(tmp_pa
         told.append(timings.notes)
     assert told == [
         [],
-        ["The loss was read anew: no earlier run has kept it."],
+        ["The loss was captured anew: no earlier run has kept it."],
         ["The loss is what an earlier run has read."],
     ]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshloom.core.job import Job
 from meshloom.core.jobfile import load_job
 from meshloom.program.capture.check import check_against_eager
-from meshloom.program.store.programs import Programs
+from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.train.trainer import Trainer
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -72,7 +72,7 @@ def test_reading_leaves_no_parameters_behind():
 
     data = job.data()
     batches = [[torch.stack([data[number + each][0] for each in range(2)])] for number in range(0, 8, 2)]
-    program = Programs(replace(job, model=model)).read(batches)
+    program = CapturedLoss(replace(job, model=model)).capture(batches)
     assert program.parameters
     assert built
     assert not [each for each in built if each() is not None]
@@ -92,5 +92,5 @@ def test_a_model_that_the_job_builds_anew_is_compared_without_a_copy():
         steps=1,
     )
     batches = list(torch.arange(24.0).view(4, 2, 3))
-    program = Programs(job).read(batches)
+    program = CapturedLoss(job).capture(batches)
     assert check_against_eager(program, job, batches[2:]).error <= 2e-6

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import meshloom.pipeline.stages.staging
+import meshloom.pipeline.stages.program_store
+import meshloom.pipeline.stages.stage_cutter
 import meshloom.tensor_parallel.division
-import meshloom.tensor_parallel.loss_programs
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.program.capture.shapes import capture_shapes
@@ -92,8 +92,8 @@ def chosen(job: Job, plan: str, dtype: torch.dtype | None = None) -> Any:
         assert isinstance(engine, ProgramEngine)
         if engine.division is not None:
             return engine.division.first.choice.variables, engine.division.first.choice.strategies
-        assert engine.staging.choice is not None
-        return engine.staging.choice.stage_of
+        assert engine.cutter.choice is not None
+        return engine.cutter.choice.stage_of
 
 
 @pytest.mark.long
@@ -111,13 +111,13 @@ def test_what_float64_verifies_is_what_is_trained(
     """The program was priced as it was read for verification, in which all values weigh twice as much:
     another division was verified than is trained."""
     monkeypatch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: rates)
-    monkeypatch.setattr(meshloom.pipeline.stages.staging, "rates_here", lambda *_: rates)
+    monkeypatch.setattr(meshloom.pipeline.stages.stage_cutter, "rates_here", lambda *_: rates)
     job = job_of(model)
     trained = chosen(job, plan)
     assert chosen(job, plan, torch.float64) == trained
     report = verify(job, Plan.parse(plan), devices="simulated", steps=1, dtype=torch.float64)
     assert report is not None and report.passed, report and report.causes
-    monkeypatch.setattr(meshloom.tensor_parallel.loss_programs, "unlifted", lambda *_: None)
+    monkeypatch.setattr(meshloom.pipeline.stages.program_store, "unlifted", lambda *_: None)
     assert chosen(job, plan, torch.float64) != trained  # by the prices of float64
 
 

@@ -105,7 +105,7 @@ def train(plan: str, steps: int, *, to_longest: bool) -> dict[str, Any]:
             trainer.step(batch)
             seconds[step] = time.perf_counter() - started
             tokens[step] = tokens_of(steps, step, to_longest=to_longest)
-    readings = next((note for note in notes if note.startswith("The loss was read")), None)
+    readings = next((note for note in notes if note.startswith("The loss was captured")), None)
     return {"seconds": sum(seconds[FIRST:]), "tokens": sum(tokens[FIRST:]), "readings": readings}
 
 

@@ -124,16 +124,16 @@ def _announce(trainer: Trainer, terminal: Terminal, records: Records) -> None:
     division = engine.division if engine else None
     if division is not None and division.rates is not None:
         terminal.event(f"divided over tp={plan.tp} at {division.rates.source}")
-    staging = engine.staging if isinstance(engine, ProgramEngine) else None
-    if staging is not None and staging.choice is not None and staging.rates is not None:
-        crossings = [[each for stage in staging.first for each in stage.incoming]] * len(staging.sizes)
+    cutter = engine.cutter if isinstance(engine, ProgramEngine) else None
+    if cutter is not None and cutter.choice is not None and cutter.rates is not None:
+        crossings = [[each for stage in cutter.first for each in stage.incoming]] * len(cutter.sizes)
         found = stage_plan(
             plan,
-            staging.schedule(len(staging.sizes)),
-            staging.choice,
+            cutter.schedule(len(cutter.sizes)),
+            cutter.choice,
             crossings,
-            staging.sizes,
-            staging.rates,
+            cutter.sizes,
+            cutter.rates,
         )
         for line in lines_of(found):
             terminal.event(line)

@@ -12,9 +12,9 @@ from meshloom.core.plan import Plan
 from meshloom.pipeline.schedules.check import held_by_stage
 from meshloom.pipeline.stages.cut import CutChoice
 from meshloom.pipeline.stages.cutting import schedule_of
+from meshloom.pipeline.stages.stage_cutter import stages_of_part
 from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
 from meshloom.pipeline.stages.stages import Stage, users_of
-from meshloom.pipeline.stages.staging import stages_of_part
 from meshloom.planner.divided import Divided
 from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
 from meshloom.planner.memory.stage_kept import kept_bytes_of

@@ -45,8 +45,8 @@ from meshloom.pipeline.runtime.microbatches import Around, Microbatches
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.runtime.run import Both
 from meshloom.pipeline.schedules.schedule import Schedule
+from meshloom.pipeline.stages.program_store import ProgramStore
 from meshloom.pipeline.stages.stages import Stage
-from meshloom.pipeline.stages.staging import Staging
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
@@ -59,7 +59,6 @@ from meshloom.replica.engine import Engine, TakeTensor
 from meshloom.replica.gathered_tensors import GatheredTensors
 from meshloom.replica.loss_sums import LossSums
 from meshloom.tensor_parallel.division import Division
-from meshloom.tensor_parallel.loss_programs import LossPrograms
 
 
 class ProgramEngine(Engine):
@@ -87,8 +86,10 @@ class ProgramEngine(Engine):
                 stored=stored,
                 **limits,
             )
-        programs = LossPrograms(job, team, self.division, dtype=dtype, timings=timings, stored=stored)
-        self.staging = Staging(job, plan, programs, team, timings=timings, stored=stored)
+        self.programs = ProgramStore(
+            job, plan, team, self.division, dtype=dtype, timings=timings, stored=stored
+        )
+        self.cutter = self.programs.cutter
         self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}
         self.stages: tuple[Stage, ...] = ()  # of this rank, as first cut
         self.homes: Homes
@@ -112,18 +113,18 @@ class ProgramEngine(Engine):
                 yield from on_first(self.seat.world, lambda: first_batches(self.job, 2, size), DataError)
             ) or []
         there = [to_device(each, self.seat.device, self.dtype) for each in batches]
-        stages = yield from self.staging.open(
+        stages = yield from self.programs.open(
             there, self.seat.world, model, own=batches[0] if batches else None
         )
         yield from on_first(
             self.seat.world,
-            lambda: check_following(self.staging.others, leaves_of(batches[-1]).values),
+            lambda: check_following(self.programs.others, leaves_of(batches[-1]).values),
             CaptureError,
         )
-        self.stages = tuple(stage for stage in stages if self.staging.ranks[stage.number] == self.pp.rank)
-        self.homes = Homes(self.staging.holders, self.pp)
+        self.stages = tuple(stage for stage in stages if self.cutter.ranks[stage.number] == self.pp.rank)
+        self.homes = Homes(self.cutter.holders, self.pp)
         self.homes.release(model)
-        self.shards = Shards(self.staging.programs.pieces, self.tp)
+        self.shards = Shards(self.programs.pieces, self.tp)
         self.shards.divide(model)
         self._model = model
         self._outside[self.job.loss] = Outside(self.job.loss, model)
@@ -161,7 +162,7 @@ class ProgramEngine(Engine):
     def connect(self, exchange: Exchange) -> ExitStack:
         self._exchange = exchange
         self._ready = ready = exchange.gradient_ready
-        lent, summed = set(self.homes.lent), set(self.staging.programs.summed)
+        lent, summed = set(self.homes.lent), set(self.programs.summed)
         self._summed = [(name, each) for name, each in self.parameters if name in summed]
         now = {id(each) for name, each in self.parameters if name not in lent and name not in summed}
         self._later = [each for name, each in self.parameters if name in lent and name not in summed]
@@ -173,7 +174,14 @@ class ProgramEngine(Engine):
         # With one chunk and one replica autograd already puts a gradient where it belongs.
         landing = InPlace(exchange.room) if self.plan.num_chunks > 1 else None
         self.microbatches = Microbatches(
-            self.staging, self._model, self._parameters, self.pp, self.tp, self.seat.device, complete, landing
+            self.programs,
+            self._model,
+            self._parameters,
+            self.pp,
+            self.tp,
+            self.seat.device,
+            complete,
+            landing,
         )
         undo = ExitStack()
         for _, parameter in self.parameters:
@@ -186,11 +194,11 @@ class ProgramEngine(Engine):
     ) -> Steps[None]:
         self._exchange.begin_last_chunk()
         activity = self.seat.activity
-        activity.follow(self.staging.schedule(len(chunks)).actions[self.pp.rank] if chunks else ())
+        activity.follow(self.cutter.schedule(len(chunks)).actions[self.pp.rank] if chunks else ())
         self._outside[self.job.loss].check_step()
         batches = [scope.data(chunk) for chunk in chunks]
         for batch in batches:
-            yield from self.staging.ready(batch)
+            yield from self.programs.ready(batch)
         for parameter in self._parameters.values():
             parameter.grad = None
         if batches:
@@ -231,7 +239,7 @@ class ProgramEngine(Engine):
     def evaluate(self, batch: Any, metric: LossFunction, take: Callable[[Any], None]) -> Steps[None]:
         if metric in self._outside:
             self._outside[metric].check_step()
-        yield from self.staging.ready(batch, loss=metric, training=False)
+        yield from self.programs.ready(batch, loss=metric, training=False)
         if metric not in self._outside:
             self._outside[metric] = Outside(metric, self._model)
         self._count(self.microbatches.evaluate(batch, metric, take))
@@ -265,7 +273,7 @@ class ProgramEngine(Engine):
 
     @property
     def readings(self) -> str | None:
-        return self.staging.programs.told()
+        return self.programs.told()
 
     @property
     def notes(self) -> list[str]:
@@ -279,10 +287,10 @@ class ProgramEngine(Engine):
 
     @property
     def holders(self) -> Mapping[str, tuple[int, ...]] | None:
-        return self.staging.holders if self.plan.pp > 1 else None
+        return self.cutter.holders if self.plan.pp > 1 else None
 
     def schedule(self, num_microbatches: int) -> Schedule | None:
-        return self.staging.schedule(num_microbatches)
+        return self.cutter.schedule(num_microbatches)
 
     def _around(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Around:
         def around(stage: int, microbatch: int, again: Callable[[], Any]) -> AbstractContextManager[None]:

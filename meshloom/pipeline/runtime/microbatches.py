@@ -21,14 +21,14 @@ from meshloom.pipeline.runtime.gradient_readiness import Readiness
 from meshloom.pipeline.runtime.run import ActionListener, Both, PipelineRun
 from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.pipeline.schedules.schedule import Action, Schedule
+from meshloom.pipeline.stages.program_store import ProgramStore
 from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
 from meshloom.pipeline.stages.stages import Crossing, Stage
-from meshloom.pipeline.stages.staging import Staging
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.nodes import Node
 from meshloom.program.operators.fused_grad_accumulation import Landing
 from meshloom.program.store.newest import Newest
-from meshloom.tensor_parallel.loss_programs import Shapes
+from meshloom.program.store.program_key import ProgramKey
 
 MOST_KEPT = 64  # shapes of a step's microbatches, together, for which runs are kept
 
@@ -62,7 +62,7 @@ class Microbatches:
 
     def __init__(
         self,
-        staging: Staging,
+        programs: ProgramStore,
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         pp: Group,
@@ -72,13 +72,13 @@ class Microbatches:
         landing: Landing | None = None,
     ) -> None:
         self._landing = landing
-        self._staging = staging
+        self._programs = programs
         self._parameters = parameters
         self._buffers = LiveBuffers(model)
         self._pp, self._tp = pp, tp
         self._device = device
         self._ready = ready
-        self._known: dict[Any, _Known] = Newest(MOST_KEPT)
+        self._known: dict[tuple[ProgramKey, ...], _Known] = Newest(MOST_KEPT)
         self._readiness: Readiness | None = None  # of the run under way
         self._batches: list[Leaves] = []
         self._finish: Callable[[int, Any], Tensor | None] = lambda microbatch, returned: None
@@ -97,8 +97,7 @@ class Microbatches:
 
         finish: of what the loss returned for a microbatch, where backward starts; called on the last stage.
         """
-        shapes = [self._staging.shapes_of(each) for each in batches]
-        known = self._get(shapes, None, training=True)
+        known = self._get([self._programs.key(each) for each in batches], training=True)
         self._begin(batches, finish, around)
         self._readiness = known.readiness
         known.readiness.begin()
@@ -114,7 +113,7 @@ class Microbatches:
     ) -> Mapping[Axis, Mapping[str, int]]:
         """Forward of one batch in evaluation mode; the bytes as of `train`. finish: of what `loss` returned,
         on the last stage."""
-        known = self._get([self._staging.shapes_of(batch, loss=loss, training=False)], loss, training=False)
+        known = self._get([self._programs.key(batch, loss=loss, training=False)], training=False)
 
         def take(microbatch: int, returned: Any) -> None:
             finish(returned)
@@ -130,8 +129,8 @@ class Microbatches:
     def look(self, batch: Any, around: Around, visit: Callable[[int, Node, Any], None]) -> None:
         """Forward of one batch as in training, without gradients, and buffers stay as they are. visit: called
         with stage, node and value, in order."""
-        stages = self._staging.stages(self._staging.shapes_of(batch))
-        schedule = forward_only(self._staging.schedule(1))
+        stages = self._programs.stages(self._programs.key(batch))
+        schedule = forward_only(self._programs.cutter.schedule(1))
         self._begin([batch], lambda microbatch, returned: None, around)
         buffers = {name: each.clone() for name, each in self._buffers.items() if not each.is_meta}
         runs = {
@@ -159,16 +158,14 @@ class Microbatches:
         for stage in known.stages.values():
             stage.forget()
 
-    def _get(self, shapes: Sequence[Shapes], loss: LossFunction | None, *, training: bool) -> _Known:
-        key = loss, training, tuple(shapes)
+    def _get(self, keys: Sequence[ProgramKey], *, training: bool) -> _Known:
+        key = tuple(keys)
         if key not in self._known:
-            self._known[key] = self._make(
-                [self._staging.stages(each, loss=loss, training=training) for each in shapes], training
-            )
+            self._known[key] = self._make([self._programs.stages(each) for each in keys], training)
         return self._known[key]
 
     def _make(self, stages: Sequence[Sequence[Stage]], training: bool) -> _Known:
-        schedule = self._staging.schedule(len(stages))
+        schedule = self._programs.cutter.schedule(len(stages))
         if not training:
             schedule = forward_only(schedule)
         last = schedule.num_stages - 1

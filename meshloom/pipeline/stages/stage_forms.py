@@ -10,16 +10,19 @@ if it is not that, the class gets a form of its own, from three sizes, which a f
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.run.runner import Shared
 from meshloom.program.sizes.any_size import AnySize
 from meshloom.program.sizes.forms import Form, UnlikeError, equal, fitted
 from meshloom.program.sizes.symbolic import Sizes, value_of
+from meshloom.program.store.newest import Newest
 
 Stages = tuple[Stage, ...]
 Class = tuple[tuple[int, int], ...]  # remainder by tp, and what is smaller than tp, of each size in the loss
 POINTS = 3  # sizes that make a form
+MOST_KEPT = 32  # sizes whose stages are kept after they were made; those of others are made again
 
 
 class StageForms:
@@ -33,6 +36,7 @@ class StageForms:
         self._guesses: dict[Class | None, _Maker | None] = {}
         self._agreeing: dict[Class, _Maker] = {}
         self._trusted: dict[Class, _Maker] = {}
+        self._made: dict[Any, Stages] = Newest(MOST_KEPT)
 
     @property
     def is_new(self) -> bool:
@@ -46,7 +50,11 @@ class StageForms:
     def stages(self, sizes: Sizes) -> Stages | None:
         """The stages for a batch of these sizes, which are trusted; None: the form does not say, on this
         rank."""
-        return self._trusted[self._class(sizes)].at(sizes)
+        key = tuple(sizes.items())
+        made = self._made.get(key) or self._trusted[self._class(sizes)].at(sizes)
+        if made is not None and key not in self._made:
+            self._made[key] = made
+        return made
 
     def learn(self, sizes: Sizes, stages: Stages) -> bool:
         """Learn from stages that were cut; whether a form gives just these. If one does on all ranks, they

@@ -80,7 +80,7 @@ class Outside:
         change = self.changed()
         if change:
             raise TrainingError(
-                f"The loss reads {change.name}, which was {change.before} when the loss was read and is {change.after} now. A program keeps what it was, so the "
+                f"The loss reads {change.name}, which was {change.before} when the loss was captured and is {change.after} now. A program keeps what it was, so the "
                 f"step was not made. Put the value into the batch (in collate), where it may change. {WAY_OUT}"
             )
 

@@ -77,7 +77,7 @@ class Stored:
         check: Callable[[Program, Smaller | None], None] = lambda *_: None,
     ) -> Program | None:
         """What an earlier run read, if it is for this model and batch, and `check` raises nothing."""
-        found = self._told(self._cache.get("reading", entry.place, entry.parts), "The loss was read")
+        found = self._told(self._cache.get("reading", entry.place, entry.parts), "The loss was captured")
         if found is None:
             return None
         try:

@@ -54,7 +54,7 @@ def check_equal(first: Program, second: Program) -> None:
                 (node.line for node in first.nodes if any(ref.name == name for ref in node.operands())), None
             )
             raise CaptureError(
-                f"A tensor made outside of torch's operators is used at {describe_line(line)}, and was another one when the loss was read again. "
+                f"A tensor made outside of torch's operators is used at {describe_line(line)}, and was another one when the loss was captured again. "
                 f"Make it with torch from the batch, or make it a buffer. {WAY_OUT}"
             )
     if first.describe() != second.describe():

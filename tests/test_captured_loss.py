@@ -19,8 +19,9 @@ from meshloom.comm.torch.c10d import C10dGroup
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
 from meshloom.program.run.execute import run_program
-from meshloom.program.store import programs as module
-from meshloom.program.store.programs import Programs
+from meshloom.program.store import captured_loss as module
+from meshloom.program.store import checked_capture
+from meshloom.program.store.captured_loss import CapturedLoss
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -33,17 +34,17 @@ def batches(count: int = 4, size: int = 6) -> list[Any]:
     ]
 
 
-def read(programs: list[Programs], given: list[Any] | None, **settings: Any) -> list[Any]:
-    """What `read_together` returns on every simulated rank; batches on rank 0 alone."""
+def read(programs: list[CapturedLoss], given: list[Any] | None, **settings: Any) -> list[Any]:
+    """What `capture_together` returns on every simulated rank; batches on rank 0 alone."""
     groups = simulated_groups(len(programs))
     steps = [
-        each.read_together(group, [] if group.rank else [given or []], **settings)
+        each.capture_together(group, [] if group.rank else [given or []], **settings)
         for each, group in zip(programs, groups, strict=True)
     ]
     return run_in_steps(steps)
 
 
-def errors(programs: list[Programs], given: list[Any] | None) -> list[MeshloomError | None]:
+def errors(programs: list[CapturedLoss], given: list[Any] | None) -> list[MeshloomError | None]:
     """What it raises on each of them."""
 
     def caught(steps: Steps[Any]) -> Steps[MeshloomError | None]:
@@ -59,7 +60,7 @@ def errors(programs: list[Programs], given: list[Any] | None) -> list[MeshloomEr
     groups = simulated_groups(len(programs))
     return run_in_steps(
         [
-            caught(each.read_together(group, [] if group.rank else [given or []]))
+            caught(each.capture_together(group, [] if group.rank else [given or []]))
             for each, group in zip(programs, groups, strict=True)
         ]
     )
@@ -68,10 +69,10 @@ def errors(programs: list[Programs], given: list[Any] | None) -> list[MeshloomEr
 @pytest.mark.parametrize("size", [1, 3])
 def test_all_ranks_have_the_program_that_rank_0_read(size: int):
     job = make_job("mlp", "sgd")
-    programs = [Programs(job) for _ in range(size)]
+    programs = [CapturedLoss(job) for _ in range(size)]
     found = read(programs, batches())
     assert len({id(each) for each in found}) == size and len({each.digest() for each in found}) == 1
-    assert found[-1].describe() == Programs(job).read(batches()).describe()
+    assert found[-1].describe() == CapturedLoss(job).capture(batches()).describe()
     model, batch = job.model(), batches()[0]
     values = [
         run_program(each, dict(model.named_parameters()), dict(model.named_buffers()), batch)
@@ -82,13 +83,13 @@ def test_all_ranks_have_the_program_that_rank_0_read(size: int):
 
 def test_it_is_read_once_for_each_kind_of_batch_and_mode(monkeypatch: pytest.MonkeyPatch):
     captured: list[bool] = []
-    capture = module.capture
+    capture = checked_capture.capture
     monkeypatch.setattr(
-        module,
+        checked_capture,
         "capture",
         lambda *args, **settings: captured.append(settings["training"]) or capture(*args, **settings),
     )
-    programs = [Programs(make_job("mlp", "sgd"), dtype=torch.float64) for _ in range(2)]
+    programs = [CapturedLoss(make_job("mlp", "sgd"), dtype=torch.float64) for _ in range(2)]
     first = read(programs, batches())
     assert all(one is other for one, other in zip(read(programs, batches()[2:]), first, strict=True))
     assert captured == [True]
@@ -100,8 +101,8 @@ def test_it_is_read_once_for_each_kind_of_batch_and_mode(monkeypatch: pytest.Mon
 
 def test_a_rank_that_lacks_the_program_receives_it():
     job = make_job("mlp", "sgd")
-    alone, late = Programs(job), Programs(job)
-    known = alone.read(batches())
+    alone, late = CapturedLoss(job), CapturedLoss(job)
+    known = alone.capture(batches())
     found = read([alone, late], batches())
     assert found[0] is known and found[1].digest() == known.digest()
 
@@ -133,7 +134,7 @@ def fails(y: Tensor) -> Tensor:
         (
             lambda y: y if y.sum() > 0 else -y,
             batches(),
-            "What runs depends on the values in the batch at .*test_programs.py",
+            "What runs depends on the values in the batch at .*test_captured_loss.py",
         ),
         (
             lambda y: y * (1 + torch.compiler.is_exporting()),
@@ -143,7 +144,7 @@ def fails(y: Tensor) -> Tensor:
         (
             fails,
             batches(),
-            r"Reading the loss failed at .*test_programs.py:\d+ \(raise RuntimeError.*: RuntimeError: the user's own$",
+            r"Reading the loss failed at .*test_captured_loss.py:\d+ \(raise RuntimeError.*: RuntimeError: the user's own$",
         ),
         (lambda y: y, batches()[:1], "takes two batches of the same shapes, and there are 1"),
         (lambda y: y, None, "takes two batches of the same shapes, and there are 0"),
@@ -151,7 +152,7 @@ def fails(y: Tensor) -> Tensor:
     ids=["refused", "wrong", "fails", "one batch", "no batches"],
 )
 def test_an_error_on_rank_0_is_raised_on_all(forward: Any, given: Any, message: str):
-    found = errors([Programs(job_of(forward)) for _ in range(3)], given)
+    found = errors([CapturedLoss(job_of(forward)) for _ in range(3)], given)
     assert len({str(each) for each in found}) == 1 and all(isinstance(each, CaptureError) for each in found)
     with pytest.raises(CaptureError, match=message):
         raise found[0] or AssertionError
@@ -165,15 +166,15 @@ def test_an_error_on_another_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPat
         return unpack(data if len(calls) == 1 else data[:-1])
 
     monkeypatch.setattr(module, "unpack", second_fails)
-    found = errors([Programs(make_job("mlp", "sgd")) for _ in range(3)], batches())
+    found = errors([CapturedLoss(make_job("mlp", "sgd")) for _ in range(3)], batches())
     assert len({str(each) for each in found}) == 1
-    assert "Rank 2 cannot take the program that rank 0 read: These" in str(found[0])
+    assert "Rank 2 cannot take the program that rank 0 captured: These" in str(found[0])
 
 
 def test_a_program_that_arrives_as_another_is_refused(monkeypatch: pytest.MonkeyPatch):
     unpack = module.unpack
     monkeypatch.setattr(module, "unpack", lambda data: replace(unpack(data), training=False))
-    found = errors([Programs(make_job("mlp", "sgd")) for _ in range(2)], batches())
+    found = errors([CapturedLoss(make_job("mlp", "sgd")) for _ in range(2)], batches())
     assert all(
         "what rank 1 received has" in str(each) and "Use one version of meshloom and torch" in str(each)
         for each in found
@@ -193,10 +194,10 @@ def read_on_a_rank() -> tuple[str, str, str]:
     assert isinstance(process_group, dist.ProcessGroup)
     group = C10dGroup(process_group, [f"rank {rank}" for rank in range(size)])
     given = batches() if group.rank == 0 else None
-    (program,) = run_in_steps([Programs(make_job("mlp", "sgd")).read_together(group, [given or []])])
+    (program,) = run_in_steps([CapturedLoss(make_job("mlp", "sgd")).capture_together(group, [given or []])])
     with pytest.raises(CaptureError) as caught:
         run_in_steps(
-            [Programs(job_of(lambda y: y if y.sum() > 0 else -y)).read_together(group, [given or []])]
+            [CapturedLoss(job_of(lambda y: y if y.sum() > 0 else -y)).capture_together(group, [given or []])]
         )
     return program.describe(), program.digest(), str(caught.value)
 
@@ -205,7 +206,7 @@ def read_on_a_rank() -> tuple[str, str, str]:
 def test_processes_have_the_program_that_rank_0_read():
     found = on_ranks(read_on_a_rank, 2)
     assert found[0] == found[1]
-    program = Programs(make_job("mlp", "sgd")).read(batches())
+    program = CapturedLoss(make_job("mlp", "sgd")).capture(batches())
     assert found[0][:2] == (program.describe(), program.digest())
     assert "What runs depends on the values in the batch" in found[0][2]
 
@@ -226,10 +227,10 @@ def test_a_program_read_later_is_of_the_model_as_it_was_built():
     job = replace(
         make_job("mlp", "sgd"), model=Dropped, loss=lambda model, batch: model(batch["x"]).square().mean()
     )
-    programs = Programs(job, dtype=torch.float64)
+    programs = CapturedLoss(job, dtype=torch.float64)
     torch.set_default_dtype(torch.float64)  # as verification has it when a chunk of new shapes comes
     try:
-        program = programs.read([{"x": torch.rand(2, 4)} for _ in range(2)])
+        program = programs.capture([{"x": torch.rand(2, 4)} for _ in range(2)])
     finally:
         torch.set_default_dtype(torch.float32)
     (division,) = [node for node in program.nodes if node.operator.startswith("div")]

@@ -1,0 +1,267 @@
+"""The programs that a rank runs: of every loss or metric, mode and shape of batch, its stages of its shard.
+
+captured on one rank -> sharded over tp -> cut into stages over pp     once per `ProgramKey`
+sizes that a loss is indifferent to: made of a form instead (stage_forms.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshloom.comm.group import Group
+from meshloom.comm.objects import collect, on_first, share
+from meshloom.comm.pieces import Pieces
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Job, LossFunction
+from meshloom.core.plan import Plan
+from meshloom.core.timings import Timings
+from meshloom.pipeline.stages.stage_cutter import StageCutter
+from meshloom.pipeline.stages.stage_forms import StageForms
+from meshloom.pipeline.stages.stages import Stage
+from meshloom.program.capture.unlifted import unlifted
+from meshloom.program.cost.rates import Rates
+from meshloom.program.ir.batch_values import fits
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.program import Program
+from meshloom.program.sizes.any_size import AnySize, sizes_of_batch, sizes_of_program
+from meshloom.program.sizes.symbolic import Sizes
+from meshloom.program.store.captured_loss import CapturedLoss
+from meshloom.program.store.program_key import ProgramKey, shapes_of
+from meshloom.program.store.stored import Stored
+from meshloom.program.trace.precision import default_precision
+from meshloom.tensor_parallel.division import Division
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """Stages that are made when they are asked for."""
+
+    forms: StageForms
+    sizes: Sizes
+
+    def stages(self) -> tuple[Stage, ...]:
+        made = self.forms.stages(self.sizes)
+        assert made is not None, "it was made before"
+        return made
+
+
+class ProgramStore:
+    """What one rank of a replica runs of `job`'s functions under `plan`.
+
+    team: all ranks of the replica, for decisions (CPU tensors). division: over the ranks along tp; None: there
+    is one. dtype: precision that model and batches are lifted to, for verification; what is decided is decided
+    as in the job's own.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        team: Group,
+        division: Division | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        rates: Rates | None = None,
+        timings: Timings | None = None,
+        stored: Stored | None = None,
+    ) -> None:
+        self._timings = timings or Timings()
+        self.cutter = StageCutter(job, plan, rates=rates, timings=self._timings, stored=stored)
+        self.others: Mapping[str, str | None] = {}  # what the first program is for besides tensors
+        self._job, self._plan, self._team, self._division = job, plan, team, division
+        self._dtype, self._stored = dtype, stored
+        self._default = torch.get_default_dtype()
+        # of a batch's tensors in the job's own precision, where it is lifted to another
+        self._own_dtypes: dict[str, torch.dtype] = {}
+        self._captured: dict[LossFunction, CapturedLoss] = {}
+        self._entries: dict[ProgramKey, tuple[Stage, ...] | _Form] = {}
+        # by the shapes of tensors alone: what else batches held that programs are for
+        self._others: dict[ProgramKey, list[Mapping[str, str | None]]] = {}
+        self._forms: dict[int, StageForms] = {}  # by what was proved of a loss
+
+    def open(
+        self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None
+    ) -> Steps[tuple[Stage, ...]]:
+        """Capture the loss of batches like the first, shard it, cut it. All ranks of `world` call it; batches
+        and model count on its rank 0.
+
+        batches: further ones of the job, to capture the loss with if they have the same shapes. model: the
+        job's, unsharded, as it was built; it is left unchanged. own: one of the batches in the job's own
+        precision, if they were lifted to another.
+        """
+        if self._dtype is not None:  # any rank may have to capture a chunk of another size later
+            names: dict[str, str] = yield from share(
+                world, {name: str(leaf.dtype) for name, leaf in leaves_of(own).tensors.items()}
+            )
+            self._own_dtypes = {
+                name: getattr(torch, each.removeprefix("torch.")) for name, each in names.items()
+            }
+        key = yield from self._capture(self._job.loss, True, batches, world, model)
+        return self.stages(key)
+
+    def ready(
+        self, batch: Any, *, loss: LossFunction | None = None, training: bool = True
+    ) -> Steps[ProgramKey]:
+        """Make sure that there are stages for batches like this one. All ranks of the replica call it with
+        the same batch."""
+        loss = loss or self._job.loss
+        key = self._key(batch, loss, training)
+        if key is not None and key in self._entries:
+            return key
+        leaves = leaves_of(batch)
+        sizes = sizes_of_batch(leaves)
+        captured = self._of(loss)
+        proved = captured.of_any_size(batch, training=training)
+        forms = self._forms_of(proved) if proved else None
+        if forms is not None and key is not None and forms.trusts(sizes):
+            made = forms.stages(sizes)
+            if all((yield from collect(self._team, made is not None))):
+                self._entries[key] = _Form(forms=forms, sizes=sizes)
+                return key
+        if proved is None:
+            proved = yield from captured.prove_together(self._team, batch, training=training)
+        program = proved.program(leaves) if proved else None
+        if proved is None or program is None:
+            key = yield from self._capture(loss, training, [batch], self._team)
+        else:
+            for point in proved.points:
+                yield from self._add(point, loss, self._team)
+            key = yield from self._add(program, loss, self._team)
+        proved = captured.of_any_size(batch, training=training)
+        if proved is not None:
+            yield from self._learn(self._forms_of(proved), loss, sizes, self.stages(key))
+        return key
+
+    def key(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> ProgramKey:
+        """Of a batch that is ready."""
+        key = self._key(batch, loss or self._job.loss, training)
+        assert key is not None, "ready() comes first"
+        return key
+
+    def stages(self, key: ProgramKey) -> tuple[Stage, ...]:
+        """All stages of this rank's shard, for batches that are ready."""
+        entry = self._entries[key]
+        return entry.stages() if isinstance(entry, _Form) else entry
+
+    @property
+    def pieces(self) -> Mapping[str, Pieces]:
+        """Who holds what of every parameter and buffer along tp; what is not named is replicated."""
+        return self._division.pieces if self._division else {}
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Parameters whose gradients are to be summed over tp, once a step."""
+        return self._division.first.summed if self._division else ()
+
+    @property
+    def num_captured(self) -> int:
+        """Programs that were captured."""
+        return sum(each.num_captured for each in self._captured.values())
+
+    def told(self) -> str | None:
+        """How many captures served which sizes, for people; None: each loss was captured once."""
+        found = [each for captured in self._captured.values() for each in captured.told()]
+        times = f"{self.num_captured} times" if self.num_captured > 1 else "once"
+        return f"The loss was captured {times}: {'; '.join(found)}." if found else None
+
+    def _key(self, batch: Any, loss: LossFunction, training: bool) -> ProgramKey | None:
+        """None: no program is there for what the batch holds besides tensors."""
+        leaves = leaves_of(batch)
+        key = ProgramKey(loss, training, shapes_of(leaves))
+        if not leaves.values:
+            return key
+        known = (others for others in self._others.get(key, ()) if fits(others, leaves.values))
+        found = next(known, None)
+        if found is None:
+            proved = self._of(loss).of_any_size(batch, training=training)  # for values like these
+            found = proved.points[0].others if proved else None
+        return None if found is None else replace(key, shapes=(*key.shapes, *found.items()))
+
+    def _of(self, loss: LossFunction) -> CapturedLoss:
+        if loss not in self._captured:
+            job = replace(self._job, loss=loss)
+            self._captured[loss] = CapturedLoss(
+                job, dtype=self._dtype, timings=self._timings, stored=self._stored
+            )
+        return self._captured[loss]
+
+    def _forms_of(self, proved: AnySize) -> StageForms:
+        return self._forms.setdefault(id(proved), StageForms(proved, self._plan.tp))
+
+    def _learn(
+        self, forms: StageForms, loss: LossFunction, sizes: Sizes, stages: tuple[Stage, ...]
+    ) -> Steps[None]:
+        for point in forms.proved.points if forms.is_new else ():
+            key = yield from self._add(point, loss, self._team)
+            forms.learn(sizes_of_program(point), self.stages(key))
+        if all((yield from collect(self._team, forms.learn(sizes, stages)))):
+            forms.trust(sizes)
+
+    def _capture(
+        self,
+        loss: LossFunction,
+        training: bool,
+        batches: Sequence[Any],
+        group: Group,
+        model: nn.Module | None = None,
+    ) -> Steps[ProgramKey]:
+        pairs = _pairs(batches) if group.rank == 0 else []
+        captured = self._of(loss)
+        program = yield from captured.capture_together(group, pairs, training=training, model=model)
+        own: Program | None = None
+        if self._dtype is not None and not self.cutter.has_cut(program):
+            job = replace(self._job, loss=loss)
+            own = yield from on_first(group, lambda: self._unlifted(program, job, batches[0]), CaptureError)
+        return (yield from self._add(program, loss, group, own))
+
+    def _add(
+        self, program: Program, loss: LossFunction, group: Group, own: Program | None = None
+    ) -> Steps[ProgramKey]:
+        """Shard and cut a program. own: the same in the job's own precision, where it is lifted to another: it
+        decides."""
+        key = ProgramKey.of_program(loss, program)
+        if key in self._entries:
+            return key
+        part, routed = (
+            (yield from self._division.part(program, group, own)) if self._division else (program, {})
+        )
+        stages = yield from self.cutter.cut(program, part, routed, group, own)
+        self._entries[key] = stages
+        self.others = self.others if len(self._entries) > 1 else program.others
+        known = self._others.setdefault(key.tensors_only(len(program.others)), [])
+        if program.others not in known:
+            known.append(program.others)
+        return key
+
+    def _unlifted(self, program: Program, job: Job, batch: Any) -> Program | None:
+        with default_precision(self._default):
+            return unlifted(program, job, batch, self._own_dtypes)
+
+
+def _pairs(batches: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Pairs of batches of the shapes of the first to read its program with, each instead of the one before
+    where the loss cannot compute that.
+
+    Another batch of the job if there is one. Else the first with its samples one place on; but integers have
+    meanings (offsets into other tensors, lengths), so what that makes of them may be nothing that the loss
+    can work with: then they stay as they are.
+    """
+    first, leaves = batches[0], leaves_of(batches[0])
+    others = [each for each in map(leaves_of, batches[1:]) if shapes_of(each) == shapes_of(leaves)]
+    real = [(first, leaves.rebuild(list(each.tensors.values()))) for each in others[:1]]
+    all_moved, floats_moved = (
+        leaves.rebuild(
+            [
+                leaf.roll(1, 0) if leaf.ndim and (leaf.is_floating_point() or every) else leaf
+                for leaf in leaves.tensors.values()
+            ]
+        )
+        for every in (True, False)
+    )
+    return [*real, (first, all_moved), (first, floats_moved)]

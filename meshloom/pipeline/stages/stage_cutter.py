@@ -1,0 +1,213 @@
+"""Cuts programs into stages: one rank decides by what operators cost, the others follow, and the same
+parameters stay in the same stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from meshloom.comm.group import Group
+from meshloom.comm.objects import on_first, share
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.timings import Timings
+from meshloom.pipeline.schedules.schedule import Schedule
+from meshloom.pipeline.stages.cut import CutChoice
+from meshloom.pipeline.stages.cutting import choose_stages, schedule_of
+from meshloom.pipeline.stages.made_per_stage import changes_apart, layers_apart, rows_apart
+from meshloom.pipeline.stages.stages import Stage, cut_into_stages, users_of
+from meshloom.pipeline.stages.stored_cuts import cut_before
+from meshloom.program.cost.cost import Cost, costs
+from meshloom.program.cost.rates import Rates, rates_here
+from meshloom.program.ir.program import Program
+from meshloom.program.operators.collectives import Transition
+from meshloom.program.operators.experts import place_rows, rows_here, take_rows
+from meshloom.program.operators.gathered import GatheredLayers
+from meshloom.program.recompute.recompute import kept_values
+from meshloom.program.sizes.forms import alike
+from meshloom.program.store.stored import Stored
+from meshloom.program.store.stored_costs import kept_before
+from meshloom.tensor_parallel.partition import RoutedRows
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decided:
+    """What was decided for a program, and holds for it at other sizes. stage_of: of each node. kept: as in
+    `Program`."""
+
+    program: Program
+    stage_of: Mapping[str, int]
+    kept: frozenset[str] | None
+
+
+class StageCutter:
+    """Cuts the programs of `job` under `plan`. rates: by which it decides; default: those of the machine of
+    the rank that decides.
+
+    choice, first: of the program that decided which stage holds which parameters; the choice on the rank that
+    chose.
+    """
+
+    def __init__(
+        self, job: Job, plan: Plan, *, rates: Rates | None, timings: Timings, stored: Stored | None
+    ) -> None:
+        self.choice: CutChoice | None = None
+        self.first: tuple[Stage, ...] = ()
+        self.rates = rates
+        self._job, self._plan, self._timings, self._stored = job, plan, timings, stored
+        self._users: dict[str, tuple[int, ...]] | None = None  # parameter or buffer -> the stages that use it
+        self._decided: list[_Decided] = []  # for programs that differ in more than sizes
+        self._schedules: dict[int, Schedule] = {}  # by their microbatches
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Stage -> its rank along pp."""
+        return self.schedule(1).ranks
+
+    @property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Parameter or buffer -> the ranks along pp whose stages use it, in the order of the stages, but
+        first who changes it."""
+        assert self._users is not None, "cut() comes first"
+        return {
+            name: tuple(dict.fromkeys(self.ranks[stage] for stage in stages))
+            for name, stages in self._users.items()
+        }
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each microbatch in a full batch, of the replica that has most."""
+        return self._plan.largest_share(self._job.batch_size)
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """The plan's, for so many microbatches."""
+        if num_microbatches not in self._schedules:  # some are searched for
+            self._schedules[num_microbatches] = schedule_of(self._plan, num_microbatches)
+        return self._schedules[num_microbatches]
+
+    def has_cut(self, program: Program) -> bool:
+        """Whether it has decided for this program at other sizes."""
+        return self._for_other_sizes(program) is not None
+
+    def cut(
+        self,
+        whole: Program,
+        part: Program,
+        routed: Mapping[str, RoutedRows],
+        group: Group,
+        weighed: Program | None = None,
+    ) -> Steps[tuple[Stage, ...]]:
+        """The stages of `part`, this rank's shard of `whole` along tp. All ranks of `group` call it.
+
+        routed: values of the shard whose rows data sends to this rank. weighed: a program of the same nodes
+            by whose costs it decides; default: `whole`.
+        """
+        decided = self._for_other_sizes(whole)
+        if decided is None:
+            decided = yield from self._decide(whole, weighed or whole, group)
+            self._decided.append(decided)
+        if decided.kept is not None:
+            part = replace(part, kept=decided.kept)
+        with self._timings.of("cutting"):
+            stages = stages_of_part(part, decided.stage_of, routed, self._plan.num_stages)
+        if self._users is None:
+            self._users = users_of(stages)
+        self.first = self.first or stages
+        return stages
+
+    def _for_other_sizes(self, program: Program) -> _Decided | None:
+        return next((each for each in self._decided if alike(each.program, program)), None)
+
+    def _decide(self, whole: Program, weighed: Program, group: Group) -> Steps[_Decided]:
+        """By what the operators of `weighed` cost, which has the same nodes."""
+        priced: Mapping[str, Cost] | None = None  # where the cuts are chosen
+        if self._plan.num_stages == 1:
+            numbers = [0] * len(whole.nodes)
+        else:
+            with self._timings.of("choosing cuts"):
+                choice, priced = (yield from on_first(group, lambda: self._choose(weighed), PlanError)) or (
+                    None,
+                    None,
+                )
+            numbers: list[int] = yield from share(
+                group, [choice.stage_of[node.name] for node in whole.nodes] if choice else None
+            )
+            self.choice = self.choice or choice
+        kept: frozenset[str] | None = None
+        if self._plan.recompute != "none" and whole.training:
+            # One rank decides, by its rates; ranks of a team have to run the same again.
+            with self._timings.of("choosing what to keep"):
+                decided = yield from on_first(group, lambda: self._kept(weighed, priced), PlanError)
+            kept = frozenset((yield from share(group, decided)))
+        return _Decided(
+            program=whole,
+            stage_of={node.name: number for node, number in zip(whole.nodes, numbers, strict=True)},
+            kept=kept,
+        )
+
+    def _rates_here(self, whole: Program) -> Rates:
+        self.rates = self.rates or rates_here(whole.device.type, self._plan.pp)
+        return self.rates
+
+    def _choose(self, whole: Program) -> tuple[CutChoice, Mapping[str, Cost] | None]:
+        """And the costs, if they were needed."""
+        rates = self._rates_here(whole)
+        priced: Mapping[str, Cost] | None = None
+
+        def choose() -> CutChoice:
+            nonlocal priced
+            with self._timings.of("prices"):
+                priced = costs(whole)
+            return choose_stages(whole, priced, self._plan, rates, self.sizes, self._users)
+
+        stored = self._stored if self._users is None else None
+        return cut_before(stored, whole, rates, choose, plan=self._plan, sizes=self.sizes), priced
+
+    def _kept(self, whole: Program, priced: Mapping[str, Cost] | None) -> list[str]:
+        rates, mode = self._rates_here(whole), self._plan.recompute
+        return kept_before(
+            self._stored, whole, rates, lambda: sorted(kept_values(whole, priced, mode, rates)), mode=mode
+        )
+
+
+def stages_of_part(
+    part: Program, stage_of: Mapping[str, int], routed: Mapping[str, RoutedRows], num_stages: int
+) -> tuple[Stage, ...]:
+    """The stages of one rank's part along tp. stage_of: of the whole program's nodes. routed: values with
+    rows that data sends to this rank."""
+    part = layers_apart(part, stage_of)
+    placed = rows_apart(part, with_changes_placed(part, stage_of), routed)
+    return cut_into_stages(*changes_apart(*placed), num_stages)
+
+
+def with_changes_placed(part: Program, stage_of: Mapping[str, int]) -> dict[str, int]:
+    """The stage of every node of one rank's part: its own, as in the whole program; of changes of placement
+    where fewer bytes cross.
+
+    A change that makes a value larger is made where it is wanted, and so is one with the layers that want it,
+    and one that takes the rows that data sends to this rank, as nobody else knows how many they are; another
+    one where the value is made.
+    """
+    found = dict(stage_of)
+    first_use: dict[str, int] = {}
+    for node in reversed(part.nodes):
+        here = stage_of.get(node.name, first_use.get(node.name))
+        for ref in node.operands():
+            if here is not None:
+                first_use[ref.name] = min(first_use.get(ref.name, here), here)
+    for node in part.nodes:
+        if node.name in found:
+            continue
+        made = [found[ref.name] for ref in node.operands() if ref.name in found]
+        grows = (
+            isinstance(node.target, Transition)
+            and node.target.source == "part"
+            and node.target.target != "part"
+        )
+        grows |= isinstance(node.target, GatheredLayers) or node.target in (rows_here, take_rows)
+        if node.target is place_rows:
+            made = made[:1]
+        found[node.name] = max(made) if made and not grows else max([first_use.get(node.name, 0), *made])
+    return found

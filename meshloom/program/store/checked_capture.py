@@ -1,0 +1,205 @@
+"""Captures a loss and compares the program with eager, or takes what an earlier start has kept."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Job
+from meshloom.core.timings import Timings
+from meshloom.machine.cores import cores
+from meshloom.program.capture.capture import capture, capture_module
+from meshloom.program.capture.check import check_against_module, check_forward
+from meshloom.program.capture.outside import Outside
+from meshloom.program.ir.batch_values import takes_numbers, with_other_numbers
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.program import Program
+from meshloom.program.sizes.resized import resized
+from meshloom.program.sizes.smaller import Smaller, is_large, smaller
+from meshloom.program.store.stored import Stored, StoredEntry
+from meshloom.program.trace.precision import build_model, default_precision
+from meshloom.program.trace.reading import one_thread
+
+
+class CheckedCapture:
+    """Programs of `job`'s loss that compute what eager computes. dtype: that model and batches are lifted to;
+    None: the job's own. stored: what earlier starts have kept."""
+
+    def __init__(
+        self, job: Job, *, dtype: torch.dtype | None, timings: Timings, stored: Stored | None
+    ) -> None:
+        self._job, self._dtype, self._timings, self._stored = job, dtype, timings, stored
+        self._shown: dict[str, Smaller] = {}  # digest of a program -> what it was compared as
+        # Models are built as the first one was: some compute numbers of their own, like rates of layers, in
+        # the default precision.
+        self._default = torch.get_default_dtype()
+
+    def program(
+        self, batches: Sequence[Any], known: Program | None, *, training: bool, model: nn.Module | None
+    ) -> Program:
+        """Captured from the first two of `batches`, compared with eager on the last two.
+
+        known: a program of this mode that was compared. Where this one is that but for its sizes, and there
+            is no model, it is captured by shapes.
+        """
+        with default_precision(self._default):
+            resized = self.at_other_sizes(known, batches[0], batches[1]) if known and model is None else None
+            return resized or self._program(batches, training, model, is_first=known is None)
+
+    def at_other_sizes(self, known: Program, *batches: Any) -> Program | None:
+        """The program for batches of other sizes, captured by shapes; None where it differs from `known` in
+        more than sizes."""
+        with default_precision(self._default):
+            return resized(
+                known,
+                self._job,
+                (batches[0], batches[-1]),
+                lambda model, pair: self._capture(pair, known.training, model, numbers=True),
+            )
+
+    def _program(
+        self, batches: Sequence[Any], training: bool, model: nn.Module | None, *, is_first: bool
+    ) -> Program:
+        read, fresh = (batches[0], batches[1]), batches[-2:]
+        entry: StoredEntry | None = None
+        if is_first and self._stored is not None:
+            with self._timings.of("looking at what was kept"), one_thread():
+                model = model or self._model_for(training, read[0])
+                entry = self._stored.entry(
+                    model,
+                    self._job.loss,
+                    leaves_of(read[0]),
+                    kind=f"{training} {self._dtype} {self._default}",
+                )
+                program = self._take(entry, model, fresh[-1], training) if entry else None
+            if program is not None:
+                return program
+        program = self._capture(read, training, model, numbers=True)
+        outside = Outside(self._job.loss)  # what the first readings set up is no harm
+        try:
+            program = self._compared(program, read, fresh, training, model)
+        except CaptureError:
+            # calls were taken for alike that are not, as where code outside of the model counts them; or it
+            # is no fault of that
+            whole = self._capture(read, training, model, numbers=True, fold=False)
+            if whole.digest() == program.digest():
+                raise
+            program = self._compared(whole, read, fresh, training, model)
+        outside.check_read()
+        if entry is not None and self._stored is not None:
+            self._stored.keep(entry, program, self._shown.get(program.digest()))
+        return program
+
+    def _take(self, entry: StoredEntry, model: nn.Module, batch: Any, training: bool) -> Program | None:
+        """What an earlier run has read and compared, if its forward is still eager's: at the smaller sizes at
+        which it was compared, if it was."""
+        assert self._stored is not None
+
+        def check(program: Program, small: Smaller | None) -> None:
+            at = small.batch(batch) if small else batch
+            with _all_cores() if not small and is_large(program) else nullcontext():
+                check_forward(small.program if small else program, model, self._job.loss, at)
+
+        return self._stored.take(entry, model, leaves_of(batch), training=training, check=check)
+
+    def _model_for(self, training: bool, batch: Any) -> nn.Module:
+        return build_model(self._job, self._dtype, training=training, beside=batch)
+
+    def _compared(
+        self,
+        program: Program,
+        read: tuple[Any, Any],
+        fresh: Sequence[Any],
+        training: bool,
+        model: nn.Module | None,
+    ) -> Program:
+        """The program, or one for these numbers alone, which is what eager is."""
+        if takes_numbers(program.others):
+            try:
+                self._compare(program, fresh, read[0], model, moved=True)
+            except Exception:
+                # with a tensor for the number the loss does something else than with the number, or nothing
+                # that can be done
+                program = self._capture(read, training, model, numbers=False)
+            else:
+                return program
+        self._compare(program, fresh, read[0], model, moved=False)
+        return program
+
+    def _capture(
+        self,
+        batches: tuple[Any, Any],
+        training: bool,
+        model: nn.Module | None,
+        *,
+        numbers: bool,
+        fold: bool = True,
+    ) -> Program:
+        with self._timings.of("reading"):
+            if model is None:
+                program = capture(
+                    self._job, batches, training=training, dtype=self._dtype, numbers=numbers, fold=fold
+                )
+            else:
+                program = capture_module(
+                    model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, fold=fold
+                )
+            gc.collect()  # torch.export leaves the model in cycles, and the comparison builds another one
+            return program
+
+    def _compare(
+        self, program: Program, batches: Sequence[Any], first: Any, model: nn.Module | None, *, moved: bool
+    ) -> None:
+        """With eager, on batches with what the program is for; one of them with other numbers where it takes
+        any."""
+        values = leaves_of(first).values
+        if values:
+            batches = [
+                with_other_numbers(leaves_of(each), program.others, values, moved=moved and number > 0)
+                for number, each in enumerate(batches)
+            ]
+        with self._timings.of("comparing with eager"), one_thread():
+            there = model or self._model_for(program.training, batches[0])
+            if not self._compare_smaller(program, batches, there):
+                with _all_cores() if is_large(program) else nullcontext():
+                    check_against_module(program, there, self._job.loss, batches)
+
+    def _compare_smaller(self, program: Program, batches: Sequence[Any], model: nn.Module) -> bool:
+        """Whether the program is eager, as comparing it at smaller sizes shows. What is against it may be the
+        sizes' fault."""
+
+        def read(batch: Any) -> Program:
+            numbers = takes_numbers(program.others)
+            return capture_module(
+                model, self._job.loss, (batch, batch), dtype=self._dtype, numbers=numbers, once=True
+            )
+
+        found = smaller(program, self._job, batches[0], read)
+        if found is None:
+            return False
+        try:
+            telling = check_against_module(
+                found.program, model, self._job.loss, [found.batch(each) for each in batches]
+            ).telling
+        except Exception:
+            return False
+        if telling:
+            self._shown[program.digest()] = found
+        return telling
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """With as many threads as there are cores: the other ranks of this host wait meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
