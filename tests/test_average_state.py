@@ -20,8 +20,8 @@ from meshloom.optimizer.state import OwnedSlice
 def averaged(
     states: list[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], list[dict[str, int]], list[dict[str, int]]]:
-    """The state of each of some replicas of one parameter [2, 3] afterwards, and bytes as they were told and
-    as they were counted."""
+    """The state of each of some replicas of one parameter [2, 3] afterwards, and bytes as expected and
+    as counted."""
     groups = [RecordedGroup(group, "dp") for group in simulated_groups(len(states))]
     parameters = [nn.Parameter(torch.zeros(2, 3)) for _ in states]
     optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in parameters]
@@ -30,7 +30,9 @@ def averaged(
             optimizer.state[parameter] = dict(state)
     held = [[OwnedSlice("weight", parameter, 0, 6, (2, 3))] for parameter in parameters]
     talk = simulated_groups(len(states))
-    told = run_in_steps([average_state(*each) for each in zip(optimizers, held, groups, talk, strict=True)])
+    expected = run_in_steps(
+        [average_state(*each) for each in zip(optimizers, held, groups, talk, strict=True)]
+    )
     counted = [
         {
             name: group.counts[name].bytes if name in group.counts else 0
@@ -40,7 +42,7 @@ def averaged(
     ]
     return (
         [optimizer.state[parameter] for parameter, optimizer in zip(parameters, optimizers, strict=True)],
-        told,
+        [dict(each.bytes["dp"]) for each in expected],
         counted,
     )
 

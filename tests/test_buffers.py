@@ -15,6 +15,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import PeerLostError, TrainingError
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
+from meshloom.telemetry.traffic import ExpectedBytes
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # the recurrence is applied per replica and then over replicas
 
@@ -227,13 +228,13 @@ def test_one_replica_is_left_alone():
     world.step(steps[0])
     for name, expected in one_device(build, steps).items():
         assert torch.equal(world.buffers()[name], expected)
-    assert not world.groups[0].counts and world.statistics[0].bytes_per_step() == {}
+    assert not world.groups[0].counts and world.statistics[0].expected_bytes() == ExpectedBytes()
 
 
 def test_without_buffers_nothing_is_communicated():
     world = World(lambda: nn.Linear(4, 4), 3)
     world.step(schedule()[0])
-    assert not world.groups[0].counts and world.statistics[0].bytes_per_step() == {}
+    assert not world.groups[0].counts and world.statistics[0].expected_bytes() == ExpectedBytes()
 
 
 @pytest.mark.parametrize("case", ["batch norm 2d", "other"])
@@ -243,10 +244,9 @@ def test_predicted_bytes_are_counted_bytes(case: str):
     for chunks in schedule(shape):
         before = world.groups[0].counts["all_gather"].bytes if world.groups[0].counts else 0
         world.step(chunks)
-        assert (
-            world.groups[0].counts["all_gather"].bytes - before
-            == world.statistics[0].bytes_per_step()["all_gather"]
-        )
+        assert world.groups[0].counts["all_gather"].bytes - before == world.statistics[
+            0
+        ].expected_bytes().per_step.total("dp")
 
 
 class Others(nn.Module):

@@ -23,6 +23,7 @@ from meshloom.exchange.buckets.error_feedback import ErrorFeedback
 from meshloom.exchange.buckets.powersgd import PowerSGD
 from meshloom.exchange.buckets.reduction import Reduction
 from meshloom.exchange.buckets.topk import TopK
+from meshloom.telemetry.traffic import Traffic
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few
@@ -289,10 +290,7 @@ def test_all_replicas_get_the_same_bits_and_bytes_are_those_of_the_formula(
         for other in found[1:]:
             assert all(torch.equal(found[0][name], each) for name, each in other.items())  # type: ignore[arg-type]
     for group, exchange in zip(groups, world.exchanges, strict=True):
-        counted = {name: count.bytes for name, count in group.counts.items() if count.bytes}
-        predicted = {name: STEPS * count for name, count in exchange.bytes_per_step().items() if count}
-        predicted["broadcast"] = exchange.bytes_once()["broadcast"]
-        assert counted == predicted
+        assert exchange.expected_bytes().after(steps=STEPS) == Traffic.of({"dp": group.counts})
 
 
 # --- Through plans.

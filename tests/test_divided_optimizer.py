@@ -26,6 +26,7 @@ from meshloom.exchange.alone import Alone
 from meshloom.optimizer.updater import Updater
 from meshloom.parameters.shards import Shards
 from meshloom.program.capture.capture import capture_module
+from meshloom.telemetry.traffic import Traffic
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.lockstep import run_in_lockstep
 from meshloom.tensor_parallel.partition import Partition, partition
@@ -103,8 +104,9 @@ def test_clipping_counts_every_element_once(largest: float, plan: tuple[int, int
     for name, each in grid.parameters().items():
         torch.testing.assert_close(each, expected[name], rtol=1e-10, atol=1e-12)
     for counted, updater in zip(grid.counted, grid.updaters, strict=True):
-        assert counted["tp"] == {"all_reduce": 8} == updater.bytes_per_step("tp")
-        assert counted["dp"] == ({"all_reduce": 8} if zero else {}) == updater.bytes_per_step("dp")
+        per_step = updater.expected_bytes().per_step.over(["tp", "dp"])
+        assert counted["tp"] == {"all_reduce": 8} == per_step.bytes["tp"]
+        assert counted["dp"] == ({"all_reduce": 8} if zero else {}) == per_step.bytes["dp"]
 
 
 @pytest.mark.parametrize("plan", FEWER, ids=str)
@@ -115,15 +117,9 @@ def test_bytes_are_predicted_and_state_is_divided(plan: tuple[int, int, int]):
         for step in range(2):
             grid.step(step)
             for counted, updater in zip(grid.counted, grid.updaters, strict=True):
-                for axis in ("dp", "tp"):
-                    once = updater.bytes_once(axis) if step == 0 else {}
-                    per_step = updater.bytes_per_step(axis)
-                    predicted = {
-                        kind: per_step.get(kind, 0) + once.get(kind, 0) for kind in (*per_step, *once)
-                    }
-                    assert {kind: count for kind, count in counted[axis].items() if count} == {
-                        kind: count for kind, count in predicted.items() if count
-                    }
+                expected = updater.expected_bytes()
+                predicted = expected.per_step if step else expected.after(steps=1)
+                assert predicted.over(["dp", "tp"]) == Traffic(counted).over(["dp", "tp"])
         assert any(counted["tp"] for counted in grid.counted)
 
 
@@ -188,10 +184,9 @@ def test_a_checkpoint_goes_on_under_any_plan(name: str, zero: int, tmp_path: Pat
         first.counted, first.updaters, first.shards, first.models, strict=True
     ):
         weights = shards.weights_bytes(model)
-        assert (
-            counted["tp"].get("all_gather", 0) == updater.bytes_per_save("tp").get("all_gather", 0) + weights
-        )
-        assert counted["dp"].get("all_gather", 0) == updater.bytes_per_save("dp").get("all_gather", 0)
+        saved = updater.expected_bytes().so_far.bytes
+        assert counted["tp"].get("all_gather", 0) == saved.get("tp", {}).get("all_gather", 0) + weights
+        assert counted["dp"].get("all_gather", 0) == saved.get("dp", {}).get("all_gather", 0)
     first.step(2)
     expected = first.parameters()
     for dp, tp, zero2 in ((1, 3, 0), (1, 1, 0), (2, 2, zero), (3, 2, 1), (2, 1, 1)):

@@ -10,6 +10,7 @@ from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import TrainingError
+from meshloom.telemetry.traffic import Traffic
 from tests.covering import few
 from tests.exchange_world import KINDS, assert_same, backward, data, one_device, replicas, whole_gradients
 
@@ -97,11 +98,8 @@ def test_bytes_are_those_of_the_formula(kind: str) -> None:
         run_in_steps([exchange.finish(torch.tensor(4.0)) for _, exchange in world])
         run_in_steps([exchange.publish() for _, exchange in world])
     for group, (_, exchange) in zip(groups, world, strict=True):
-        counted = {name: count.bytes for name, count in group.counts.items() if count.bytes}
-        predicted = {name: 4 * count for name, count in exchange.bytes_per_step().items()}
-        for name, count in exchange.bytes_once().items():
-            predicted[name] = predicted.get(name, 0) + count
-        assert counted == predicted
+        counted = Traffic.of({"dp": group.counts})
+        assert exchange.expected_bytes().after(steps=4).over(counted.bytes) == counted
 
 
 def test_the_first_bucket_starts_before_backward_ends(kind: str) -> None:

@@ -356,7 +356,7 @@ def test_parameters_travel_once_a_round_and_bytes_are_predicted(
     ) as trainer:
         summary = trainer.fit()
         assert summary.predicted == summary.counted
-        assert trainer.replicas[0].exchange.bytes_so_far()["all_reduce"] == 3 * 4 * sum(
+        assert trainer.replicas[0].exchange.expected_bytes().so_far.total("dp") == 3 * 4 * sum(
             each.numel() for _, each in trainer.replicas[0].named
         )  # 2 rounds, 1 look
 

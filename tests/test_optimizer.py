@@ -511,7 +511,11 @@ def test_the_users_answer_decides():
 def test_whole_parameters_travel_to_their_keeper_and_back():
     world, _ = trained(job(matrices_and_rest, clip_grad_norm=1.0), "zero", steps=1)
     whole = sum(each.numel() for each in world.members[0][0].parameters() if each.ndim == 2)
-    back = sum(updater._whole.bytes_per_step() for _, _, updater in world.members if updater._whole)
+    back = sum(
+        updater._whole.expected_bytes().per_step.total("dp")
+        for _, _, updater in world.members
+        if updater._whole
+    )
     slices = sum(
         1 for _, exchange, _ in world.members for slice_ in exchange.owned if slice_.parameter.ndim == 2
     )
@@ -522,7 +526,9 @@ def test_whole_parameters_travel_to_their_keeper_and_back():
         if slice_.parameter.ndim == 2 and any(each is slice_.parameter for each in updater._kept)
     )
     assert back == 8 * (whole + slices + whole - own)
-    assert all(updater.bytes_per_step()["all_reduce"] == 8 for _, _, updater in world.members)
+    assert all(
+        updater.expected_bytes().per_step.bytes["dp"]["all_reduce"] == 8 for _, _, updater in world.members
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import Tensor
 from meshloom.core.errors import CaptureError, JobError, PlanError, TrainingError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
+from meshloom.telemetry.traffic import Traffic
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.families import FAMILIES
@@ -121,12 +122,9 @@ def test_bytes_along_every_axis_are_as_predicted(plan: str, tmp_path: Path):
     with keyed(job, plan, steps=3, out=tmp_path) as trainer:
         summary = trainer.fit()
         for replica in trainer.replicas[1:]:  # what is printed is rank 0's; the others know theirs as well
-            for axis in ("pp", "tp"):
-                counts = replica.seat.groups[axis].counts if axis in replica.seat.groups else {}
-                counted = {name: count.bytes for name, count in counts.items() if count.bytes}
-                assert {
-                    name: size for name, size in replica.bytes_within(axis).items() if size
-                } == counted or axis not in replica.seat.groups
+            groups = replica.seat.groups
+            counted = Traffic.of({axis: groups[axis].counts for axis in ("pp", "tp") if axis in groups})
+            assert replica.expected_bytes().after(steps=3).over(counted.bytes) == counted
     assert summary.counted.bytes["pp"] and summary.predicted == summary.counted
 
 

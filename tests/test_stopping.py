@@ -16,6 +16,7 @@ from saving_jobs import names_in
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.launch.processes import signals
 from meshloom.telemetry.progress import QUIET, Listener
+from meshloom.telemetry.traffic import Traffic
 from meshloom.train.trainer import Trainer
 from tests.covering import few
 
@@ -209,13 +210,8 @@ def test_all_ranks_learn_in_the_same_step_what_one_was_asked(asked: int, tmp_pat
             told.append([each.stopping for each in results])
         assert told == [[False] * 8, [True] * 8, [False] * 8, [False] * 8]
         for replica in trainer.replicas:
-            for axis in ("pp", "tp"):
-                counted = {
-                    name: count.bytes
-                    for name, count in replica.seat.groups[axis].counts.items()
-                    if count.bytes
-                }
-                assert {name: size for name, size in replica.bytes_within(axis).items() if size} == counted
+            counted = Traffic.of({axis: replica.seat.groups[axis].counts for axis in ("pp", "tp")})
+            assert replica.expected_bytes().after(steps=4).over(counted.bytes) == counted
 
 
 def test_bytes_are_predicted_with_a_directory_too(tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshloom.comm.recording import Count
-from meshloom.telemetry.summary import Traffic, time_shares
+from meshloom.telemetry.summary import time_shares
 
 
 def test_shares_add_up_to_one() -> None:
@@ -20,14 +19,3 @@ def test_the_slowest_rank_never_waits() -> None:
 
 def test_newest_steps_stand_for_all() -> None:
     assert time_shares(100.0, 0.0, 50.0, [[0.0], [1.0]], 0, 10).waiting == pytest.approx(0.1)
-
-
-def test_traffic_leaves_out_what_carried_nothing() -> None:
-    counts = {
-        "dp": {
-            "all_reduce": Count(calls=2, bytes=64, seconds=0.1),
-            "barrier": Count(calls=1, bytes=0, seconds=0.1),
-        }
-    }
-    assert Traffic.of(counts).bytes == {"dp": {"all_reduce": 64}}
-    assert Traffic.of(counts).total("dp") == 64

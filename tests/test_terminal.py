@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from meshloom.report.terminal import Terminal, duration, memory, progress_text, short
-from meshloom.telemetry.summary import Traffic
+from meshloom.telemetry.traffic import Traffic
 
 
 def _terminal() -> tuple[Terminal, io.StringIO]:

@@ -10,6 +10,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.exchange.exchange import Slice
 from meshloom.optimizer.whole import WholeParameters, divide
+from meshloom.telemetry.traffic import Traffic
 
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
     ((3, 4), torch.float64),
@@ -73,5 +74,4 @@ def test_gradients_come_together_and_values_go_back():
             own = slice(cut[number], cut[number + 1])
             assert torch.equal(each.detach().view(-1)[own], expected[own])
     for whole, group in zip(wholes, groups, strict=True):
-        assert group.counts["all_to_all"].bytes == whole.bytes_per_step()
-        assert group.counts["all_gather"].bytes == whole.bytes_once()
+        assert whole.expected_bytes().after(steps=1) == Traffic.of({"dp": group.counts})

@@ -64,8 +64,8 @@ def run(job: Job, plan: str) -> tuple[float, float, float]:
         losses = [trainer.step(batch) for batch in trainer.batches()]
         sent = trainer.summary(0.0, {}, None)
         assert sent.predicted == sent.counted
-        start = trainer.replicas[0].bytes_once()
-        num_bytes = sent.counted.total("dp") - sum(start.values())
+        start = trainer.replicas[0].expected_bytes().once
+        num_bytes = sent.counted.total("dp") - start.total("dp")
         metric = next(iter(trainer.evaluate().values()))
     return statistics.mean(losses[-LAST:]), metric, num_bytes / len(losses)
 

@@ -14,7 +14,7 @@ from ranks import on_hosts
 
 import meshloom as ml
 from meshloom.telemetry.progress import QUIET
-from meshloom.telemetry.summary import Traffic
+from meshloom.telemetry.traffic import Traffic
 from meshloom.train.trainer import Trainer
 
 WARM_UP = 1  # steps: the first reads the loss, divides it, allocates, and connects

@@ -13,7 +13,8 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.units import how_many
 from meshloom.telemetry.progress import Progress
-from meshloom.telemetry.summary import Summary, TimeShares, Traffic
+from meshloom.telemetry.summary import Summary, TimeShares
+from meshloom.telemetry.traffic import Traffic
 
 AGES_SHOWN = 100  # newest updates over which the age that is shown is averaged
 

@@ -18,6 +18,7 @@ from meshloom.exchange.registry import Setup
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
 from meshloom.program.operators.fused_grad_accumulation import Room
+from meshloom.telemetry.traffic import ExpectedBytes
 
 
 def open_all_reduce(setup: Setup) -> Exchange:
@@ -98,11 +99,8 @@ class AllReduce(Exchange):
         for slice_, each in zip(self._owned, gradients, strict=True):
             yield from give(slice_.name, None if each is None else each.view(slice_.parameter.shape))
 
-    def bytes_per_step(self) -> dict[str, int]:
-        return self._reduction.bytes_per_step(self._buckets.buckets)
-
-    def bytes_once(self) -> dict[str, int]:
-        return {"broadcast": 8 * len(self._buckets.buckets)}
+    def expected_bytes(self) -> ExpectedBytes:
+        return self._reduction.expected_bytes(self._buckets.buckets) + self._buckets.expected_bytes()
 
     def _start(self, bucket: Bucket) -> None:
         with torch.no_grad():

@@ -16,6 +16,7 @@ from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.slices import move_into_flat, share_of
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class Copies(ABC):
@@ -44,8 +45,8 @@ class Copies(ABC):
         """Return when all owners' updates can be read here."""
 
     @abstractmethod
-    def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that `publish` hands to each kind of collective."""
+    def expected_bytes(self) -> ExpectedBytes:
+        """Of `publish`."""
 
 
 class OneEach(Copies):
@@ -79,8 +80,9 @@ class OneEach(Copies):
         for work in works:
             work.wait()
 
-    def bytes_per_step(self) -> dict[str, int]:
-        return {"all_gather": sum(segment(flat, self._group).nbytes for flat in self._flats)}
+    def expected_bytes(self) -> ExpectedBytes:
+        num_bytes = sum(segment(flat, self._group).nbytes for flat in self._flats)
+        return ExpectedBytes(per_step=Traffic.along("dp", all_gather=num_bytes))
 
 
 def extent_of(bucket: Bucket) -> Extent:

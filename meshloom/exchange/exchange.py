@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.program.operators.fused_grad_accumulation import Room
+from meshloom.telemetry.traffic import ExpectedBytes
 
 # takes a tensor by the name of its parameter; None: it was not used
 Give = Callable[[str, Tensor | None], Steps[None]]
@@ -138,17 +139,9 @@ class Exchange(ABC):
         """Give what `finish` returned as whole gradients, one after another, on every rank: for inspection.
         At most a bucket of them is gathered at a time."""
 
-    def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that one step hands to each kind of collective (finish and publish), by its name."""
-        return {}
-
-    def bytes_once(self) -> dict[str, int]:
-        """Bytes that the first step hands over besides, by kind of collective."""
-        return {}
-
-    def bytes_so_far(self) -> dict[str, int]:
-        """Bytes that were handed over besides, of which it is known only afterwards how many they are."""
-        return {}
+    def expected_bytes(self) -> ExpectedBytes:
+        """Bytes that this rank hands to the group of replicas."""
+        return ExpectedBytes()
 
     def notes(self) -> list[str]:
         """What the user should know before the first step."""

@@ -24,6 +24,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.exchange.exchange import Exchange, Give, Slice
 from meshloom.exchange.registry import Named, Setup
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class RoundEnd(ABC):
@@ -145,11 +146,11 @@ class LocalSGD(Exchange):
         """The plain mean over replicas of whole gradients, those that are None counting as zero."""
         yield from self._inner.each_gradient(gradients, partial(self._give_mean, give))
 
-    def bytes_so_far(self) -> dict[str, int]:
+    def expected_bytes(self) -> ExpectedBytes:
         num_bytes = sum(
             parameter.numel() * _precision(parameter.dtype).itemsize for _, parameter in self._named
         )
-        return {"all_reduce": num_bytes * self._times}
+        return ExpectedBytes(so_far=Traffic.along("dp", all_reduce=num_bytes * self._times))
 
     def _set(self, values: Sequence[Tensor]) -> None:
         for (_, parameter), value in zip(self._named, values, strict=True):

@@ -25,6 +25,7 @@ from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.sharded import Sharded
 from meshloom.exchange.slices import move_into_flat, share_of
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 def open_server(setup: Setup) -> Exchange:
@@ -60,10 +61,6 @@ class Server(Sharded):
     def publish(self) -> Steps[None]:
         yield from self._pull(self._parameters)
 
-    def bytes_per_step(self) -> dict[str, int]:
-        total = sum(bucket.num_bytes for bucket in self._buckets.buckets)
-        return {"gather": total, "broadcast": total, "all_reduce": self._used.num_bytes}
-
     def _start(self, bucket: Bucket) -> None:
         bucket.flat[bucket.length :].zero_()
         for server in range(self._num_owners):
@@ -71,6 +68,10 @@ class Server(Sharded):
             self._works.append(
                 self._group.gather(rows, share_of(bucket.flat, server, self._num_owners), server)
             )
+
+    def _expected_bytes(self) -> ExpectedBytes:
+        total = sum(bucket.num_bytes for bucket in self._buckets.buckets)
+        return ExpectedBytes(per_step=Traffic.along("dp", gather=total, broadcast=total))
 
     def _add_up(self) -> list[Tensor]:
         for pushed in self._pushed:

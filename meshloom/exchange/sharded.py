@@ -17,6 +17,7 @@ from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.exchange import Exchange, Give, Slice
 from meshloom.exchange.slices import OwnedSlices, Used, give_bucket
 from meshloom.program.operators.fused_grad_accumulation import Room
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class Sharded(Exchange):
@@ -100,8 +101,9 @@ class Sharded(Exchange):
             yield from self._gather(whole, share)
             yield from give_bucket(bucket, whole, is_used, give)
 
-    def bytes_once(self) -> dict[str, int]:
-        return {"broadcast": 8 * len(self._buckets.buckets)}
+    def expected_bytes(self) -> ExpectedBytes:
+        flags = ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self._used.num_bytes))
+        return flags + self._buckets.expected_bytes() + self._expected_bytes()
 
     @abstractmethod
     def _start(self, bucket: Bucket) -> None:
@@ -109,6 +111,10 @@ class Sharded(Exchange):
 
     def _computed(self) -> None:
         """This rank has computed its chunks; nobody has updated anything yet."""
+
+    @abstractmethod
+    def _expected_bytes(self) -> ExpectedBytes:
+        """Of buckets and of parameters."""
 
     @abstractmethod
     def _add_up(self) -> list[Tensor]:

@@ -27,6 +27,7 @@ from meshloom.comm.windows import Extent, Windows, in_window, window_bytes
 from meshloom.core.errors import TrainingError
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.copies import Copies, extent_of
+from meshloom.telemetry.traffic import ExpectedBytes
 
 BITS_EVERY = 100  # steps between comparisons of all bits before and after a step's chunks
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -89,8 +90,8 @@ class OneForAll(Copies):
         yield from self._meet()
         self._untouched.note()
 
-    def bytes_per_step(self) -> dict[str, int]:
-        return {}
+    def expected_bytes(self) -> ExpectedBytes:
+        return ExpectedBytes()
 
     def _meet(self) -> Steps[None]:
         work = self._group.barrier()

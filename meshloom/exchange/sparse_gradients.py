@@ -22,6 +22,7 @@ from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import TrainingError
 from meshloom.exchange.exchange import Exchange, Give, Slice
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 NOT_USED = -1
 
@@ -128,14 +129,8 @@ class WithSparse(Exchange):
         for name, total in self._whole.items():
             yield from give(name, total if total is None or name in self._kept else total.to_dense())
 
-    def bytes_per_step(self) -> dict[str, int]:
-        return self._inner.bytes_per_step()
-
-    def bytes_once(self) -> dict[str, int]:
-        return self._inner.bytes_once()
-
-    def bytes_so_far(self) -> dict[str, int]:
-        return dict(self._sent)
+    def expected_bytes(self) -> ExpectedBytes:
+        return self._inner.expected_bytes() + ExpectedBytes(so_far=Traffic({"dp": dict(self._sent)}))
 
     def notes(self) -> list[str]:
         if self._group is None:

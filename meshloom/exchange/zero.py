@@ -25,6 +25,7 @@ from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.copies import Copies, OneEach, segment
 from meshloom.exchange.sharded import Sharded
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class ZeroOne(Sharded):
@@ -77,16 +78,17 @@ class ZeroOne(Sharded):
     def publish(self) -> Steps[None]:
         yield from self._copies.publish()
 
-    def bytes_per_step(self) -> dict[str, int]:
-        total = sum(bucket.num_bytes for bucket in self._buckets.buckets)
-        return {"reduce_scatter": total, "all_reduce": self._used.num_bytes, **self._copies.bytes_per_step()}
-
     def _start(self, bucket: Bucket) -> None:
         bucket.flat[bucket.length :].zero_()
         self._works.append(self._group.reduce_scatter(self._gradients[bucket.number], bucket.flat))
 
     def _computed(self) -> None:
         self._copies.computed()
+
+    def _expected_bytes(self) -> ExpectedBytes:
+        total = sum(bucket.num_bytes for bucket in self._buckets.buckets)
+        scattered = ExpectedBytes(per_step=Traffic.along("dp", reduce_scatter=total))
+        return scattered + self._copies.expected_bytes()
 
     def _add_up(self) -> list[Tensor]:
         return self._gradients

@@ -21,13 +21,13 @@ from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.optimizer.state import OwnedSlice, place_state
+from meshloom.telemetry.traffic import Traffic
 
 
 def average_state(
     optimizer: Optimizer, held: Sequence[OwnedSlice], group: Group, talk: Group
-) -> Steps[dict[str, int]]:
-    """Every rank of `group` calls it, with the same parameters in `held`; bytes handed to each kind of
-    collective.
+) -> Steps[Traffic]:
+    """Every rank of `group` calls it, with the same parameters in `held`; the bytes that this took.
 
     talk: the same ranks, for what they agree on first; not counted.
     """
@@ -71,7 +71,7 @@ def average_state(
         yield
         work.wait()
         state[key] = value.copy_(mean.div_(holders[index, key]) if value.is_floating_point() else mean)
-    return num_bytes
+    return Traffic({"dp": num_bytes})
 
 
 def _entries(optimizer: Optimizer, held: Sequence[OwnedSlice]) -> list[tuple[int, str, Any]]:

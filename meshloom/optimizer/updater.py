@@ -9,7 +9,6 @@ optimizer objects stay, because schedulers hold them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +44,7 @@ from meshloom.optimizer.whole import WholeParameters, divide
 from meshloom.optimizer.whole_from_parts import GatheredParameter, WholeFromParts
 from meshloom.optimizer.whole_state import whole_pieces
 from meshloom.parameters.shards import Shards
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class Updater:
@@ -97,7 +97,7 @@ class Updater:
         self._kept: list[nn.Parameter] = []
         self._whole: WholeParameters | None = None
         self._from_parts: WholeFromParts | None = None
-        self._gathered = (0, 0)  # bytes along dp and tp for the newest checkpoint
+        self._saved = Traffic()  # for the state in checkpoints so far
         self._counted = (
             self._spoken_for() if self._shards.size > 1 and job.clip_grad_norm is not None else None
         )
@@ -168,13 +168,10 @@ class Updater:
         if self._from_parts:
             self._from_parts.forget()
 
-    def average_state(self, group: Group, talk: Group) -> Steps[dict[str, int]]:
-        """Replicas that have stepped by themselves get the same state; bytes handed to each kind of
-        collective. Arguments: of `average_state`."""
-        total: Counter[str] = Counter()
+    def average_state(self, group: Group, talk: Group) -> Steps[None]:
+        """Replicas that have taken independent steps get the same state. Arguments: of `average_state`."""
         for optimizer, held in zip(self._optimizers, self._held, strict=True):
-            total.update((yield from average_state(optimizer, held, group, talk)))
-        return dict(total)
+            self._saved += yield from average_state(optimizer, held, group, talk)
 
     def learning_rates(self) -> list[float]:
         """Of every group of every optimizer that has one."""
@@ -194,29 +191,18 @@ class Updater:
             for scheduler in looking[:1]
         ]
 
-    def bytes_per_step(self, axis: Axis = "dp") -> dict[str, int]:
-        """Bytes that one `update` hands to each kind of collective along an axis. What whole parameters need
-        along dp is known after the first."""
-        total: dict[str, int] = {}
+    def expected_bytes(self) -> ExpectedBytes:
+        """Bytes that this rank hands over: in a step for the norm and for whole parameters, so far for saved
+        state."""
+        expected = ExpectedBytes(so_far=self._saved)
         divided: dict[Axis, Any] = {"dp": self._exchange.owners, "tp": self._counted, "pp": self._stages}
-        if divided[axis] is not None and self._job.clip_grad_norm is not None:
-            total["all_reduce"] = 8
-        through = {"dp": self._whole, "tp": self._from_parts}.get(axis)
-        if through:
-            total["all_to_all"] = through.bytes_per_step()
-        return total
-
-    def bytes_once(self, axis: Axis = "dp") -> dict[str, int]:
-        """Bytes that the first `update` hands over besides."""
-        if axis == "pp":
-            return {}
-        if axis == "tp":
-            return {"all_to_all": self._from_parts.bytes_once()} if self._from_parts else {}
-        return {"all_gather": self._whole.bytes_once()} if self._whole else {}
-
-    def bytes_per_save(self, axis: Axis = "dp") -> dict[str, int]:
-        """Bytes that `state` hands over, once it has run."""
-        return {"all_gather": self._gathered[axis == "tp"]} if any(self._gathered) else {}
+        for axis, over in divided.items():
+            if over is not None and self._job.clip_grad_norm is not None:
+                expected += ExpectedBytes(per_step=Traffic.along(axis, all_reduce=8))
+        for through in (self._whole, self._from_parts):
+            if through:
+                expected += through.expected_bytes()
+        return expected
 
     def state(
         self, world: Group, *, by_itself: bool = False
@@ -241,7 +227,7 @@ class Updater:
             )
             pieces += gathered.pieces
             streams.append(gathered.stream)
-            self._gathered = gathered.bytes_dp, gathered.bytes_tp
+            self._saved += gathered.traffic
         return (
             pieces,
             streams,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.exchange.exchange import Slice
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class _Part(NamedTuple):
@@ -186,8 +187,9 @@ class WholeParameters:
                     ]
                     at += part.length
 
-    def bytes_per_step(self) -> int:
-        """Bytes that this rank hands to all_to_all in a step. What goes back is known after `prepare`."""
+    def expected_bytes(self) -> ExpectedBytes:
+        """Bytes that this rank hands to `group`. Those of `prepare` and of `give_back` are known after
+        `prepare`."""
         here = self._group.rank
         there = list(range(self._group.size))
         total = 0
@@ -201,11 +203,10 @@ class WholeParameters:
             total += sum(
                 part.length * dtype.itemsize for owner in there for part in self._returned(here, owner, dtype)
             )
-        return total
-
-    def bytes_once(self) -> int:
-        """Bytes that `prepare` hands to all_gather, once it has run."""
-        return 0 if self._parts is None else 8 + 24 * max(1, *(len(parts) for parts in self._parts))
+        once = 0 if self._parts is None else 8 + 24 * max(1, *(len(parts) for parts in self._parts))
+        return ExpectedBytes(
+            once=Traffic.along("dp", all_gather=once), per_step=Traffic.along("dp", all_to_all=total)
+        )
 
     def _sent(self, owner: int, keeper: int, dtype: torch.dtype) -> list[_Part]:
         """Whose gradients go from `owner` to `keeper`, in order."""

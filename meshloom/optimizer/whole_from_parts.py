@@ -25,6 +25,7 @@ from meshloom.comm.group import Work
 from meshloom.comm.pieces import Pieces
 from meshloom.comm.steps import Steps
 from meshloom.parameters.shards import Shards
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 _Way = Literal["to keeper", "back"]
 
@@ -90,13 +91,14 @@ class WholeFromParts:
             )
             each.part.data.copy_(mine)
 
-    def bytes_per_step(self) -> int:
-        """Bytes that this rank hands to all_to_all in a step."""
-        return self._bytes("to keeper") + self._bytes("back")
-
-    def bytes_once(self) -> int:
-        """Bytes that it handed over besides, for values that the keepers did not know."""
-        return self._bytes("to keeper") * self._times_fetched
+    def expected_bytes(self) -> ExpectedBytes:
+        """Bytes that this rank hands over along tp: gradients and values in every step; so far, the values
+        that keepers did not know."""
+        there, back = self._bytes("to keeper"), self._bytes("back")
+        return ExpectedBytes(
+            per_step=Traffic.along("tp", all_to_all=there + back),
+            so_far=Traffic.along("tp", all_to_all=there * self._times_fetched),
+        )
 
     def _bring(self, parts: Sequence[Tensor | None]) -> Steps[list[Tensor | None]]:
         """Of each entry, the whole tensor of all ranks' parts; None where this rank does not keep it or all

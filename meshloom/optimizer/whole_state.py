@@ -24,18 +24,18 @@ from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.optimizer.state import StatePart
 from meshloom.parameters.shards import Shards
+from meshloom.telemetry.traffic import Traffic
 from meshloom.tensor_parallel.layout.placement import even_parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
     """What a rank saves of the whole tensors, pieces without elements; from where those come; and the bytes
-    handed to all_gather along each axis for it."""
+    that this takes."""
 
     pieces: list[Piece]
     stream: Stream
-    bytes_dp: int
-    bytes_tp: int
+    traffic: Traffic
 
 
 def whole_pieces(
@@ -99,8 +99,12 @@ def whole_pieces(
     return Gathered(
         pieces=list(pieces.values()),
         stream=Stream(entries=[TensorEntry.of(each.name, each.tensor) for each in pieces.values()], run=run),
-        bytes_dp=sum(16 + _longest(each) * dtype.itemsize for dtype, each in slices),
-        bytes_tp=sum(shards.gather_bytes(name, dtype) for name, dtype in known.values()),
+        traffic=Traffic.along(
+            "dp", all_gather=sum(16 + _longest(each) * dtype.itemsize for dtype, each in slices)
+        )
+        + Traffic.along(
+            "tp", all_gather=sum(shards.gather_bytes(name, dtype) for name, dtype in known.values())
+        ),
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.parameters.model import replace_tensors
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class Homes:
@@ -33,6 +34,7 @@ class Homes:
         self._group = group
         # every name of a tensor in the model -> the one that `holders` knows
         self._first: dict[str, str] = {}
+        self._sent = 0  # bytes
 
     @property
     def rank(self) -> int:
@@ -67,6 +69,11 @@ class Homes:
         this rank holds."""
         arriving: list[tuple[Work, Tensor, nn.Parameter]] = []
         sending: list[tuple[Work, Tensor]] = []
+        self._sent += sum(
+            each.nbytes + each.element_size()
+            for name, each in self._lent_here(parameters)
+            if not self.owns(name)
+        )
         for name, parameter in self._lent_here(parameters):
             for borrower in self.holders[name][1:]:
                 if borrower == self.rank:
@@ -96,6 +103,11 @@ class Homes:
     def lend(self, parameters: Mapping[str, nn.Parameter]) -> Steps[None]:
         """Borrowers get the owners' values. parameters: what this rank holds."""
         works: list[tuple[Work, Tensor, nn.Parameter | None]] = []
+        self._sent += sum(
+            each.nbytes * (len(self.holders[name]) - 1)
+            for name, each in self._lent_here(parameters)
+            if self.owns(name)
+        )
         for name, parameter in self._lent_here(parameters):
             if not self.owns(name):
                 value = parameter.detach().new_empty(parameter.shape)
@@ -134,23 +146,10 @@ class Homes:
             return received
         return None
 
-    def bytes_per_step(self, parameters: Mapping[str, nn.Parameter]) -> int:
-        """What `return_gradients` and `lend` hand to sends: a gradient and a flag to the owner, a value to
-        each borrower."""
-        return sum(
-            each.nbytes * (len(self.holders[name]) - 1)
-            if self.owns(name)
-            else each.nbytes + each.element_size()
-            for name, each in self._lent_here(parameters)
-        )
-
-    def bytes_of_lending(self, parameters: Mapping[str, nn.Parameter]) -> int:
-        """What `lend` alone hands to sends."""
-        return sum(
-            each.nbytes * (len(self.holders[name]) - 1)
-            for name, each in self._lent_here(parameters)
-            if self.owns(name)
-        )
+    def expected_bytes(self) -> ExpectedBytes:
+        """Bytes so far: for every return of gradients one with a flag to each owner, for every lending a
+        value to each borrower."""
+        return ExpectedBytes(so_far=Traffic.along("pp", send=self._sent))
 
     def _lent_here(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
         """Of what this rank holds, what is trained and other ranks hold, too."""

@@ -11,6 +11,7 @@ from meshloom.comm.steps import Steps
 from meshloom.parameters.digest import digest
 from meshloom.parameters.model import state_of
 from meshloom.parameters.pipeline_ownership import held
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 def first_difference(model: nn.Module, replicas: Group) -> Steps[tuple[str, int] | None]:
@@ -32,6 +33,7 @@ def first_difference(model: nn.Module, replicas: Group) -> Steps[tuple[str, int]
     return None
 
 
-def bytes_per_comparison(model: nn.Module) -> int:
-    """Bytes that `first_difference` hands over."""
-    return 8 * max(1, len(held(state_of(model).items())))
+def expected_bytes(model: nn.Module) -> ExpectedBytes:
+    """Of `first_difference`."""
+    num_hashes = max(1, len(held(state_of(model).items())))
+    return ExpectedBytes(per_check=Traffic.along("dp", all_gather=8 * num_hashes))

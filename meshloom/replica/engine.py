@@ -4,14 +4,13 @@ that.
     ModuleEngine    runs the user's module as it is; the rank holds all of it          (dp alone)
     ProgramEngine   runs programs captured from the loss; the rank holds some stages along pp, its shard of them along tp
 
-In order: `open`, `parameters`, `connect` to the exchange of those; then for every step `run`, and `published`
-after its update.
+In order: `open`, `parameters`, `connect` to the exchange of those; then for every step `run`, and
+`refresh_borrowed` after its update.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -31,6 +30,7 @@ from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.loss_sums import LossSums
+from meshloom.telemetry.traffic import ExpectedBytes
 from meshloom.tensor_parallel.division import Division
 
 TakeTensor = Callable[[str, Tensor | None], None]
@@ -85,12 +85,9 @@ class Engine(ABC):
         """Add `sums` up over the replica's ranks along pp or tp; nothing where there is one."""
 
     @abstractmethod
-    def published(self) -> Steps[None]:
-        """After every update: parameters of which this rank holds a copy get their new values."""
-
-    @abstractmethod
-    def lend_again(self) -> Steps[None]:
-        """The same after a change that no update made."""
+    def refresh_borrowed(self) -> Steps[None]:
+        """After parameters have changed, by an update or otherwise: those of which this rank holds a copy get
+        their owners' values."""
 
     @abstractmethod
     def gather(self, mine: Callable[[Give], Steps[None]], take: TakeTensor) -> Steps[None]:
@@ -116,9 +113,9 @@ class Engine(ABC):
         """What is wrong if a parameter or buffer that several ranks of the replica hold whole is not the same
         on all of them."""
 
-    @abstractmethod
-    def expected(self, axis: Axis) -> Counter[str]:
-        """Bytes that this rank should have handed to each kind of operation along pp or tp so far."""
+    def expected_bytes(self) -> ExpectedBytes:
+        """Bytes that this rank hands over along pp and tp."""
+        return ExpectedBytes()
 
     @property
     def readings(self) -> str | None:

@@ -3,8 +3,7 @@ pp, one after another."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,23 +11,23 @@ from torch import Tensor, nn
 from meshloom.checkpoint.tensor_file import Stream, TensorEntry, widest_first
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.core.mesh import Axis
 from meshloom.exchange.exchange import Give
 from meshloom.parameters.model import state_of
 from meshloom.parameters.pipeline_ownership import Homes
 from meshloom.parameters.shards import Shards
 from meshloom.replica.engine import TakeTensor
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class GatheredTensors:
-    """What one rank does for it. pp, tp: the ranks along these axes; tp None: there is one. sent: what is
-    handed over is added to it, by axis and kind."""
+    """What one rank does for it. pp, tp: the ranks along these axes; tp None: there is one."""
 
     def __init__(
-        self, model: nn.Module, homes: Homes, shards: Shards, pp: Group, tp: Group | None, device: torch.device, sent: Mapping[Axis, Counter[str]]
+        self, model: nn.Module, homes: Homes, shards: Shards, pp: Group, tp: Group | None, device: torch.device
     ) -> None:  # fmt: skip
         self._model, self._homes, self._shards = model, homes, shards
-        self._pp, self._device, self._sent = pp, device, sent
+        self._pp, self._device = pp, device
+        self._gathered = self._sent = 0  # bytes along tp, along pp
         self._moves = tp is None or tp.rank == 0  # whether this rank sends along pp
 
     def gather(self, mine: Callable[[Give], Steps[None]], take: TakeTensor) -> Steps[None]:
@@ -40,7 +39,7 @@ class GatheredTensors:
             if not self._homes.owns(name):
                 return
             if tensor is not None:
-                self._sent["tp"]["all_gather"] += self._shards.gather_bytes(name, tensor.dtype)
+                self._gathered += self._shards.gather_bytes(name, tensor.dtype)
                 tensor = yield from self._shards.gather(name, tensor.detach())
             if moves and self._pp.rank == 0:
                 take(name, tensor)
@@ -54,7 +53,7 @@ class GatheredTensors:
 
         def send(tensor: Tensor) -> Steps[None]:
             work = self._pp.send(tensor, 0)
-            self._sent["pp"]["send"] += tensor.nbytes
+            self._sent += tensor.nbytes
             yield
             work.wait()
 
@@ -81,10 +80,16 @@ class GatheredTensors:
                 )
                 take(name, (yield from receive(like, sender)) if there else None)
 
+    def expected_bytes(self) -> ExpectedBytes:
+        """Bytes so far."""
+        return ExpectedBytes(
+            so_far=Traffic.along("tp", all_gather=self._gathered) + Traffic.along("pp", send=self._sent)
+        )
+
     def weights(self) -> Stream:
         """As `Engine.weights`."""
         if self._pp.size == 1:
-            self._sent["tp"]["all_gather"] += self._shards.weights_bytes(self._model)
+            self._gathered += self._shards.weights_bytes(self._model)
             return self._shards.weights(self._model)
         state = self._model.state_dict()
         entries = widest_first(
@@ -100,8 +105,8 @@ class GatheredTensors:
             for each in entries:
                 whole: Tensor | None = None
                 if self._homes.owns(each.name):
-                    self._sent["tp"]["all_gather"] += self._shards.gather_bytes(each.name, each.dtype)
-                    self._sent["pp"]["send"] += each.num_bytes if moves and self._pp.rank else 0
+                    self._gathered += self._shards.gather_bytes(each.name, each.dtype)
+                    self._sent += each.num_bytes if moves and self._pp.rank else 0
                     whole = yield from self._shards.gather(each.name, state[each.name])
                 if moves:
                     whole = yield from self._homes.bring(

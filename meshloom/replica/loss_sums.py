@@ -12,6 +12,7 @@ from meshloom.comm.group import Group, Work
 from meshloom.core.errors import JobError
 from meshloom.core.loss import as_sum
 from meshloom.data.chunks import Chunk
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class LossSums:
@@ -71,6 +72,10 @@ class LossSums:
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+    def expected_bytes(self) -> ExpectedBytes:
+        """Of steps of several replicas."""
+        return ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self.sums.nbytes))
 
     def own_divisor(self, batch: int) -> Tensor:
         """What this replica's gradients are still to be divided by to be the mean over its own share; 1 where

@@ -11,6 +11,7 @@ import torch
 from meshloom.core.job import LossFunction
 from meshloom.core.loss import as_sum
 from meshloom.data.chunks import Chunk
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class MetricSums:
@@ -33,6 +34,11 @@ class MetricSums:
             name: total / weight if weight else math.nan
             for name, (total, weight) in zip(self._rows, self.sums.tolist(), strict=True)
         }
+
+
+def expected_bytes(metrics: Mapping[str, LossFunction]) -> ExpectedBytes:
+    """Of an evaluation over several replicas."""
+    return ExpectedBytes(per_evaluation=Traffic.along("dp", all_reduce=16 * len(metrics)))
 
 
 def _as_tensor(returned: Any) -> Any:

@@ -3,7 +3,6 @@ the whole model."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -96,11 +95,7 @@ class ModuleEngine(Engine):
         return
         yield
 
-    def published(self) -> Steps[None]:
-        return
-        yield
-
-    def lend_again(self) -> Steps[None]:
+    def refresh_borrowed(self) -> Steps[None]:
         return
         yield
 
@@ -127,9 +122,6 @@ class ModuleEngine(Engine):
     def check_alike(self) -> Steps[str | None]:
         return None
         yield
-
-    def expected(self, axis: Axis) -> Counter[str]:
-        return Counter()
 
     def _complete(self, tally: LossSums) -> None:
         tally.close()

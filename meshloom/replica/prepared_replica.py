@@ -3,8 +3,8 @@ the bytes that they should hand over."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -16,7 +16,6 @@ from meshloom.comm.steps import Steps
 from meshloom.comm.windows import windows_of
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.job import Job, NamedParameters
-from meshloom.core.mesh import Axis
 from meshloom.core.modes import Modes
 from meshloom.core.plan import Plan
 from meshloom.core.timings import Timings
@@ -27,18 +26,20 @@ from meshloom.exchange.registry import Setup
 from meshloom.optimizer.sparse_parameters import make_dense
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import Made, make_optimizers
+from meshloom.parameters import replica_check
 from meshloom.parameters.model import build_model, copy_from_first, facts, state_of, trainable
-from meshloom.parameters.replica_check import bytes_per_comparison
 from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.program.store.stored import Stored
-from meshloom.replica.buffers.batch_norm import bytes_per_chunk, synchronise_batch_norm
+from meshloom.replica import metrics
+from meshloom.replica.buffers import batch_norm
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.module_engine import ModuleEngine
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.sharing import why_separate
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class PreparedReplica:
@@ -79,7 +80,7 @@ class PreparedReplica:
         self._num_trainable = sum(each.numel() for _, each in self.named)
         self._undo = ExitStack()
         if plan.sync_batch_norm and plan.dp > 1:
-            self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
+            self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, seat.statistics))
         self._tally = LossSums(seat.device, keeps_own=EXCHANGES[plan.exchange].independent)
         self.engine: Engine = (
             ProgramEngine(job, plan, seat, dtype=dtype, timings=self.timings, stored=stored)
@@ -88,11 +89,8 @@ class PreparedReplica:
         )
         self.scope = ChunkScope(job, plan, seat, self.model, dtype=dtype)
         self._frozen: NamedParameters = []
-        self._copied_bytes = 0  # of parameters and buffers, at the start
-        # what gathering the optimizer's state for checkpoints handed over along dp
-        self._saved_bytes: Counter[str] = Counter()
-        # what else is expected to have been handed over along them
-        self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}
+        self._copied = Traffic()  # parameters and buffers, at the start
+        self._saved = Traffic()  # the exchange's state in checkpoints so far
         self.exchange: Exchange
         self.updater: Updater
 
@@ -101,14 +99,14 @@ class PreparedReplica:
         needs."""
         with self.timings.of("copying values"):  # after who has built it sooner has waited
             yield from agree(self.seat.world, facts(self.job, self.plan, self.model))
-            self._copied_bytes = sum(
+            num_bytes = sum(
                 tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values()
             )
             for axis in ("tp", "dp", "pp"):
-                if axis in self.seat.groups:
-                    yield from copy_from_first(self.model, self.seat.groups[axis])
-                    if axis != "dp":
-                        self._sent[axis]["broadcast"] += self._copied_bytes
+                group = self.seat.groups.get(axis)
+                if group is not None and group.size > 1:
+                    yield from copy_from_first(self.model, group)
+                    self._copied += Traffic.along(axis, broadcast=num_bytes)
         whole = self.named
         yield from self.engine.open(self.model, self.scope)
         self.named = self.engine.parameters
@@ -159,49 +157,23 @@ class PreparedReplica:
         everyone: list[list[str]] = (yield from collect(self.seat.team, mine)) if self.seat.team else [mine]
         return list(dict.fromkeys(note for notes in everyone for note in notes))
 
-    def bytes_once(self) -> dict[str, int]:
-        """Bytes handed over at the start and in the first step: parameters and buffers of rank 0, and what
-        decides later steps."""
-        if self.plan.dp == 1:
-            return {}
-        return _add({"broadcast": self._copied_bytes}, self.exchange.bytes_once(), self.updater.bytes_once())
-
-    def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that one step hands to the collectives along dp, by kind, as formulas say."""
-        if self.plan.dp == 1:
-            return {}
-        loss_and_weight = {"all_reduce": 40}
-        joined = (
-            {name: count * self.plan.microbatches for name, count in bytes_per_chunk(self.model).items()}
-            if self.plan.sync_batch_norm
-            else {}
-        )
-        of_buffers = [statistics.bytes_per_step() for statistics in self.scope.statistics.values()]
-        return _add(
-            loss_and_weight,
-            joined,
-            self.exchange.bytes_per_step(),
-            *of_buffers,
-            self.updater.bytes_per_step(),
-        )
-
-    def bytes_within(self, axis: Axis) -> dict[str, int]:
-        """Bytes that this rank handed over along pp or tp so far, by kind of operation, as formulas say of
-        the chunks that it ran."""
-        of_updates = Counter(self.updater.bytes_once(axis)) if self._updates else Counter[str]()
-        return dict(self._sent[axis] + self.engine.expected(axis) + of_updates)
-
-    def bytes_of_saves(self) -> dict[str, int]:
-        """Bytes that the checkpoints so far handed over along dp."""
-        return dict(self._saved_bytes)
-
-    def bytes_per_evaluation(self) -> int:
-        """Bytes that `evaluate` hands over: a sum and a weight per metric."""
-        return 16 * len(self.job.evaluate.metrics) if self.job.evaluate else 0
-
-    def bytes_per_check(self) -> int:
-        """Bytes that `check_identical` hands over."""
-        return bytes_per_comparison(self.model)
+    def expected_bytes(self) -> ExpectedBytes:
+        """Bytes that this rank hands over along every axis, of all that takes part in its steps."""
+        parts = [
+            ExpectedBytes(once=self._copied, so_far=self._saved),
+            self.engine.expected_bytes(),
+            self.exchange.expected_bytes(),
+            *(statistics.expected_bytes() for statistics in self.scope.statistics.values()),
+        ]
+        if self._updates:
+            parts.append(self.updater.expected_bytes())
+        if self.plan.dp > 1:
+            parts += [self._tally.expected_bytes(), replica_check.expected_bytes(self.model)]
+            if self.job.evaluate:
+                parts.append(metrics.expected_bytes(self.job.evaluate.metrics))
+            if self.plan.sync_batch_norm:
+                parts.append(batch_norm.expected_bytes(self.model, self.plan.microbatches))
+        return sum(parts, ExpectedBytes())
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -218,7 +190,3 @@ class PreparedReplica:
             sparse=sparse.names, kept=sparse.kept, insisted=sparse.insisted,
         )  # fmt: skip
         return setup.open()
-
-
-def _add(*parts: Mapping[str, int]) -> dict[str, int]:
-    return {name: sum(part.get(name, 0) for part in parts) for part in parts for name in part}

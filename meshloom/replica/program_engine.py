@@ -58,6 +58,7 @@ from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine, TakeTensor
 from meshloom.replica.gathered_tensors import GatheredTensors
 from meshloom.replica.loss_sums import LossSums
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 from meshloom.tensor_parallel.division import Division
 
 
@@ -139,9 +140,7 @@ class ProgramEngine(Engine):
                 followed=stage.program.in_place,
                 unite=self._of_any,
             )
-        self._gathered = GatheredTensors(
-            model, self.homes, self.shards, self.pp, self.tp, self.seat.device, self._sent
-        )
+        self._gathered = GatheredTensors(model, self.homes, self.shards, self.pp, self.tp, self.seat.device)
 
     @property
     def parameters(self) -> NamedParameters:
@@ -244,12 +243,7 @@ class ProgramEngine(Engine):
             self._outside[metric] = Outside(metric, self._model)
         self._count(self.microbatches.evaluate(batch, metric, take))
 
-    def published(self) -> Steps[None]:
-        self._sent["pp"]["send"] += self.homes.bytes_per_step(self._parameters)
-        yield from self.homes.lend(self._parameters)
-
-    def lend_again(self) -> Steps[None]:
-        self._sent["pp"]["send"] += self.homes.bytes_of_lending(self._parameters)
+    def refresh_borrowed(self) -> Steps[None]:
         yield from self.homes.lend(self._parameters)
 
     def gather(self, mine: Callable[[Give], Steps[None]], take: TakeTensor) -> Steps[None]:
@@ -268,8 +262,9 @@ class ProgramEngine(Engine):
     def check_alike(self) -> Steps[str | None]:
         return (yield from first_unlike(self._model, self.shards, self._team, self.plan))
 
-    def expected(self, axis: Axis) -> Counter[str]:
-        return self._sent[axis]
+    def expected_bytes(self) -> ExpectedBytes:
+        computed = ExpectedBytes(so_far=Traffic({**self._sent}))
+        return computed + self.homes.expected_bytes() + self._gathered.expected_bytes()
 
     @property
     def readings(self) -> str | None:

@@ -109,13 +109,11 @@ class Replica(SavedReplica):
         self._updating = True  # until all ranks have updated
         with self._span("update"):
             norm = yield from self.updater.update(found.of_owned, found.loss)
-        for axis, sent in self._sent.items():
-            sent.update(self.updater.bytes_per_step(axis))
         with self._span("exchange"):
             yield from self.exchange.publish()
             if (yield from self.exchange.settle(early=False)):
                 self.updater.forget()
-            yield from self.engine.published()
+            yield from self.engine.refresh_borrowed()
         self._updating = False
         doing.enter("between steps", step + 1)
         return StepResult(
@@ -137,11 +135,11 @@ class Replica(SavedReplica):
             return (yield from self._evaluate(chunks))
         put_back = yield from self.exchange.show_mean()
         try:
-            yield from self.engine.lend_again()
+            yield from self.engine.refresh_borrowed()
             values = yield from self._evaluate(chunks)
         finally:
             put_back()
-        yield from self.engine.lend_again()
+        yield from self.engine.refresh_borrowed()
         return values
 
     def each_gradient(self, found: Gradients, take: Callable[[str, Tensor | None], None]) -> Steps[None]:

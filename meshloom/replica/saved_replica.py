@@ -30,7 +30,7 @@ class SavedReplica(PreparedReplica):
         Every rank calls it."""
         if (yield from self.exchange.settle(early=True)):
             self.updater.forget()
-            yield from self.engine.lend_again()
+            yield from self.engine.refresh_borrowed()
 
     def weights(self) -> Stream | dict[str, Any]:
         """The model's `state_dict` in whole shapes, one by one where it is divided; all of it on the
@@ -49,12 +49,8 @@ class SavedReplica(PreparedReplica):
         round, the optimizer's state by its mean."""
         yield from self.settle()
         if self.exchange.independent:
-            self._saved_bytes.update(
-                (yield from self.updater.average_state(self.replicas, self.seat.readers))
-            )
+            yield from self.updater.average_state(self.replicas, self.seat.readers)
         pieces, streams, values = yield from self.updater.state(self.seat.world)
-        self._sent["tp"].update(self.updater.bytes_per_save("tp"))
-        self._saved_bytes.update(self.updater.bytes_per_save("dp"))
         if self.exchange.state is not None:
             here = {name for name, _ in self.named} if self._stage_group else None
             outer, gathered = yield from outer_pieces(
@@ -62,7 +58,7 @@ class SavedReplica(PreparedReplica):
             )
             pieces = pieces + outer
             if gathered:
-                self._sent["tp"]["all_gather"] += gathered.bytes_tp
+                self._saved += gathered.traffic
                 streams = [*streams, gathered.stream]
         return pieces, streams, values
 

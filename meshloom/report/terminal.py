@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from meshloom.telemetry.summary import TimeShares, Traffic
+from meshloom.telemetry.summary import TimeShares
+from meshloom.telemetry.traffic import Traffic
 
 SECONDS_BETWEEN_LINES = 2.0
 

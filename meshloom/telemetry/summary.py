@@ -3,32 +3,11 @@ what was counted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshloom.comm.recording import Count
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that one rank handed to each kind of collective, by axis: {"dp": {"all_reduce": 1024}}."""
-
-    bytes: Mapping[str, Mapping[str, int]]
-
-    @staticmethod
-    def of(counts: Mapping[str, Mapping[str, Count]]) -> Traffic:
-        """The bytes in counts of operations by axis and kind."""
-        return Traffic(
-            {
-                axis: {name: count.bytes for name, count in kinds.items() if count.bytes}
-                for axis, kinds in counts.items()
-            }
-        )
-
-    def total(self, axis: str) -> int:
-        """Bytes along an axis."""
-        return sum(self.bytes.get(axis, {}).values())
+from meshloom.telemetry.traffic import Traffic
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.replica.replica import StepResult
 from meshloom.telemetry.progress import Progress
-from meshloom.telemetry.summary import Summary, Traffic, time_shares
+from meshloom.telemetry.summary import Summary, time_shares
+from meshloom.telemetry.traffic import Traffic
 from meshloom.train.local_replicas import LocalReplicas
 
 
@@ -83,7 +84,9 @@ class StepMeter:
             first_loss=self._results[0].loss if self._results else math.nan,
             last_loss=self._results[-1].loss if self._results else math.nan,
             evaluation=evaluation,
-            predicted=self._predict(),
+            predicted=self._replicas.first.expected_bytes()
+            .after(steps=self.num_steps, checks=self.checks, evaluations=self.evaluations)
+            .over(["dp", *self._axes_within]),
             counted=counted,
             shares=time_shares(
                 self._steps + self._data, self._data, self._held_up, arrivals, seat.rank, self.num_steps
@@ -108,22 +111,3 @@ class StepMeter:
     def _axes_within(self) -> list[Axis]:
         """The axes along which a replica is divided."""
         return [axis for axis in ("pp", "tp") if getattr(self._plan, axis) > 1]
-
-    def _predict(self) -> Traffic:
-        replica = self._replicas.first
-        total: dict[str, int] = dict(replica.bytes_once())
-
-        def add(part: Mapping[str, int], times: int) -> None:
-            for name, count in part.items():
-                total[name] = total.get(name, 0) + count * times
-
-        add(replica.bytes_of_saves(), 1)
-        add(replica.exchange.bytes_so_far(), 1)
-        add(replica.bytes_per_step(), self.num_steps)
-        if self._plan.dp > 1:
-            add({"all_gather": replica.bytes_per_check()}, self.checks)
-            add({"all_reduce": replica.bytes_per_evaluation()}, self.evaluations)
-        axes = {"dp": total} | {axis: replica.bytes_within(axis) for axis in self._axes_within}
-        return Traffic(
-            {axis: {name: count for name, count in kinds.items() if count} for axis, kinds in axes.items()}
-        )

@@ -36,7 +36,7 @@ from meshloom.data.data import Chunk
 from meshloom.launch.world import World
 from meshloom.parameters.model import state_of
 from meshloom.replica.replica import Replica
-from meshloom.telemetry.summary import Traffic
+from meshloom.telemetry.traffic import Traffic
 
 T = TypeVar("T")
 
@@ -136,9 +136,8 @@ class TeamReplica:
         """What the first rank handed over along pp and tp so far: as formulas say, and as counted."""
         seat = self._world.local[0]
         axes: list[Axis] = [axis for axis in ("pp", "tp") if axis in seat.groups]
-        return Traffic({axis: self._replicas[0].bytes_within(axis) for axis in axes}), Traffic.of(
-            {axis: seat.groups[axis].counts for axis in axes}
-        )
+        counted = Traffic.of({axis: seat.groups[axis].counts for axis in axes})
+        return self._replicas[0].expected_bytes().after().over(axes), counted
 
     def _do(self, command: _Command | None) -> _Answer:
         return self._together(lambda replica: self._obey(replica, command))[0]

@@ -15,6 +15,7 @@ from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.buckets.reduction import Reduction
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class BF16(Reduction):
@@ -37,8 +38,9 @@ class BF16(Reduction):
                 bucket.flat[: bucket.length].div_(divisor)
         self._sent.clear()
 
-    def bytes_per_step(self, buckets: Sequence[Bucket]) -> dict[str, int]:
-        return {"all_reduce": sum(2 * _real(bucket.flat).numel() for bucket in buckets)}
+    def expected_bytes(self, buckets: Sequence[Bucket]) -> ExpectedBytes:
+        num_bytes = sum(2 * _real(bucket.flat).numel() for bucket in buckets)
+        return ExpectedBytes(per_step=Traffic.along("dp", all_reduce=num_bytes))
 
 
 def _real(flat: Tensor) -> Tensor:

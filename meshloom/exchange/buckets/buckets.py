@@ -22,6 +22,7 @@ from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, separate
 from meshloom.core.errors import TrainingError
 from meshloom.program.operators.fused_grad_accumulation import Room
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the first bucket leaves early
 
@@ -170,6 +171,10 @@ class GradientBuckets:
         yield
         work.wait()
         self._order = decided.tolist()
+
+    def expected_bytes(self) -> ExpectedBytes:
+        """Of `share_order`."""
+        return ExpectedBytes(once=Traffic.along("dp", broadcast=8 * len(self.buckets)))
 
     def _start_complete(self) -> None:
         while self._next < len(self._order) and not self.buckets[self._order[self._next]].missing:

@@ -20,6 +20,7 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets.buckets import Bucket
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class ErrorFeedback:
@@ -50,9 +51,10 @@ class ErrorFeedback:
         for start, stop in self._places(index, bucket):
             self._errors[index][start:stop] = left[start:stop]
 
-    def flag_bytes(self, buckets: Sequence[Bucket]) -> int:
-        """Bytes that `begin` hands to all_reduce."""
-        return sum(bucket.flat[bucket.length :].nbytes for bucket in buckets)
+    def expected_bytes(self, buckets: Sequence[Bucket]) -> ExpectedBytes:
+        """Of the flags that `begin` adds up."""
+        flags = sum(bucket.flat[bucket.length :].nbytes for bucket in buckets)
+        return ExpectedBytes(per_step=Traffic.along("dp", all_reduce=flags))
 
     def _places(self, index: int, bucket: Bucket) -> list[tuple[int, int]]:
         """Start and stop of the parameters that some rank used."""

@@ -26,6 +26,7 @@ from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets.buckets import Bucket, BucketEntry
 from meshloom.exchange.buckets.error_feedback import ErrorFeedback
 from meshloom.exchange.buckets.reduction import Reduction
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class PowerSGD(Reduction):
@@ -75,15 +76,16 @@ class PowerSGD(Reduction):
                 if bool(factor.any()):  # else the last one is a better guess
                     self._factors[each.name] = factor.clone()
 
-    def bytes_per_step(self, buckets: Sequence[Bucket]) -> dict[str, int]:
-        total = self._errors.flag_bytes(buckets)
+    def expected_bytes(self, buckets: Sequence[Bucket]) -> ExpectedBytes:
+        total = 0
         for bucket in buckets:
             shapes = [_matrix_shape(entry) for entry in self._compressed(bucket)]
             num_elements = self._rank * sum(n + m for n, m in shapes) + sum(
                 len(each) for each in self._others(bucket)
             )
             total += num_elements * _precision(bucket.flat.dtype).itemsize
-        return {"all_reduce": total}
+        factors = ExpectedBytes(per_step=Traffic.along("dp", all_reduce=total))
+        return self._errors.expected_bytes(buckets) + factors
 
     def _compressed(self, bucket: Bucket) -> list[BucketEntry]:
         shapes = [(entry, *_matrix_shape(entry)) for entry in bucket.entries]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets.buckets import Bucket
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class Reduction(ABC):
@@ -28,8 +29,8 @@ class Reduction(ABC):
         same bits on all of them; its flags the plain sum."""
 
     @abstractmethod
-    def bytes_per_step(self, buckets: Sequence[Bucket]) -> dict[str, int]:
-        """Bytes that this hands to each kind of collective in a step."""
+    def expected_bytes(self, buckets: Sequence[Bucket]) -> ExpectedBytes:
+        """Bytes that this rank hands over for them."""
 
 
 class Exact(Reduction):
@@ -50,5 +51,6 @@ class Exact(Reduction):
         for bucket in buckets if divisor != 1.0 else ():
             bucket.flat[: bucket.length].div_(divisor)
 
-    def bytes_per_step(self, buckets: Sequence[Bucket]) -> dict[str, int]:
-        return {"all_reduce": sum(bucket.num_bytes for bucket in buckets)}
+    def expected_bytes(self, buckets: Sequence[Bucket]) -> ExpectedBytes:
+        num_bytes = sum(bucket.num_bytes for bucket in buckets)
+        return ExpectedBytes(per_step=Traffic.along("dp", all_reduce=num_bytes))

@@ -21,6 +21,7 @@ from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.buckets.error_feedback import ErrorFeedback
 from meshloom.exchange.buckets.reduction import Reduction
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class TopK(Reduction):
@@ -60,11 +61,10 @@ class TopK(Reduction):
                 # a rank's places differ from each other, so the order of sums is that of ranks
                 flat.index_add_(0, where, what)
 
-    def bytes_per_step(self, buckets: Sequence[Bucket]) -> dict[str, int]:
-        return {
-            "all_reduce": self._errors.flag_bytes(buckets),
-            "all_gather": sum(self._count(bucket) * (4 + bucket.flat.element_size()) for bucket in buckets),
-        }
+    def expected_bytes(self, buckets: Sequence[Bucket]) -> ExpectedBytes:
+        chosen = sum(self._count(bucket) * (4 + bucket.flat.element_size()) for bucket in buckets)
+        flags = self._errors.expected_bytes(buckets)
+        return flags + ExpectedBytes(per_step=Traffic.along("dp", all_gather=chosen))
 
     def _count(self, bucket: Bucket) -> int:
         return min(bucket.length, max(1, math.ceil(self._share * bucket.length)))

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from meshloom.comm.group import Group
 from meshloom.core.errors import JobError, TrainingError
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 @contextmanager
@@ -75,14 +76,16 @@ def unsynchronised(model: nn.Module) -> Iterator[None]:
             module.forward = forward
 
 
-def bytes_per_chunk(model: nn.Module) -> dict[str, int]:
-    """Bytes that one chunk's forward and backward hand to each kind of collective, if every layer runs once
-    and its input needs a gradient."""
+def expected_bytes(model: nn.Module, num_chunks: int) -> ExpectedBytes:
+    """Of forward and backward of a step's chunks on a replica, if every layer runs once in each and its input
+    needs a gradient."""
     channels = [module.num_features for module in model.modules() if isinstance(module, _BatchNorm)]
-    return {
-        "all_gather": sum(8 * (1 + 2 * count) for count in channels),
-        "all_reduce": sum(8 * 2 * count for count in channels),
-    }
+    chunk = Traffic.along(
+        "dp",
+        all_gather=sum(8 * (1 + 2 * count) for count in channels),
+        all_reduce=sum(8 * 2 * count for count in channels),
+    )
+    return ExpectedBytes(per_step=chunk * num_chunks)
 
 
 def _forward(name: str, module: Any, group: Group) -> Any:

@@ -22,6 +22,7 @@ from meshloom.comm.steps import Steps
 from meshloom.replica.buffers.chunk_writes import ChunkWrites
 from meshloom.replica.buffers.norm_statistics import NormStatistics, norm_buffers, tracks
 from meshloom.replica.buffers.recurrence import Unite
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 RULE = "what the chunks write is merged in their order (docs/buffers.md)."
 
@@ -124,13 +125,12 @@ class RunningStatistics:
         notes, self._notes = self._notes, []
         return notes
 
-    def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that `finish` hands to all_gather, given the buffers that changed in the last step."""
-        return (
-            {"all_gather": 8 * (self._norms.length + self._others.length + self._moving)}
-            if self._active and self._group
-            else {}
-        )
+    def expected_bytes(self) -> ExpectedBytes:
+        """Of `finish`, given the buffers that changed in the last step."""
+        if not self._active or self._group is None:
+            return ExpectedBytes()
+        length = self._norms.length + self._others.length + self._moving
+        return ExpectedBytes(per_step=Traffic.along("dp", all_gather=8 * length))
 
     def _gather(self, part: Tensor) -> Steps[Tensor]:
         """All replicas' `part` [n], as [replicas, n]."""
