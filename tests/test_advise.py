@@ -117,16 +117,16 @@ def test_the_reason_is_said_in_words(one_device: int, plans: list[tuple[str, flo
 def test_when_nothing_fits_it_says_what_is_closest_and_the_way_out():
     options = [option("dp=1", 1.0, memory_bytes=4096), option("tp=2", 1.0, memory_bytes=2048)]
     text = reason_of(4096, 1000, None, options)
-    assert "the plan that needs least, dp=1,tp=2, needs 2.0 KiB of 1000 B. Use more devices" in text
+    assert "the plan that needs least, dp=1,tp=2, needs 2 KiB of 1000 B. Use more devices" in text
 
 
 def test_a_slower_plan_says_what_its_time_goes_to():
     best, slow = option("dp=2", 1.0), option("pp=2,microbatches=4", 2.0, pp=4096)
     assert why_of(best, best).endswith("they add up their gradients; nothing is sent; recommended")
     assert why_of(slow, best).endswith(
-        "a rank sends 4.0 KiB along pp a step; 2.00 times the step of dp=2; ranks wait or talk 30% of it"
+        "a rank sends 4 KiB along pp a step; 2.00 times the step of dp=2; ranks wait or talk 30% of it"
     )
-    assert "does not fit: a rank would hold 2.0 KiB of 1000 B" in why_of(
+    assert "does not fit: a rank would hold 2 KiB of 1000 B" in why_of(
         option("dp=1", 1.0, memory_bytes=2048), best
     )
 
@@ -136,7 +136,7 @@ def test_ring_and_server_are_compared_by_their_formulas():
     text = exchange_reason(
         [option("dp=4", 1.0, dp=1_000_000)], devices(machine=machine(links=(link,)), common_memory=False)
     )
-    assert "a ring's formula says 1.5e+03 ms, one server's 8e+03 ms: every link carries the same" in text
+    assert "a ring's formula says 1.5 s, one server's 8 s: every link carries the same" in text
     assert exchange_reason([option("tp=2", 1.0)], devices()) == ""
 
 

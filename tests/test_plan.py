@@ -14,7 +14,7 @@ from meshloom.core.errors import PlanError
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
 from meshloom.core.plan_shares import chunk_sizes
-from meshloom.core.units import num_bytes_of
+from meshloom.core.units import parse_bytes
 
 counts = st.integers(1, 10**6)
 patterns = st.from_regex(r"[a-z*][a-z0-9_.*]{0,8}", fullmatch=True)
@@ -393,15 +393,15 @@ def test_66_samples_on_4_chunks():
 def test_memory_is_written_with_a_unit():
     assert Plan.parse("tp=2,memory_bytes=8GiB") == Plan(tp=2, memory_bytes=8 * 2**30)
     assert (
-        num_bytes_of("0.5 KiB") == 512
-        and num_bytes_of("3MB") == 3_000_000
-        and num_bytes_of("7B") == num_bytes_of("7") == 7
+        parse_bytes("0.5 KiB") == 512
+        and parse_bytes("3MB") == 3_000_000
+        and parse_bytes("7B") == parse_bytes("7") == 7
     )
     for text in ("8Gib", "GiB", "eight", "8KKB", "nan", "inf"):
         with pytest.raises(
             PlanError, match=rf"^{text} is no number of bytes\. Write it like 8GiB, 500MB or 4096\.$"
         ):
-            num_bytes_of(text)
+            parse_bytes(text)
     with pytest.raises(
         PlanError,
         match=r"^memory_bytes=4096 is what a division over pp or tp has to keep to, and both are 1\. Use pp=2 or tp=2 or more, or leave it out\.$",

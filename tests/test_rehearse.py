@@ -136,7 +136,7 @@ def test_ranks_that_have_no_room_in_this_process_are_said(monkeypatch: pytest.Mo
     monkeypatch.setattr(planner_rehearse, "free_bytes", lambda: 6000)
     rehearse(make_job("mlp", "sgd"), Plan(), threads=1, common_memory=False)
     with pytest.raises(
-        PlanError, match="2 ranks hold up to 3.8 KiB each in this process, and 5.9 KiB of memory are free"
+        PlanError, match="2 ranks hold up to 3.84 KiB each in this process, and 5.86 KiB of memory are free"
     ):
         rehearse(make_job("mlp", "sgd"), Plan.parse("dp=2"), threads=1, common_memory=False)
 

@@ -14,7 +14,6 @@ import safetensors.torch
 import torch
 from saving_jobs import names_in, save_step, slices_of, state_of, weights_of
 
-from meshloom.checkpoint import format as layout
 from meshloom.checkpoint import saving
 from meshloom.checkpoint.checkpoint import Checkpoint, find
 from meshloom.checkpoint.format import Piece, fingerprint_of
@@ -22,6 +21,7 @@ from meshloom.checkpoint.saving import save
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError
+from meshloom.core.units import format_bytes
 
 
 def assert_whole(path, content):
@@ -151,10 +151,10 @@ def test_full_disk_is_one_sentence_on_every_rank(tmp_path, monkeypatch):
 
     run_in_steps([rank(group) for group in simulated_groups(3)])
     # the number itself changes all the time
-    free = layout.amount(shutil.disk_usage(tmp_path).free).split()[1]
+    free = format_bytes(shutil.disk_usage(tmp_path).free).split()[1]
     assert len(sentences) == 3 and len(set(sentences)) == 1
     assert sentences[0].startswith(
-        f"Rank 1 cannot save step 2 in {tmp_path}: No space left on device. It needs 28 bytes there, and "
+        f"Rank 1 cannot save step 2 in {tmp_path}: No space left on device. It needs 28 B there, and "
     )
     assert sentences[0].endswith(
         f" {free} are free. The checkpoint before it is whole: {tmp_path / 'step-00000001'}."
@@ -175,7 +175,7 @@ def test_limit_of_the_system_on_file_size(tmp_path):
             os._exit(
                 0
                 if "Rank 0 cannot save step 2" in str(error)
-                and "File too large. It needs 4.0 kB there" in str(error)
+                and "File too large. It needs 3.91 KiB there" in str(error)
                 else 4
             )
 

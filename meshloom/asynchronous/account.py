@@ -11,7 +11,7 @@ from pathlib import Path
 from meshloom.asynchronous.protocol.head import Update
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.units import how_many
+from meshloom.core.units import format_count
 from meshloom.telemetry.progress import Progress
 from meshloom.telemetry.summary import Summary, TimeShares
 from meshloom.telemetry.traffic import Traffic
@@ -44,7 +44,7 @@ class RunAccount:
         """All servers went back to a snapshot. Count what is lost; what that means, in a sentence."""
         self.lost += lost
         consequence = (
-            f"the {how_many(lost, 'update')} after it are lost, and their samples are given out again"
+            f"the {format_count(lost, 'update')} after it are lost, and their samples are given out again"
             if lost
             else "no update is lost"
         )
@@ -85,12 +85,14 @@ class RunAccount:
         busy = " ".join(f"{worker}: {part:.0%}" for worker, part in sorted(computing.items()))
         shown = "  ".join(f"{age}: {count / total:.0%}" for age, count in sorted(ages.items()))
         lines = [
-            f"{clock}: {how_many(self.num_updates, 'update')} in {seconds:.6g} s, {self.num_updates / max(seconds, 1e-9):.3g} updates/s; "
+            f"{clock}: {format_count(self.num_updates, 'update')} in {seconds:.6g} s, {self.num_updates / max(seconds, 1e-9):.3g} updates/s; "
             f"workers computed for this part of their time: {busy}",
             f"ages of the parameters behind the updates: mean {mean:.2f}; {shown}",
         ]
         if self.lost or refused:
-            lines.append(f"{how_many(self.lost, 'update')} lost with servers; {refused} late pushes refused")
+            lines.append(
+                f"{format_count(self.lost, 'update')} lost with servers; {refused} late pushes refused"
+            )
         return lines
 
     def summary(

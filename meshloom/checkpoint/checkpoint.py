@@ -31,6 +31,7 @@ from meshloom.checkpoint.format import (
 from meshloom.checkpoint.saving import save
 from meshloom.core.errors import CheckpointError
 from meshloom.core.job import Job
+from meshloom.core.units import format_count
 
 __all__ = ["Checkpoint", "Piece", "check_same_data", "find", "fingerprint_of", "save"]
 
@@ -131,7 +132,7 @@ class Checkpoint:
         """Raise `CheckpointError` if a run of `steps` steps ends here or before."""
         if self.step >= steps:
             raise CheckpointError(
-                f"The checkpoint is at step {self.step} and the run has {steps} step{'s' * (steps != 1)}, so nothing is left. Give more with --steps."
+                f"The checkpoint is at step {self.step} and the run has {format_count(steps, 'step')}, so nothing is left. Give more with --steps."
             )
 
     def keys(self) -> list[str]:

@@ -89,18 +89,6 @@ def fingerprint_of(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, 
     return {name: describe(parameter) for name, parameter in named_parameters}
 
 
-def amount(num_bytes: int) -> str:
-    """A number of bytes for a person.
-
-    >>> amount(999), amount(123_456_789)
-    ('999 bytes', '123.5 MB')
-    """
-    for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"
-
-
 def sync_directory(path: Path) -> None:
     """Bring the names in a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -29,7 +29,6 @@ from meshloom.checkpoint.format import (
     SAVING,
     VERSION,
     Piece,
-    amount,
     committed,
     last_order,
     meta_text,
@@ -44,6 +43,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, share
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
+from meshloom.core.units import format_bytes
 
 Identity = tuple[str, int, int, tuple[int, ...], int]  # key, start, stop, shape, bytes
 
@@ -372,7 +372,7 @@ def _first_problem(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any] | No
 
 def _sentence(directory: Path, step: int, problem: Mapping[str, Any]) -> str:
     room = (
-        f" It needs {amount(problem['needed'])} there, and {amount(problem['free'])} are free."
+        f" It needs {format_bytes(problem['needed'])} there, and {format_bytes(problem['free'])} are free."
         if problem["free"] is not None
         else ""
     )

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 
 from meshloom.core.plan import Plan
-from meshloom.core.units import num_bytes_of
+from meshloom.core.units import parse_bytes
 from meshloom.launch.devices import default_ranks
 
 LOG_WIDTH = 200  # columns of a table that goes to a file or a pipe
@@ -21,4 +21,4 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         if arguments.verb == "describe"
         else Plan(dp=default_ranks(arguments.devices))
     )
-    return replace(plan, memory_bytes=num_bytes_of(arguments.memory)) if arguments.memory else plan
+    return replace(plan, memory_bytes=parse_bytes(arguments.memory)) if arguments.memory else plan

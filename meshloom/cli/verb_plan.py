@@ -12,7 +12,7 @@ from meshloom.cli.plan_lines import LOG_WIDTH
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.units import num_bytes_of
+from meshloom.core.units import parse_bytes
 from meshloom.launch.devices import check_ranks
 from meshloom.measure.at_hand import Wish, devices_for
 from meshloom.measure.contention import advise_beside
@@ -28,7 +28,7 @@ def advise(arguments: argparse.Namespace, job: Job, records: Records) -> int:
     stream = sys.stderr if arguments.json == "-" else sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else LOG_WIDTH)
     wish = Wish(
-        devices=arguments.devices, ranks=arguments.ranks, memory_bytes=num_bytes_of(arguments.memory) if arguments.memory else 0,
+        devices=arguments.devices, ranks=arguments.ranks, memory_bytes=parse_bytes(arguments.memory) if arguments.memory else 0,
         transport=arguments.transport, machine=Path(arguments.machine) if arguments.machine else None,
     )  # fmt: skip
     tries: int | None = vars(arguments)["try"]  # a word that is no attribute's

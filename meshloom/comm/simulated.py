@@ -19,6 +19,7 @@ from meshloom.comm.carrying import Waits
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import CollectiveError, PeerLostError
+from meshloom.core.units import plural
 
 
 def simulated_groups(size: int, turns: Turns | None = None) -> list[SimulatedGroup]:
@@ -89,7 +90,7 @@ class _Meeting:
         calls = self.open[number]
         here = next(call for call in calls if call)
         absent = [rank for rank, call in enumerate(calls) if call is None]
-        return f"{here} waits for rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}, which will not come."
+        return f"{here} waits for {plural('rank', len(absent))} {', '.join(map(str, absent))}, which will not come."
 
 
 class _SimulatedWork(Work):

@@ -12,12 +12,12 @@ once. Adding is taken to be free.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from meshloom.core.errors import MachineError
+from meshloom.core.units import format_bytes, format_seconds
 
 ALGORITHMS = ("ring", "tree", "halving", "hierarchical")
 
@@ -52,7 +52,7 @@ def choose_algorithm(
     measured: algorithm -> what it was measured to take, instead of its formula.
 
     >>> choose_algorithm(64 * 2**20, 5, 5, 1e-3, 128 * 2**20).reason
-    'ring: 64 MiB over 5 ranks, 0.808 s against 1.76 s (halving), 3.01 s (tree)'
+    'ring: 64 MiB over 5 ranks, 808 ms against 1.76 s (halving), 3.01 s (tree)'
     >>> choose_algorithm(2**10, 5, 5, 1e-3, 128 * 2**20, own_seconds=0.003).reason
     'all_reduce: 1 KiB over 5 ranks, 3 ms against 6.03 ms (halving), 6.05 ms (tree), 8.01 ms (ring)'
     """
@@ -75,11 +75,11 @@ def choose_algorithm(
         found = {"all_reduce": own_seconds, **found}
     best = min(found, key=lambda name: found[name])
     others = ", ".join(
-        f"{_duration(found[name])} ({name})"
+        f"{format_seconds(found[name])} ({name})"
         for name in sorted(found, key=lambda name: found[name])
         if name != best
     )
-    reason = f"{best}: {_size(num_bytes)} over {num_ranks} ranks, {_duration(found[best])} against {others}"
+    reason = f"{best}: {format_bytes(num_bytes)} over {num_ranks} ranks, {format_seconds(found[best])} against {others}"
     return AlgorithmChoice(algorithm=best, seconds=found[best], reason=reason)
 
 
@@ -153,20 +153,3 @@ def server_seconds(
 def _log2(num_ranks: int) -> int:
     """Rounded up."""
     return (num_ranks - 1).bit_length()
-
-
-def _duration(seconds: float) -> str:
-    """
-    >>> _duration(1.234), _duration(0.0004)
-    ('1.23 s', '0.4 ms')
-    """
-    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1000:.3g} ms"
-
-
-def _size(num_bytes: float) -> str:
-    """
-    >>> _size(64 * 2**20), _size(100)
-    ('64 MiB', '100 bytes')
-    """
-    exponent = min(3, int(math.log2(num_bytes) // 10)) if num_bytes >= 1 else 0
-    return f"{num_bytes / 1024**exponent:.3g} {('bytes', 'KiB', 'MiB', 'GiB')[exponent]}"

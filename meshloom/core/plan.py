@@ -18,7 +18,7 @@ from meshloom.core.errors import PlanError
 from meshloom.core.exchanges import EXCHANGES, check_exchange, complete_compress, exempt_setting, known_word
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan_shares import apportion, check_shares, chunk_sizes, complete_shares, fixed_shares
-from meshloom.core.units import num_bytes_of
+from meshloom.core.units import parse_bytes
 
 MOST_IDLE_CHUNKS = 4096  # of a batch; more is a mistake, and every one is an entry in lists
 RECOMPUTE = ("none", "full", "selective")
@@ -428,7 +428,7 @@ def _value(key: str, text: str) -> int | float | bool | str | Pairs | tuple[str,
     if key == "tp_placements":
         return _pairs(key, text)
     if key == "memory_bytes":
-        return num_bytes_of(text)
+        return parse_bytes(text)
     if text in ("true", "false"):
         return text == "true"
     try:

@@ -1,37 +1,26 @@
-"""Bytes and numbers of things as people read and write them, in sentences."""
+"""Bytes, seconds and counts as people read and write them."""
 
 from __future__ import annotations
 
 from meshloom.core.errors import PlanError
 
 
-def amount(num_bytes: float) -> str:
-    """In the largest unit of which there is one, with one decimal.
+def format_bytes(num_bytes: float) -> str:
+    """Three digits and a unit.
 
-    >>> amount(1000), amount(10035), amount(3 * 2**29), amount(5 * 2**40)
-    ('1000 B', '9.8 KiB', '1.5 GiB', '5120.0 GiB')
+    >>> format_bytes(0), format_bytes(1000), format_bytes(2048), format_bytes(1500 * 2**20), format_bytes(700 * 2**30)
+    ('0 B', '1000 B', '2 KiB', '1.46 GiB', '700 GiB')
     """
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    for exponent, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 2**exponent * 0.9995:
+            return f"{_three_digits(num_bytes / 2**exponent)} {unit}"
+    return f"{num_bytes:.0f} B"
 
 
-def how_many(number: int, noun: str) -> str:
-    """A number of things.
-
-    >>> how_many(1, "step"), how_many(3, "step"), how_many(2, "microbatch")
-    ('1 step', '3 steps', '2 microbatches')
-    """
-    return f"{number} {noun}{('es' if noun.endswith('ch') else 's') * (number != 1)}"
-
-
-def num_bytes_of(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """Bytes as people write them. Raises `PlanError`.
 
-    >>> num_bytes_of("8GiB"), num_bytes_of("1.5MB"), num_bytes_of("4096")
+    >>> parse_bytes("8GiB"), parse_bytes("1.5MB"), parse_bytes("4096")
     (8589934592, 1500000, 4096)
     """
     number = text.rstrip("KMGTiB ")
@@ -41,3 +30,60 @@ def num_bytes_of(text: str) -> int:
         return int(float(number) * scale[text[len(number) :].strip()])
     except (ValueError, KeyError, OverflowError):
         raise PlanError(f"{text} is no number of bytes. Write it like 8GiB, 500MB or 4096.") from None
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits and a unit.
+
+    >>> format_seconds(0.0000021), format_seconds(0.0137), format_seconds(2.5), format_seconds(90.0), format_seconds(7200.0)
+    ('2.1 us', '13.7 ms', '2.5 s', '1.5 min', '2 h')
+    """
+    for limit, unit in ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
+        if seconds >= 0.9995 * limit:
+            return f"{seconds / limit:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def format_clock(seconds: float) -> str:
+    """Minutes and seconds, or hours as well.
+
+    >>> format_clock(75), format_clock(3700)
+    ('1:15', '1:01:40')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_number(number: float) -> str:
+    """Three digits and a prefix.
+
+    >>> format_number(0), format_number(1234), format_number(175e9), format_number(2.4e15)
+    ('0', '1.23k', '175G', '2.4P')
+    """
+    for limit, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit * 0.9995:
+            return f"{_three_digits(number / limit)}{prefix}"
+    return f"{number:.3g}"
+
+
+def format_count(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> format_count(1, "step"), format_count(3, "step"), format_count(2, "microbatch")
+    ('1 step', '3 steps', '2 microbatches')
+    """
+    return f"{number} {plural(noun, number)}"
+
+
+def plural(noun: str, number: int) -> str:
+    """A noun as it stands after a number.
+
+    >>> plural("rank", 1), plural("rank", 2), plural("process", 2)
+    ('rank', 'ranks', 'processes')
+    """
+    return noun if number == 1 else f"{noun}{'es' if noun.endswith(('ch', 'ss')) else 's'}"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"

@@ -8,8 +8,9 @@ import torch
 
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Mesh
+from meshloom.core.units import format_count
 from meshloom.launch.environment import current_seat, threads_per_rank
-from meshloom.launch.names import counted, visible_gpus
+from meshloom.launch.names import visible_gpus
 from meshloom.machine.cores import cores
 
 Kind = Literal["cuda", "cpu", "simulated"]
@@ -31,13 +32,13 @@ def choose_devices(mesh: Mesh, devices: str = "auto", oversubscribe: bool = Fals
     """
     check_devices(devices)
     num_gpus, num_cores, size = torch.cuda.device_count(), cores(), mesh.size
-    ranks, on_cores = counted(size, "rank"), counted(num_cores, "core")
+    ranks, on_cores = format_count(size, "rank"), format_count(num_cores, "core")
     if devices == "cuda" and size > num_gpus:
         instead = "devices=cpu or devices=simulated" + (
-            f", or a plan of at most {counted(num_gpus, 'rank')}" if num_gpus else ""
+            f", or a plan of at most {format_count(num_gpus, 'rank')}" if num_gpus else ""
         )
         raise DeviceError(
-            f"devices=cuda needs {counted(size, 'GPU')}, one for each rank, and {visible_gpus(num_gpus)}. Use {instead}."
+            f"devices=cuda needs {format_count(size, 'GPU')}, one for each rank, and {visible_gpus(num_gpus)}. Use {instead}."
         )
     if devices == "simulated:cuda" and not num_gpus:
         raise DeviceError("devices=simulated:cuda needs a GPU, and none is visible. Use devices=simulated.")
@@ -46,14 +47,14 @@ def choose_devices(mesh: Mesh, devices: str = "auto", oversubscribe: bool = Fals
         return "cuda", f"cuda: {ranks}, one GPU each ({reason})"
     if devices == "cpu" or (devices == "auto" and size <= num_cores):
         check_ranks(size, "cpu", oversubscribe)
-        threads = counted(threads_per_rank(size), "thread")
+        threads = format_count(threads_per_rank(size), "thread")
         return "cpu", f"cpu: {ranks} as process{'es' * (size > 1)} on {on_cores}, {threads} each ({reason})"
     check_ranks(size, "simulated", oversubscribe)
     if devices == "auto":
         reason += f", and {ranks} are more than {on_cores}"
     return (
         "simulated",
-        f"simulated: {ranks} in one process on {counted(num_gpus, 'GPU') if ':' in devices else on_cores} ({reason})",
+        f"simulated: {ranks} in one process on {format_count(num_gpus, 'GPU') if ':' in devices else on_cores} ({reason})",
     )
 
 
@@ -73,18 +74,18 @@ def choose_for_workers(
     Raises `DeviceError` when what was asked for cannot be.
     """
     check_devices(devices)
-    on_cores = counted(cores(), "core")
+    on_cores = format_count(cores(), "core")
     if devices == "cuda":
         raise DeviceError(
             "exchange=async trains on CPU processes or simulated devices, not on devices=cuda. Use devices=cpu or devices=simulated."
         )
-    who = f"{counted(num_servers, 'server')} and {counted(num_workers, 'worker')}"
+    who = f"{format_count(num_servers, 'server')} and {format_count(num_workers, 'worker')}"
     if devices == "cpu" or (devices == "auto" and not virtual and num_workers <= cores()):
         check_ranks(num_servers + num_workers * ranks_per_worker, "cpu", oversubscribe)
         reason = "asked for" if devices == "cpu" else "a core for each worker"
         return (
             "cpu",
-            f"cpu: {who} as processes on {on_cores}, {counted(threads_per_rank(num_workers), 'thread')} each ({reason})",
+            f"cpu: {who} as processes on {on_cores}, {format_count(threads_per_rank(num_workers), 'thread')} each ({reason})",
         )
     check_ranks(num_servers + num_workers * ranks_per_worker, "simulated", oversubscribe)
     reason = (
@@ -92,7 +93,7 @@ def choose_for_workers(
         if devices != "auto"
         else "on a virtual clock"
         if virtual
-        else f"{counted(num_workers, 'worker')} are more than {on_cores}"
+        else f"{format_count(num_workers, 'worker')} are more than {on_cores}"
     )
     return "simulated", f"simulated: {who} in one process ({reason})"
 
@@ -105,7 +106,7 @@ def check_ranks(size: int, kind: Kind, oversubscribe: bool) -> None:
     if kind == "simulated":
         why = f"{size:,} simulated ranks would all be in this process, each with what it trains and an optimizer, and {most} are the most that make sense"
     else:
-        why = f"{size:,} processes on {counted(cores(), 'core')} would mostly wait for each other, at 0.3 GiB each, and {most} are the most that make sense"
+        why = f"{size:,} processes on {format_count(cores(), 'core')} would mostly wait for each other, at 0.3 GiB each, and {most} are the most that make sense"
     raise DeviceError(
         f"{why}. Use a plan of at most {most} ranks, or, if you mean it, --oversubscribe (in Python oversubscribe=True)."
     )

@@ -25,6 +25,7 @@ from meshloom.comm.shm.shared_memory import why_not
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import DeviceError, PeerLostError
 from meshloom.core.mesh import Mesh
+from meshloom.core.units import format_count
 from meshloom.launch.connecting import RankGroups
 from meshloom.launch.devices import Kind
 from meshloom.launch.environment import (
@@ -37,7 +38,7 @@ from meshloom.launch.environment import (
 )
 from meshloom.launch.events import STACK_SIGNAL, tell
 from meshloom.launch.failure import leave, report_failure
-from meshloom.launch.names import counted, rank_name, used_axes, visible_gpus
+from meshloom.launch.names import rank_name, used_axes, visible_gpus
 from meshloom.launch.transport import agreed_transports
 from meshloom.launch.world import LocalRank, World
 from meshloom.machine.cores import cores
@@ -127,10 +128,10 @@ def join(
         torch.cuda.set_device(device)
         used, talking = "one GPU each", ""
     else:
-        used = f"{counted(torch.get_num_threads(), 'thread')} each"
+        used = f"{format_count(torch.get_num_threads(), 'thread')} each"
         talking = f", {transports.text(mesh)}"
     here = f"{seat.local_size} on each machine's" if seat.local_size < seat.size else "on"
-    why = f"{kind}: {counted(seat.size, 'rank')} as processes {here} {counted(cores(), 'core')}, {used} ({reason}){talking}"
+    why = f"{kind}: {format_count(seat.size, 'rank')} as processes {here} {format_count(cores(), 'core')}, {used} ({reason}){talking}"
     activity.enter("own code")
     tell({"event": "joined"})
     return World(mesh, [local], kind, why, Turns(), _parting(mesh, local, store, connections, ours))

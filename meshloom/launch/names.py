@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshloom.core.mesh import AXES, Axis, Mesh
+from meshloom.core.units import format_count
 
 
 def rank_name(rank: int, mesh: Mesh | None) -> str:
@@ -28,22 +29,13 @@ def sizes(mesh: Mesh) -> str:
     return ",".join(f"{axis}={getattr(mesh, axis)}" for axis in used_axes(mesh))
 
 
-def counted(count: int, noun: str, plural: str = "") -> str:
-    """A number of things.
-
-    >>> counted(1, "rank"), counted(2, "rank"), counted(2, "process", "processes")
-    ('1 rank', '2 ranks', '2 processes')
-    """
-    return f"{count} {noun if count == 1 else plural or noun + 's'}"
-
-
 def visible_gpus(count: int) -> str:
     """As a reason.
 
     >>> visible_gpus(0), visible_gpus(1), visible_gpus(2)
     ('no GPU is visible', '1 GPU is visible', '2 GPUs are visible')
     """
-    return f"{counted(count, 'GPU') if count else 'no GPU'} {'is' if count < 2 else 'are'} visible"
+    return f"{format_count(count, 'GPU') if count else 'no GPU'} {'is' if count < 2 else 'are'} visible"
 
 
 def capital(text: str) -> str:

@@ -11,8 +11,9 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Axis, Mesh
+from meshloom.core.units import format_count
 from meshloom.launch.devices import Kind
-from meshloom.launch.names import counted, rank_name, used_axes, visible_gpus
+from meshloom.launch.names import rank_name, used_axes, visible_gpus
 from meshloom.launch.world import LocalRank, World
 
 
@@ -43,8 +44,12 @@ def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "") -> World
             if devices.startswith("simulated")
             else f"this process was not started as one of {mesh.size}"
         )
-    used = counted(min(num_gpus, mesh.size), "GPU") if on_gpus else counted(torch.get_num_threads(), "thread")
-    why = f"{kind}: {counted(mesh.size, 'rank')} in this process on {used} ({reason})"
+    used = (
+        format_count(min(num_gpus, mesh.size), "GPU")
+        if on_gpus
+        else format_count(torch.get_num_threads(), "thread")
+    )
+    why = f"{kind}: {format_count(mesh.size, 'rank')} in this process on {used} ({reason})"
 
     turns = Turns()
     everyone = simulated_groups(mesh.size, turns)

@@ -7,11 +7,12 @@ from datetime import timedelta
 
 from meshloom.core.errors import DeviceError, PlanError
 from meshloom.core.mesh import Mesh
+from meshloom.core.units import format_count
 from meshloom.launch.allocator import keep_freed_memory
 from meshloom.launch.devices import check_devices, check_ranks
 from meshloom.launch.environment import current_seat
 from meshloom.launch.joining import join
-from meshloom.launch.names import counted, sizes
+from meshloom.launch.names import sizes
 from meshloom.launch.one_process import world_in_one_process
 from meshloom.launch.transport import check_transport
 from meshloom.launch.world import World
@@ -49,9 +50,9 @@ def open_world(
             f"devices={devices} keeps all ranks in one process, but {size} processes were started. Start one, or use devices=cpu."
         )
     if seat and mesh.size != size:
-        started = f"{counted(size, 'process', 'processes')} {'was' if size == 1 else 'were'}"
+        started = f"{format_count(size, 'process')} {'was' if size == 1 else 'were'}"
         raise PlanError(
-            f"The plan needs {counted(mesh.size, 'rank')} ({sizes(mesh)}), but {started} started. "
+            f"The plan needs {format_count(mesh.size, 'rank')} ({sizes(mesh)}), but {started} started. "
             f"Start {mesh.size} (torchrun --nproc-per-node {mesh.size} on one machine), or use a plan of {size}, like dp={size}."
         )
     several = seat if size > 1 else None

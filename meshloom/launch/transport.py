@@ -21,7 +21,8 @@ from pathlib import Path
 from meshloom.comm.network.signed_store import SignedStore
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Mesh
-from meshloom.launch.names import counted, rank_name
+from meshloom.core.units import format_count
+from meshloom.launch.names import rank_name
 
 TRANSPORTS = ("auto", "gloo")
 Hosts = tuple[tuple[int, ...], ...]
@@ -151,6 +152,7 @@ def _how(hosts: Hosts) -> str:
     if len(sizes) == 1:
         return f"over Gloo (ranks of {len(hosts)} machines are interleaved)"
     uneven = [
-        f"{counted(size, 'rank')} on {counted(number, 'machine')}" for size, number in sorted(sizes.items())
+        f"{format_count(size, 'rank')} on {format_count(number, 'machine')}"
+        for size, number in sorted(sizes.items())
     ]
     return f"over Gloo ({' and '.join(uneven)})"

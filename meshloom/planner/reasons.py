@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshloom.core.costs import ring_seconds, server_seconds
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.plan import Plan
-from meshloom.core.units import amount
-from meshloom.machine.links import Link
+from meshloom.core.units import format_bytes, format_seconds
 from meshloom.planner.pricing import Devices, Option
 
 WORTH_SAYING = 0.1  # of a step
@@ -17,12 +17,12 @@ WORTH_SAYING = 0.1  # of a step
 def why_of(option: Option, best: Option | None) -> str:
     """What the plan does, and what is good or bad about it beside the recommended one."""
     parts = [what_it_does(option.plan)]
-    sent = ", ".join(f"{amount(count)} along {axis}" for axis, count in option.num_bytes.items())
+    sent = ", ".join(f"{format_bytes(count)} along {axis}" for axis, count in option.num_bytes.items())
     parts.append(f"a rank sends {sent} a step" if sent else "nothing is sent")
     price = option.price
     if not option.fits:
         parts.append(
-            f"does not fit: a rank would hold {amount(option.memory_bytes)} of {amount(option.limit_bytes)}"
+            f"does not fit: a rank would hold {format_bytes(option.memory_bytes)} of {format_bytes(option.limit_bytes)}"
         )
     elif best and option.plan == best.plan:
         parts.append("recommended")
@@ -71,11 +71,11 @@ def what_it_does(plan: Plan) -> str:
 def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: Sequence[Option]) -> str:
     """What to take, and why (R8.4)."""
     fits = one_device_bytes <= limit
-    room = f"A step on one device holds {amount(one_device_bytes)}, and there are {amount(limit)}"
+    room = f"A step on one device holds {format_bytes(one_device_bytes)}, and there are {format_bytes(limit)}"
     if best is None:
         closest = min(options, key=lambda each: each.memory_bytes, default=None)
         least = (
-            f"; the plan that needs least, {closest.plan}, needs {amount(closest.memory_bytes)} of {amount(closest.limit_bytes)}"
+            f"; the plan that needs least, {closest.plan}, needs {format_bytes(closest.memory_bytes)} of {format_bytes(closest.limit_bytes)}"
             if closest
             else ""
         )
@@ -110,7 +110,7 @@ def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: S
     )
     how += [f"dp={plan.dp} lets each rank hold the activations of fewer samples"] * (not how)
     return (
-        f"{room}, so the whole does not fit and has to be divided. Take {plan}: {' and '.join(how)}, a rank holds {amount(best.memory_bytes)}, "
+        f"{room}, so the whole does not fit and has to be divided. Take {plan}: {' and '.join(how)}, a rank holds {format_bytes(best.memory_bytes)}, "
         f"and of the plans that fit it is the fastest."
     )
 
@@ -131,7 +131,8 @@ def exchange_reason(options: Sequence[Option], devices: Devices) -> str:
         return ""
     option = max(replicas, key=lambda each: each.plan.dp)
     n, size = option.plan.dp, option.num_bytes.get("dp", 0)
-    ring, server = ring_seconds(n, size, link), server_seconds(n, size, link)
+    per_message = link.latency_seconds, link.bytes_per_second
+    ring, server = ring_seconds(size, n, *per_message), server_seconds(size, n, *per_message)
     if devices.common_memory:
         how = "ranks of one host that share memory read each other's gradients where they lie, and nothing is sent twice"
     elif server < ring:
@@ -139,27 +140,6 @@ def exchange_reason(options: Sequence[Option], devices: Devices) -> str:
     else:
         how = "every link carries the same, while all of a server's traffic goes over one"
     return (
-        f"Exchange: all_reduce (the default). For {amount(size)} on {n} ranks a ring's formula says {1e3 * ring:.2g} ms, one server's "
-        f"{1e3 * server:.2g} ms: {how}."
+        f"Exchange: all_reduce (the default). For {format_bytes(size)} on {n} ranks a ring's formula says {format_seconds(ring)}, one server's "
+        f"{format_seconds(server)}: {how}."
     )
-
-
-def ring_seconds(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """2(N-1) messages of S/N (R3.3).
-
-    >>> ring_seconds(4, 8, Link(collective="send", ranks=2, latency_seconds=0.0, bytes_per_second=1.0, residual=0.0))
-    12.0
-    """
-    return (
-        2 * (num_ranks - 1) * link.latency_seconds
-        + 2 * (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_second
-    )
-
-
-def server_seconds(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """All gradients in and all parameters out over the server's link (R3.3).
-
-    >>> server_seconds(4, 8, Link(collective="send", ranks=2, latency_seconds=0.0, bytes_per_second=1.0, residual=0.0))
-    64.0
-    """
-    return 2 * link.latency_seconds + 2 * num_ranks * num_bytes / link.bytes_per_second

@@ -8,10 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from meshloom.core.units import amount
+from meshloom.core.units import format_bytes, format_seconds
 from meshloom.planner.advise import Advice
 from meshloom.planner.pricing import Option
-from meshloom.report.machine_tables import duration
 
 
 def print_advice(advice: Advice, console: Console) -> None:
@@ -23,16 +22,16 @@ def print_advice(advice: Advice, console: Console) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     for each in advice.options:
-        sent = ", ".join(f"{axis} {amount(count)}" for axis, count in each.num_bytes.items())
+        sent = ", ".join(f"{axis} {format_bytes(count)}" for axis, count in each.num_bytes.items())
         table.add_row(
             str(each.plan),
-            duration(each.price.seconds),
+            format_seconds(each.price.seconds),
             *(
-                [duration(each.measured_seconds) if each.measured_seconds is not None else ""]
+                [format_seconds(each.measured_seconds) if each.measured_seconds is not None else ""]
                 if was_tried
                 else []
             ),
-            amount(each.memory_bytes),
+            format_bytes(each.memory_bytes),
             sent or "nothing",
             f"{each.price.idle_share:.0%}",
             _mark(advice, each),

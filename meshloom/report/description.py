@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from meshloom.core.units import format_bytes, format_count, format_number, format_seconds
 from meshloom.planner.blocks import Block, rows_of
 from meshloom.planner.describe import Description
 from meshloom.planner.memory.memory import Memory
-from meshloom.report.machine_tables import age, duration
+from meshloom.report.machine_tables import age
 
 NAMES = 3  # of a list of parameters
 
@@ -57,37 +58,12 @@ def description_records(description: Description, depth: int | None = None) -> l
     return [{"event": "model", **about}, *rows, {"event": "total", **_record(whole)}, *memory]
 
 
-def quantity(number: float) -> str:
-    """Three digits and a prefix.
-
-    >>> quantity(0), quantity(1234), quantity(175e9), quantity(2.4e15)
-    ('0', '1.23k', '175G', '2.4P')
-    """
-    for limit, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit * 0.9995:
-            return f"{number / limit:.3g}{unit}" if number < 999.5 * limit else f"{number / limit:.0f}{unit}"
-    return f"{number:.3g}"
-
-
-def size(num_bytes: float) -> str:
-    """Bytes, three digits and a unit.
-
-    >>> size(0), size(2048), size(1500 * 2**20), size(700 * 2**30)
-    ('0', '2 KiB', '1.46 GiB', '700 GiB')
-    """
-    for exponent, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if num_bytes >= 2**exponent * 0.9995:
-            scaled = num_bytes / 2**exponent
-            return f"{scaled:.3g} {unit}" if scaled < 999.5 else f"{scaled:.0f} {unit}"
-    return f"{num_bytes:.0f} B" if num_bytes else "0"
-
-
 def _headline(description: Description) -> str:
     program, whole = description.program, description.whole
     inputs = ", ".join(f"{each.name} {each.meta}" if each.name else str(each.meta) for each in program.inputs)
     dtypes = ", ".join(dict.fromkeys(_dtype(each.meta.dtype) for each in program.parameters.values()))
-    samples = f"{description.batch_size} sample{'s' * (description.batch_size > 1)}"
-    return f"{whole.module}: {whole.parameters:,} parameters ({size(whole.parameter_bytes)}, {dtypes}); {samples} ({inputs}); {whole.operators:,} operators"
+    samples = format_count(description.batch_size, "sample")
+    return f"{whole.module}: {whole.parameters:,} parameters ({format_bytes(whole.parameter_bytes)}, {dtypes}); {samples} ({inputs}); {whole.operators:,} operators"
 
 
 @dataclass(frozen=True)
@@ -116,21 +92,21 @@ def _columns(description: Description) -> list[_Column]:
     columns = [
         _Column("block", lambda block: block.name, right=False),
         _Column("class", lambda block: block.module, right=False, dispensable=3),
-        _Column("parameters", lambda block: quantity(block.parameters) if block.parameters else ""),
+        _Column("parameters", lambda block: format_number(block.parameters) if block.parameters else ""),
         _Column("", lambda block: _share(block.parameters, whole.parameters), dispensable=2),
-        _Column("activations", lambda block: size(block.kept_bytes) if block.kept_bytes else ""),
+        _Column("activations", lambda block: format_bytes(block.kept_bytes) if block.kept_bytes else ""),
         _Column("", lambda block: _share(block.kept_bytes, whole.kept_bytes), dispensable=2),
-        _Column("FLOPs", lambda block: quantity(block.flops) if block.flops else ""),
+        _Column("FLOPs", lambda block: format_number(block.flops) if block.flops else ""),
         _Column(
             "backward",
-            lambda block: quantity(block.backward_flops) if block.backward_flops else "",
+            lambda block: format_number(block.backward_flops) if block.backward_flops else "",
             dispensable=1,
         ),
         _Column("", lambda block: _share(work(block), work(whole))),
     ]
     if description.machine:
         columns += [
-            _Column("predicted", lambda block: duration(seconds(block)) if seconds(block) else ""),
+            _Column("predicted", lambda block: format_seconds(seconds(block)) if seconds(block) else ""),
             _Column("", lambda block: _share(seconds(block), seconds(whole)), dispensable=1),
         ]
     return columns
@@ -159,16 +135,16 @@ def _remarks(description: Description) -> list[str]:
             if num_bytes
         }
         of_kinds = ", ".join(
-            f"{name} {size(num_bytes)}" for name, num_bytes in kinds.items() if name != "peak"
+            f"{name} {format_bytes(num_bytes)}" for name, num_bytes in kinds.items() if name != "peak"
         )
         lines.append(
-            f"memory of a step on one device: {size(memory.peak)} at its peak, in the {memory.phase}: {of_kinds}"
+            f"memory of a step on one device: {format_bytes(memory.peak)} at its peak, in the {memory.phase}: {of_kinds}"
         )
     else:
         lines.append(f"memory of a step is not known: {description.no_memory}")
     if machine and whole.seconds:
         lines.append(
-            f"predicted: {duration(whole.seconds.forward)} forward, {duration(whole.seconds.backward)} backward on one rank of {machine.name} "
+            f"predicted: {format_seconds(whole.seconds.forward)} forward, {format_seconds(whole.seconds.backward)} backward on one rank of {machine.name} "
             f"({machine.device}), without optimizer and exchange; calibrated {age(time.time() - machine.measured_at)}"
         )
     else:

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from meshloom.core.units import how_many
+from meshloom.core.units import format_count, format_seconds
 from meshloom.pipeline.schedules.spans import Span, SpanKind
-from meshloom.report.machine_tables import duration
 from meshloom.telemetry.timeline import Idle, Timeline, TimelineRow, idle_of
 
 MIN_CELLS = 24  # of the grid
@@ -62,12 +61,14 @@ def headline(timeline: Timeline, plan: str = "") -> tuple[str, str]:
     schedule = timeline.schedule
     what = f"step {timeline.step}" if timeline.step else "on paper"
     error = (
-        f"; clocks within {duration(timeline.clock_error_seconds)}" if timeline.clock_error_seconds else ""
+        f"; clocks within {format_seconds(timeline.clock_error_seconds)}"
+        if timeline.clock_error_seconds
+        else ""
     )
     return (
         f"{what}{f' of {plan}' if plan else ''}",
-        f"{schedule.name}, {how_many(schedule.num_stages, 'stage')} on {how_many(schedule.num_ranks, 'rank')}, "
-        f"{how_many(schedule.num_microbatches, 'microbatch')}; {duration(timeline.seconds)} from the first forward to the last backward{error}",
+        f"{schedule.name}, {format_count(schedule.num_stages, 'stage')} on {format_count(schedule.num_ranks, 'rank')}, "
+        f"{format_count(schedule.num_microbatches, 'microbatch')}; {format_seconds(timeline.seconds)} from the first forward to the last backward{error}",
     )
 
 

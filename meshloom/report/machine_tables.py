@@ -9,25 +9,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from meshloom.core.units import format_bytes, format_count, format_number, format_seconds
 from meshloom.machine.machine import COUNTED_IN_FLOPS, Machine, Operation
 from meshloom.planner.algorithms import chosen_algorithms
-from meshloom.report.terminal import short
 
 
 def print_machine(machine: Machine, console: Console) -> None:
     """Two tables: seconds per operator at the smallest and the rate at the largest size measured; latency and
     rate per collective."""
-    num_gib = f"{machine.memory_bytes / 2**30:.0f} GiB"
-    threads = (
-        f", {machine.threads} thread{'s' * (machine.threads > 1)} a rank" if machine.device == "cpu" else ""
-    )
-    num_cores = f"{machine.cores} core{'s' * (machine.cores > 1)}"
+    size = format_bytes(machine.memory_bytes)
+    threads = f", {format_count(machine.threads, 'thread')} a rank" if machine.device == "cpu" else ""
+    num_cores = format_count(machine.cores, "core")
     what = (
         f"{machine.model}, {num_cores}{threads}"
         if machine.device == "cpu"
         else f"{machine.devices} x {machine.model}"
     )
-    _line(console, f"{machine.name}: {what}, {num_gib}, measured {age(time.time() - machine.measured_at)}")
+    _line(console, f"{machine.name}: {what}, {size}, measured {age(time.time() - machine.measured_at)}")
     table = Table(box=None, pad_edge=False)
     table.add_column("operator", no_wrap=True)
     table.add_column("dtype", no_wrap=True)
@@ -37,11 +35,17 @@ def print_machine(machine: Machine, console: Console) -> None:
         if not forward.backward:
             backward = machine.operation(forward.kind, forward.dtype, backward=True)
             table.add_row(
-                forward.kind, forward.dtype, duration(forward.points[0][1]), _rate(forward), duration(backward.points[0][1]), _rate(backward),
+                forward.kind, forward.dtype, format_seconds(forward.points[0][1]), _rate(forward), format_seconds(backward.points[0][1]), _rate(backward),
                 f"{max(forward.spread, backward.spread):.0%}",
             )  # fmt: skip
     table.add_row(
-        "call", "", duration(machine.call_seconds), "", duration(machine.backward_call_seconds), "", ""
+        "call",
+        "",
+        format_seconds(machine.call_seconds),
+        "",
+        format_seconds(machine.backward_call_seconds),
+        "",
+        "",
     )
     console.print(table)
     if not machine.links:
@@ -62,7 +66,7 @@ def print_machine(machine: Machine, console: Console) -> None:
             + [link.algorithm] * bool(link.algorithm)
         )
         table.add_row(
-            link.collective, str(link.ranks), str(link.among or link.ranks), duration(link.latency_seconds), f"{short(link.bytes_per_second)}B/s",
+            link.collective, str(link.ranks), str(link.among or link.ranks), format_seconds(link.latency_seconds), f"{format_number(link.bytes_per_second)}B/s",
             f"{link.residual:.0%}", remark,
         )  # fmt: skip
     console.print(table)
@@ -77,7 +81,7 @@ def print_machine(machine: Machine, console: Console) -> None:
         _line(console, f"  {each.choice.reason}")
     for crowd in machine.crowds:
         if crowd.ranks > 1:
-            threads = f"{crowd.threads} thread{'s' * (crowd.threads > 1)}"
+            threads = format_count(crowd.threads, "thread")
             _line(
                 console,
                 f"{crowd.ranks} busy ranks of {threads}: products take {crowd.compute:.2f} times as long as alone, memory {crowd.memory:.2f} times",
@@ -110,25 +114,12 @@ def age(seconds: float) -> str:
     """
     for length, noun in ((86400, "day"), (3600, "hour"), (60, "minute")):
         if seconds >= length:
-            count = int(seconds // length)
-            return f"{count} {noun}{'s' * (count > 1)} ago"
+            return f"{format_count(int(seconds // length), noun)} ago"
     return "just now"
 
 
-def duration(seconds: float) -> str:
-    """Three digits and a unit.
-
-    >>> duration(0.0000021), duration(0.0137), duration(2.5), duration(90.0), duration(7200.0)
-    ('2.1 us', '13.7 ms', '2.5 s', '1.5 min', '2 h')
-    """
-    for limit, unit in ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
-        if seconds >= 0.9995 * limit:
-            return f"{seconds / limit:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
-
-
 def _rate(operation: Operation) -> str:
-    return f"{short(operation.rate)}{_unit(operation)}/s"
+    return f"{format_number(operation.rate)}{_unit(operation)}/s"
 
 
 def _unit(operation: Operation) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.units import how_many
+from meshloom.core.units import format_count
 from meshloom.report.terminal import Terminal, evaluation_text, progress_text, saved_text
 from meshloom.telemetry.progress import Listener, Progress
 from meshloom.telemetry.summary import Summary
@@ -52,11 +52,11 @@ def announce_start(
     job: Job, plan: Plan, model: nn.Module, parameters: int, steps: int, step: int, terminal: Terminal
 ) -> None:
     """A line for a person. step: from which it goes on."""
-    per_replica = f"{how_many(plan.dp, 'worker' if plan.exchange == 'async' else 'replica')} x {how_many(plan.microbatches, 'chunk')}"
+    per_replica = f"{format_count(plan.dp, 'worker' if plan.exchange == 'async' else 'replica')} x {format_count(plan.microbatches, 'chunk')}"
     start = f", from step {step}" if step else ""
     terminal.start(
-        f"{type(model).__name__}, {parameters:,} parameters; batches of {how_many(job.batch_size, 'sample')} over {per_replica}; "
-        f"{how_many(steps, 'step')}{start}"
+        f"{type(model).__name__}, {parameters:,} parameters; batches of {format_count(job.batch_size, 'sample')} over {per_replica}; "
+        f"{format_count(steps, 'step')}{start}"
     )
 
 
@@ -92,7 +92,7 @@ def listener_for(terminal: Terminal, records: Records) -> Listener:
 def tell_summary(summary: Summary, terminal: Terminal, records: Records) -> None:
     """What a run came to, for both."""
     terminal.event(
-        f"{how_many(summary.steps, 'step')} in {summary.seconds:.1f} s: loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}"
+        f"{format_count(summary.steps, 'step')} in {summary.seconds:.1f} s: loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}"
     )
     terminal.bytes_table(summary.predicted, summary.counted)
     terminal.time_line(summary.shares)

@@ -7,11 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from meshloom.core.mesh import AXES
-from meshloom.core.units import how_many
+from meshloom.core.units import format_bytes, format_count, format_number, format_seconds, plural
 from meshloom.planner.ranks import RankShare
 from meshloom.planner.staged_plan import Better, StagePlan
-from meshloom.report.description import quantity, size
-from meshloom.report.machine_tables import duration
 from meshloom.tensor_parallel.search.saved_for_backward import HELD_COPIES
 
 
@@ -36,8 +34,9 @@ def lines_of(found: StagePlan) -> list[str]:
         modules = each.module if each.module == each.last_module else f"{each.module} .. {each.last_module}"
         rows.append(
             [
-                str(number), str(found.schedule.ranks[number]), modules, duration(each.forward_seconds), duration(each.backward_seconds),
-                quantity(each.parameters), size(each.kept_bytes), f"x {found.in_flight[number]}", size(each.sent_bytes), size(each.returned_bytes),
+                str(number), str(found.schedule.ranks[number]), modules, format_seconds(each.forward_seconds), format_seconds(each.backward_seconds),
+                format_number(each.parameters), format_bytes(each.kept_bytes), f"x {found.in_flight[number]}",
+                format_bytes(each.sent_bytes), format_bytes(each.returned_bytes),
             ]
         )  # fmt: skip
     slowest = max(range(len(stages)), key=lambda number: stages[number].seconds)
@@ -50,10 +49,10 @@ def lines_of(found: StagePlan) -> list[str]:
         f"{len(stages)} stages on pp={plan.pp} ranks, {plan.schedule}, {_microbatches(found.sizes)}; seconds: {found.source}{over_tp}",
         *_aligned(rows, words=2),
         f"balance: stage {slowest} is the slowest, {found.choice.imbalance:.1%} above the mean",
-        f"memory: rank {fullest} holds most, {size(found.choice.rank_bytes[fullest])}: parameters with gradients and optimizer state "
+        f"memory: rank {fullest} holds most, {format_bytes(found.choice.rank_bytes[fullest])}: parameters with gradients and optimizer state "
         f"({HELD_COPIES} x) and the activations in flight",
         f"sent in a step: {'; '.join(_sent(found)) or 'nothing'}",
-        f"a step takes {duration(simulated.seconds)} (without exchange and update); ranks wait {simulated.idle_share:.1%} of it ({shares}), "
+        f"a step takes {format_seconds(simulated.seconds)} (without exchange and update); ranks wait {simulated.idle_share:.1%} of it ({shares}), "
         f"and would wait {simulated.even_idle_share:.1%} if stages were alike",
         *(_offer(each, found) for each in found.better),
     ]
@@ -78,7 +77,7 @@ def lines_of_ranks(shares: Sequence[RankShare]) -> list[str]:
     for each in shares:
         held, sent = each.held, [each.num_bytes.get(axis, 0) for axis in AXES]
         sizes = [held.parameters, held.gradients, held.optimizer, held.buffers, held.kept, held.total, *sent]
-        rows.append([str(each.pp), *map(size, sizes)])
+        rows.append([str(each.pp), *map(format_bytes, sizes)])
     return [
         "what a rank holds, without temporaries and the batch, and hands over in a step:",
         *_aligned(rows, words=-1),
@@ -109,14 +108,14 @@ def _offer(each: Better, found: StagePlan) -> str:
         else " (default rates know nothing of what small operators take at least)"
     )
     return (
-        f"{each.setting} would take {duration(each.seconds)} ({each.gain:.0%} less), ranks waiting {each.idle_share:.1%} instead of {now.idle_share:.1%}, "
-        f"and hold {size(each.rank_bytes)} instead of {size(most)}{unknown}"
+        f"{each.setting} would take {format_seconds(each.seconds)} ({each.gain:.0%} less), ranks waiting {each.idle_share:.1%} instead of {now.idle_share:.1%}, "
+        f"and hold {format_bytes(each.rank_bytes)} instead of {format_bytes(most)}{unknown}"
     )
 
 
 def _sent(found: StagePlan) -> list[str]:
     return [
-        f"stage {each.source} -> {each.destination} {size(each.forward_bytes)}, back {size(each.backward_bytes)}"
+        f"stage {each.source} -> {each.destination} {format_bytes(each.forward_bytes)}, back {format_bytes(each.backward_bytes)}"
         for each in found.traffic
     ]
 
@@ -128,7 +127,7 @@ def _microbatches(sizes: Sequence[int]) -> str:
     ('2 microbatches of 4 samples', '3 microbatches of 3 to 4 samples', '1 microbatch of 1 sample')
     """
     samples = f"{sizes[0]}" if min(sizes) == sizes[0] else f"{min(sizes)} to {sizes[0]}"
-    return f"{how_many(len(sizes), 'microbatch')} of {samples} sample{'s' * (sizes[0] > 1)}"
+    return f"{format_count(len(sizes), 'microbatch')} of {samples} {plural('sample', sizes[0])}"
 
 
 def _aligned(rows: Sequence[Sequence[str]], *, words: int) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from meshloom.core.units import format_bytes, format_clock, format_number
 from meshloom.telemetry.summary import TimeShares
 from meshloom.telemetry.traffic import Traffic
 
@@ -103,12 +104,12 @@ def progress_text(
     >>> progress_text(step=3, steps=10, loss=2.5, samples_per_second=64.0, tokens_per_second=8192.0, seconds_left=75.0, memory_bytes=300 * 2**20)
     'step  3/10  loss 2.5000  64 samples/s  8.19k tokens/s  1:15 left  300 MiB'
     """
-    tokens = f"  {short(tokens_per_second)} tokens/s" if tokens_per_second is not None else ""
+    tokens = f"  {format_number(tokens_per_second)} tokens/s" if tokens_per_second is not None else ""
     width = len(str(steps))
     clock = f"  at {virtual_seconds:g} s" if virtual_seconds is not None else ""
     old = f"  age {age:.1f}" if age is not None else ""
-    rates = f"{short(samples_per_second)} samples/s{tokens}"
-    return f"step {step:>{width}}/{steps}{clock}  loss {loss:.4f}{old}  {rates}  {duration(seconds_left)} left  {memory(memory_bytes)}"
+    rates = f"{format_number(samples_per_second)} samples/s{tokens}"
+    return f"step {step:>{width}}/{steps}{clock}  loss {loss:.4f}{old}  {rates}  {format_clock(seconds_left)} left  {format_bytes(memory_bytes)}"
 
 
 def evaluation_text(step: int, metrics: Mapping[str, float]) -> str:
@@ -119,31 +120,3 @@ def evaluation_text(step: int, metrics: Mapping[str, float]) -> str:
 def saved_text(step: int, path: Path) -> str:
     """One line that says where a checkpoint is."""
     return f"step {step}  checkpoint: {path}"
-
-
-def short(number: float) -> str:
-    """Three digits and a unit.
-
-    >>> short(7), short(1234.0), short(2.5e6)
-    ('7', '1.23k', '2.5M')
-    """
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Minutes and seconds, or hours as well.
-
-    >>> duration(75), duration(3700)
-    ('1:15', '1:01:40')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def memory(num_bytes: int) -> str:
-    """Bytes in MiB, or GiB from 10 on."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 10 * 2**30 else f"{num_bytes / 2**20:.0f} MiB"

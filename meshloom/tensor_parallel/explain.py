@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshloom.core.units import amount
+from meshloom.core.units import format_bytes
 from meshloom.program.cost.cost import Cost
 from meshloom.program.ir.nodes import Node, Variable
 from meshloom.program.operators.payload import Collective
@@ -113,7 +113,7 @@ def text_of(account: DivisionAccount) -> str:
         f"tp={account.num_ranks} divides {account.parameters_divided:.1%} of the parameters and {account.flops_divided:.1%} of the FLOPs; "
         f"a rank computes {account.work:.1%} of all FLOPs."
     ]
-    sent = ", ".join(f"{name} {amount(size)}" for name, size in account.num_bytes.items())
+    sent = ", ".join(f"{name} {format_bytes(size)}" for name, size in account.num_bytes.items())
     lines += [f"Sent by a rank per step: {sent}." if sent else "Nothing is sent."]
     lines += [f"Rates: {account.rates}."] if account.rates else []
     lines += [
@@ -312,7 +312,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _calls(row: ModuleRow, *, backward: bool) -> str:
     return ", ".join(
-        f"{calls} {name} {amount(num_bytes)}"
+        f"{calls} {name} {format_bytes(num_bytes)}"
         for (name, way), (calls, num_bytes) in row.sent
         if way == backward
     )

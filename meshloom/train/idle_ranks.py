@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from meshloom.core.plan import Plan
+from meshloom.core.units import format_count
 from meshloom.replica.replica import Replica
 
 
@@ -57,7 +58,7 @@ def idle_lines(
         used = {rank for name in parameters for rank in homes.get(name, ())}
         empty = [rank for rank in range(plan.pp) if rank not in used]
         if empty:
-            ranks = f"{len(empty)} rank{'s' * (len(empty) > 1)} along pp ({', '.join(map(str, empty))})"
+            ranks = f"{format_count(len(empty), 'rank')} along pp ({', '.join(map(str, empty))})"
             found.append(
                 f"pp={plan.pp} leaves {ranks} without any parameters: the model has too little to divide. Use pp={max(1, len(used))}."
             )

@@ -9,7 +9,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.units import how_many
+from meshloom.core.units import format_count
 from meshloom.data.measured_shares import remeasure
 from meshloom.data.proportion import EVERY_STEPS
 from meshloom.data.shares import Record, Shares
@@ -45,7 +45,7 @@ class ShareMeasurement:
         replicas.together(lambda replica: agree(replica.seat.world, {"recorded_shares": shares.record}))
         if self._measures and job.batch_size < plan.dp:
             raise PlanError(
-                f"A batch of {how_many(job.batch_size, 'sample')} leaves some of dp={plan.dp} replicas without any, so their speed "
+                f"A batch of {format_count(job.batch_size, 'sample')} leaves some of dp={plan.dp} replicas without any, so their speed "
                 f"cannot be measured. Use dp={job.batch_size} or less, or a plan without shares=measured."
             )
         if not self._measures and not shares.record:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshloom.core.plan import Plan
+from meshloom.core.units import plural
 from meshloom.verify.compare import FLOOR, Comparison, filled
 from meshloom.verify.reference.mistakes import Cause, Evidence, mistakes, thin, thinned
 from meshloom.verify.reference.step_records import ChunkRecord, StepRecord
@@ -392,7 +393,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _chunks(indices: Sequence[int]) -> str:
-    return f"Chunk{'s' if len(indices) > 1 else ''} {_list([str(index) for index in indices])}"
+    return f"{plural('Chunk', len(indices))} {_list([str(index) for index in indices])}"
 
 
 def _list(shown: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from meshloom.core.units import format_count
 from meshloom.verify.compare import Comparison, TensorError
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.step_records import Cast
@@ -154,7 +155,7 @@ def _lines(report: Report) -> list[str]:
         lines += [f"  likely cause: {cause.sentence}" for cause in report.causes]
     else:
         lines.append(
-            f"EQUAL to one device that runs the same chunks: {len(report.steps)} step{'s' if len(report.steps) > 1 else ''}"
+            f"EQUAL to one device that runs the same chunks: {format_count(len(report.steps), 'step')}"
         )
     lines += _moved_lines(report.steps)
     lines += _cast_lines(report.casts)
@@ -184,9 +185,7 @@ def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
     if not moved:
         return []
     names, widest = {error.name for error in moved}, max(error.tolerance for error in moved)
-    what = (
-        f"{len(names)} gradient{'s' if len(names) > 1 else ''} of the plan may differ by up to {widest:.1e}"
-    )
+    what = f"{format_count(len(names), 'gradient')} of the plan may differ by up to {widest:.1e}"
     return [
         f"{what}, which is how far rounding alone moves gradients of one device: smaller mistakes in them show with --dtype float64"
     ]

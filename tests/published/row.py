@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from meshloom.core.mesh import AXES
 from meshloom.core.plan import Plan
-from meshloom.core.units import amount
+from meshloom.core.units import format_bytes
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import shares_of
 from meshloom.planner.readings import Readings
@@ -44,9 +44,9 @@ class Row:
         """As text, but for the seconds."""
         tp = "tp=" in self.plan
         shares = [f"{self.parameters:.1%}", f"{self.flops:.1%}"] if tp else ["", ""]
-        sent = [amount(self.num_bytes[axis]) if axis in self.num_bytes else "" for axis in AXES]
+        sent = [format_bytes(self.num_bytes[axis]) if axis in self.num_bytes else "" for axis in AXES]
         balance = "" if self.imbalance is None else f"{self.imbalance:.1%}"
-        return [self.plan, *shares, *sent, amount(self.memory), balance]
+        return [self.plan, *shares, *sent, format_bytes(self.memory), balance]
 
 
 class Rows:

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
+from meshloom.core.units import format_count
+
 Phase = Literal[
     "starting", "joining", "own code", "setting up", "between steps", "reading", "preparing", "chunk", "before", "computing",
     "exchanging", "updating", "comparing", "evaluating", "saving",
@@ -86,7 +88,7 @@ class ActivitySnapshot:
                 what = {"comparing": "comparing the ranks", "evaluating": "evaluating", "saving": "saving"}[
                     self.phase
                 ]
-                return f"{what} after {step} step{'s' * (step != 1)}{waiting}"
+                return f"{what} after {format_count(step, 'step')}{waiting}"
             case "starting":
                 return "starting"
             case "joining":

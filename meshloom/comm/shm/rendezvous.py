@@ -15,6 +15,7 @@ from torch import Tensor
 from meshloom.comm.network.signed_store import SignedStore
 from meshloom.comm.shm.segments import Anonymous, Files, Named, map_file
 from meshloom.core.errors import CollectiveError, PeerLostError
+from meshloom.core.units import format_bytes
 
 _NO_SPACE = os.strerror(errno.ENOMEM)
 
@@ -130,6 +131,6 @@ def _why(error: OSError, arena_bytes: int, num_ranks: int) -> str:
     allowed = (
         ""
         if limit == resource.RLIM_INFINITY
-        else f", and ulimit -v allows {limit / 2**30:.3g} GiB in all: raise it (ulimit -v unlimited)"
+        else f", and ulimit -v allows {format_bytes(limit)} in all: raise it (ulimit -v unlimited)"
     )
-    return f"{_NO_SPACE}: each rank maps {arena_bytes / 2**30:g} GiB of address space for every one of {num_ranks} ranks, of which little is used{allowed}"
+    return f"{_NO_SPACE}: each rank maps {format_bytes(arena_bytes)} of address space for every one of {num_ranks} ranks, of which little is used{allowed}"

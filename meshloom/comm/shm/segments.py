@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from meshloom.core.errors import CollectiveError
+from meshloom.core.units import format_bytes
 
 PAGE = mmap.PAGESIZE
 _NAME = "meshloom"  # of files without one, where the system shows them
@@ -142,9 +143,11 @@ def map_file(descriptor: int, num_bytes: int) -> Tensor:
 
 def too_little(where: str, needed: int, free: int | None) -> CollectiveError:
     """The error of a place that is too small."""
-    there = f", and {_mebibytes(free)} are free there" if free is not None else ", and the system has no more"
+    there = (
+        f", and {format_bytes(free)} are free there" if free is not None else ", and the system has no more"
+    )
     return CollectiveError(
-        f"Ranks of one machine exchange tensors through files in {where}: {_mebibytes(needed)} are needed{there}. "
+        f"Ranks of one machine exchange tensors through files in {where}: {format_bytes(needed)} are needed{there}. "
         "Give it more (in a container: --shm-size), use smaller buckets or batches, or let the ranks talk over Gloo (--transport gloo)."
     )
 
@@ -187,7 +190,3 @@ def _checked(descriptor: int, num_bytes: int, seals: int | None = None) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.4g} MiB"

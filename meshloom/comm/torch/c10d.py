@@ -26,6 +26,7 @@ from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.liveness.notes import Notes
 from meshloom.comm.mean import divide
 from meshloom.core.errors import ABORTED, CollectiveError, PeerLostError
+from meshloom.core.units import format_bytes
 
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather: Callable[..., Any] = getattr(
@@ -110,7 +111,7 @@ class C10dGroup(Group):
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         tensor = tensor.detach()
         return self._start(
-            f"all_reduce of {_describe(tensor)}",
+            f"all_reduce of {format_bytes(tensor.nbytes)}",
             [tensor],
             lambda: dist.all_reduce(tensor, _OPS[op], group=self._process_group, async_op=True),
             (lambda: divide(tensor, self.size)) if op == "avg" else None,
@@ -123,7 +124,7 @@ class C10dGroup(Group):
             tensor.device.type == "cpu" and output.data_ptr() == tensor.data_ptr() + self.rank * output.nbytes
         )
         return self._start(
-            f"reduce_scatter of {_describe(tensor)}",
+            f"reduce_scatter of {format_bytes(tensor.nbytes)}",
             [output, tensor],
             (lambda: dist.all_reduce(tensor, _OPS[op], group=self._process_group, async_op=True))
             if of_all
@@ -137,7 +138,7 @@ class C10dGroup(Group):
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         output, tensor = output.detach(), tensor.detach()
         return self._start(
-            f"all_gather of {_describe(tensor)}",
+            f"all_gather of {format_bytes(tensor.nbytes)}",
             [output, tensor],
             lambda: _all_gather(output.view(-1), tensor.view(-1), group=self._process_group, async_op=True),
             copied_bytes=output.nbytes,
@@ -148,7 +149,7 @@ class C10dGroup(Group):
     ) -> Work:
         output, tensor = output.detach(), tensor.detach()
         return self._start(
-            f"all_to_all of {_describe(tensor)}",
+            f"all_to_all of {format_bytes(tensor.nbytes)}",
             [output, tensor],
             lambda: dist.all_to_all_single(
                 output, tensor, list(output_sizes), list(sizes), group=self._process_group, async_op=True
@@ -163,7 +164,7 @@ class C10dGroup(Group):
             else None
         )
         return self._start(
-            f"gather of {_describe(tensor)} to {self._members[destination]}",
+            f"gather of {format_bytes(tensor.nbytes)} to {self._members[destination]}",
             [tensor, *(targets or ())],
             lambda: dist.gather(
                 tensor, targets, group=self._process_group, group_dst=destination, async_op=True
@@ -176,7 +177,7 @@ class C10dGroup(Group):
             [tensor.detach() for tensor in tensors] if tensors is not None and self.rank == source else None
         )
         return self._start(
-            f"scatter of {_describe(output)} from {self._members[source]}",
+            f"scatter of {format_bytes(output.nbytes)} from {self._members[source]}",
             [output, *(sent or ())],
             lambda: dist.scatter(output, sent, group=self._process_group, group_src=source, async_op=True),
         )
@@ -184,14 +185,14 @@ class C10dGroup(Group):
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         tensor = tensor.detach()
         return self._start(
-            f"broadcast of {_describe(tensor)} from {self._members[source]}",
+            f"broadcast of {format_bytes(tensor.nbytes)} from {self._members[source]}",
             [tensor],
             lambda: dist.broadcast(tensor, group_src=source, group=self._process_group, async_op=True),
         )
 
     def send(self, tensor: Tensor, destination: int) -> Work:
         tensor = tensor.detach()
-        what = f"send of {_describe(tensor)} to {self._members[destination]}"
+        what = f"send of {format_bytes(tensor.nbytes)} to {self._members[destination]}"
         return self._start(
             what,
             [tensor],
@@ -201,7 +202,7 @@ class C10dGroup(Group):
 
     def recv(self, tensor: Tensor, source: int) -> Work:
         tensor = tensor.detach()
-        what = f"recv of {_describe(tensor)} from {self._members[source]}"
+        what = f"recv of {format_bytes(tensor.nbytes)} from {self._members[source]}"
         return self._start(
             what,
             [tensor],
@@ -347,15 +348,6 @@ class _C10dWork(Work):
 
     def is_finished(self) -> bool:
         return self._work is None or self._work.is_completed()
-
-
-def _describe(tensor: Tensor) -> str:
-    size, unit = tensor.nbytes, "bytes"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.4g} {unit}"
 
 
 def _first_line(error: Exception) -> str:

@@ -15,6 +15,7 @@ from pkgutil import resolve_name
 
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import SCHEDULES
+from meshloom.core.units import format_count
 from meshloom.pipeline.schedules.check import legal_order
 from meshloom.pipeline.schedules.greedy import Forwards, build_greedily
 from meshloom.pipeline.schedules.schedule import Action, Schedule, folded, looped
@@ -50,7 +51,7 @@ def make_schedule(
         )
     if not entry.any_number and stages != entry.stages_per_rank:
         raise PlanError(
-            f"schedule={name} has {entry.stages_per_rank} stage{'s' * (entry.stages_per_rank > 1)} on a rank, not virtual_stages={stages}."
+            f"schedule={name} has {format_count(entry.stages_per_rank, 'stage')} on a rank, not virtual_stages={stages}."
         )
     return resolve_name(entry.builder)(num_ranks, num_microbatches, stages, durations)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from meshloom.core.errors import PlanError
-from meshloom.core.units import amount
+from meshloom.core.units import format_bytes
 from meshloom.pipeline.stages.dynamic_program import Limits, best_cuts, rank_bytes, refined
 from meshloom.pipeline.stages.intervals import Intervals, StageCost
 from meshloom.pipeline.stages.stages import updating
@@ -175,9 +175,9 @@ def _best(line: Intervals, limits: Limits, homes: Homes) -> list[int]:
         _check_homes(line, homes, count)
         whole = line.stage(0, line.num_nodes)
         raise PlanError(
-            f"No cut into {count} stages {'was found that fits' if limits.is_shared else 'fits'} into {amount(limits.memory_bytes)} a rank: "
-            f"parameters with their gradients and optimizer state are {amount(whole.state_bytes)}, and the activations of one microbatch "
-            f"{amount(whole.kept_bytes)}. Use more stages, more microbatches, or a schedule that holds fewer of them."
+            f"No cut into {count} stages {'was found that fits' if limits.is_shared else 'fits'} into {format_bytes(limits.memory_bytes)} a rank: "
+            f"parameters with their gradients and optimizer state are {format_bytes(whole.state_bytes)}, and the activations of one microbatch "
+            f"{format_bytes(whole.kept_bytes)}. Use more stages, more microbatches, or a schedule that holds fewer of them."
         )
     return found
 

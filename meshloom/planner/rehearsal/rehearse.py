@@ -26,7 +26,7 @@ from meshloom.core.job import Job
 from meshloom.core.mesh import AXES, Axis, Mesh, MeshCoordinates
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
-from meshloom.core.units import amount
+from meshloom.core.units import format_bytes
 from meshloom.data.chunks import Chunk
 from meshloom.data.data import open_reader
 from meshloom.data.team_data import open_team_reader
@@ -261,7 +261,7 @@ def _check_room(replica: Replica, num_ranks: int) -> None:
     num_bytes = 4 * sum(each.nbytes for each in replica.model.parameters())
     if num_bytes * num_ranks > free_bytes():
         raise PlanError(
-            f"{replica.plan} cannot be rehearsed here: {num_ranks} ranks hold up to {amount(num_bytes)} each in this process, and {amount(free_bytes())} "
+            f"{replica.plan} cannot be rehearsed here: {num_ranks} ranks hold up to {format_bytes(num_bytes)} each in this process, and {format_bytes(free_bytes())} "
             "of memory are free. Price plans of fewer ranks, or a model with fewer layers."
         )
 

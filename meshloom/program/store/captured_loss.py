@@ -15,6 +15,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
 from meshloom.core.timings import Timings
+from meshloom.core.units import plural
 from meshloom.program.ir.batch_values import fits, refused_value
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.lines import WAY_OUT, describe_line, line_of_error
@@ -177,7 +178,7 @@ class CapturedLoss:
                 for name, dim in each.dims:
                     names.setdefault(name, []).append(str(dim))
                 sizes = ", ".join(
-                    f"{name} (dim{'s' if len(dims) > 1 else ''} {' and '.join(dims)})"
+                    f"{name} ({plural('dim', len(dims))} {' and '.join(dims)})"
                     for name, dims in names.items()
                 )
                 found.append(f"one program serves batches of any size of {sizes}")

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshloom.comm.pieces import Pieces
 from meshloom.core.errors import PlanError
-from meshloom.core.units import amount
+from meshloom.core.units import format_bytes
 from meshloom.program.cost.cost import Cost
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.nodes import Node
@@ -118,8 +118,8 @@ class Problem:
                 found = cheapest_within(own, self.changes, own_bytes, self.change_bytes, memory_bytes)
             except LimitError as error:
                 raise PlanError(
-                    f"With tp={self.num_ranks} a rank holds {amount(error.least)} or more of parameters, gradients, optimizer state and kept activations, "
-                    f"and the limit is {amount(memory_bytes)}. Use a larger tp, or smaller microbatches."
+                    f"With tp={self.num_ranks} a rank holds {format_bytes(error.least)} or more of parameters, gradients, optimizer state and kept activations, "
+                    f"and the limit is {format_bytes(memory_bytes)}. Use a larger tp, or smaller microbatches."
                 ) from None
         if found is None:
             raise NoWayError(
