@@ -48,7 +48,7 @@ from meshloom.tensor_parallel.search.bucket_elimination import Floats
 from meshloom.tensor_parallel.search.cheapest import Combination, cheapest
 from meshloom.tensor_parallel.search.choose import DivisionChoice, choose
 from meshloom.tensor_parallel.search.repeats import Repeats
-from meshloom.tensor_parallel.search.shared_change import Change
+from meshloom.tensor_parallel.search.reshards import Reshard
 from meshloom.verify.run import verify
 from tests.any_jobs import SMALL, job_of
 from tests.division import at_random
@@ -69,7 +69,7 @@ AGAIN = 12  # choices for each draw of a job's sizes
 # What a choice may come to that leaves nothing to compare: places that are too few, and a second shape of
 # batch that does not go with the first one's division.
 REFUSALS = re.compile(
-    "can be cut at|cannot be divided as the first one was|since the first program was cut|no way to divide|the last has nothing to compute"
+    "can be cut at|cannot be divided like the first one|since the first program was cut|No division of this program|the last has nothing to compute"
 )
 SCHEDULES = ["gpipe", "1f1b", "1f1b", "interleaved", "zb-h1", "zb-v"]
 
@@ -231,8 +231,8 @@ def chosen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Pa
         yield made
 
 
-def _at_prices(seed: int) -> Callable[[Sequence[Floats], Sequence[Change]], Combination | None]:
-    def at_prices(own: Sequence[Floats], changes: Sequence[Change]) -> Combination | None:
+def _at_prices(seed: int) -> Callable[[Sequence[Floats], Sequence[Reshard]], Combination | None]:
+    def at_prices(own: Sequence[Floats], changes: Sequence[Reshard]) -> Combination | None:
         chance = np.random.default_rng(seed)
         level = 10 ** chance.uniform(-1.5, 1.0)  # what changes cost beside ways of computing
         priced = [np.where(np.isfinite(each), chance.exponential(size=each.shape), np.inf) for each in own]

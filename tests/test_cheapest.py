@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import meshloom.tensor_parallel.search.bucket_elimination
-import meshloom.tensor_parallel.search.change_tables
+import meshloom.tensor_parallel.search.reshards
 from meshloom.tensor_parallel.search.bucket_elimination import Floats, Table, least_sum
 from meshloom.tensor_parallel.search.cheapest import Combination, cheapest
 from meshloom.tensor_parallel.search.memory_limit import LimitError, cheapest_within
 from meshloom.tensor_parallel.search.milp import cheapest_integers
-from meshloom.tensor_parallel.search.shared_change import Change, cost_of
+from meshloom.tensor_parallel.search.reshards import Reshard, cost_of
 from tests.covering import few
 
-Words = tuple[list[Floats], list[Change], list[Floats], list[Floats]]
+Words = tuple[list[Floats], list[Reshard], list[Floats], list[Floats]]
 
 
 def drawn(seed: int, *, unknowns: int, users: int, barred: float = 0.1) -> Words:
@@ -31,7 +31,7 @@ def drawn(seed: int, *, unknowns: int, users: int, barred: float = 0.1) -> Words
     )
     sizes = [draw.randint(1, 4) for _ in range(unknowns)]
     own = [np.array([0.0 if value == 0 else numbers() for value in range(size)]) for size in sizes]
-    changes: list[Change] = []
+    changes: list[Reshard] = []
     for source in range(unknowns):
         targets = draw.randint(1, 4)
         costs = np.array(
@@ -48,7 +48,7 @@ def drawn(seed: int, *, unknowns: int, users: int, barred: float = 0.1) -> Words
             for row in each:
                 row[draw.randrange(targets)] = draw.random() < 0.9
         changes.append(
-            Change(
+            Reshard(
                 source=source,
                 costs=costs,
                 wants=wants,
@@ -65,7 +65,7 @@ def drawn(seed: int, *, unknowns: int, users: int, barred: float = 0.1) -> Words
 
 
 def naive(
-    values: Sequence[int], own: Sequence[Floats], changes: Sequence[Change], tables: Sequence[Floats]
+    values: Sequence[int], own: Sequence[Floats], changes: Sequence[Reshard], tables: Sequence[Floats]
 ) -> float:
     """What a combination costs, in the words of the definition."""
     total = sum(float(each[value]) for each, value in zip(own, values, strict=True))
@@ -118,7 +118,7 @@ def test_what_is_too_large_for_one_table_is_done_by_shares(
     words = drawn(seed, unknowns=9, users=6, barred=0.0)
     exact = cheapest(*words[:2])
     monkeypatch.setattr(meshloom.tensor_parallel.search.bucket_elimination, "LARGEST", largest)
-    monkeypatch.setattr(meshloom.tensor_parallel.search.change_tables, "TOGETHER", 2**4)
+    monkeypatch.setattr(meshloom.tensor_parallel.search.reshards, "TOGETHER", 2**4)
     found = cheapest(*words[:2])
     assert exact is not None and found is not None
     assert exact.total * (1 - 1e-12) <= found.total <= exact.total * 1.02  # the bound is not always met
@@ -135,7 +135,7 @@ def test_what_is_found_by_steps_is_better_than_where_they_began_and_not_said_to_
     words = drawn(7, unknowns=40, users=4, barred=0.0)
     exact = cheapest(*words[:2])
     monkeypatch.setattr(meshloom.tensor_parallel.search.bucket_elimination, "LARGEST", 2**7)
-    monkeypatch.setattr(meshloom.tensor_parallel.search.change_tables, "TOGETHER", 2**7)
+    monkeypatch.setattr(meshloom.tensor_parallel.search.reshards, "TOGETHER", 2**7)
     found = cheapest(*words[:2])
     assert exact is not None and exact.is_proved and found is not None and not found.is_proved
     assert exact.total <= found.total <= 1.02 * exact.total < 0.9 * cost_of([0] * 40, *words[:2])
@@ -173,7 +173,7 @@ def test_a_limit_is_kept_at_the_least_cost(seed: int):
 
 def test_what_cannot_be_is_none():
     own = [np.array([1.0, math.inf]), np.array([0.0])]
-    change = Change(
+    change = Reshard(
         source=0, costs=np.array([[math.inf], [0.0]]), wants={1: np.array([[True]])}, always=np.array([False])
     )
     assert cheapest(own, [change]) is None

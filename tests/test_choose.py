@@ -25,17 +25,18 @@ from meshloom.program.cost.rates import Rates, default_rates
 from meshloom.tensor_parallel.layout.layout import Layout
 from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLICATED, Part, Placement
 from meshloom.tensor_parallel.partition import partition
+from meshloom.tensor_parallel.search.bucket_elimination import Floats
 from meshloom.tensor_parallel.search.choose import (
     DivisionChoice,
     choice_of_numbers,
     choose,
     numbers_of_choice,
 )
+from meshloom.tensor_parallel.search.costs import reshard_seconds
 from meshloom.tensor_parallel.search.milp import cheapest_integers
-from meshloom.tensor_parallel.search.price import change_seconds
 from meshloom.tensor_parallel.search.problem import Problem
 from meshloom.tensor_parallel.search.repeats import Repeats
-from meshloom.tensor_parallel.search.shared_change import cost_of
+from meshloom.tensor_parallel.search.reshards import cost_of
 from meshloom.tensor_parallel.search.strategies import Strategy
 from meshloom.tensor_parallel.sent_bytes import sent_in_chunk
 from tests.division import RATES, subject_of
@@ -72,21 +73,21 @@ def shapes_of(choice: DivisionChoice) -> dict[str, tuple[int, ...]]:
 # The oracle: every combination, priced by what the words say.
 
 
-def least_of_all(problem: Problem) -> float:
+def least_of_all(problem: Problem, rates: Rates) -> float:
     """Cost of the cheapest combination of placements and strategies."""
     layout = problem.layout
     program = layout.program
     parameters = {each.value for each in program.parameters.values()}
     priced = costs(program)
     best = float("inf")
-    names = [*problem.options, *problem.strategies]
-    for row in itertools.product(*problem.options.values(), *problem.strategies.values()):
+    names = [*problem.placements, *problem.strategies]
+    for row in itertools.product(*problem.placements.values(), *problem.strategies.values()):
         made: dict[str, Placement] = {
             name: way.output if isinstance(way, Strategy) else way for name, (way, _) in zip(names, row, strict=True)
         }  # fmt: skip
-        total = sum(problem.cost[unknown] for _, unknown in row)
+        total = sum(problem.formulation.decisions.seconds[unknown] for _, unknown in row)
         wanted = {(out.name, INVARIANT) for out in program.outputs}
-        for node, (way, _) in zip(program.nodes, row[len(problem.options) :], strict=True):
+        for node, (way, _) in zip(program.nodes, row[len(problem.placements) :], strict=True):
             assert isinstance(way, Strategy)
             wanted |= {
                 (ref.name, placement) for ref, placement in zip(node.operands(), way.operands, strict=True)
@@ -102,17 +103,17 @@ def least_of_all(problem: Problem) -> float:
             again = placement == REPLICATED and all(
                 node.operator == "linear" and next(node.operands()).name == value for node in users
             )
-            seconds = change_seconds(
+            seconds = reshard_seconds(
                 layout.metas[value][0],
                 source,
                 placement,
                 held(problem, value, source),
                 held(problem, value, placement),
-                problem.rates,
+                rates,
                 regathered=again,
                 behind_seconds=sum(priced[node.name].flops for node in users)
                 / problem.num_ranks
-                / problem.rates.flops_per_second
+                / rates.flops_per_second
                 if again
                 else 0.0,
             )
@@ -121,6 +122,12 @@ def least_of_all(problem: Problem) -> float:
                 break
         best = min(best, total)
     return best
+
+
+def own_costs(problem: Problem) -> list[Floats]:
+    """[its options]: of each decision, the seconds of each option."""
+    decisions = problem.formulation.decisions
+    return [np.array([decisions.seconds[number] for number in row]) for row in decisions.options]
 
 
 def held(problem: Problem, value: str, placement: Placement) -> Pieces:
@@ -173,7 +180,7 @@ def test_no_combination_is_cheaper(name: str):
         )  # fmt: skip
         problem = Problem(layout, 2, rates=rates, costs=priced)
         _, found, _ = problem.solve()
-        assert found == pytest.approx(least_of_all(problem), rel=1e-9)  # sums in another order
+        assert found == pytest.approx(least_of_all(problem, rates), rel=1e-9)  # sums in another order
 
 
 @pytest.mark.parametrize(
@@ -197,9 +204,7 @@ def test_an_integer_program_finds_nothing_cheaper(name: str):
         layout, rates = layout_by_shapes(ConvNet, square, normal(4, 3, 8, 8)), FAST
     problem = Problem(layout, 2, rates=rates, costs=costs(layout.program))
     _, found, _ = problem.solve()
-    other = cheapest_integers(
-        [np.array([problem.cost[unknown] for unknown in row]) for row in problem.choices], problem.changes
-    )
+    other = cheapest_integers(own_costs(problem), problem.formulation.reshards)
     assert other is not None and found <= other[1] * (1 + 1e-6)  # the solver's tolerance
     assert other[1] <= found * (1 + 2e-3)  # its gap; it has 10 s and needs fewer here
 
@@ -210,7 +215,7 @@ def test_blocks_that_share_unknowns_cost_what_they_cost_alone(small: Layout, mon
     shared = Problem(small, 2, rates=rates, costs=priced)
     monkeypatch.setattr(meshloom.tensor_parallel.search.problem, "repeats_of", lambda *_: Repeats())
     alone = Problem(small, 2, rates=rates, costs=priced)
-    assert len(alone.cost) > 1.8 * len(shared.cost)
+    assert sum(map(len, own_costs(alone))) > 1.8 * sum(map(len, own_costs(shared)))
     one, other = shared.solve()[1], alone.solve()[1]
     # alone, the first and the last block suit what is around them
     assert other <= one * (1 + 1e-9) and one <= 1.01 * other
@@ -254,7 +259,7 @@ def test_eleven_blocks_with_buffers_share_the_unknowns_of_one(turned: bool):
         len(
             Problem(
                 layout_by_shapes(lambda n=n: Scaled(n, turned=turned), mean, normal(4, 16)), 2, rates=FAST
-            ).choices
+            ).formulation.decisions.options
         )
         for n in (2, 11)
     ]
@@ -310,13 +315,13 @@ def test_iterations_of_a_loop_share_the_unknowns_of_one():
     found = [layout_by_shapes(Recurrent, mean, normal(4, length, 16)) for length in (8, 40)]
     rates = replace(FAST, flops_per_second=1e7, bytes_per_second=1e7)
     problems = [Problem(layout, 2, rates=rates, costs=costs(layout.program)) for layout in found]
-    assert len(problems[0].choices) == len(problems[1].choices)
+    alone, other = map(own_costs, problems)
+    assert len(alone) == len(other)
     choice = choose(found[0], 2, rates)
     assert {
         choice.strategies[node.name].work for node in found[0].program.nodes if node.operator == "mul.Tensor"
     } == {0.5}
-    alone = [np.array([problems[0].cost[unknown] for unknown in row]) for row in problems[0].choices]
-    assert problems[0].solve()[1] <= cost_of([0] * len(alone), alone, problems[0].changes)
+    assert problems[0].solve()[1] <= cost_of([0] * len(alone), alone, problems[0].formulation.reshards)
 
 
 def test_what_iterations_share_costs_what_they_cost_alone(monkeypatch: pytest.MonkeyPatch):
@@ -458,13 +463,16 @@ def test_sequences_are_divided_where_links_start_quickly():
 
 def price_of(problem: Problem, choice: DivisionChoice) -> float:
     """What a choice that was made at other rates costs."""
-    rows = (*problem.options.values(), *problem.strategies.values())
+    rows = (*problem.placements.values(), *problem.strategies.values())
     taken = {row[at][1] for row, at in zip(rows, choice.chosen[1:], strict=True)}
-    values = [next(place for place, unknown in enumerate(row) if unknown in taken) for row in problem.choices]
+    values = [
+        next(place for place, unknown in enumerate(row) if unknown in taken)
+        for row in problem.formulation.decisions.options
+    ]
     return cost_of(
         values,
-        [np.array([problem.cost[unknown] for unknown in row]) for row in problem.choices],
-        problem.changes,
+        own_costs(problem),
+        problem.formulation.reshards,
     )
 
 
@@ -600,7 +608,7 @@ def test_memory_is_kept_under_the_limit():
 def test_a_limit_that_cannot_be_met_says_what_is_needed(small: Layout):
     with pytest.raises(
         PlanError,
-        match=r"^With tp=2 a rank holds \d+\.\d (KiB|MiB) or more of parameters, gradients, optimizer state and kept activations, "
+        match=r"^With tp=2 a rank holds \d+\.\d (KiB|MiB) or more of parameters, gradients, optimizer state and saved activations, "
         r"and the limit is 9\.8 KiB\. Use a larger tp, or smaller microbatches\.$",
     ):
         choose(small, 2, FAST, memory_bytes=1e4)

@@ -10,7 +10,7 @@ from meshloom.core.mesh import AXES
 from meshloom.core.units import format_bytes, format_count, format_number, format_seconds, plural
 from meshloom.planner.ranks import RankShare
 from meshloom.planner.staged_plan import Better, StagePlan
-from meshloom.tensor_parallel.search.saved_for_backward import HELD_COPIES
+from meshloom.tensor_parallel.search.costs import HELD_COPIES
 
 
 def lines_of(found: StagePlan) -> list[str]:

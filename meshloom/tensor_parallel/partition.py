@@ -33,7 +33,7 @@ from meshloom.tensor_parallel.layout.placement import (
 from meshloom.tensor_parallel.layout.routes import Route
 from meshloom.tensor_parallel.rules.factors import Sizes
 from meshloom.tensor_parallel.search.choose import DivisionChoice, Held
-from meshloom.tensor_parallel.search.price import is_same, kind_of
+from meshloom.tensor_parallel.search.costs import is_same, kind_of
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from meshloom.program.cost.operator_seconds import OperatorSeconds, work_of
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.lines import describe_line
 from meshloom.program.ir.program import Program
-from meshloom.tensor_parallel.search.saved_for_backward import HELD_COPIES
+from meshloom.tensor_parallel.search.costs import HELD_COPIES
 
 UNEVEN = 1.25
 Homes = Mapping[str, Collection[int]]

@@ -20,10 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from meshloom.tensor_parallel.search.bucket_elimination import Floats, Least
-from meshloom.tensor_parallel.search.change_tables import least_of
 from meshloom.tensor_parallel.search.coordinate_descent import descend
 from meshloom.tensor_parallel.search.milp import GAP, cheapest_integers
-from meshloom.tensor_parallel.search.shared_change import Change, cost_of, kept_of
+from meshloom.tensor_parallel.search.reshards import Reshard, cost_of, kept_of, least_of
 
 ROUNDS = 60  # of moving shares; what is found then is as far from the best as `Combination` says
 SAME = 1e-9  # relative: sums of the same numbers in another order
@@ -51,7 +50,7 @@ class Combination:
         return self.bounds()
 
 
-def cheapest(own: Sequence[Floats], changes: Sequence[Change]) -> Combination | None:
+def cheapest(own: Sequence[Floats], changes: Sequence[Reshard]) -> Combination | None:
     """The cheapest value for every unknown. own: [its values], what each takes by itself; inf: cannot be.
     None: there is no combination."""
     kept = [np.flatnonzero(np.isfinite(each)) for each in own]
@@ -97,7 +96,7 @@ def cheapest(own: Sequence[Floats], changes: Sequence[Change]) -> Combination | 
     return found
 
 
-def _any(own: Sequence[Floats], changes: Sequence[Change]) -> Sequence[int] | None:
+def _any(own: Sequence[Floats], changes: Sequence[Reshard]) -> Sequence[int] | None:
     """A combination that can be: the first values, with which nothing is divided, else one that an integer
     program finds. None: there is none."""
     first = [0] * len(own)
@@ -117,14 +116,14 @@ def _bounds(
     return bounds
 
 
-def _even(change: Change) -> dict[int, Floats]:
+def _even(change: Reshard) -> dict[int, Floats]:
     """Equal shares [targets] of all that can want a change."""
     able = {user: wants.any(axis=0) for user, wants in change.wants.items()}
     count = np.maximum(sum(each.astype(float) for each in able.values()), 1.0)
     return {user: each / count for user, each in able.items()}
 
 
-def _move(change: Change, shares: Mapping[int, Floats], values: Sequence[int], step: float) -> None:
+def _move(change: Reshard, shares: Mapping[int, Floats], values: Sequence[int], step: float) -> None:
     """Move shares towards those who want the change in a combination."""
     wanted = {user: wants[values[user]] for user, wants in change.wants.items()}
     count = sum(each.astype(float) for each in wanted.values())

@@ -23,7 +23,8 @@ from meshloom.program.sizes.forms import alike
 from meshloom.tensor_parallel.layout.cuts import StripNumbers, pieces_of
 from meshloom.tensor_parallel.layout.layout import Layout
 from meshloom.tensor_parallel.layout.placement import Placement, cut_of
-from meshloom.tensor_parallel.search.problem import Held, NoWayError, Problem
+from meshloom.tensor_parallel.search.options import Held
+from meshloom.tensor_parallel.search.problem import InfeasibleError, Problem
 from meshloom.tensor_parallel.search.strategies import Strategy
 
 __all__ = [
@@ -95,8 +96,10 @@ def choose(
     problem = Problem(layout, num_ranks, rates=price, costs=known, held=held, pins=pins)
     try:
         return _choice(problem, *problem.solve(memory_bytes))
-    except NoWayError:
-        problem = Problem(layout, num_ranks, rates=price, costs=known, held=held, pins=pins, alike=False)
+    except InfeasibleError:
+        problem = Problem(
+            layout, num_ranks, rates=price, costs=known, held=held, pins=pins, share_blocks=False
+        )
         return _choice(problem, *problem.solve(memory_bytes))
 
 
@@ -136,10 +139,12 @@ def choice_of_numbers(
     placements: Mapping[str, str] | None = None,
 ) -> DivisionChoice:
     """The choice that another rank made for the same program, under the same `held` and `placements`."""
-    alike, *taken = numbers
+    share_blocks, *taken = numbers
     pins = None if held is not None else placements
     return _choice(
-        Problem(layout, num_ranks, rates=Rates(), held=held, pins=pins, alike=bool(alike)), taken, 0.0
+        Problem(layout, num_ranks, rates=Rates(), held=held, pins=pins, share_blocks=bool(share_blocks)),
+        taken,
+        0.0,
     )
 
 
@@ -154,10 +159,10 @@ def choice_in(
     computed. None: one of its ways is not there."""
     pins = None if held is not None else placements
     problem = Problem(
-        layout, choice.num_ranks, rates=Rates(), held=held, pins=pins, alike=bool(choice.chosen[0])
+        layout, choice.num_ranks, rates=Rates(), held=held, pins=pins, share_blocks=bool(choice.chosen[0])
     )
     wanted: list[tuple[Any, list[tuple[Any, int]]]] = [
-        (choice.variables[value], list(row)) for value, row in problem.options.items()
+        (choice.variables[value], list(row)) for value, row in problem.placements.items()
     ]
     wanted += [(choice.strategies[name], list(row)) for name, row in problem.strategies.items()]
     numbers = [next((place for place, (each, _) in enumerate(row) if each == own), -1) for own, row in wanted]
@@ -192,7 +197,7 @@ def changes_of(choice: DivisionChoice) -> Iterable[tuple[str, Placement, Placeme
 def _choice(
     problem: Problem, numbers: Sequence[int], seconds: float, is_proved: bool = True
 ) -> DivisionChoice:
-    split = len(problem.options)
+    split = len(problem.placements)
     return DivisionChoice(
         num_ranks=problem.num_ranks,
         layout=problem.layout,
@@ -203,9 +208,9 @@ def _choice(
         },
         variables={
             value: row[at][0]
-            for (value, row), at in zip(problem.options.items(), numbers[:split], strict=True)
+            for (value, row), at in zip(problem.placements.items(), numbers[:split], strict=True)
         },
         seconds=seconds,
-        chosen=(int(problem.alike), *numbers),
+        chosen=(int(problem.share_blocks), *numbers),
         is_proved=is_proved,
     )

@@ -14,15 +14,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from meshloom.tensor_parallel.search.bucket_elimination import Floats
-from meshloom.tensor_parallel.search.change_tables import least_of
-from meshloom.tensor_parallel.search.shared_change import Change, cost_of
+from meshloom.tensor_parallel.search.reshards import Reshard, cost_of, least_of
 
 TOGETHER = 80  # unknowns that are tried together
 TURNS = 20  # of each unknown at most; few need more than one
 SAME = 1e-9  # relative: sums of the same numbers in another order
 
 
-def descend(own: Sequence[Floats], changes: Sequence[Change], values: Sequence[int]) -> tuple[int, ...]:
+def descend(own: Sequence[Floats], changes: Sequence[Reshard], values: Sequence[int]) -> tuple[int, ...]:
     """A combination that is as cheap as `values` or cheaper. own, changes: as for `cheapest`."""
     within: list[list[int]] = [[] for _ in own]  # unknown -> changes that it is in
     for number, change in enumerate(changes):
@@ -54,8 +53,8 @@ def descend(own: Sequence[Floats], changes: Sequence[Change], values: Sequence[i
 
 
 def _around(
-    unknowns: Sequence[int], within: Sequence[Sequence[int]], changes: Sequence[Change]
-) -> list[Change]:
+    unknowns: Sequence[int], within: Sequence[Sequence[int]], changes: Sequence[Reshard]
+) -> list[Reshard]:
     """The changes that some of the unknowns are in."""
     return [
         changes[number]
@@ -63,7 +62,7 @@ def _around(
     ]
 
 
-def _near(first: int, within: Sequence[Sequence[int]], changes: Sequence[Change]) -> list[int]:
+def _near(first: int, within: Sequence[Sequence[int]], changes: Sequence[Reshard]) -> list[int]:
     """An unknown and those around it, the nearest first."""
     found = {first: None}
     waiting = deque([first])
@@ -77,14 +76,14 @@ def _near(first: int, within: Sequence[Sequence[int]], changes: Sequence[Change]
 
 
 def _best(
-    free: Sequence[int], own: Sequence[Floats], changes: Sequence[Change], values: Sequence[int]
+    free: Sequence[int], own: Sequence[Floats], changes: Sequence[Reshard], values: Sequence[int]
 ) -> Mapping[int, int] | None:
     """The best values of some unknowns, with the others as they are. None: they are too many to be done
     exactly."""
     number = {unknown: place for place, unknown in enumerate(free)}
     kept = [np.flatnonzero(np.isfinite(own[unknown])) for unknown in free]
     costs = [own[unknown][keep] for unknown, keep in zip(free, kept, strict=True)]
-    rest: list[Change] = []
+    rest: list[Reshard] = []
     for change in changes:
         wanted = change.always.copy()
         for user, wants in change.wants.items():
@@ -95,7 +94,7 @@ def _best(
         }
         if change.source in number:
             rest.append(
-                Change(
+                Reshard(
                     source=number[change.source],
                     costs=change.costs[kept[number[change.source]]],
                     wants=wants,
@@ -104,7 +103,7 @@ def _best(
             )
         else:  # of one value
             rest.append(
-                Change(
+                Reshard(
                     source=len(costs), costs=change.costs[[values[change.source]]], wants=wants, always=wanted
                 )
             )

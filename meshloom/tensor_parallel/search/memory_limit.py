@@ -17,7 +17,7 @@ import numpy as np
 from meshloom.tensor_parallel.search.bucket_elimination import Floats
 from meshloom.tensor_parallel.search.cheapest import SAME, Combination, cheapest
 from meshloom.tensor_parallel.search.milp import GAP, OutOfTimeError, cheapest_integers
-from meshloom.tensor_parallel.search.shared_change import Change, cost_of, kept_of
+from meshloom.tensor_parallel.search.reshards import Reshard, cost_of, kept_of
 
 PRICES = 40  # that are tried at most
 
@@ -31,7 +31,7 @@ class LimitError(Exception):
 
 def cheapest_within(
     own: Sequence[Floats],
-    changes: Sequence[Change],
+    changes: Sequence[Reshard],
     own_bytes: Sequence[Floats],
     change_bytes: Sequence[Floats],
     limit: float,
@@ -75,7 +75,7 @@ def cheapest_within(
 
 
 def _between(
-    own: Sequence[Floats], changes: Sequence[Change], own_bytes: Sequence[Floats], change_bytes: Sequence[Floats], limit: float,
+    own: Sequence[Floats], changes: Sequence[Reshard], own_bytes: Sequence[Floats], change_bytes: Sequence[Floats], limit: float,
     under: Sequence[int], priced: Combination, price: float,
 ) -> Combination:  # fmt: skip
     """The best of what can still be better than `under`. priced: the cheapest at `price`."""
@@ -110,12 +110,12 @@ def _between(
 
 def _priced(
     own: Sequence[Floats],
-    changes: Sequence[Change],
+    changes: Sequence[Reshard],
     own_bytes: Sequence[Floats],
     change_bytes: Sequence[Floats],
     price: float,
     seconds: float,
-) -> tuple[list[Floats], list[Change]]:
+) -> tuple[list[Floats], list[Reshard]]:
     """Seconds and priced bytes as one cost; what cannot be still cannot."""
     return (
         [_sum(each, size, price, seconds) for each, size in zip(own, own_bytes, strict=True)],

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshloom.tensor_parallel.search.bucket_elimination import Floats
-from meshloom.tensor_parallel.search.shared_change import Change
+from meshloom.tensor_parallel.search.reshards import Reshard
 
 SECONDS = 10.0  # for the solver; then the best found so far is taken
 GAP = 1e-3  # how far that may be from the best, of what it costs more than the least of every option alone
@@ -38,7 +38,7 @@ Row = tuple[list[int], list[float], float, float]  # unknowns, their factors, an
 
 def cheapest_integers(
     own: Sequence[Floats],
-    changes: Sequence[Change],
+    changes: Sequence[Reshard],
     *,
     own_bytes: Sequence[Floats] = (),
     change_bytes: Sequence[Floats] = (),
@@ -85,7 +85,7 @@ def cheapest_integers(
     return Integers(values, float(np.dot(np.where(np.isfinite(costs), costs, 0.0), found)), stopped)
 
 
-def _rows_of(change: Change, first: Any, made: Sequence[list[int]], z: Any) -> list[Row]:
+def _rows_of(change: Reshard, first: Any, made: Sequence[list[int]], z: Any) -> list[Row]:
     rows: list[Row] = []
     for group, unknowns in enumerate(made):
         rows += [([int(each), *unknowns], [1.0, *[-1.0] * len(unknowns)], -np.inf, 0.0) for each in z[group]]

@@ -7,7 +7,7 @@ stands for its counterpart in the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshloom.program.cost.iterations import constants_of, iterations_of
@@ -15,7 +15,8 @@ from meshloom.program.ir.nodes import Node, Ref
 from meshloom.tensor_parallel.layout.axes import Axis
 from meshloom.tensor_parallel.layout.cuts import StripNumbers
 from meshloom.tensor_parallel.layout.layout import Layout
-from meshloom.tensor_parallel.layout.placement import Cut
+from meshloom.tensor_parallel.layout.placement import Cut, Part, Placement
+from meshloom.tensor_parallel.search.strategies import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,18 +200,54 @@ def _collapses(tensors: Sequence[Sequence[Axis]], moved: Mapping[int, int], numb
 
 
 class UnlikeBlocksError(Exception):
-    """Blocks that are alike have unlike options."""
+    """Equal blocks have unequal options."""
 
 
-def counterparts(cuts: Mapping[int, list[Cut]], repeats: Repeats) -> dict[Cut, Cut]:
-    """Every cut -> the one that it stands for."""
-    known = {frozenset(cut.parts.items()): cut for each in cuts.values() for cut in each}
-    found: dict[Cut, Cut] = {}
-    for cut in known.values():
-        counterpart = known.get(
-            frozenset((repeats.axis(number), intervals) for number, intervals in cut.parts.items())
+class Representatives:
+    """What each value, cut, placement and strategy of a program with repeated blocks is represented by.
+
+    Raises `UnlikeBlocksError` if a cut has no counterpart in the block that represents it.
+    """
+
+    def __init__(
+        self, layout: Layout, numbers: StripNumbers, cuts: Mapping[int, list[Cut]], repeats: Repeats
+    ) -> None:
+        self.value = repeats.value
+        self._layout = layout
+        self._numbers = numbers
+        self._cut_of: dict[Cut, Cut] = {}  # cut -> its representative
+        self._represented: dict[Cut, list[Cut]] = {}  # the other way round
+        known = {frozenset(cut.parts.items()): cut for each in cuts.values() for cut in each}
+        for cut in known.values():
+            parts = frozenset((repeats.axis(number), intervals) for number, intervals in cut.parts.items())
+            representative = known.get(parts)
+            if representative is None or len(representative.parts) != len(cut.parts):
+                raise UnlikeBlocksError
+            self._cut_of[cut] = representative
+            self._represented.setdefault(representative, []).append(cut)
+
+    def placement(self, placement: Placement) -> Placement:
+        """The placement that represents this one."""
+        if not isinstance(placement, Part) or placement.cut is None:
+            return placement
+        return Part(self._cut_of[placement.cut])
+
+    def placement_in(self, value: str, placement: Placement) -> Placement:
+        """The placement of a value that has the same representative as `placement`."""
+        if not isinstance(placement, Part) or placement.cut is None:
+            return placement
+        numbers = frozenset[int]().union(
+            *(self._numbers.leaves(axis) for axes in self._layout.values[value] for axis in axes)
         )
-        if counterpart is None or len(counterpart.parts) != len(cut.parts):
-            raise UnlikeBlocksError
-        found[cut] = counterpart
-    return found
+        cuts = self._represented[self._cut_of[placement.cut]]
+        return next((Part(cut) for cut in cuts if numbers & cut.parts.keys()), placement)
+
+    def strategy(self, strategy: Strategy) -> Hashable:
+        """What represents a strategy: equal for those of nodes that represent each other."""
+        return (
+            tuple(map(self.placement, strategy.operands)),
+            self.placement(strategy.output),
+            strategy.work,
+            self._cut_of[strategy.cut] if strategy.cut is not None else None,
+            strategy.talks,
+        )

@@ -229,9 +229,11 @@ def _largest_share(
     return max(shares) / together(stop - start for _, start, stop in stretches)
 
 
-def facts_of_ways(node: Node, layout: Layout, numbers: StripNumbers, *, weighed: bool) -> Hashable | None:
-    """All that the ways to compute a node depend on. None: on where it is in the program, too. weighed:
-    whether it has to do with parameters."""
+def facts_of_strategies(
+    node: Node, layout: Layout, numbers: StripNumbers, *, is_dependent: bool
+) -> Hashable | None:
+    """All facts that a node's strategies depend on. None: they depend on its position in the program, too.
+    is_dependent: whether it depends on parameters."""
     mapped = layout.mapped.get(node.name)
     if numbers.routes:
         return None
@@ -241,12 +243,12 @@ def facts_of_ways(node: Node, layout: Layout, numbers: StripNumbers, *, weighed:
             if node.target is operator.getitem
             else sum(1 for _ in node.operands())
         )
-        return weighed, operands, _keys(itertools.chain(*layout.values[node.name]))
+        return is_dependent, operands, _keys(itertools.chain(*layout.values[node.name]))
     values = (layout.values[ref.name][0] for ref in node.operands())
     labels = tuple(mapped.labels), _keys(mapped.labels.values())
     axes = tuple(map(_keys, values)), tuple(map(_keys, layout.values[node.name]))
     return (
-        weighed,
+        is_dependent,
         node.operator,
         node.num_draws,
         mapped.factors.facts,

@@ -1,20 +1,54 @@
-"""Combinations with changes that several want as a sum of tables, of which the least is found exactly."""
+"""A reshard that several decisions may want and that is paid once, and the sum of tables that the solvers
+minimise."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from meshloom.tensor_parallel.search.bucket_elimination import Floats, Least, Table, least_sum
-from meshloom.tensor_parallel.search.shared_change import Change, Wants
 
+Wants = npt.NDArray[np.bool_]
 TOGETHER = 2**14  # entries of a table over all who want a change
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reshard:
+    """A value is changed to what others want. source: the unknown that says what it is changed from.
+
+    costs: [values of source, targets]; inf: cannot be. wants: unknown -> [its values, targets], which of them
+    it wants. Each target is paid once. always: [targets], which are wanted whatever is chosen.
+    """
+
+    source: int
+    costs: Floats
+    wants: Mapping[int, Wants]
+    always: Wants
+
+
+def cost_of(values: Sequence[int], own: Sequence[Floats], changes: Sequence[Reshard]) -> float:
+    """What a combination costs."""
+    total = math.fsum(float(each[value]) for each, value in zip(own, values, strict=True))
+    for change in changes:
+        wanted = change.always.copy()
+        for user, wants in change.wants.items():
+            wanted |= wants[values[user]]
+        total += float(change.costs[values[change.source]][wanted].sum())
+    return total
+
+
+def kept_of(change: Reshard, kept: Sequence[npt.NDArray[np.intp]]) -> Reshard:
+    """The change with the values of each unknown that are left."""
+    wants = {user: wants[kept[user]] for user, wants in change.wants.items()}
+    return replace(change, costs=change.costs[kept[change.source]], wants=wants)
+
+
 def least_of(
-    own: Sequence[Floats], changes: Sequence[Change], shares: Sequence[Mapping[int, Floats]] | None = None
+    own: Sequence[Floats], changes: Sequence[Reshard], shares: Sequence[Mapping[int, Floats]] | None = None
 ) -> Least | None:
     """The cheapest combination. shares: of each change, what each of those pays who can want it; none:
     exactly. None: the tables would be too large."""
@@ -25,7 +59,7 @@ def least_of(
     return least_sum(sizes, tables)
 
 
-def _tables(change: Change, sizes: list[int], shares: Mapping[int, Floats] | None) -> Iterator[Table]:
+def _tables(change: Reshard, sizes: list[int], shares: Mapping[int, Floats] | None) -> Iterator[Table]:
     """A change as tables, target by target. shares: what each of those pays who can want it; none: exactly,
     with an unknown of its own if need be."""
     for target in range(change.costs.shape[1]):
