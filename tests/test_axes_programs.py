@@ -200,7 +200,7 @@ def is_told(layout: Layout, node: Node, elements: Sequence[Element], number: int
     for value, dim, _ in elements:
         dims = mapped.factors.outputs[0] if value == node.name else mapped.factors.operands[number]
         term: Term = dims[dim]
-        if term is None or set(labels_in(term)) & mapped.whole:
+        if term is None or set(labels_in(term)) & mapped.unsharded:
             return False
     return True
 

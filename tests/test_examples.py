@@ -140,7 +140,7 @@ def test_a_script_and_its_parallel_form_have_the_same_losses(tmp_path: Path):
 
 
 @alone
-@pytest.mark.slow  # tests/test_own_rules.py compares the same
+@pytest.mark.slow  # tests/test_user_rules.py compares the same
 def test_an_own_operator_has_the_losses_of_one_device_with_its_rule_and_without(tmp_path: Path):
     lines = run(str(ROOT / "examples/07_own_operator.py"), cwd=tmp_path).stdout.splitlines()
     rows = {line[:20].strip(): [float(value) for value in line[20:].split()] for line in lines}

@@ -31,7 +31,7 @@ from meshloom.tensor_parallel.layout.placement import (
     cut_of,
 )
 from meshloom.tensor_parallel.layout.routes import Route
-from meshloom.tensor_parallel.rules.factors import Sizes
+from meshloom.tensor_parallel.rules.factors import ShardSizes
 from meshloom.tensor_parallel.search.choose import DivisionChoice, Held
 from meshloom.tensor_parallel.search.costs import is_same, kind_of
 
@@ -178,7 +178,9 @@ class _Builder:
         mapped = layout.mapped.get(node.name)
         if strategy.cut is not None and mapped is not None:
             if mapped.factors.local is not None:
-                target, args, kwargs = mapped.factors.local(target, args, kwargs, self._sizes(node, outputs))
+                target, args, kwargs = mapped.factors.local(
+                    target, args, kwargs, self._shard_sizes(node, outputs)
+                )
             if node.num_draws and not isinstance(target, Joint):
                 drawn = mapped.factors.outputs[0] if mapped.factors.drawn is None else mapped.factors.drawn
                 pieces = pieces_of(
@@ -308,16 +310,16 @@ class _Builder:
             return {key: self._replaced(each, wanted, node) for key, each in value.items()}
         return value
 
-    def _sizes(self, node: Node, outputs: tuple[Meta, ...]) -> Sizes:
+    def _shard_sizes(self, node: Node, outputs: tuple[Meta, ...]) -> ShardSizes:
         choice, layout = self.choice, self.choice.layout
         strategy, mapped = choice.strategies[node.name], layout.mapped[node.name]
-        here: dict[str, int] = {}
+        local: dict[str, int] = {}
         starts: dict[str, tuple[int, ...]] = {}
         held: dict[str, tuple[Runs | None, ...]] = {}
         for label, axis in mapped.labels.items():
             runs = [runs_of(axis, strategy.cut, choice.numbers, rank) for rank in range(choice.num_ranks)]
             mine = runs[self.rank]
-            here[label] = axis.size if mine is None else sum(stop - start for start, stop in mine)
+            local[label] = axis.size if mine is None else sum(stop - start for start, stop in mine)
             starts[label] = tuple(each[0][0] if each else 0 for each in runs)
             held[label] = tuple(runs)
         operands = tuple(
@@ -325,8 +327,8 @@ class _Builder:
             for ref, placement in zip(node.operands(), strategy.operands, strict=True)
         )
         axes = layout.values[node.name]
-        return Sizes(
-            here=here, whole={label: axis.size for label, axis in mapped.labels.items()}, operands=operands,
+        return ShardSizes(
+            local=local, full={label: axis.size for label, axis in mapped.labels.items()}, operands=operands,
             outputs=tuple(self._shape(output, each, strategy.cut) for output, each in zip(outputs, axes, strict=True)), starts=starts, runs=held, rank=self.rank,
         )  # fmt: skip
 

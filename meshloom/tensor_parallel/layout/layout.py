@@ -31,7 +31,7 @@ class MappedNode:
     node: Node
     factors: Factors
     labels: Mapping[str, Axis]
-    whole: frozenset[str]
+    unsharded: frozenset[str]
     # pairs of labels that may share an axis: they are never in one tensor's dims together
     apart: frozenset[frozenset[str]]
 
@@ -181,10 +181,10 @@ def _with_own_columns(factors: Factors, number: int) -> Factors:
         operands=tuple(
             changed[place] if place in others else dims for place, dims in enumerate(factors.operands)
         ),
-        whole=factors.whole | factors.sums,
+        unsharded=factors.unsharded | factors.sums,
         sums=frozenset(),
         added=frozenset(),
-        entire=factors.entire | frozenset(others),
+        replicated=factors.replicated | frozenset(others),
     )
 
 
@@ -215,16 +215,20 @@ def _map(node: Node, factors: Factors, operands: list[Axes]) -> MappedNode:
     whole."""
     sizes = _sizes(factors, operands)
     labels: dict[str, Axis] = {}
-    whole = set(factors.whole)
+    unsharded = set(factors.unsharded)
     for dims, axes in zip(factors.operands, operands, strict=True):
         assert len(dims) == len(axes), f"{node.operator}: {dims} for {axes}"
         for term, axis in zip(dims, axes, strict=True):
             if term is not None and not _bind(term, axis, labels, sizes):
-                whole.update(labels_in(term))
+                unsharded.update(labels_in(term))
     for label, size in sizes.items():
         labels.setdefault(label, Axis(size))
     return MappedNode(
-        node=node, factors=factors, labels=labels, whole=frozenset(whole), apart=frozenset(_apart(factors))
+        node=node,
+        factors=factors,
+        labels=labels,
+        unsharded=frozenset(unsharded),
+        apart=frozenset(_apart(factors)),
     )
 
 

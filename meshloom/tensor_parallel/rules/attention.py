@@ -1,5 +1,4 @@
-"""Attention: heads, batch and the queries' positions may be cut; keys' positions and the head size stay
-whole."""
+"""Attention: heads, batch and query positions may be sharded; key positions and head size stay unsharded."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def _attention(call: Call) -> Factors | None:
         operands=tuple(operands),
         outputs=((*batch, heads, "sq", "v"),),
         sizes=sizes,
-        whole=frozenset({"sq"} if causal else ()) | frozenset({"v"} if rate else ()),
+        unsharded=frozenset({"sq"} if causal else ()) | frozenset({"v"} if rate else ()),
         drawn=(*batch, heads, "sq", None) if rate else (),
     )
 

@@ -1,26 +1,26 @@
-"""A call as rules see it: the arguments by name, tensors by shape."""
+"""An operator's call as rules see it: arguments by name, tensors by shape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from meshloom.program.ir.callables import out_of_place
 from meshloom.program.ir.nodes import Meta, Node, Ref
-from meshloom.tensor_parallel.rules.factors import Factors
+from meshloom.tensor_parallel.rules.factors import Dims, Factors
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """A tensor argument. number: its place in `Node.operands()`."""
+    """A tensor argument. number: its index in `Node.operands()`."""
 
     number: int
     meta: Meta
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes of its dims."""
+        """The sizes of its dims."""
         return self.meta.shape
 
 
@@ -28,9 +28,9 @@ class Operand:
 class Call:
     """An operator's call.
 
-    name: without namespace and overload. arguments: by the schema's names, defaults filled in; tensors are
-        `Operand`s.
-    operands: the tensors, in the order of `Node.operands()`. outputs: its tensors.
+    name: without namespace and overload.
+    arguments: by the schema's names, with defaults filled in; tensors are `Operand`s.
+    operands: the tensors, in the order of `Node.operands()`. outputs: the result tensors.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Call:
     outputs: tuple[Meta, ...]
 
     def dim(self, name: str, ndim: int) -> int:
-        """An argument that is a dim, counted from the front."""
+        """The argument `name`, a dim, counted from the front."""
         return self.arguments[name] % ndim if ndim else 0
 
     def dims(self, name: str, ndim: int) -> tuple[int, ...]:
-        """An argument that is a dim, a list of them, or nothing (all of them)."""
+        """The argument `name`, one dim or a list of dims; nothing means all of them."""
         given = self.arguments.get(name)
         if given is None or (isinstance(given, tuple) and not given):
             return tuple(range(ndim))
@@ -54,13 +54,12 @@ class Call:
 
 
 Rule = Callable[[Call], Factors | None]
-"""The factor map of a call; None: this call is not to be split."""
+"""The factor map of a call; None: this call cannot be sharded."""
 
 
 def call_of(node: Node, metas: Mapping[str, tuple[Meta, ...]]) -> Call | None:
-    """The call of a node; None if it is no operator with a schema, or a tensor operand has several
-    tensors."""
-    # What `out_of_place` makes has its operator as first argument.
+    """The call of a node. None: its target is no operator with a schema, or an operand is a list of tensors."""
+    # `out_of_place` has the wrapped operator as its first argument.
     inner = node.args[0] if node.target is out_of_place else node.target
     schema = getattr(inner, "_schema", None)
     if schema is None:
@@ -98,12 +97,38 @@ def call_of(node: Node, metas: Mapping[str, tuple[Meta, ...]]) -> Call | None:
 
 def tensor_arguments(call: Call) -> Iterator[tuple[int, ...] | None]:
     """The shape of every tensor argument in the schema's order; None where it is not given. Lists of tensors
-    are not for this."""
+    are not supported."""
     schema: Any = call.node.target._schema
     for argument in schema.arguments:
         if "Tensor" in str(argument.type):
             value = call.arguments.get(argument.name)
             yield value.shape if isinstance(value, Operand) else None
+
+
+def given_by_name(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a call passes explicitly, by name."""
+    return dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | kwargs
+
+
+def set_argument(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any) -> Any:
+    """(target, args, kwargs) with argument `name` of the operator's schema set to `value`."""
+    names = [argument.name for argument in target._schema.arguments]
+    place = names.index(name)
+    if place < len(args):
+        return target, (*args[:place], value, *args[place + 1 :]), kwargs
+    return target, args, {**kwargs, name: value}
+
+
+def to_output_shape(name: str) -> Any:
+    """A `LocalCall` that sets argument `name` to the shape of the local result."""
+    return lambda target, args, kwargs, shard: set_argument(
+        target, args, kwargs, name, tuple(shard.outputs[0])
+    )
+
+
+def replicated(operands: Sequence[Operand]) -> tuple[Dims, ...]:
+    """The dims of operands that every rank needs in full."""
+    return tuple((None,) * len(each.shape) for each in operands)
 
 
 class _SeveralError(Exception):

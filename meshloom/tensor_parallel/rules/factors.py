@@ -1,21 +1,21 @@
-"""Factor maps: which dims of an operator's tensors are one axis, in the manner of einsum.
+"""Factor maps: which dims of an operator's operands and results are the same axis, as in einsum.
 
     linear       b* k, o k, o -> b* o; sum k; add 2
     view         b (h d) -> b h d
     split        b (q+k+v) -> b q, b k, b v
 
-One label is one axis. `(h d)` is a dim made of two, outermost first; `(q+k)` one after another; `b*` any
-number of leading dims;
-`n!` has to be whole: computing on a part of it would be wrong; `_` is a dim that is whole and nobody else's.
-Labels that are in
-`sum` and are cut leave partial results, to be summed over the ranks; an operand in `add` is added to such a
-sum (once).
+A label is an axis. `(h d)` is a dim composed of two axes, outermost first; `(q+k)` is a concatenation; `b*`
+is any number of leading dims.
+`n!` must not be sharded, since computing on a shard of it would be wrong; `_` is a dim that is not sharded
+and shared with no other tensor.
+If a label after `sum` is sharded, the results are partial and are summed over the ranks; operands after `add`
+are added to that sum once.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,48 +25,49 @@ from meshloom.program.operators.payload import Collective
 
 @dataclass(frozen=True)
 class Product:
-    """A dim made of several, outermost first."""
+    """A dim composed of several axes, outermost first."""
 
     parts: tuple[Term, ...]
 
 
 @dataclass(frozen=True)
 class Concat:
-    """A dim made of several, one after another."""
+    """A dim that concatenates several axes."""
 
     parts: tuple[Term, ...]
 
 
-Term = str | Product | Concat | None  # a label; None: whole, and nobody else's
+Term = str | Product | Concat | None  # a label; None: unsharded, and shared with no other tensor
 Dims = tuple[Term, ...]
+FIRST_LINEAR = (frozenset({0}),)  # `Factors.linear` of operators that are linear in their first operand
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What a rank's part of a call looks like.
+class ShardSizes:
+    """The sizes of one rank's shard of a call.
 
-    here, whole: label -> size there and in all. operands, outputs: shapes there. starts: label -> where each
-        rank's part begins.
-    runs: label -> the runs of indices that each rank has; None: all of them.
+    local, full: label -> its size on this rank, and in total. operands, outputs: local shapes.
+    starts: label -> the first index of each rank's shard.
+    runs: label -> the index ranges that each rank holds; None: all indices.
     """
 
-    here: Mapping[str, int]
-    whole: Mapping[str, int]
+    local: Mapping[str, int]
+    full: Mapping[str, int]
     operands: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     starts: Mapping[str, tuple[int, ...]]
     runs: Mapping[str, tuple[Runs | None, ...]]
     rank: int
 
-    def is_cut(self, label: str) -> bool:
-        """Whether the ranks divide it, be it that this rank has all of it and another one nothing."""
+    def is_sharded(self, label: str) -> bool:
+        """Whether ranks hold different indices of a label, even if this one holds all of them."""
         return any(runs is not None for runs in self.runs[label])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Talk:
-    """A collective that an operator starts by itself. num_elements: of the value that is put together or
-    added up. times: how often."""
+class InnerCollective:
+    """A collective inside an operator. num_elements: of the full tensor that is gathered or summed. times:
+    how often it runs."""
 
     collective: Collective
     num_elements: int
@@ -76,11 +77,12 @@ class Talk:
 
 @dataclass(frozen=True, kw_only=True)
 class Routed:
-    """Rows that data sends to groups. rows, groups: labels. table, by: operands: what each group has; the
-    integers that say whose a row is.
+    """Rows that are assigned to groups by data, such as tokens to experts.
 
-    is_sorted: rows are sorted by group, and the integers say where each group's end; else they say every
-        row's group.
+    rows, groups: labels.
+    table, by: operands: the table with an entry per group, and the integers that assign rows to groups.
+    is_sorted: rows are sorted by group, and the integers are the end of each group; otherwise they are the
+        group of each row.
     """
 
     rows: str
@@ -90,69 +92,80 @@ class Routed:
     is_sorted: bool = False
 
 
-Local = Callable[[Any, tuple[Any, ...], dict[str, Any], Sizes], tuple[Any, tuple[Any, ...], dict[str, Any]]]
-"""(target, args, kwargs, sizes) -> those with which a rank computes its part."""
+LocalCall = Callable[
+    [Any, tuple[Any, ...], dict[str, Any], ShardSizes], tuple[Any, tuple[Any, ...], dict[str, Any]]
+]
+"""(target, args, kwargs, sizes) -> (target, args, kwargs) that compute a rank's shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
     """The factor map of one call.
 
-    operands: a tuple per tensor operand, in the order of `Node.operands()`, with a term per dim. outputs: per
-        tensor result.
-    sizes: of labels that stand in no dim by themselves.
-    whole: labels that may not be cut. sums: labels that, when cut, leave partial results.
-    joins: labels over which, when cut, the operator talks to the other ranks itself and gives all of them the
-        whole result.
-    talks: labels over which, when cut, the operator talks to the other ranks itself and gives each of them
-    its part; with what it sends. entire: operands of which every rank needs all, unless a label of their own
-    is cut: their other dims may have a cut axis. in_one_run: labels of which a rank's part has to be indices
-    without a gap: the call finds it by where it starts.
-    filled: labels of which every rank has to have an index: the kernel refuses to work on none.
-    added: operands that are added to a partial result, and so have to be partial themselves.
-    linear: sets of operands that may be partial (the others being replicated), so that the result is.
-    routed: labels of which one goes where the other goes: they may be cut together, whatever `whole` says.
-    drawn: dims of what is drawn at random inside; None: those of the first output; (): nothing, whatever
-        torch says.
-    local: how the call changes where something is cut; None: as it is.
+    operands: a tuple for each tensor operand, in the order of `Node.operands()`, with a term for each dim.
+    outputs: the same for each tensor result.
+    sizes: of all labels that no dim consists of alone.
+    unsharded: labels that must not be sharded. sums: labels that leave partial results if sharded.
+    reduced_inside: labels over which, if sharded, the operator itself communicates, so that every rank has
+        the full result.
+    collectives: labels over which, if sharded, the operator itself communicates, so that every rank has its
+        shard of the result, with what it sends.
+    replicated: operands that every rank needs in full unless a label of their own is sharded, even if an axis
+        of their other dims is.
+    contiguous: labels of which a shard must be one range of indices: the call locates it by its first index.
+    nonempty: labels of which every rank must hold an index: the kernel refuses empty tensors.
+    added: operands that are added to a partial result, and must be partial themselves.
+    linear: sets of operands; if those of a set are partial and all others replicated, the result is partial.
+    routed: two labels that may be sharded together, whatever `unsharded` says.
+    drawn: the dims of what is drawn at random inside. None: those of the first output. (): nothing is drawn.
+    local: rewrites the call for a rank's shard. None: the call stays unchanged.
     """
 
     operands: tuple[Dims, ...]
     outputs: tuple[Dims, ...]
     sizes: Mapping[str, int] = field(default_factory=dict)
-    whole: frozenset[str] = frozenset()
+    unsharded: frozenset[str] = frozenset()
     sums: frozenset[str] = frozenset()
-    joins: frozenset[str] = frozenset()
-    talks: Mapping[str, tuple[Talk, ...]] = field(default_factory=dict)
-    entire: frozenset[int] = frozenset()
-    in_one_run: frozenset[str] = frozenset()
-    filled: frozenset[str] = frozenset()
+    reduced_inside: frozenset[str] = frozenset()
+    collectives: Mapping[str, tuple[InnerCollective, ...]] = field(default_factory=dict)
+    replicated: frozenset[int] = frozenset()
+    contiguous: frozenset[str] = frozenset()
+    nonempty: frozenset[str] = frozenset()
     added: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     routed: Routed | None = None
     drawn: Dims | None = None
-    local: Local | None = None
+    local: LocalCall | None = None
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """Equal for calls whose dims belong together alike; how the call changes does not count, but whether
-        it does."""
-        sizes, talks = tuple(self.sizes.items()), tuple(self.talks.items())
+        """A key that is equal for calls with the same strategies; of `local` it contains whether there is
+        one."""
+        sizes, collectives = tuple(self.sizes.items()), tuple(self.collectives.items())
         sets = (
-            self.whole,
+            self.unsharded,
             self.sums,
-            self.joins,
-            self.entire,
-            self.in_one_run,
-            self.filled,
+            self.reduced_inside,
+            self.replicated,
+            self.contiguous,
+            self.nonempty,
             self.added,
             self.linear,
         )
-        return self.operands, self.outputs, sizes, talks, *sets, self.routed, self.drawn, self.local is None
+        return (
+            self.operands,
+            self.outputs,
+            sizes,
+            collectives,
+            *sets,
+            self.routed,
+            self.drawn,
+            self.local is None,
+        )
 
 
 def labels_in(term: Term) -> list[str]:
-    """Every label of a term, in order.
+    """All labels of a term, in order.
 
     >>> labels_in(Product(("h", Concat(("a", "b")))))
     ['h', 'a', 'b']
@@ -163,7 +176,7 @@ def labels_in(term: Term) -> list[str]:
 
 
 def labels_of(shape: Sequence[int]) -> tuple[list[Term], dict[str, int]]:
-    """A label for every dim, and their sizes.
+    """A label for every dim, and the labels' sizes.
 
     >>> labels_of((4, 5))
     (['d0', 'd1'], {'d0': 4, 'd1': 5})
@@ -172,10 +185,20 @@ def labels_of(shape: Sequence[int]) -> tuple[list[Term], dict[str, int]]:
     return names, {f"d{place}": size for place, size in enumerate(shape)}
 
 
+def labels_except(shape: Sequence[int], dims: Collection[int]) -> tuple[Dims, dict[str, int]]:
+    """A label for every dim but `dims`, which stay unsharded, and the labels' sizes.
+
+    >>> labels_except((4, 5), {1})
+    (('d0', None), {'d0': 4})
+    """
+    labels = tuple(None if place in dims else f"d{place}" for place in range(len(shape)))
+    return labels, {f"d{place}": size for place, size in enumerate(shape) if place not in dims}
+
+
 def shown(factors: Factors) -> str:
-    """A factor map as text."""
+    """The text of a factor map."""
     given = [_shown_dims(dims, factors) for dims in factors.operands]
-    given = [f"{{{dims}}}" if place in factors.entire else dims for place, dims in enumerate(given)]
+    given = [f"{{{dims}}}" if place in factors.replicated else dims for place, dims in enumerate(given)]
     text = f"{', '.join(given)} -> {', '.join(_shown_dims(dims, factors) for dims in factors.outputs)}"
     text += f"; sum {' '.join(sorted(factors.sums))}" if factors.sums else ""
     text += f"; {factors.routed.rows} goes with {factors.routed.groups}" if factors.routed else ""
@@ -183,10 +206,10 @@ def shown(factors: Factors) -> str:
 
 
 def factors_of_text(
-    text: str, operands: Sequence[tuple[int, ...] | None], num_outputs: int, local: Local | None = None
+    text: str, operands: Sequence[tuple[int, ...] | None], num_outputs: int, local: LocalCall | None = None
 ) -> Factors:
-    """The map that `text` stands for. operands: shape of every tensor argument, in the operator's order;
-    None: not given.
+    """The factor map that a text describes. operands: the shape of every tensor argument in the operator's
+    order; None: not given.
 
     >>> factors = factors_of_text("b* k, o k, o -> b* o; sum k; add 2", [(2, 3, 4), (5, 4), None], 1)
     >>> shown(factors)
@@ -222,7 +245,7 @@ def factors_of_text(
         operands=tuple(dims),
         outputs=outputs,
         sizes=sizes,
-        whole=frozenset(whole),
+        unsharded=frozenset(whole),
         sums=frozenset(clauses.get("sum", [])),
         added=frozenset(places[int(each)] for each in clauses.get("add", []) if int(each) in places),
         linear=tuple(
@@ -291,6 +314,6 @@ def _shown(term: Term, factors: Factors) -> str:
     if term is None:
         return "_"
     if isinstance(term, str):
-        return term + ("!" if term in factors.whole else "")
+        return term + ("!" if term in factors.unsharded else "")
     inner = [_shown(part, factors) for part in term.parts]
     return f"({' '.join(inner)})" if isinstance(term, Product) else f"({'+'.join(inner)})"

@@ -1,4 +1,4 @@
-"""Looking up rows and elements: embeddings, bags of them, gather, index, scatter."""
+"""Lookups of rows and elements: embedding, embedding_bag, gather, index, scatter."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from typing import Any
 from meshloom.program.operators.embedding_bag import BagsOfPart
 from meshloom.program.operators.experts import lookup_of_part
 from meshloom.program.operators.partial import embedding_of_part
-from meshloom.tensor_parallel.rules.arguments import given_by_name
-from meshloom.tensor_parallel.rules.call import Call, Operand, Rule
-from meshloom.tensor_parallel.rules.factors import Dims, Factors, Routed, Sizes, Term
+from meshloom.tensor_parallel.rules.call import Call, Operand, Rule, given_by_name, replicated
+from meshloom.tensor_parallel.rules.factors import (
+    FIRST_LINEAR,
+    Dims,
+    Factors,
+    Routed,
+    ShardSizes,
+    Term,
+    labels_except,
+)
 
 
 def _embedding(call: Call) -> Factors | None:
-    """weight [v, d], index [i*] -> [i*, d]. A part of the rows finds the indices in it, and zeros for the
+    """weight [v, d], index [i*] -> [i*, d]. A shard of v looks up the indices in it, and gives zeros for all
     others."""
     weight, index = call.operands[:2]
     names: Dims = tuple(f"i{place}" for place in range(len(index.shape)))
     padding: int = call.arguments.get("padding_idx", -1)
     scaled = bool(call.arguments.get("scale_grad_by_freq"))
 
-    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        if here.here["v"] == here.whole["v"]:
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+        if shard.local["v"] == shard.full["v"]:
             return target, args, kwargs
-        return embedding_of_part, (args[0], args[1], here.starts["v"][here.rank], padding), {}
+        return embedding_of_part, (args[0], args[1], shard.starts["v"][shard.rank], padding), {}
 
     return Factors(
         operands=(("v", "d"), names),
@@ -32,9 +39,9 @@ def _embedding(call: Call) -> Factors | None:
         sizes={"v": weight.shape[0], "d": weight.shape[1]}
         | {f"i{place}": size for place, size in enumerate(index.shape)},
         sums=frozenset({"v"}),
-        whole=frozenset({"v"} | set(names) if scaled else ()),
-        in_one_run=frozenset({"v"}),
-        linear=(frozenset({0}),),
+        unsharded=frozenset({"v"} | set(names) if scaled else ()),
+        contiguous=frozenset({"v"}),
+        linear=FIRST_LINEAR,
         local=local,
     )
 
@@ -43,36 +50,29 @@ def _gather(call: Call) -> Factors | None:
     x, index = call.operands[:2]
     ndim = len(x.shape)
     dim = call.dim("dim", ndim)
-    names: list[Term] = [
-        f"d{place}" if place != dim and x.shape[place] == index.shape[place] else None
-        for place in range(ndim)
-    ]
-    out: list[Term] = list(names)
-    out[dim] = "picked"
-    sizes = {f"d{place}": x.shape[place] for place in range(ndim) if names[place]} | {
-        "picked": index.shape[dim]
-    }
-    return Factors(
-        operands=(tuple(names), tuple(out)), outputs=(tuple(out),), sizes=sizes, linear=(frozenset({0}),)
-    )
+    names, sizes = _labels_beside(dim, x, index)
+    out = (*names[:dim], "picked", *names[dim + 1 :])
+    sizes["picked"] = index.shape[dim]
+    return Factors(operands=(names, out), outputs=(out,), sizes=sizes, linear=FIRST_LINEAR)
+
+
+def _labels_beside(dim: int, x: Operand, index: Operand) -> tuple[Dims, dict[str, int]]:
+    """Labels of the dims, except `dim`, in which x and index have the same size."""
+    differ = {place for place, size in enumerate(x.shape) if size != index.shape[place]}
+    return labels_except(x.shape, differ | {dim})
 
 
 def _index_select(call: Call) -> Factors | None:
     x = call.operands[0]
     dim = call.dim("dim", len(x.shape))
-    names: list[Term] = [f"d{place}" if place != dim else None for place in range(len(x.shape))]
-    out: list[Term] = list(names)
-    out[dim] = "picked"
-    sizes = {f"d{place}": x.shape[place] for place in range(len(x.shape)) if place != dim} | {
-        "picked": call.outputs[0].shape[dim]
-    }
-    return Factors(
-        operands=(tuple(names), ("picked",)), outputs=(tuple(out),), sizes=sizes, linear=(frozenset({0}),)
-    )
+    names, sizes = labels_except(x.shape, {dim})
+    out = (*names[:dim], "picked", *names[dim + 1 :])
+    sizes["picked"] = call.outputs[0].shape[dim]
+    return Factors(operands=(names, ("picked",)), outputs=(out,), sizes=sizes, linear=FIRST_LINEAR)
 
 
 def _index(call: Call) -> Factors | None:
-    """x[:, i, j]: indexed dims stay whole; the others may be cut, and so may those of the indices."""
+    """x[:, i, j]: indexed dims stay unsharded; the others may be sharded, and so may the dims of the indices."""
     x = call.operands[0]
     given: tuple[Any, ...] = call.arguments["indices"]
     found = [(place, each) for place, each in enumerate(given) if isinstance(each, Operand)]
@@ -87,7 +87,7 @@ def _index(call: Call) -> Factors | None:
     together = places == list(range(places[0], places[-1] + 1))
     before = [name for place, name in rest if together and place < places[0]]
     after = [name for place, name in rest if not (together and place < places[0])]
-    names: Dims = tuple(None if place in places else f"d{place}" for place in range(len(x.shape)))
+    names, sizes = labels_except(x.shape, places)
     operands: list[Dims] = [names]
     for _, each in found:
         lead = len(shape) - len(each.shape)
@@ -97,14 +97,12 @@ def _index(call: Call) -> Factors | None:
                 for place, size in enumerate(each.shape)
             )
         )
-    sizes = {f"d{place}": x.shape[place] for place, _ in rest} | {
-        f"i{place}": size for place, size in enumerate(shape)
-    }
+    sizes |= {f"i{place}": size for place, size in enumerate(shape)}
     factors = Factors(
         operands=tuple(operands),
         outputs=((*before, *index_names, *after),),
         sizes=sizes,
-        linear=(frozenset({0}),),
+        linear=FIRST_LINEAR,
     )
     return (
         _with_groups(factors, x.shape[0])
@@ -114,33 +112,28 @@ def _index(call: Call) -> Factors | None:
 
 
 def _with_groups(factors: Factors, num_groups: int) -> Factors:
-    """x[i], which has an entry of x for every i: the ranks may divide both, each having the entries that its
-    indices ask for."""
+    """x[i], an entry of x for every i: ranks may shard both, each with the rows that index its entries."""
 
-    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        if not here.is_cut("e"):
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+        if not shard.is_sharded("e"):
             return target, args, kwargs
-        return lookup_of_part, (args[0], args[1][0], here.starts["e"][here.rank], num_groups), {}
+        return lookup_of_part, (args[0], args[1][0], shard.starts["e"][shard.rank], num_groups), {}
 
     table, *others = factors.operands
     return replace(
-        factors, operands=(("e", *table[1:]), *others), sizes={**factors.sizes, "e": num_groups}, whole=frozenset({"e"}),
+        factors, operands=(("e", *table[1:]), *others), sizes={**factors.sizes, "e": num_groups}, unsharded=frozenset({"e"}),
         routed=Routed(rows="i0", groups="e", table=0, by=1), local=local,
     )  # fmt: skip
 
 
 def _scatter(call: Call) -> Factors | None:
-    """scatter, scatter_add: x, index and source; along the dim nothing is cut."""
+    """scatter, scatter_add of x, index and source: `dim` stays unsharded."""
     x, index = call.operands[:2]
     ndim = len(x.shape)
     dim = call.dim("dim", ndim)
-    names: Dims = tuple(
-        f"d{place}" if place != dim and x.shape[place] == index.shape[place] else None
-        for place in range(ndim)
-    )
     if any(len(each.shape) != ndim for each in call.operands):
         return None
-    sizes = {f"d{place}": x.shape[place] for place in range(ndim) if names[place]}
+    names, sizes = _labels_beside(dim, x, index)
     if any(
         each.shape[place] != x.shape[place] for each in call.operands for place in range(ndim) if names[place]
     ):
@@ -149,15 +142,14 @@ def _scatter(call: Call) -> Factors | None:
 
 
 def _index_add(call: Call) -> Factors | None:
-    """index_add, index_copy: rows of source added to those of x that index names; along the dim nothing is
-    cut."""
+    """index_add, index_copy: rows of source are added to the rows of x that index names; `dim` stays
+    unsharded."""
     x, index, source = call.arguments["self"], call.arguments["index"], call.arguments["source"]
     if not x.shape or len(source.shape) != len(x.shape):
         return None
     dim = call.dim("dim", len(x.shape))
-    names: Dims = tuple(None if place == dim else f"d{place}" for place in range(len(x.shape)))
+    names, sizes = labels_except(x.shape, {dim})
     rows: dict[int, Dims] = {x.number: names, index.number: (None,) * len(index.shape), source.number: names}
-    sizes = {f"d{place}": size for place, size in enumerate(x.shape) if place != dim}
     return Factors(
         operands=tuple(rows[place] for place in range(3)), outputs=(names,), sizes=sizes, linear=(frozenset({x.number, source.number}),)
     )  # fmt: skip
@@ -179,19 +171,19 @@ def _broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _embedding_bag(call: Call) -> Factors | None:
-    """weight [v, d] -> bags [b, d]. Columns may be cut; and rows, but for maxima: other rows count nothing in
-    a part's sums."""
+    """weight [v, d] -> bags [b, d]. d may be sharded, and so may v except for maxima: rows of other shards
+    add nothing to a sum."""
     weight = call.operands[0]
     mode, scaled, sparse = (call.arguments[name] for name in ("mode", "scale_grad_by_freq", "sparse"))
     given = call.arguments.get("padding_idx")
     padding = -1 if given is None else given % weight.shape[0] if given >= -weight.shape[0] else -1
 
-    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        if here.here["v"] == here.whole["v"]:
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+        if shard.local["v"] == shard.full["v"]:
             return target, args, kwargs
         part = BagsOfPart(
-            start=here.starts["v"][here.rank], num_rows=here.whole["v"], mode=mode, padding=padding, has_last=bool(call.arguments["include_last_offset"]),
-            first=here.rank == 0, shapes=here.outputs[1:],
+            start=shard.starts["v"][shard.rank], num_rows=shard.full["v"], mode=mode, padding=padding, has_last=bool(call.arguments["include_last_offset"]),
+            first=shard.rank == 0, shapes=shard.outputs[1:],
         )  # fmt: skip
         return part, (*args[:3], given_by_name(target, args, kwargs).get("per_sample_weights")), {}
 
@@ -199,21 +191,21 @@ def _embedding_bag(call: Call) -> Factors | None:
         (None, "d") if len(each.shape) == 2 else (None,) * len(each.shape) for each in call.outputs[1:]
     )
     return Factors(
-        operands=(("v", "d"), *((None,) * len(each.shape) for each in call.operands[1:])),
+        operands=(("v", "d"), *replicated(call.operands[1:])),
         outputs=((None, "d"), *rest),
         sizes={"v": weight.shape[0], "d": weight.shape[1]},
         sums=frozenset({"v"}),
-        whole=frozenset({"v"} if mode == 2 or scaled or sparse else ()),
-        in_one_run=frozenset({"v"}),
-        filled=frozenset({"d"}),
+        unsharded=frozenset({"v"} if mode == 2 or scaled or sparse else ()),
+        contiguous=frozenset({"v"}),
+        nonempty=frozenset({"d"}),
         local=local,
     )
 
 
 def _masked_scatter(call: Call) -> Factors | None:
-    """Where mask is set, the elements of source in their order. Which element comes where depends on all of
-    the mask, so nothing is cut."""
-    operands: tuple[Dims, ...] = tuple((None,) * len(each.shape) for each in call.operands)
+    """Elements of source, in order, where mask is set. Which element goes where depends on the full mask, so
+    nothing is sharded."""
+    operands = replicated(call.operands)
     moved = frozenset({call.arguments["self"].number, call.arguments["source"].number})
     return Factors(operands=operands, outputs=((None,) * len(call.outputs[0].shape),), linear=(moved,))
 

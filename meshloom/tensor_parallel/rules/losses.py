@@ -1,4 +1,4 @@
-"""Losses of classes and of pairs: cross-entropy and likelihood, over a part of the vocabulary too."""
+"""Losses of classes and pairs: cross-entropy and likelihood, also with a sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from meshloom.program.operators.partial import (
     negative_log_likelihood_of_part,
 )
 from meshloom.tensor_parallel.rules.call import Call, Operand, Rule
-from meshloom.tensor_parallel.rules.factors import Dims, Factors, Sizes
+from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Dims, Factors, ShardSizes
 
 
 def _cross_entropy(call: Call) -> Factors | None:
     """logits [n, v, space], targets [n, space] (class numbers), weights of the classes [v] -> the mean, the
     sum or [n, space].
 
-    A part of v takes two small all-reduces, and gives the whole loss.
+    A sharded v takes two small all-reduces; every rank has the full loss.
     """
     logits, target = call.operands[:2]
     weighted = isinstance(call.arguments.get("weight"), Operand)
@@ -27,12 +27,12 @@ def _cross_entropy(call: Call) -> Factors | None:
     ignored: int = call.arguments.get("ignore_index", -100)
     smoothing: float = call.arguments.get("label_smoothing", 0.0)
 
-    def local(to: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        if not here.is_cut("v"):
+    def local(to: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+        if not shard.is_sharded("v"):
             return to, args, kwargs
         part = CrossEntropyOfPart(
-            starts=here.starts["v"],
-            num_classes=here.whole["v"],
+            starts=shard.starts["v"],
+            num_classes=shard.full["v"],
             reduction=reduction,
             ignored=ignored,
             smoothing=smoothing,
@@ -47,14 +47,14 @@ def _cross_entropy(call: Call) -> Factors | None:
     }
     return Factors(
         operands=(("n", "v", *space), rows, *([("v",)] if weighted else [])), outputs=(rows if reduction == 0 else (),), sizes=sizes,
-        whole=frozenset() if reduction == 0 else frozenset(sizes) - {"v"},
-        joins=frozenset({"v"}), in_one_run=frozenset({"v"}), local=local,
+        unsharded=frozenset() if reduction == 0 else frozenset(sizes) - {"v"},
+        reduced_inside=frozenset({"v"}), contiguous=frozenset({"v"}), local=local,
     )  # fmt: skip
 
 
 def _likelihood(call: Call) -> Factors | None:
     """nll_loss: log-probabilities [n, v, space], targets [n, space] -> the mean, the sum or [n, space]. A
-    part of v adds the targets that are in it."""
+    shard of v adds the targets in it."""
     x = call.operands[0]
     if isinstance(call.arguments.get("weight"), Operand) or len(x.shape) < 2:
         return None
@@ -65,19 +65,19 @@ def _likelihood(call: Call) -> Factors | None:
     sizes = {"n": x.shape[0], "v": x.shape[1]} | {f"s{place}": size for place, size in enumerate(x.shape[2:])}
     samples = frozenset(sizes) - {"v"}
 
-    def local(to: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        if here.here["v"] == here.whole["v"]:
+    def local(to: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+        if shard.local["v"] == shard.full["v"]:
             return to, args, kwargs
         return (
             negative_log_likelihood_of_part,
-            (*args[:2], here.starts["v"][here.rank], reduction, ignored),
+            (*args[:2], shard.starts["v"][shard.rank], reduction, ignored),
             {},
         )
 
     return Factors(
         operands=(("n", "v", *space), rows), outputs=(rows if reduction == 0 else (),), sizes=sizes,
-        sums=frozenset({"v"}) | (samples if reduction == 2 else frozenset()), whole=samples if reduction == 1 else frozenset(),
-        filled=samples, in_one_run=frozenset({"v"}), linear=(frozenset({0}),), local=local,
+        sums=frozenset({"v"}) | (samples if reduction == 2 else frozenset()), unsharded=samples if reduction == 1 else frozenset(),
+        nonempty=samples, contiguous=frozenset({"v"}), linear=FIRST_LINEAR, local=local,
     )  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def _cosine(call: Call) -> Factors | None:
     reduction: int = call.arguments["reduction"]
     count = one.shape[0]
 
-    def local(to: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        if here.here["n"] == here.whole["n"] or reduction != 1:
+    def local(to: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+        if shard.local["n"] == shard.full["n"] or reduction != 1:
             return to, args, kwargs
         return cosine_losses_of_part, (*args[:3], call.arguments["margin"], count), {}
 

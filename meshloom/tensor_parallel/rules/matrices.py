@@ -1,35 +1,34 @@
-"""Operators on vectors, matrices or spectra in the last dims, which stay whole: triangles, complex pairs,
+"""Operators on vectors, matrices or spectra in the last dims, which stay unsharded: triangles, complex pairs,
 Fourier transforms."""
 
 from __future__ import annotations
 
 from meshloom.tensor_parallel.rules.call import Call, Rule
-from meshloom.tensor_parallel.rules.factors import Dims, Factors
+from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Factors, labels_except
 
 
-def _leading(count_whole: int) -> Rule:
-    """The last dims stay whole."""
+def _leading(count: int) -> Rule:
+    """The last `count` dims stay unsharded."""
 
     def rule(call: Call) -> Factors | None:
         x = call.operands[0]
         if len(call.operands) != 1 or any(
-            out.shape[: len(x.shape) - count_whole] != x.shape[: len(x.shape) - count_whole]
-            for out in call.outputs
+            out.shape[: len(x.shape) - count] != x.shape[: len(x.shape) - count] for out in call.outputs
         ):
             return None
-        lead = len(x.shape) - count_whole
-        names = tuple(f"d{place}" for place in range(lead))
+        lead = len(x.shape) - count
+        names, sizes = labels_except(x.shape, range(lead, len(x.shape)))
         return Factors(
-            operands=((*names, *(None,) * count_whole),),
-            outputs=tuple((*names, *(None,) * (len(out.shape) - lead)) for out in call.outputs),
-            sizes={f"d{place}": x.shape[place] for place in range(lead)},
+            operands=(names,),
+            outputs=tuple((*names[:lead], *(None,) * (len(out.shape) - lead)) for out in call.outputs),
+            sizes=sizes,
         )
 
     return rule
 
 
 def _spectrum(call: Call) -> Factors | None:
-    """fft and its like: the dims that are transformed stay whole."""
+    """fft and its variants: the transformed dims stay unsharded."""
     x, out = call.operands[0], call.outputs[0]
     given = call.arguments.get("dim")
     lengths = call.arguments.get("s")
@@ -37,9 +36,8 @@ def _spectrum(call: Call) -> Factors | None:
         along = set(range(len(x.shape) - (len(lengths) if lengths else len(x.shape)), len(x.shape)))
     else:
         along = set(call.dims("dim", len(x.shape)))
-    names: Dims = tuple(None if place in along else f"d{place}" for place in range(len(x.shape)))
-    sizes = {f"d{place}": out.shape[place] for place in range(len(x.shape)) if place not in along}
-    return Factors(operands=(names,), outputs=(names,), sizes=sizes, linear=(frozenset({0}),))
+    names, sizes = labels_except(out.shape, along)
+    return Factors(operands=(names,), outputs=(names,), sizes=sizes, linear=FIRST_LINEAR)
 
 
 MATRICES: dict[str, Rule] = {

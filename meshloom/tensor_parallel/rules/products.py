@@ -8,13 +8,19 @@ from typing import Any
 
 from meshloom.program.operators.experts import grouped_product_of_groups
 from meshloom.program.operators.partial import convolution_of_nothing, grouped_product_of_part
-from meshloom.tensor_parallel.rules.arguments import given_by_name
-from meshloom.tensor_parallel.rules.call import Call, Operand, Rule, tensor_arguments
-from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, Routed, Sizes, factors_of_text
+from meshloom.tensor_parallel.rules.call import (
+    Call,
+    Operand,
+    Rule,
+    given_by_name,
+    set_argument,
+    tensor_arguments,
+)
+from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, Routed, ShardSizes, factors_of_text
 
 
 def text(pattern: str) -> Rule:
-    """A rule that is a factor map, whatever the arguments are."""
+    """A rule with one factor map for all arguments."""
     return lambda call: factors_of_text(pattern, list(tensor_arguments(call)), len(call.outputs))
 
 
@@ -53,8 +59,8 @@ def _baddbmm(call: Call) -> Factors | None:
 
 
 def _convolution(call: Call) -> Factors | None:
-    """x [b, g*i, space], w [g*o, i, space] -> [b, g*o, space]; transposed: w [g*i, o, space]. One group: i is
-    summed over."""
+    """x [b, g*i, space], w [g*o, i, space] -> [b, g*o, space]; transposed: w [g*i, o, space]. With one group,
+    i is summed."""
     x, weight = call.operands[0], call.operands[1]
     groups: int = call.arguments["groups"]
     transposed = "transpose" in call.name or bool(call.arguments.get("transposed"))
@@ -84,9 +90,9 @@ def _convolution(call: Call) -> Factors | None:
         outputs=(out if batched else out[1:],),
         sizes=sizes,
         sums=frozenset({"i"}) if groups == 1 else frozenset(),
-        whole=frozenset() if groups == 1 else frozenset({"i", "o"}),
+        unsharded=frozenset() if groups == 1 else frozenset({"i", "o"}),
         added=bias,
-        filled=frozenset({"g"}),
+        nonempty=frozenset({"g"}),
         linear=(frozenset({0}) | bias, frozenset({1}) | bias),
         local=_with_groups,
     )
@@ -98,22 +104,18 @@ def _channels(label: str, groups: int, sizes: Mapping[str, int]) -> Any:
     return "g" if sizes[label] == 1 else Product(("g", label))
 
 
-def _with_groups(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:
-    """Fewer groups where groups are cut; kernels want some channels."""
-    groups = sizes.here["g"]
-    if not sizes.here["i"] or not sizes.here["o"]:
+def _with_groups(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+    """The convolution of the local groups; kernels refuse empty channels."""
+    groups = shard.local["g"]
+    if not shard.local["i"] or not shard.local["o"]:
         return (
             convolution_of_nothing,
-            (*args[:3], *(None,) * (3 - len(args[:3])), tuple(sizes.outputs[0]), target, *args[3:]),
+            (*args[:3], *(None,) * (3 - len(args[:3])), tuple(shard.outputs[0]), target, *args[3:]),
             {},
         )
-    if groups == sizes.whole["g"]:
+    if groups == shard.full["g"]:
         return target, args, kwargs
-    names = [argument.name for argument in target._schema.arguments]
-    place = names.index("groups")
-    if place < len(args):
-        return target, (*args[:place], groups, *args[place + 1 :]), kwargs
-    return target, args, {**kwargs, "groups": groups}
+    return set_argument(target, args, kwargs, "groups", groups)
 
 
 def _bilinear(call: Call) -> Factors | None:
@@ -153,11 +155,11 @@ def _einsum(call: Call) -> Factors | None:
 
 
 def _grouped(call: Call) -> Factors | None:
-    """_grouped_mm: rows of x, sorted by group, times their group's matrix. Which row is whose is not known
-    before: groups are cut with their rows.
+    """_grouped_mm: rows of x, sorted by group, times their group's matrix. The rows of a group are known at
+    run time only: groups are sharded together with their rows.
 
-    x [t, k], w [groups, k, n], ends [groups] -> [t, n]. With x [groups, t, k] it is a batched product; with
-    neither, the groups lie along k.
+    x [t, k], w [groups, k, n], ends [groups] -> [t, n]. With x [groups, t, k] it is a batched product; if
+    both are matrices, the groups lie along k.
     """
     x, w = call.operands[:2]
     if isinstance(call.arguments.get("bias"), Operand) or call.arguments.get("out_dtype") is not None:
@@ -177,13 +179,13 @@ def _grouped(call: Call) -> Factors | None:
     return dataclasses.replace(factors, local=_aligned, routed=routed)
 
 
-def _aligned(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:
-    """Kernels for groups want rows of 16 bytes, and parts need not be that long."""
-    if "e" in sizes.whole and sizes.is_cut("e") and "t" in sizes.whole and sizes.is_cut("t"):
+def _aligned(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+    """The local grouped product; its kernels need rows of a multiple of 16 bytes, which shards may not have."""
+    if "e" in shard.full and shard.is_sharded("e") and "t" in shard.full and shard.is_sharded("t"):
         ends = given_by_name(target, args, kwargs).get("offs")
         return (
             grouped_product_of_groups,
-            (target, *args[:2], args[2] if ends is None else ends, sizes.starts["e"][sizes.rank]),
+            (target, *args[:2], args[2] if ends is None else ends, shard.starts["e"][shard.rank]),
             {},
         )
     return (

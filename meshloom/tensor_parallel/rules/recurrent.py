@@ -1,5 +1,4 @@
-"""Recurrent networks: the batch may be cut, or the hidden units, of which all are then gathered in every
-step."""
+"""Recurrent networks: sharded by batch, or by hidden units, which are then all-gathered in every time step."""
 
 from __future__ import annotations
 
@@ -11,9 +10,8 @@ from meshloom.program.operators.recurrent_shards import (
     RecurrentOfPart,
     cell_of_part,
 )
-from meshloom.tensor_parallel.rules.arguments import given_by_name
-from meshloom.tensor_parallel.rules.call import Call, Operand, Rule
-from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, Sizes, Talk, Term
+from meshloom.tensor_parallel.rules.call import Call, Operand, Rule, given_by_name
+from meshloom.tensor_parallel.rules.factors import Dims, Factors, InnerCollective, Product, ShardSizes, Term
 
 
 def _recurrent(kind: RecurrentKind) -> Rule:
@@ -32,7 +30,7 @@ def _recurrent(kind: RecurrentKind) -> Rule:
         }
         weights: tuple[Operand, ...] = tuple(call.arguments["params"])
         size = weights[1].shape[0] // NUM_GATES[kind]
-        # A projection behind each step, and arithmetic in lower precision, are not for parts.
+        # Layers with projections, or under autocast, are not sharded by hidden units.
         units = "h" if weights[1].shape[1] == size and not call.node.context.autocast else None
         rows: Term = _rows(kind, units)
         sequence: Dims = tuple("b" if each == (0 if first else 1) else None for each in range(3))
@@ -50,11 +48,11 @@ def _recurrent(kind: RecurrentKind) -> Rule:
         layers: int = call.arguments["num_layers"]
         rate = float(call.arguments["dropout"]) if call.arguments["train"] and layers > 1 else 0.0
 
-        def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-            if units is None or not here.is_cut("h"):
+        def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+            if units is None or not shard.is_sharded("h"):
                 return target, args, kwargs
             part = RecurrentOfPart(
-                kind=kind, held=here.runs["h"], num_hidden=size, num_layers=layers, has_biases=bool(call.arguments["has_biases"]), dropout=rate,
+                kind=kind, held=shard.runs["h"], num_hidden=size, num_layers=layers, has_biases=bool(call.arguments["has_biases"]), dropout=rate,
                 num_draws=call.node.num_draws, both_ways=both, batch_first=first,
             )  # fmt: skip
             given = given_by_name(target, args, kwargs)
@@ -70,12 +68,12 @@ def _recurrent(kind: RecurrentKind) -> Rule:
             operands=tuple(operands),
             outputs=((*sequence[:2], out), *((None, "b", units),) * (len(call.outputs) - 1)),
             sizes=sizes,
-            whole=frozenset({"ways", "gates"} & sizes.keys()),
-            filled=frozenset({"b", "h"} & sizes.keys()),
-            # its features may be this very axis, where layers are added to what they read
-            entire=frozenset({x.number}),
-            talks={"h": tuple(_talks(length, batch, size, layers, 2 if both else 1))} if units else {},
-            # what is dropped between layers is [t, b, h], whatever the order of the operands
+            unsharded=frozenset({"ways", "gates"} & sizes.keys()),
+            nonempty=frozenset({"b", "h"} & sizes.keys()),
+            # its features may be the same axis, in layers whose output is added to their input
+            replicated=frozenset({x.number}),
+            collectives={"h": tuple(_talks(length, batch, size, layers, 2 if both else 1))} if units else {},
+            # dropout between layers draws [t, b, h], whatever the order of the operands
             drawn=(None, "b", None),
             local=local,
         )
@@ -84,8 +82,8 @@ def _recurrent(kind: RecurrentKind) -> Rule:
 
 
 def _cell(kind: RecurrentKind) -> Rule:
-    """lstm_cell, gru_cell, ...: input [b, i], states [b, h], weights [(gates h), ...]. Of units that are cut,
-    h is needed whole."""
+    """lstm_cell, gru_cell, ...: input [b, i], states [b, h], weights [(gates h), ...]. If units are sharded,
+    every rank needs the full h."""
 
     def rule(call: Call) -> Factors | None:
         given: Any = call.arguments["hx"]
@@ -101,8 +99,8 @@ def _cell(kind: RecurrentKind) -> Rule:
         ]
         operands[states[0].number] = ("b", None)
 
-        def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-            mine = here.runs["h"][here.rank] if units else None
+        def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+            mine = shard.runs["h"][shard.rank] if units else None
             if mine is None:
                 return target, args, kwargs
             found = given_by_name(target, args, kwargs)
@@ -126,10 +124,10 @@ def _cell(kind: RecurrentKind) -> Rule:
             operands=tuple(operands),
             outputs=(("b", units),) * len(call.outputs),
             sizes={"b": batch} | ({"h": size} if units else {}) | _gates(kind, units),
-            whole=frozenset({"gates"} & _gates(kind, units).keys()),
-            filled=frozenset({"h"} if units else ()),
-            # features of x may be this very axis, too
-            entire=frozenset({call.operands[0].number, states[0].number}),
+            unsharded=frozenset({"gates"} & _gates(kind, units).keys()),
+            nonempty=frozenset({"h"} if units else ()),
+            # features of x may be the same axis
+            replicated=frozenset({call.operands[0].number, states[0].number}),
             local=local,
         )
 
@@ -137,7 +135,7 @@ def _cell(kind: RecurrentKind) -> Rule:
 
 
 def _rows(kind: RecurrentKind, units: str | None) -> Term:
-    """What the rows of a weight are: each gate's hidden units."""
+    """The rows of a weight: the hidden units of each gate."""
     return units and (units if NUM_GATES[kind] == 1 else Product(("gates", units)))
 
 
@@ -145,13 +143,16 @@ def _gates(kind: RecurrentKind, units: str | None) -> dict[str, int]:
     return {"gates": NUM_GATES[kind]} if units and NUM_GATES[kind] > 1 else {}
 
 
-def _talks(length: int, batch: int, size: int, layers: int, ways: int) -> list[Talk]:
+def _talks(length: int, batch: int, size: int, layers: int, ways: int) -> list[InnerCollective]:
     found = [(batch * size, layers * ways * length)] + (
         [(length * batch * ways * size, layers - 1)] if layers > 1 else []
     )
-    forward = [Talk(collective="all_gather", num_elements=elements, times=times) for elements, times in found]
+    forward = [
+        InnerCollective(collective="all_gather", num_elements=elements, times=times)
+        for elements, times in found
+    ]
     return forward + [
-        Talk(collective="reduce_scatter", num_elements=elements, times=times, backward=True)
+        InnerCollective(collective="reduce_scatter", num_elements=elements, times=times, backward=True)
         for elements, times in found
     ]
 

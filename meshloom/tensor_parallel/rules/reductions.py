@@ -1,4 +1,4 @@
-"""Sums, means, extremes, softmax and what else looks along a dim."""
+"""Reductions and scans along dims: sums, means, extrema, softmax, sorting; losses of elements."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from typing import Any
 
 from meshloom.program.operators.log_softmax import LogSoftmaxOfPart
 from meshloom.program.operators.partial import loss_of_part, mean_of_part
-from meshloom.tensor_parallel.rules.call import Call, Operand, Rule
+from meshloom.tensor_parallel.rules.call import Call, Operand, Rule, replicated
 from meshloom.tensor_parallel.rules.elementwise import elementwise
-from meshloom.tensor_parallel.rules.factors import Concat, Dims, Factors, Sizes, Talk, Term, labels_of
+from meshloom.tensor_parallel.rules.factors import (
+    FIRST_LINEAR,
+    Concat,
+    Factors,
+    InnerCollective,
+    ShardSizes,
+    Term,
+    labels_except,
+    labels_of,
+)
 
 
 def _reduced(call: Call, *, sums: bool, local: Any = None) -> Factors | None:
@@ -17,19 +26,19 @@ def _reduced(call: Call, *, sums: bool, local: Any = None) -> Factors | None:
     ndim = len(shape)
     dims = set(call.dims("dim", ndim))
     keep = bool(call.arguments.get("keepdim", False))
-    names: list[Term] = [f"d{place}" for place in range(ndim)]
+    names, sizes = labels_of(shape)
     out = tuple(
         None if place in dims else name for place, name in enumerate(names) if keep or place not in dims
     )
     reduced = frozenset(f"d{place}" for place in dims)
     same = call.operands[0].meta.dtype == call.outputs[0].dtype
     return Factors(
-        operands=(tuple(names), *(((None,) * len(each.shape)) for each in call.operands[1:])),
+        operands=(tuple(names), *replicated(call.operands[1:])),
         outputs=(out,) * len(call.outputs),
-        sizes={f"d{place}": size for place, size in enumerate(shape)},
+        sizes=sizes,
         sums=reduced if sums else frozenset(),
-        whole=frozenset() if sums else reduced,
-        linear=(frozenset({0}),) if sums and same else (),
+        unsharded=frozenset() if sums else reduced,
+        linear=FIRST_LINEAR if sums and same else (),
         local=local,
     )
 
@@ -42,37 +51,34 @@ def _mean(call: Call) -> Factors | None:
     ndim = len(call.operands[0].shape)
     dims = call.dims("dim", ndim)
     keep = bool(call.arguments.get("keepdim", False))
-    count = 1
-    for dim in dims:
-        count *= call.operands[0].shape[dim]
+    count = math.prod(call.operands[0].shape[dim] for dim in dims)
 
-    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        if all(here.here[f"d{dim}"] == here.whole[f"d{dim}"] for dim in dims):
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+        if all(shard.local[f"d{dim}"] == shard.full[f"d{dim}"] for dim in dims):
             return target, args, kwargs
         return mean_of_part, (args[0], dims, keep, count, call.arguments.get("dtype")), {}
 
     return _reduced(call, sums=True, local=local)
 
 
-def _whole(call: Call) -> Factors | None:
+def _unsharded(call: Call) -> Factors | None:
     if "other" in call.arguments:  # max(a, b), min(a, b)
         return elementwise(call)
     return _reduced(call, sums=False)
 
 
 def _along(*names: str) -> Rule:
-    """The same shape; the dims in these arguments are looked along and stay whole (softmax, cumsum, sort,
-    topk)."""
+    """softmax, cumsum, sort, topk: the shape stays the same; the dims in these arguments stay unsharded."""
 
     def rule(call: Call) -> Factors | None:
         shape = call.operands[0].shape
         found = {dim for name in names for dim in call.dims(name, len(shape))}
-        dims: Dims = tuple(None if place in found else f"d{place}" for place in range(len(shape)))
+        dims, sizes = labels_except(shape, found)
         return Factors(
-            operands=(dims, *(((None,) * len(each.shape)) for each in call.operands[1:])),
+            operands=(dims, *replicated(call.operands[1:])),
             outputs=(dims,) * len(call.outputs),
-            sizes={f"d{place}": size for place, size in enumerate(shape) if place not in found},
-            linear=(frozenset({0}),)
+            sizes=sizes,
+            linear=FIRST_LINEAR
             if call.name == "cumsum" and call.operands[0].meta.dtype == call.outputs[0].dtype
             else (),
         )
@@ -81,7 +87,7 @@ def _along(*names: str) -> Rule:
 
 
 def _pointwise_loss(call: Call) -> Factors | None:
-    """mse_loss, l1_loss, ...: the mean or sum of what is computed for each element; every dim may be cut."""
+    """mse_loss, l1_loss, ...: the mean or sum of the losses of all elements; every dim may be sharded."""
     one, other = call.operands[0].shape, call.operands[1].shape
     if one != other or len(call.operands) != 2:
         return None
@@ -90,15 +96,11 @@ def _pointwise_loss(call: Call) -> Factors | None:
     sizes = dict(zip(names, one, strict=True))
     if reduction == 0:
         return Factors(operands=(names, names), outputs=(names,), sizes=sizes)
-    count = call.operands[0].meta
 
-    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        if here.here == here.whole or reduction == 2:
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+        if shard.local == shard.full or reduction == 2:
             return target, args, kwargs
-        numel = 1
-        for size in count.shape:
-            numel *= size
-        return loss_of_part, (target, *args[:2], numel, _settings(call)), {}
+        return loss_of_part, (target, *args[:2], math.prod(one), _settings(call)), {}
 
     return Factors(operands=(names, names), outputs=((),), sizes=sizes, sums=frozenset(names), local=local)
 
@@ -112,24 +114,22 @@ def _settings(call: Call) -> dict[str, Any]:
 
 
 def _glu(call: Call) -> Factors | None:
-    """glu: a dim is two halves, of which one gates the other."""
+    """glu: a dim consists of two halves, one of which gates the other."""
     shape = call.operands[0].shape
     dim = call.dim("dim", len(shape))
-    names: list[Term] = [f"d{place}" for place in range(len(shape))]
+    names, sizes = labels_of(shape)
     halves: list[Term] = list(names)
     halves[dim] = Concat(("one", "other"))
     names[dim] = "one"
-    sizes = {f"d{place}": size for place, size in enumerate(shape) if place != dim} | {
-        "one": shape[dim] // 2,
-        "other": shape[dim] // 2,
-    }
+    del sizes[f"d{dim}"]
+    sizes |= {"one": shape[dim] // 2, "other": shape[dim] // 2}
     return Factors(
-        operands=(tuple(halves),), outputs=(tuple(names),), sizes=sizes, whole=frozenset({"one", "other"})
+        operands=(tuple(halves),), outputs=(tuple(names),), sizes=sizes, unsharded=frozenset({"one", "other"})
     )
 
 
 def _log_softmax(call: Call) -> Factors | None:
-    """log_softmax: along the dim, too, with two small all-reduces."""
+    """log_softmax: every dim may be sharded; along the reduced one it takes two small all-reduces."""
     x = call.operands[0]
     if not x.shape:
         return None
@@ -139,14 +139,16 @@ def _log_softmax(call: Call) -> Factors | None:
     plain = call.outputs[0].dtype == x.meta.dtype and not call.node.context.autocast
     rows = math.prod(x.shape) // max(x.shape[dim], 1)
 
-    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        return (LogSoftmaxOfPart(dim=dim), (args[0],), {}) if here.is_cut(label) else (target, args, kwargs)
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+        return (
+            (LogSoftmaxOfPart(dim=dim), (args[0],), {}) if shard.is_sharded(label) else (target, args, kwargs)
+        )
 
     return Factors(
-        operands=(tuple(names),), outputs=(tuple(names),), sizes=sizes, whole=frozenset(() if plain else {label}),
-        talks={label: (
-            Talk(collective="all_reduce", num_elements=rows, times=2),
-            Talk(collective="all_reduce", num_elements=rows, times=1, backward=True),
+        operands=(tuple(names),), outputs=(tuple(names),), sizes=sizes, unsharded=frozenset(() if plain else {label}),
+        collectives={label: (
+            InnerCollective(collective="all_reduce", num_elements=rows, times=2),
+            InnerCollective(collective="all_reduce", num_elements=rows, times=1, backward=True),
         )},
         local=local,
     )  # fmt: skip
@@ -177,7 +179,7 @@ REDUCTIONS: dict[str, Rule] = {
             "median",
             "count_nonzero",
         ),
-        _whole,
+        _unsharded,
     ),
     **dict.fromkeys(
         ("softmax", "_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "topk", "argsort"),

@@ -1,4 +1,4 @@
-"""Reshapes: dims become products of other dims, and come apart again."""
+"""Reshapes: dims are flattened into products of axes, and unflattened again."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 
-from meshloom.tensor_parallel.rules.arguments import set_argument, to_output_shape
-from meshloom.tensor_parallel.rules.call import Call, Rule
-from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, Sizes
-
-_FIRST = (frozenset({0}),)
+from meshloom.tensor_parallel.rules.call import Call, Rule, replicated, set_argument, to_output_shape
+from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Dims, Factors, Product, ShardSizes
 
 
 def reshaped(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:
-    """Dims of a tensor and of its reshape in labels that both are made of, where their boundaries agree.
+    """The dims of a tensor and of its reshape, in labels common to both, where their boundaries agree.
 
     >>> reshaped((2, 12), (2, 3, 4))[:2]
     (('r0', Product(parts=('r1', 'r2'))), ('r0', 'r1', 'r2'))
@@ -31,7 +28,7 @@ def reshaped(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, d
     if 0 in (*before, *after):
         return (None,) * len(before), (None,) * len(after), {}
     i = j = 0
-    a = b = 1  # what is left of the dims i and j
+    a = b = 1  # what remains of dims i and j
     while True:
         while a == 1 and i < len(before):
             a, i = before[i], i + 1
@@ -41,7 +38,7 @@ def reshaped(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, d
             break
         step = math.gcd(a, b) if (a % b == 0 or b % a == 0) else 0
         if not step:
-            # Boundaries do not nest: whole, until both are at a boundary again.
+            # Boundaries do not nest: these dims stay unsharded up to the next common boundary.
             broken_left.add(i - 1)
             broken_right.add(j - 1)
             while a != b and (i < len(before) or j < len(after)):
@@ -74,22 +71,24 @@ def _reshape(name: str | None) -> Rule:
     def rule(call: Call) -> Factors | None:
         left, right, sizes = reshaped(call.operands[0].shape, call.outputs[0].shape)
         local = to_output_shape(name) if name else None
-        others: tuple[Dims, ...] = tuple((None,) * len(each.shape) for each in call.operands[1:])
-        return Factors(operands=(left, *others), outputs=(right,), sizes=sizes, linear=_FIRST, local=local)
+        others = replicated(call.operands[1:])
+        return Factors(
+            operands=(left, *others), outputs=(right,), sizes=sizes, linear=FIRST_LINEAR, local=local
+        )
 
     return rule
 
 
 def as_other(name: str, inner: Rule) -> Rule:
-    """view_as, reshape_as, expand_as: of the other tensor only the shape counts."""
+    """view_as, reshape_as, expand_as: only the shape of the other tensor matters."""
 
     def rule(call: Call) -> Factors | None:
         factors = inner(call)
         if factors is None:
             return None
 
-        def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:
-            return getattr(torch.ops.aten, name).default, (args[0], tuple(sizes.outputs[0])), {}
+        def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+            return getattr(torch.ops.aten, name).default, (args[0], tuple(shard.outputs[0])), {}
 
         return dataclasses.replace(
             factors, local=local, operands=(factors.operands[0], (None,) * len(call.operands[1].shape))
@@ -103,22 +102,22 @@ def _unflatten(call: Call) -> Factors | None:
     dim = call.dim("dim", len(call.operands[0].shape))
     count = len(call.arguments["sizes"])
 
-    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        return set_argument(target, args, kwargs, "sizes", tuple(here.outputs[0][dim : dim + count]))
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+        return set_argument(target, args, kwargs, "sizes", tuple(shard.outputs[0][dim : dim + count]))
 
-    return Factors(operands=(left,), outputs=(right,), sizes=sizes, linear=_FIRST, local=local)
+    return Factors(operands=(left,), outputs=(right,), sizes=sizes, linear=FIRST_LINEAR, local=local)
 
 
 def _squeeze(call: Call) -> Factors | None:
-    """A part may have a single index where the whole has several, so the dims that go are named."""
+    """squeeze, with its dims made explicit: a shard may have size 1 where the full dim has not."""
     shape = call.operands[0].shape
     left, right, sizes = reshaped(shape, call.outputs[0].shape)
     gone = tuple(place for place in call.dims("dim", len(shape)) if shape[place] == 1)
 
-    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
         return torch.ops.aten.squeeze.dims, (args[0], gone), {}
 
-    return Factors(operands=(left,), outputs=(right,), sizes=sizes, linear=_FIRST, local=local)
+    return Factors(operands=(left,), outputs=(right,), sizes=sizes, linear=FIRST_LINEAR, local=local)
 
 
 RESHAPES: dict[str, Rule] = {

@@ -1,4 +1,4 @@
-"""Dims taken apart and put together, one after another: split, slice, select, cat, stack."""
+"""Dims split into consecutive ranges, and concatenated: split, slice, select, cat, stack."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ from typing import Any
 import torch
 
 from meshloom.tensor_parallel.rules.call import Call, Rule
-from meshloom.tensor_parallel.rules.factors import Concat, Dims, Factors, Product, Sizes, Term, labels_of
-
-_FIRST = (frozenset({0}),)
-
-
-def _select(call: Call) -> Factors | None:
-    names, sizes = labels_of(call.operands[0].shape)
-    dim = call.dim("dim", len(names))
-    return Factors(
-        operands=(tuple(names),),
-        outputs=(tuple(names[:dim] + names[dim + 1 :]),),
-        sizes=sizes,
-        whole=frozenset({f"d{dim}"}),
-        linear=_FIRST,
-    )
+from meshloom.tensor_parallel.rules.factors import (
+    FIRST_LINEAR,
+    Concat,
+    Dims,
+    Factors,
+    Product,
+    ShardSizes,
+    Term,
+    labels_of,
+)
 
 
-def _unbind(call: Call) -> Factors | None:
+def _without_dim(call: Call) -> Factors | None:
+    """select, unbind: the dim that disappears stays unsharded."""
     names, sizes = labels_of(call.operands[0].shape)
     dim = call.dim("dim", len(names))
     out = tuple(names[:dim] + names[dim + 1 :])
@@ -32,13 +28,13 @@ def _unbind(call: Call) -> Factors | None:
         operands=(tuple(names),),
         outputs=(out,) * len(call.outputs),
         sizes=sizes,
-        whole=frozenset({f"d{dim}"}),
-        linear=_FIRST,
+        unsharded=frozenset({f"d{dim}"}),
+        linear=FIRST_LINEAR,
     )
 
 
 def _split(call: Call) -> Factors | None:
-    """chunk, split, split_with_sizes, tensor_split: a dim becomes one after another."""
+    """chunk, split, split_with_sizes, tensor_split: a dim is a concatenation of the results' dims."""
     names, sizes = labels_of(call.operands[0].shape)
     dim = call.dim("dim", len(names))
     parts = [f"s{place}" for place in range(len(call.outputs))]
@@ -50,20 +46,20 @@ def _split(call: Call) -> Factors | None:
         tuple(part if place == dim else name for place, name in enumerate(names)) for part in parts
     )
 
-    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        if all(here.here[part] == here.whole[part] for part in parts):
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+        if all(shard.local[part] == shard.full[part] for part in parts):
             return target, args, kwargs
         return (
             torch.ops.aten.split_with_sizes.default,
-            (args[0], tuple(here.here[part] for part in parts), dim),
+            (args[0], tuple(shard.local[part] for part in parts), dim),
             {},
         )
 
-    return Factors(operands=(tuple(operand),), outputs=outputs, sizes=sizes, linear=_FIRST, local=local)
+    return Factors(operands=(tuple(operand),), outputs=outputs, sizes=sizes, linear=FIRST_LINEAR, local=local)
 
 
 def _slice(call: Call) -> Factors | None:
-    """x[..., start:end]: of before | kept | after, the middle."""
+    """x[..., start:end]: the middle of before | kept | after."""
     shape, out = call.operands[0].shape, call.outputs[0].shape
     names, sizes = labels_of(shape)
     dim = call.dim("dim", len(names))
@@ -76,7 +72,7 @@ def _slice(call: Call) -> Factors | None:
             operands=(tuple(operand),),
             outputs=(tuple(result),),
             sizes=sizes,
-            linear=_FIRST,
+            linear=FIRST_LINEAR,
             local=_all_of(dim),
         )
     start: Any = call.arguments.get("start") or 0
@@ -93,8 +89,8 @@ def _slice(call: Call) -> Factors | None:
                 operands=(tuple(operand),),
                 outputs=(tuple(result),),
                 sizes=sizes,
-                whole=frozenset({"kept"}),
-                linear=_FIRST,
+                unsharded=frozenset({"kept"}),
+                linear=FIRST_LINEAR,
             )
         sizes["step"] = step
         operand[dim] = Product(("kept", "step"))
@@ -102,28 +98,28 @@ def _slice(call: Call) -> Factors | None:
             operands=(tuple(operand),),
             outputs=(tuple(result),),
             sizes=sizes,
-            whole=frozenset({"step"}),
-            linear=_FIRST,
+            unsharded=frozenset({"step"}),
+            linear=FIRST_LINEAR,
         )
     parts = {"before": start, "kept": kept, "after": shape[dim] - start - kept}
     sizes.update(parts)
     operand[dim] = Concat(tuple(part for part, size in parts.items() if size or part == "kept"))
 
-    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        if all(here.here[part] == here.whole[part] for part in parts):
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
+        if all(shard.local[part] == shard.full[part] for part in parts):
             return target, args, kwargs
-        begin = here.here["before"]
-        return torch.ops.aten.slice.Tensor, (args[0], dim, begin, begin + here.here["kept"]), {}
+        begin = shard.local["before"]
+        return torch.ops.aten.slice.Tensor, (args[0], dim, begin, begin + shard.local["kept"]), {}
 
     return Factors(
-        operands=(tuple(operand),), outputs=(tuple(result),), sizes=sizes, linear=_FIRST, local=local
+        operands=(tuple(operand),), outputs=(tuple(result),), sizes=sizes, linear=FIRST_LINEAR, local=local
     )
 
 
 def _all_of(dim: int) -> Any:
-    """A slice that takes all of a dim takes all of a part of it."""
+    """A `LocalCall` that slices all indices of a local dim."""
 
-    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
         return torch.ops.aten.slice.Tensor, (args[0], dim, 0, None), {}
 
     return local
@@ -132,7 +128,7 @@ def _all_of(dim: int) -> Any:
 def _cat(call: Call) -> Factors | None:
     ndim = len(call.outputs[0].shape)
     operands = [each for each in call.operands if len(each.shape) == ndim]
-    if len(operands) != len(call.operands):  # empty tensors of another shape are let through by torch
+    if len(operands) != len(call.operands):  # torch accepts empty tensors of other shapes
         return None
     dim = call.dim("dim", ndim)
     names, sizes = labels_of(call.outputs[0].shape)
@@ -161,7 +157,7 @@ def _stack(call: Call) -> Factors | None:
 
 
 def _scatter_into(call: Call) -> Factors | None:
-    """slice_scatter, select_scatter: the dim that is written into stays whole."""
+    """slice_scatter, select_scatter: the dim that is written stays unsharded."""
     names, sizes = labels_of(call.operands[0].shape)
     dim = call.dim("dim", len(names))
     source = call.operands[1]
@@ -172,7 +168,7 @@ def _scatter_into(call: Call) -> Factors | None:
         operands=(tuple(names), tuple(rows)),
         outputs=(tuple(names),),
         sizes=sizes,
-        whole=frozenset({f"d{dim}"}),
+        unsharded=frozenset({f"d{dim}"}),
         linear=(frozenset({0, 1}),),
     )
 
@@ -185,14 +181,14 @@ def _diagonal(call: Call) -> Factors | None:
         operands=(tuple(names),),
         outputs=((*rest, None),),
         sizes=sizes,
-        whole=frozenset({f"d{one}", f"d{other}"}),
-        linear=_FIRST,
+        unsharded=frozenset({f"d{one}", f"d{other}"}),
+        linear=FIRST_LINEAR,
     )
 
 
 SLICES: dict[str, Rule] = {
-    "select": _select,
-    "unbind": _unbind,
+    "select": _without_dim,
+    "unbind": _without_dim,
     "split": _split,
     "split_with_sizes": _split,
     "chunk": _split,

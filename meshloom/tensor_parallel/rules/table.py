@@ -1,4 +1,4 @@
-"""Every rule by operator, and those that a user adds."""
+"""All rules by operator: the built-in ones and a user's."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from meshloom.tensor_parallel.rules.attention import ATTENTION
 from meshloom.tensor_parallel.rules.call import Call, Rule
 from meshloom.tensor_parallel.rules.copies import COPIES
 from meshloom.tensor_parallel.rules.elementwise import ELEMENTWISE, elementwise, is_elementwise
+from meshloom.tensor_parallel.rules.expansion import EXPANSION
 from meshloom.tensor_parallel.rules.factors import Factors
 from meshloom.tensor_parallel.rules.indexing import INDEXING
 from meshloom.tensor_parallel.rules.losses import LOSSES
 from meshloom.tensor_parallel.rules.matrices import MATRICES
 from meshloom.tensor_parallel.rules.normalisation import NORMALISATION
-from meshloom.tensor_parallel.rules.orders import ORDERS
-from meshloom.tensor_parallel.rules.own import own_rules
-from meshloom.tensor_parallel.rules.pictures import PICTURES
+from meshloom.tensor_parallel.rules.permutations import PERMUTATIONS
 from meshloom.tensor_parallel.rules.products import PRODUCTS
 from meshloom.tensor_parallel.rules.recurrent import RECURRENT
 from meshloom.tensor_parallel.rules.reductions import REDUCTIONS
 from meshloom.tensor_parallel.rules.reshapes import RESHAPES
 from meshloom.tensor_parallel.rules.slices import SLICES
-from meshloom.tensor_parallel.rules.stretches import STRETCHES
+from meshloom.tensor_parallel.rules.spatial import SPATIAL
+from meshloom.tensor_parallel.rules.user_rules import user_rules
 
 Rules = Mapping[str, Rule]
 
 BUILT_IN: Rules = {
     **ELEMENTWISE,
     **RESHAPES,
-    **ORDERS,
+    **PERMUTATIONS,
     **SLICES,
-    **STRETCHES,
+    **EXPANSION,
     **COPIES,
     **PRODUCTS,
     **ATTENTION,
@@ -39,20 +39,20 @@ BUILT_IN: Rules = {
     **REDUCTIONS,
     **INDEXING,
     **LOSSES,
-    **PICTURES,
+    **SPATIAL,
     **MATRICES,
     **RECURRENT,
 }
 
 
-def rules_with(own: Mapping[str, str]) -> Rules:
+def rules_with(texts: Mapping[str, str]) -> Rules:
     """The built-in rules and a user's, by operator: `{"mylib::gate": "b* f, b* f -> b* f"}`. Raises
-    `CaptureError` for a text that is no map."""
-    return {**BUILT_IN, **own_rules(own)}
+    `CaptureError` for a text that is no factor map."""
+    return {**BUILT_IN, **user_rules(texts)}
 
 
 def factors_of(call: Call, rules: Rules) -> Factors | None:
-    """The factor map of a call; None if there is no rule for it."""
+    """The factor map of a call. None: the operator has no rule."""
     rule = rules.get(call.name)
     if rule is None:
         rule = elementwise if is_elementwise(call) else None

@@ -100,7 +100,7 @@ class DivisionCosts:
         seconds = self._rates.node_seconds(self.costs[node.name]) if self.costs else 0.0
         item = node.outputs[0].dtype.itemsize if node.outputs else 0
         sent = 0.0
-        for talk in strategy.talks:
+        for talk in strategy.collectives:
             share = talk.num_elements
             if talk.collective == "all_gather":
                 share = -(-share // self._num_ranks)

@@ -249,5 +249,5 @@ class Representatives:
             self.placement(strategy.output),
             strategy.work,
             self._cut_of[strategy.cut] if strategy.cut is not None else None,
-            strategy.talks,
+            strategy.collectives,
         )

@@ -22,7 +22,7 @@ from meshloom.tensor_parallel.layout.layout import Axes, Layout, MappedNode
 from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
 from meshloom.tensor_parallel.layout.routes import ANY_ROWS
 from meshloom.tensor_parallel.layout.sections import Sections
-from meshloom.tensor_parallel.rules.factors import Factors, Talk, labels_in
+from meshloom.tensor_parallel.rules.factors import Factors, InnerCollective, labels_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,14 @@ class Strategy:
     """operands: placement of each, in the order of `Node.operands()`. work: the busiest rank's share of the
     node's work.
 
-    talks: what the node sends by itself.
+    collectives: what the node sends by itself.
     """
 
     operands: tuple[Placement, ...]
     output: Placement
     work: float = 1.0
     cut: Cut | None = None
-    talks: tuple[Talk, ...] = ()
+    collectives: tuple[InnerCollective, ...] = ()
 
 
 def placed(axes: Iterable[Axes], cut: Cut, numbers: StripNumbers) -> Part:
@@ -117,24 +117,26 @@ def _cut(node: Node, mapped: MappedNode, layout: Layout, numbers: StripNumbers, 
         return None
     if not all(covers((mapped.labels[label],), cut, numbers) for label in touched):
         return None
-    for label in touched.keys() & (factors.in_one_run | factors.filled):
+    for label in touched.keys() & (factors.contiguous | factors.nonempty):
         counts = [
             num_runs(mapped.labels[label], cut, numbers, rank)
             for rank in range(len(next(iter(cut.parts.values()))))
         ]
-        if (label in factors.in_one_run and max(counts) > 1) or (label in factors.filled and min(counts) < 1):
+        if (label in factors.contiguous and max(counts) > 1) or (
+            label in factors.nonempty and min(counts) < 1
+        ):
             return None
     outputs = layout.values[node.name]
     values = [layout.values[ref.name][0] for ref in node.operands()]
-    entire = {
+    replicated = {
         place
-        for place in factors.entire
+        for place in factors.replicated
         if not any(touched.keys() & set(labels_in(term)) for term in factors.operands[place])
     }
     given = [
         (dims, axes)
         for place, (dims, axes) in enumerate(zip(factors.operands, values, strict=True))
-        if place not in entire
+        if place not in replicated
     ]
     for dims, axes in (*given, *zip(factors.outputs, outputs, strict=True)):
         if not covers(axes, cut, numbers):
@@ -148,21 +150,21 @@ def _cut(node: Node, mapped: MappedNode, layout: Layout, numbers: StripNumbers, 
         PARTIAL
         if place in factors.added and touched.keys() & factors.sums
         else REPLICATED
-        if place in entire
+        if place in replicated
         else placed((axes,), cut, numbers)
         for place, axes in enumerate(values)
     ]
     result = placed(outputs, cut, numbers)
     work = _largest_share(touched, mapped, cut, numbers)
-    talks = tuple(talk for label in touched for talk in factors.talks.get(label, ()))
-    if touched.keys() & (factors.joins | factors.sums) or talks:
+    collectives = tuple(talk for label in touched for talk in factors.collectives.get(label, ()))
+    if touched.keys() & (factors.reduced_inside | factors.sums) or collectives:
         num_ranks = len(next(iter(cut.parts.values())))
         counted = Sections(numbers, {number: [cut] for number in cut.parts}, num_ranks).pieces(
             tuple(mapped.labels[label] for label in touched), cut
         )
-        if (result is not REPLICATED and not talks) or counted.is_shared:
+        if (result is not REPLICATED and not collectives) or counted.is_shared:
             return None  # what several ranks have would be counted several times
-    if touched.keys() & factors.joins:
+    if touched.keys() & factors.reduced_inside:
         return (
             Strategy(operands=tuple(operands), output=INVARIANT, work=work, cut=cut)
             if len(touched) == 1
@@ -170,12 +172,12 @@ def _cut(node: Node, mapped: MappedNode, layout: Layout, numbers: StripNumbers, 
         )
     if touched.keys() & factors.sums:
         return Strategy(operands=tuple(operands), output=PARTIAL, work=work, cut=cut)
-    return Strategy(operands=tuple(operands), output=result, work=work, cut=cut, talks=talks)
+    return Strategy(operands=tuple(operands), output=result, work=work, cut=cut, collectives=collectives)
 
 
 def _held_whole(touched: Mapping[str, frozenset[int]], mapped: MappedNode) -> bool:
     """Whether a label is cut that has to be whole. Rows and their groups may be cut together."""
-    blocked = touched.keys() & mapped.whole
+    blocked = touched.keys() & mapped.unsharded
     routed = mapped.factors.routed
     if routed is not None and touched.get(routed.groups) == touched.get(routed.rows):
         blocked -= {routed.groups, routed.rows}
@@ -191,7 +193,13 @@ def _is_reached(node: Node, layout: Layout, numbers: StripNumbers, axes: Iterabl
 def _can_be_any(routed: set[str], node: Node, factors: Factors) -> bool:
     """Whether a node works on however many rows are sent to a rank."""
     given = {term for dims in factors.operands for term in dims if isinstance(term, str)}
-    alone = factors.sums | factors.joins | factors.talks.keys() | factors.filled | factors.in_one_run
+    alone = (
+        factors.sums
+        | factors.reduced_inside
+        | factors.collectives.keys()
+        | factors.nonempty
+        | factors.contiguous
+    )
     takes_any = (
         factors.local is None or factors.routed is not None or node.operator.partition(".")[0] in ANY_ROWS
     )
@@ -253,7 +261,7 @@ def facts_of_strategies(
         node.num_draws,
         mapped.factors.facts,
         labels,
-        mapped.whole,
+        mapped.unsharded,
         mapped.apart,
         axes,
     )

@@ -1,13 +1,11 @@
-"""Another order: of dims (permute, transpose), or of the indices of a dim (flip, roll)."""
+"""Permutations of dims (permute, transpose), or of the indices of a dim (flip, roll)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from meshloom.tensor_parallel.rules.call import Call, Rule
-from meshloom.tensor_parallel.rules.factors import Factors, labels_of
-
-_FIRST = (frozenset({0}),)
+from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Factors, labels_of
 
 
 def _permuted(order: Any) -> Rule:
@@ -17,7 +15,7 @@ def _permuted(order: Any) -> Rule:
             operands=(tuple(names),),
             outputs=(tuple(names[place] for place in order(call, len(names))),),
             sizes=sizes,
-            linear=_FIRST,
+            linear=FIRST_LINEAR,
         )
 
     return rule
@@ -41,8 +39,8 @@ def _moved(call: Call, ndim: int) -> list[int]:
     return [each if each >= 0 else next(rest) for each in order]
 
 
-def _one_dim_whole(*names_of_dims: str) -> Rule:
-    """flip, roll: those dims stay whole."""
+def _unsharded_dims(*names_of_dims: str) -> Rule:
+    """flip, roll: the given dims stay unsharded."""
 
     def rule(call: Call) -> Factors | None:
         names, sizes = labels_of(call.operands[0].shape)
@@ -51,14 +49,14 @@ def _one_dim_whole(*names_of_dims: str) -> Rule:
             operands=(tuple(names),),
             outputs=(tuple(names),),
             sizes=sizes,
-            whole=frozenset(f"d{dim}" for dim in found),
-            linear=_FIRST,
+            unsharded=frozenset(f"d{dim}" for dim in found),
+            linear=FIRST_LINEAR,
         )
 
     return rule
 
 
-ORDERS: dict[str, Rule] = {
+PERMUTATIONS: dict[str, Rule] = {
     "permute": _permuted(lambda call, ndim: call.dims("dims", ndim)),
     "transpose": _permuted(_transposed),
     "swapaxes": _permuted(_transposed),
@@ -67,6 +65,6 @@ ORDERS: dict[str, Rule] = {
     "t": _permuted(lambda call, ndim: range(ndim)[::-1]),
     "numpy_T": _permuted(lambda call, ndim: range(ndim)[::-1]),
     "mT": _permuted(lambda call, ndim: [*range(ndim - 2), ndim - 1, ndim - 2]),
-    "flip": _one_dim_whole("dims"),
-    "roll": _one_dim_whole("dims"),
+    "flip": _unsharded_dims("dims"),
+    "roll": _unsharded_dims("dims"),
 }

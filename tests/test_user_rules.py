@@ -62,23 +62,23 @@ def test_an_operator_without_a_rule_is_computed_by_every_rank():
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("gate", "b, b -> b", "its name is not that of an operator, like mylib::swiglu"),
-        ("meshloom_tests::gate", "b f, b f", "it has no one -> between operands and results"),
+        ("gate", "b, b -> b", "its name is not an operator's, like mylib::swiglu"),
+        ("meshloom_tests::gate", "b f, b f", "it needs exactly one -> between operands and results"),
         (
             "meshloom_tests::gate",
             "b f, b f -> b k",
-            "'k' of the result is in no operand (a dim that is nobody else's is _)",
+            "'k' of the result occurs in no operand (write _ for a dim of its own)",
         ),
-        ("meshloom_tests::gate", "b (f, b f -> b f", "'(' is no label"),
+        ("meshloom_tests::gate", "b (f, b f -> b f", "'(' is not a label"),
         ("meshloom_tests::gate", "b f, b f -> b f; total f", "'total f' is not one of sum, add, linear"),
-        ("meshloom_tests::gate", "b f, b f -> b f; sum k", "'k' is summed and in no operand"),
-        ("meshloom_tests::gate", "b f, b f -> b f; linear x", "'linear x' wants operands by number, from 0"),
+        ("meshloom_tests::gate", "b f, b f -> b f; sum k", "'k' is summed and occurs in no operand"),
+        ("meshloom_tests::gate", "b f, b f -> b f; linear x", "'linear x' needs operands by number, from 0"),
     ],
 )
 def test_a_text_that_is_no_rule_is_refused_in_one_sentence(name: str, text: str, why: str):
     with pytest.raises(
         CaptureError,
-        match=re.escape(f'The rule {name!r}: {text!r} is none: {why}. Write it like "mylib::swiglu"'),
+        match=re.escape(f'The rule {name!r}: {text!r} is invalid: {why}. Write it like "mylib::swiglu"'),
     ):
         rules_with({name: text})
 

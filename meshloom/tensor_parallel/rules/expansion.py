@@ -1,15 +1,22 @@
-"""Dims that get longer: expand, repeat, pad."""
+"""Dims that grow: expand, repeat, pad."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from meshloom.tensor_parallel.rules.arguments import set_argument, to_output_shape
-from meshloom.tensor_parallel.rules.call import Call, Rule
-from meshloom.tensor_parallel.rules.factors import Concat, Dims, Factors, Product, Sizes, Term, labels_of
+from meshloom.tensor_parallel.rules.call import Call, Rule, replicated, set_argument, to_output_shape
+from meshloom.tensor_parallel.rules.factors import (
+    FIRST_LINEAR,
+    Concat,
+    Dims,
+    Factors,
+    Product,
+    ShardSizes,
+    Term,
+    labels_except,
+    labels_of,
+)
 from meshloom.tensor_parallel.rules.reshapes import as_other
-
-_FIRST = (frozenset({0}),)
 
 
 def _expand(call: Call) -> Factors | None:
@@ -20,15 +27,15 @@ def _expand(call: Call) -> Factors | None:
         None if size == 1 and after[lead + place] != 1 else names[lead + place]
         for place, size in enumerate(before)
     )
-    others: tuple[Dims, ...] = tuple((None,) * len(each.shape) for each in call.operands[1:])
+    others = replicated(call.operands[1:])
     return Factors(
-        operands=(operand, *others), outputs=(tuple(names),), sizes=sizes, linear=_FIRST,
+        operands=(operand, *others), outputs=(tuple(names),), sizes=sizes, linear=FIRST_LINEAR,
         local=to_output_shape("size") if call.name == "expand" else None,
     )  # fmt: skip
 
 
 def _broadcast_tensors(call: Call) -> Factors | None:
-    """Every tensor stretched to the shape that all of them make together."""
+    """Every tensor broadcast to their common shape."""
     names, sizes = labels_of(call.outputs[0].shape)
     if len(call.outputs) != len(call.operands):
         return None
@@ -66,17 +73,18 @@ def _repeat(call: Call) -> Factors | None:
             else Product((label, str(name)))
         )
 
-    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
         return set_argument(
-            target, args, kwargs, "repeats", tuple(here.here[f"t{place}"] for place in range(len(repeats)))
+            target, args, kwargs, "repeats", tuple(shard.local[f"t{place}"] for place in range(len(repeats)))
         )
 
-    return Factors(operands=(tuple(names),), outputs=(tuple(out),), sizes=sizes, linear=_FIRST, local=local)
+    return Factors(
+        operands=(tuple(names),), outputs=(tuple(out),), sizes=sizes, linear=FIRST_LINEAR, local=local
+    )
 
 
 def _repeat_interleave(call: Call) -> Factors | None:
-    """Each index of a dim becomes several, next to each other; without a dim each element, of all dims in a
-    row."""
+    """Each index of a dim, or each element of the flattened tensor, several times in a row."""
     if not isinstance(call.arguments.get("repeats"), int):
         return None
     names, sizes = labels_of(call.operands[0].shape)
@@ -88,29 +96,28 @@ def _repeat_interleave(call: Call) -> Factors | None:
         dim = call.dim("dim", len(names))
         out[dim] = Product((f"d{dim}", "repeats"))
 
-    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
         return set_argument(
             target,
             args,
             {key: each for key, each in kwargs.items() if key != "output_size"},
             "repeats",
-            here.here["repeats"],
+            shard.local["repeats"],
         )
 
-    return Factors(operands=(tuple(names),), outputs=(tuple(out),), sizes=sizes, linear=_FIRST, local=local)
+    return Factors(
+        operands=(tuple(names),), outputs=(tuple(out),), sizes=sizes, linear=FIRST_LINEAR, local=local
+    )
 
 
 def _pad(call: Call) -> Factors | None:
-    """Padded dims are before | kept | after; only what is kept may be cut."""
+    """A padded dim is before | kept | after; only `kept` may be sharded."""
     pad: tuple[int, ...] = call.arguments["pad"]
     if call.name == "pad" and call.arguments.get("mode", "constant") != "constant":
         count = len(pad) // 2
-        names, sizes = labels_of(call.operands[0].shape)
-        keep = len(names) - count
-        return Factors(
-            operands=((*names[:keep], *[None] * count),), outputs=((*names[:keep], *[None] * count),),
-            sizes={f"d{place}": sizes[f"d{place}"] for place in range(keep)}, linear=_FIRST,
-        )  # fmt: skip
+        shape = call.operands[0].shape
+        kept, sizes = labels_except(shape, range(len(shape) - count, len(shape)))
+        return Factors(operands=(kept,), outputs=(kept,), sizes=sizes, linear=FIRST_LINEAR)
     names, sizes = labels_of(call.operands[0].shape)
     out: list[Term] = list(names)
     operand: list[Term] = list(names)
@@ -126,13 +133,17 @@ def _pad(call: Call) -> Factors | None:
             sizes.update({f"f{dim}": before, f"a{dim}": after})
             whole |= {f"f{dim}", f"a{dim}"}
             out[dim] = Concat(tuple(parts))
-    linear = _FIRST if not call.arguments.get("value") else ()
+    linear = FIRST_LINEAR if not call.arguments.get("value") else ()
     return Factors(
-        operands=(tuple(operand),), outputs=(tuple(out),), sizes=sizes, whole=frozenset(whole), linear=linear
+        operands=(tuple(operand),),
+        outputs=(tuple(out),),
+        sizes=sizes,
+        unsharded=frozenset(whole),
+        linear=linear,
     )
 
 
-STRETCHES: dict[str, Rule] = {
+EXPANSION: dict[str, Rule] = {
     "expand": _expand,
     "expand_as": as_other("expand", _expand),
     "broadcast_tensors": _broadcast_tensors,

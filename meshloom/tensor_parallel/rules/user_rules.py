@@ -1,5 +1,4 @@
-"""Rules that a user writes: the factor map of an operator of their own as one line of text, read with errors
-that say what is wrong."""
+"""Rules that a user writes: a custom operator's factor map as one line of text, checked with precise errors."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ _DIMS = re.compile(r"\([^()]*\)|[^\s()]+|[()]")
 _CLAUSES = ("sum", "add", "linear")
 
 
-def own_rules(texts: Mapping[str, str]) -> dict[str, Rule]:
-    """The rules that these texts are, by operator. Raises `CaptureError` for a text that is none.
+def user_rules(texts: Mapping[str, str]) -> dict[str, Rule]:
+    """The rules that texts describe, by operator. Raises `CaptureError` for an invalid text.
 
-    >>> sorted(own_rules({"mylib::swiglu": "b* f, b* f -> b* f"}))
+    >>> sorted(user_rules({"mylib::swiglu": "b* f, b* f -> b* f"}))
     ['mylib::swiglu']
     """
     return {name: _rule(name, text) for name, text in texts.items()}
@@ -26,13 +25,13 @@ def own_rules(texts: Mapping[str, str]) -> dict[str, Rule]:
 
 def _rule(name: str, text: str) -> Rule:
     problem = (
-        "its name is not that of an operator, like mylib::swiglu"
+        "its name is not an operator's, like mylib::swiglu"
         if not re.fullmatch(r"\w+::\w+", name)
         else _problem(text)
     )
     if problem:
         raise CaptureError(
-            f'The rule {name!r}: {text!r} is none: {problem}. Write it like "mylib::swiglu": "b* f, b* f -> b* f".'
+            f'The rule {name!r}: {text!r} is invalid: {problem}. Write it like "mylib::swiglu": "b* f, b* f -> b* f".'
         )
 
     def rule(call: Call) -> Factors:
@@ -56,10 +55,10 @@ class _MisfitError(ValueError):
 
 
 def _problem(text: str) -> str | None:
-    """What is wrong with a rule's text."""
+    """The mistake in a rule's text; None: it is valid."""
     body, *clauses = (part.strip() for part in text.split(";"))
     if body.count("->") != 1:
-        return "it has no one -> between operands and results"
+        return "it needs exactly one -> between operands and results"
     sides = [[_DIMS.findall(tensor) for tensor in side.split(",")] for side in body.split("->")]
     known: list[set[str]] = [set(), set()]
     for side, tensors in zip(known, sides, strict=True):
@@ -71,25 +70,25 @@ def _problem(text: str) -> str | None:
             )
             wrong = next((each for each in inner if not _LABEL.fullmatch(each)), None)
             if wrong is not None:
-                return f"{wrong!r} is no label"
+                return f"{wrong!r} is not a label"
             side.update(each.rstrip("!") for each in inner if each != "_")
     new = sorted(known[1] - known[0])
     if new:
-        return f"{new[0]!r} of the result is in no operand (a dim that is nobody else's is _)"
+        return f"{new[0]!r} of the result occurs in no operand (write _ for a dim of its own)"
     for clause in clauses:
         words = clause.split()
         if not words or words[0] not in _CLAUSES:
             return f"{clause!r} is not one of {', '.join(_CLAUSES)}"
         lost = [word for word in words[1:] if words[0] == "sum" and word not in known[0]]
         if lost:
-            return f"{lost[0]!r} is summed and in no operand"
+            return f"{lost[0]!r} is summed and occurs in no operand"
         if words[0] != "sum" and not all(re.fullmatch(r"\d+(\+\d+)*", word) for word in words[1:]):
-            return f"{clause!r} wants operands by number, from 0"
+            return f"{clause!r} needs operands by number, from 0"
     return None
 
 
 def _check_fit(factors: Factors, call: Call) -> None:
-    """Raise where dims and sizes of a call are not those of its rule."""
+    """Raises `_MisfitError` if a call's dims or sizes contradict its rule."""
     tensors = [
         ("operand", place, dims, each.shape)
         for place, (dims, each) in enumerate(zip(factors.operands, call.operands, strict=False))
@@ -109,9 +108,7 @@ def _check_fit(factors: Factors, call: Call) -> None:
             if isinstance(term, str) and factors.sizes[term] != size:
                 raise _MisfitError(f"{term} is {factors.sizes[term]} elsewhere and {size} in {kind} {place}")
             if term is not None and not isinstance(term, str) and not _known(term, factors):
-                raise _MisfitError(
-                    f"the sizes of {' and '.join(labels_in(term))} stand nowhere by themselves"
-                )
+                raise _MisfitError(f"no dim gives the sizes of {' and '.join(labels_in(term))}")
 
 
 def _known(term: Term, factors: Factors) -> bool:

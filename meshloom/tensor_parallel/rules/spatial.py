@@ -1,26 +1,27 @@
-"""Pictures: what looks at neighbours stays whole in space, and may be cut by samples and channels (pooling,
-resizing, windows)."""
+"""Operators on spatial neighbourhoods (pooling, resizing, windows): sharded by batch and channels, not in
+space."""
 
 from __future__ import annotations
 
 from meshloom.tensor_parallel.rules.call import Call, Rule
-from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, Term
-
-_FIRST = (frozenset({0}),)
+from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Dims, Factors, Product, Term, labels_except
 
 
 def _channels(call: Call) -> Factors | None:
-    """x [b, c, space] -> [b, c, space]: batch and channels may be cut."""
+    """x [b, c, space] -> [b, c, space]: batch and channels may be sharded."""
     x = call.operands[0]
     if len(call.operands) != 1 or any(len(out.shape) != len(x.shape) for out in call.outputs):
         return None
     batched = len(x.shape) - _space(call)
-    dims: Dims = tuple(f"d{place}" if place < batched else None for place in range(len(x.shape)))
-    linear = (frozenset({0}),) if "max" not in call.name else ()
+    dims, sizes = labels_except(x.shape, range(batched, len(x.shape)))
+    linear = FIRST_LINEAR if "max" not in call.name else ()
     return Factors(
-        operands=(dims,), outputs=(dims,) * len(call.outputs), sizes={f"d{place}": x.shape[place] for place in range(batched)}, linear=linear,
-        filled=frozenset(f"d{place}" for place in range(batched)),
-    )  # fmt: skip
+        operands=(dims,),
+        outputs=(dims,) * len(call.outputs),
+        sizes=sizes,
+        linear=linear,
+        nonempty=frozenset(sizes),
+    )
 
 
 def _space(call: Call) -> int:
@@ -31,7 +32,7 @@ def _space(call: Call) -> int:
 
 
 def _pixel_shuffle(call: Call) -> Factors | None:
-    """x [*, (c r s), h, w] -> [*, c, (h r), (w s)]; pixel_unshuffle is the way back."""
+    """x [*, (c r s), h, w] -> [*, c, (h r), (w s)]; pixel_unshuffle is the inverse."""
     back = call.name == "pixel_unshuffle"
     fine, coarse = (call.operands[0], call.outputs[0]) if back else (call.outputs[0], call.operands[0])
     factor: int = call.arguments["downscale_factor" if back else "upscale_factor"]
@@ -45,14 +46,14 @@ def _pixel_shuffle(call: Call) -> Factors | None:
         operands=(one,),
         outputs=(other,),
         sizes=sizes,
-        whole=frozenset({"r", "s"}),
-        filled=frozenset(sizes),
-        linear=_FIRST,
+        unsharded=frozenset({"r", "s"}),
+        nonempty=frozenset(sizes),
+        linear=FIRST_LINEAR,
     )
 
 
 def _im2col(call: Call) -> Factors | None:
-    """x [b, c, space] -> columns [b, (c kernel), windows]; col2im is the way back."""
+    """x [b, c, space] -> columns [b, (c kernel), windows]; col2im is the inverse."""
     x, out = call.operands[0].shape, call.outputs[0].shape
     image, columns = (out, x) if call.name == "col2im" else (x, out)
     lead: list[Term] = ["b"] if len(columns) == 3 else []
@@ -65,34 +66,28 @@ def _im2col(call: Call) -> Factors | None:
         operands=(one,),
         outputs=(other,),
         sizes=sizes,
-        whole=frozenset({"k"}),
-        filled=frozenset({"b", "c"} & sizes.keys()),
-        linear=_FIRST,
+        unsharded=frozenset({"k"}),
+        nonempty=frozenset({"b", "c"} & sizes.keys()),
+        linear=FIRST_LINEAR,
     )
 
 
 def _windows(call: Call) -> Factors | None:
-    """unfold: a dim becomes windows and what is in them; the others may be cut."""
+    """unfold: a dim becomes windows and their contents; the others may be sharded."""
     x = call.operands[0]
     dim = call.dim("dimension", len(x.shape))
-    names: Dims = tuple(None if place == dim else f"d{place}" for place in range(len(x.shape)))
-    return Factors(
-        operands=(names,), outputs=((*names, None),), sizes={f"d{place}": size for place, size in enumerate(x.shape) if place != dim},
-        linear=(frozenset({0}),),
-    )  # fmt: skip
+    names, sizes = labels_except(x.shape, {dim})
+    return Factors(operands=(names,), outputs=((*names, None),), sizes=sizes, linear=FIRST_LINEAR)
 
 
 def _channel_dropout(call: Call) -> Factors | None:
-    """dropout1d, 2d, 3d: whole channels are dropped."""
-    shape = call.operands[0].shape
-    names = tuple(f"d{place}" for place in range(len(shape)))
-    return Factors(
-        operands=(names,), outputs=(names,), sizes=dict(zip(names, shape, strict=True)), linear=(frozenset({0}),),
-        drawn=(*names[:2], *(None,) * (len(shape) - 2)),
-    )  # fmt: skip
+    """dropout1d, dropout2d, dropout3d drop entire channels."""
+    names, sizes = labels_except(call.operands[0].shape, ())
+    drawn = (*names[:2], *(None,) * (len(names) - 2))
+    return Factors(operands=(names,), outputs=(names,), sizes=sizes, linear=FIRST_LINEAR, drawn=drawn)
 
 
-PICTURES: dict[str, Rule] = {
+SPATIAL: dict[str, Rule] = {
     **dict.fromkeys(
         [
             f"{kind}_pool{count}d"
