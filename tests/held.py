@@ -11,6 +11,7 @@ from torch import Tensor
 from meshloom.verify.compare import Comparer, Comparison, GradientErrors, StateErrors
 from meshloom.verify.comparison_run import ComparisonResult, ComparisonRun
 from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.reruns import evidence, facts, whole_batch
 from meshloom.verify.reference.step_records import StepRecord
 
 
@@ -26,14 +27,14 @@ def step_of(reference: Reference, *, look: bool = False) -> WholeRecord:
     """The reference's next step. look: run its chunks again in between, in all ways that there are."""
     reference.run()
     if look:
-        with reference.whole_batch():
+        with whole_batch(reference):
             pass
-        reference.evidence(reference.facts({}))
+        evidence(reference, facts(reference, {}))
     gradients = {name: None if each is None else each.clone() for name, each in reference.gradients.items()}
-    facts = vars(reference.update())
+    record = vars(reference.update())
     buffers = {name: each.clone() for name, each in reference.model.named_buffers()}
     parameters = {name: each.detach().clone() for name, each in reference.model.named_parameters()}
-    return WholeRecord(**{**facts, "gradients": gradients}, buffers=buffers, parameters=parameters)
+    return WholeRecord(**{**record, "gradients": gradients}, buffers=buffers, parameters=parameters)
 
 
 def hold_against(reference: Reference, records: Iterable[WholeRecord]) -> ComparisonResult:

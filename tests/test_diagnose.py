@@ -13,6 +13,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.verify.comparison_run import ComparisonResult
 from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.reruns import gradients_of
 from tests.covering import few
 from tests.held import WholeRecord, hold_against, step_of
 from tests.jobs import MODELS, OPTIMIZERS, make_job
@@ -117,7 +118,7 @@ def test_masks_that_replicas_share_are_named(model):
 
 
 def test_masks_that_one_device_shares_too_are_named(monkeypatch):
-    for module in ("meshloom.verify.reference.reference", "tests.simulated_dp"):
+    for module in ("meshloom.verify.reference.chunk_run", "tests.simulated_dp"):
         monkeypatch.setattr(f"{module}.chunk_seed", lambda seed, step, chunk: 1000 + step)
     wrong = found(make_job("cnn", "sgd"), PLANS[0])
     assert kinds(wrong) == ["same draws"]
@@ -187,7 +188,7 @@ def test_statistics_that_are_not_synchronised_are_named():
     job, plan = make_job("cnn", "sgd"), Plan(dp=2, microbatches=2, sync_batch_norm=True)
     separate = Reference(job, plan)
     separate.run()
-    own = separate.gradients_of(synchronised=False)
+    own = gradients_of(separate, synchronised=False)
     wrong = hold_against(
         Reference(job, plan), [replace(step_of(Reference(job, plan)), gradients=shaped(own, separate))]
     )
@@ -211,7 +212,7 @@ def test_a_forward_that_reads_what_the_chunk_before_wrote_is_named():
     job, plan = replace(make_job("mlp", "sgd"), model=Counting), PLANS[0]
     separate = Reference(job, plan)
     separate.run()
-    chained = separate.gradients_of(chained=True)
+    chained = gradients_of(separate, chained=True)
     wrong = hold_against(
         Reference(job, plan), [replace(step_of(Reference(job, plan)), gradients=shaped(chained, separate))]
     )

@@ -16,6 +16,7 @@ from meshloom.core.errors import DataError
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, sample_order, sample_seed, seed_everything
 from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.reruns import evidence, facts
 from tests.held import step_of
 from tests.jobs import Samples, make_job, vectors
 
@@ -177,7 +178,7 @@ def test_unused_parameters_have_no_gradient_and_frozen_ones_are_not_listed():
 
 def test_tied_parameters_are_listed_once():
     reference = Reference(make_job("gpt", "sgd"), Plan())
-    assert reference.tied == {"embed.weight": ["head.weight"]}
+    assert facts(reference, {}).tied == {"embed.weight": ["head.weight"]}
     assert "head.weight" not in step_of(reference).gradients
 
 
@@ -197,10 +198,10 @@ def test_the_chunks_of_the_evidence_add_up_to_the_gradient():
     reference = Reference(make_job("gpt", "sgd"), Plan(dp=2, microbatches=2), torch.float64)
     step_of(reference)
     reference.run()  # a later step: parameters and buffers must be those before it
-    evidence = reference.evidence(reference.facts({}))
+    found = evidence(reference, facts(reference, {}))
     second = reference.update()
     for name, gradient in second.gradients.items():
-        total = sum(chunk.gradients[name] for chunk in evidence.chunks) / second.weight
+        total = sum(chunk.gradients[name] for chunk in found.chunks) / second.weight
         torch.testing.assert_close(total, gradient.reshape(-1)[:4096], rtol=1e-9, atol=1e-14)
 
 

@@ -12,7 +12,7 @@ is measured by the rest. a is the plan's, b is one device's.
 
 An error counts as rounding up to a tolerance of the precision. Above it, a gradient still agrees if it is no
 further from one device's than one device's own goes, or one of them beyond its tolerance, when the parameters
-are moved at random by a few units of rounding (`Reference.moved`).
+are moved at random by a few units of rounding (`reruns.moved`).
 
 Elements of a buffer or parameter that are infinite or NaN (a mask of -inf) must be the same on both sides and
 count in no norm. A gradient that is not finite never agrees.

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from meshloom.verify.compare import Comparer, Comparison, GradientErrors, StateE
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.mistakes import Cause, Evidence, thinned
 from meshloom.verify.reference.reference import Gradients, Reference
+from meshloom.verify.reference.reruns import evidence, facts, moved
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
@@ -66,7 +68,7 @@ class ComparisonRun:
         # afterwards the two are no longer at the same parameters
         agreed = all(step.passed for step in self._steps)
         self._gradients = GradientErrors(
-            reference.gradients, reference.number, tolerance, reference.moved if agreed else None
+            reference.gradients, reference.number, tolerance, partial(moved, reference) if agreed else None
         )
         self.thinned = {}
 
@@ -80,11 +82,11 @@ class ComparisonRun:
         """All gradients have come: one device updates. If some differ, why is looked for now, while its
         parameters are those that they are of."""
         reference = self._reference
-        self._evidence = reference.facts(self._gradients.norms, self._previous)
+        self._evidence = facts(reference, self._gradients.norms, self._previous)
         if not all(error.passed for error in self._gradients.errors()) and all(
             step.passed for step in self._steps
         ):
-            self._evidence = reference.evidence(self._evidence)
+            self._evidence = evidence(reference, self._evidence)
         self._one = reference.update()
         self._state = StateErrors(
             reference.parameters, reference.before, dict(reference.model.named_buffers()), step=self._one.step,

@@ -18,6 +18,7 @@ from torch import nn
 
 from meshloom.verify.compare import GradientErrors, add_outputs, output_differs
 from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.reruns import whole_batch
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
 
 
@@ -45,7 +46,7 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch:
     if reference.plan.num_chunks == 1:  # which is the chunk that it ran
         return WholeBatch(error=0.0, loss=reference.loss, why="")
     try:
-        with reference.whole_batch() as (chunked, whole):
+        with whole_batch(reference) as (chunked, whole):
             errors = GradientErrors(chunked, reference.number, tolerance)
             error = max(
                 (errors.take(name, each).error for name, each in reference.gradients.items()), default=0.0
