@@ -14,6 +14,7 @@ from torch import Tensor
 from meshloom.core.errors import CaptureError, JobError, PlanError, TrainingError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
+from meshloom.replica.expected_bytes import expected_bytes
 from meshloom.telemetry.traffic import Traffic
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
@@ -124,7 +125,7 @@ def test_bytes_along_every_axis_are_as_predicted(plan: str, tmp_path: Path):
         for replica in trainer.replicas[1:]:  # what is printed is rank 0's; the others know theirs as well
             groups = replica.seat.groups
             counted = Traffic.of({axis: groups[axis].counts for axis in ("pp", "tp") if axis in groups})
-            assert replica.expected_bytes().after(steps=3).over(counted.bytes) == counted
+            assert expected_bytes(replica).after(steps=3).over(counted.bytes) == counted
     assert summary.counted.bytes["pp"] and summary.predicted == summary.counted
 
 

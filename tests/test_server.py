@@ -106,7 +106,7 @@ def test_predicted_bytes_are_the_counted_ones(model: str) -> None:
         make_job(model, "muon", clip_grad_norm=1.0, drop_last=True), THREE, devices="simulated"
     ) as trainer:
         summary = trainer.fit()
-        elements = trainer.replicas[0].num_elements()
+        elements = trainer.replicas[0].num_trainable
     assert summary.predicted == summary.counted
     pushed = summary.counted.bytes["dp"]["gather"]
     assert 3 * 4 * elements <= pushed < 1.1 * 3 * 4 * elements  # three steps of float32, and padding

@@ -25,6 +25,7 @@ from meshloom.core.plan import Plan
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
 from meshloom.optimizer.updater import Updater
+from meshloom.replica.step_checks import check_identical
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
@@ -182,7 +183,7 @@ def _kept_bytes(share: bool) -> int:
         kept = sum(each.numel() * each.element_size() for each in states)
         parameters = [each for each in replica.model.parameters() if each.requires_grad]
         kept += _proportional(parameters[0].data_ptr()) if share else sum(each.nbytes for each in parameters)
-        trainer.together(lambda each: each.check_identical(0))  # nobody lets go before all have counted
+        trainer.together(lambda each: check_identical(each, 0))  # nobody lets go before all have counted
         return kept
 
 

@@ -15,6 +15,7 @@ from saving_jobs import names_in
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.launch.processes import signals
+from meshloom.replica.expected_bytes import expected_bytes
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.telemetry.traffic import Traffic
 from meshloom.train.trainer import Trainer
@@ -211,7 +212,7 @@ def test_all_ranks_learn_in_the_same_step_what_one_was_asked(asked: int, tmp_pat
         assert told == [[False] * 8, [True] * 8, [False] * 8, [False] * 8]
         for replica in trainer.replicas:
             counted = Traffic.of({axis: replica.seat.groups[axis].counts for axis in ("pp", "tp")})
-            assert replica.expected_bytes().after(steps=4).over(counted.bytes) == counted
+            assert expected_bytes(replica).after(steps=4).over(counted.bytes) == counted
 
 
 def test_bytes_are_predicted_with_a_directory_too(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import SimulatedGroup
 from meshloom.comm.windows import Windows
-from meshloom.replica import prepared_replica
+from meshloom.replica import replica
 
 
 class OneProcess:
@@ -60,4 +60,4 @@ def give_windows(monkeypatch: pytest.MonkeyPatch) -> None:
             known[inner] = OneProcess(inner)
         return known[inner]
 
-    monkeypatch.setattr(prepared_replica, "windows_of", windows_of)
+    monkeypatch.setattr(replica, "windows_of", windows_of)

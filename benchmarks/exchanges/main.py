@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from meshloom.core.job import Job
+from meshloom.replica.expected_bytes import expected_bytes
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 
@@ -64,7 +65,7 @@ def run(job: Job, plan: str) -> tuple[float, float, float]:
         losses = [trainer.step(batch) for batch in trainer.batches()]
         sent = trainer.summary(0.0, {}, None)
         assert sent.predicted == sent.counted
-        start = trainer.replicas[0].expected_bytes().once
+        start = expected_bytes(trainer.replicas[0]).once
         num_bytes = sent.counted.total("dp") - start.total("dp")
         metric = next(iter(trainer.evaluate().values()))
     return statistics.mean(losses[-LAST:]), metric, num_bytes / len(losses)

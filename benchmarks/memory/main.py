@@ -33,6 +33,7 @@ from gpt import loss, make_data, make_model, make_optimizer
 from records import write_records
 
 import meshloom as ml
+from meshloom.replica.step_checks import check_identical
 
 OPENED = "meshloom: the trainer is open"
 MIB = 2**20
@@ -135,7 +136,7 @@ def measure(plan: str, batch_size: int, length: int, directory: Path) -> None:
             trainer.step(batch)
         steady = held([*trainer.replicas[0].model.parameters(), *state_of(made[-1])])
         # nobody lets go of memory before all have counted
-        trainer.together(lambda replica: replica.check_identical(1))
+        trainer.together(lambda replica: check_identical(replica, 1))
     record = {
         "plan": plan,
         "rank": rank,

@@ -117,7 +117,7 @@ def _announce(trainer: Trainer, terminal: Terminal, records: Records) -> None:
     parameters = (
         sum(each.numel() for each in model.parameters())
         if trainer.asynchronous
-        else trainer.replicas[0].num_parameters()
+        else trainer.replicas[0].num_parameters
     )
     announce_start(job, plan, model, parameters, trainer.steps, trainer.next_step, terminal)
     engine = trainer.replicas[0].engine if trainer.replicas else None

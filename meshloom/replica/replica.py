@@ -1,35 +1,49 @@
-"""One rank's training step: its chunks forward and backward, the exchange, the update.
-
-The step is a generator: where it waits for other ranks it yields, so that a process runs it to its end and
-simulated ranks run
-it in lockstep (`comm/steps.py`). Backward runs on the *sum* of each chunk's loss, which is divided once, by
-the weight of the
-whole global batch, so uneven and empty shares keep the exact mean: before backward where all ranks know that
-weight (means over samples), else by `Exchange.finish`.
-"""
+"""One rank of a replica: its model, its engine, the exchange and the optimizer path, and its part in steps and
+evaluations."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from meshloom.comm.objects import collect
+from meshloom.comm.group import Group
+from meshloom.comm.objects import agree, collect
+from meshloom.comm.seat import Seat
 from meshloom.comm.steps import Steps
-from meshloom.core.errors import DataError, TrainingError
+from meshloom.comm.windows import windows_of
+from meshloom.core.exchanges import EXCHANGES
+from meshloom.core.job import Job, NamedParameters
+from meshloom.core.modes import Modes
+from meshloom.core.plan import Plan
+from meshloom.core.timings import Timings
 from meshloom.data.data import Chunk
-from meshloom.exchange.exchange import Give
-from meshloom.parameters.model import state_of
+from meshloom.data.pace import Pace
+from meshloom.exchange.alone import Alone
+from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.registry import Setup
+from meshloom.optimizer.sparse_parameters import make_dense
+from meshloom.optimizer.updater import Updater
+from meshloom.optimizer.user_optimizer import Made, make_optimizers
+from meshloom.parameters.model import build_model, copy_from_first, facts, state_of, trainable
+from meshloom.parameters.shards import Shards
+from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.spans import SpanKind
-from meshloom.replica.metrics import MetricSums
-from meshloom.replica.saved_replica import SavedReplica
-from meshloom.replica.trial_evaluation import naming
+from meshloom.program.store.stored import Stored
+from meshloom.replica.buffers import batch_norm
+from meshloom.replica.chunk_scope import ChunkScope
+from meshloom.replica.engine import Engine
+from meshloom.replica.loss_sums import LossSums
+from meshloom.replica.module_engine import ModuleEngine
+from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.sharing import why_separate
+from meshloom.replica.step_checks import check_finite, check_frozen
+from meshloom.telemetry.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +77,88 @@ class StepResult:
     stopping: bool = False
 
 
-class Replica(SavedReplica):
-    """How a rank takes part in the steps and evaluations of its replica."""
+class Replica:
+    """A model on one rank, or what the rank holds of it.
+
+    share: whether the replicas of a host may have one copy of the parameters, where their ranks can have
+        memory in common.
+    stored: readings and choices of earlier runs, for the rank that reads.
+    updates: whether it updates its parameters; a worker of an asynchronous run only computes gradients.
+    """
+
+    def __init__(
+        self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, share: bool = False, updates: bool = True,
+        timings: Timings | None = None, stored: Stored | None = None,
+    ) -> None:  # fmt: skip
+        self.timings = timings or Timings()
+        self.job = job
+        self.plan = plan
+        self.seat = seat
+        self.dtype = dtype
+        self._share = share
+        self.updates = updates
+        self.updating = False
+        self.replicas = seat.groups["dp"]
+        # the signals that have asked this rank to stop, if ranks agree on that
+        self.stop_requests: Sequence[int] | None = None
+        self.recorder: Recorder | None = None  # who notes when a pipeline's actions begin and end
+        # when each of the newest steps had nothing left to compute before the exchange
+        self.arrivals: deque[float] = deque(maxlen=1000)
+        self.pace = Pace([self.replicas, seat.statistics], seat.device) if plan.shares == "measured" else None
+        with self.timings.of("building the model"):
+            self.model = build_model(job, seat.device, dtype)
+        self.modes = Modes(self.model)
+        if plan.reads:
+            make_dense(self.model)  # programs' gradients are
+        self.named = trainable(self.model)
+        self.num_parameters = sum(each.numel() for each in self.model.parameters())
+        self.num_trainable = sum(each.numel() for _, each in self.named)
+        self._undo = ExitStack()
+        if plan.sync_batch_norm and plan.dp > 1:
+            self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, seat.statistics))
+        self.sums = LossSums(seat.device, keeps_own=EXCHANGES[plan.exchange].independent)
+        self.engine: Engine = (
+            ProgramEngine(job, plan, seat, dtype=dtype, timings=self.timings, stored=stored)
+            if plan.reads
+            else ModuleEngine(job, plan, seat)
+        )
+        self.scope = ChunkScope(job, plan, seat, self.model, dtype=dtype)
+        self.frozen: NamedParameters = []
+        self.copied = Traffic()  # parameters and buffers, at the start
+        self.saved = Traffic()  # the exchange's state in checkpoints so far
+        self.exchange: Exchange
+        self.updater: Updater
+
+    def prepare(self) -> Steps[None]:
+        """Make sure all ranks hold the same job, start from rank 0's values, and build what the step
+        needs."""
+        with self.timings.of("copying values"):  # after who has built it sooner has waited
+            yield from agree(self.seat.world, facts(self.job, self.plan, self.model))
+            num_bytes = sum(
+                tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values()
+            )
+            for axis in ("tp", "dp", "pp"):
+                group = self.seat.groups.get(axis)
+                if group is not None and group.size > 1:
+                    yield from copy_from_first(self.model, group)
+                    self.copied += Traffic.along(axis, broadcast=num_bytes)
+        whole = self.named
+        yield from self.engine.open(self.model, self.scope)
+        self.named = self.engine.parameters
+        self.frozen = [
+            (name, each)
+            for name, each in self.model.named_parameters()
+            if not each.requires_grad and not each.is_meta
+        ]
+        with self.timings.of("optimizer and buffers"):
+            made = make_optimizers(self.job, whole) if self.updates else None
+            self.exchange = self._open_exchange(made)
+            if made:
+                self.updater = Updater(
+                    self.job, whole, self.exchange, self.shards, self.named, self.stage_group, made,
+                )  # fmt: skip
+            yield from self.exchange.open()
+        self._undo.enter_context(self.engine.connect(self.exchange))
 
     def step(self, step: int, chunks: Sequence[Chunk]) -> Steps[StepResult]:
         """Train on this replica's chunks of global batch `step`."""
@@ -73,30 +167,30 @@ class Replica(SavedReplica):
     def gradients(self, step: int, chunks: Sequence[Chunk]) -> Steps[Gradients]:
         """Forward and backward of this replica's chunks of global batch `step`, and the exchange. Buffers
         change, parameters do not."""
-        self._check_frozen()
+        check_frozen(self)
         if self.pace:
             self.pace.begin()
         self.exchange.begin_step()
-        self._tally.begin(self.stop_requests)
+        self.sums.begin(self.stop_requests)
         doing = self.seat.activity
         doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]
-        with self._modes.training():
-            yield from self.engine.run(filled, self.scope, self._tally, self.recorder)
+        with self.modes.training():
+            yield from self.engine.run(filled, self.scope, self.sums, self.recorder)
         doing.enter("exchanging", step)
         if self.pace:
             self.pace.end(sum(chunk.samples for chunk in filled))
         self.arrivals.append(time.monotonic())
         yield
-        self._tally.wait()
+        self.sums.wait()
         if self.stop_requests is not None:
-            yield from self.engine.add_up("tp", self._tally.sums[4:])
-        total, weight, divisor = self._tally.result(chunks[0].batch)
+            yield from self.engine.add_up("tp", self.sums.sums[4:])
+        total, weight, divisor = self.sums.result(chunks[0].batch)
         if self.exchange.independent:
-            divisor = self._tally.own_divisor(chunks[0].batch)
+            divisor = self.sums.own_divisor(chunks[0].batch)
         with self._span("exchange"):
             gradients = yield from self.exchange.finish(divisor)
-        yield from self._check_finite(step, filled, total, weight)
+        yield from check_finite(self, step, filled, total, weight)
         yield from self.scope.finish()
         return Gradients(
             step=step, samples=chunks[0].batch, of_owned=gradients, loss=total / weight, weight=weight
@@ -106,7 +200,7 @@ class Replica(SavedReplica):
         """The second half of a step: clip, update, and make the new parameters known."""
         step, doing = found.step, self.seat.activity
         doing.enter("updating", step)
-        self._updating = True  # until all ranks have updated
+        self.updating = True  # until all ranks have updated
         with self._span("update"):
             norm = yield from self.updater.update(found.of_owned, found.loss)
         with self._span("exchange"):
@@ -114,7 +208,7 @@ class Replica(SavedReplica):
             if (yield from self.exchange.settle(early=False)):
                 self.updater.forget()
             yield from self.engine.refresh_borrowed()
-        self._updating = False
+        self.updating = False
         doing.enter("between steps", step + 1)
         return StepResult(
             step=step,
@@ -122,85 +216,44 @@ class Replica(SavedReplica):
             weight=found.weight,
             samples=found.samples,
             gradient_norm=norm,
-            stopping=self._tally.stopping,
+            stopping=self.sums.stopping,
         )
 
-    def evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
-        """Mean of every metric over all replicas' chunks, in evaluation mode.
+    @property
+    def shards(self) -> Shards:
+        """What this rank holds along tp of what is divided."""
+        return self.engine.shards
 
-        Within a round of local steps it is the mean of the replicas' parameters that is evaluated; afterwards
-        each goes on from its own.
-        """
-        if self.exchange.settled:
-            return (yield from self._evaluate(chunks))
-        put_back = yield from self.exchange.show_mean()
-        try:
-            yield from self.engine.refresh_borrowed()
-            values = yield from self._evaluate(chunks)
-        finally:
-            put_back()
-        yield from self.engine.refresh_borrowed()
-        return values
+    @property
+    def stage_group(self) -> Group | None:
+        """The ranks along pp; None: there is one."""
+        return self.seat.groups["pp"] if self.plan.pp > 1 else None
 
-    def each_gradient(self, found: Gradients, take: Callable[[str, Tensor | None], None]) -> Steps[None]:
-        """Hand `take` the averaged gradient of every trainable parameter, whole, one after another: all of
-        them on the replica's first rank."""
+    def notes(self) -> list[str]:
+        """What the user should know before the first step."""
+        return [*self.updater.notes(), *self.engine.notes, *self.exchange.notes()]
 
-        def mine(give: Give) -> Steps[None]:
-            yield from self.exchange.each_gradient(found.of_owned, give)
+    def take_notes(self) -> Steps[list[str]]:
+        """What the user should be told of buffers, of all ranks of the replica, each once."""
+        mine = self.scope.take_notes()
+        everyone: list[list[str]] = (yield from collect(self.seat.team, mine)) if self.seat.team else [mine]
+        return list(dict.fromkeys(note for notes in everyone for note in notes))
 
-        yield from self.engine.gather(mine, take)
-
-    def whole_gradients(self, found: Gradients) -> Steps[dict[str, Tensor | None]]:
-        """The same at once, by name, in the model's order."""
-        whole: dict[str, Tensor | None] = {}
-        yield from self.each_gradient(found, whole.__setitem__)
-        return {name: whole[name] for name in state_of(self.model) if name in whole}
-
-    def _evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
-        assert self.job.evaluate
-        metrics = self.job.evaluate.metrics
-        tally = MetricSums(metrics, self.seat.device)
-        with self._modes.evaluation(), torch.no_grad():
-            for chunk in chunks:
-                if not chunk.samples:
-                    continue
-                data = self.scope.data(chunk)
-                for name, metric in metrics.items():
-                    with naming(name):
-                        yield from self.engine.evaluate(data, metric, partial(tally.add, name, chunk))
-        yield from self.engine.add_up("pp", tally.sums)
-        if self.plan.dp > 1:
-            work = self.replicas.all_reduce(tally.sums)
-            yield
-            work.wait()
-        return tally.means()
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        self._undo.close()
 
     def _span(self, kind: SpanKind) -> AbstractContextManager[None]:
         return self.recorder.span(kind) if self.recorder else nullcontext()
 
-    def _check_frozen(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise TrainingError(
-                    f"{name} was frozen when the Trainer was built and now has requires_grad=True. Build a new Trainer after unfreezing."
-                )
-
-    def _check_finite(self, step: int, chunks: Sequence[Chunk], total: float, weight: float) -> Steps[None]:
-        """Raise the same error on all ranks when the loss of the global batch is no number."""
-        if math.isfinite(total) and weight > 0:
-            return
-        if math.isfinite(total):
-            raise DataError(
-                f"The weights of all chunks of step {step} sum to {weight:g}, so there is no mean loss. Leave out batches without anything to average over."
-            )
-        here = yield from self.engine.locate_nan(chunks, self.scope)
-        found = yield from collect(self.seat.world, here)
-        _, rank, where = min(
-            ((each[0], rank, each[1]) for rank, each in enumerate(found) if each),
-            default=(0, 0, "the sum over all chunks overflowed"),
-        )
-        raise TrainingError(
-            f"The loss of step {step} is {total / weight if weight else math.nan:g}: rank {rank}, {where}. The parameters were not updated; "
-            "lower the learning rate, clip gradients, or look at this batch."
-        )
+    def _open_exchange(self, made: Made | None) -> Exchange:
+        if made is None:
+            return Alone(self.named)
+        sparse = self.engine.sparse(made.optimizers)
+        setup = Setup(
+            plan=self.plan, named=self.named, frozen=self.frozen, group=self.replicas, apart=self.engine.replicated,
+            windows=windows_of(self.replicas) if self.seat.device.type == "cpu" else None,
+            may_share=lambda: self._share and not sparse.names and not why_separate(made, self.named),
+            sparse=sparse.names, kept=sparse.kept, insisted=sparse.insisted,
+        )  # fmt: skip
+        return setup.open()

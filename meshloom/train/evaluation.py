@@ -11,6 +11,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.data import build_dataset, evaluation_chunks
 from meshloom.data.shares import Shares
+from meshloom.replica.evaluation import evaluate
 from meshloom.replica.trial_evaluation import untouched
 from meshloom.train.local_replicas import LocalReplicas
 from meshloom.train.step_meter import StepMeter
@@ -43,9 +44,9 @@ class TeamEvaluation:
         ]
         self._meter.evaluations += 1
         with replicas.computing():
-            values = replicas.together(lambda replica: replica.evaluate(chunks[replicas.all.index(replica)]))[
-                0
-            ]
+            values = replicas.together(
+                lambda replica: evaluate(replica, chunks[replicas.all.index(replica)])
+            )[0]
         replicas.enter("between steps", next_step)
         return values
 

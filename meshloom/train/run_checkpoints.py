@@ -15,6 +15,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.shares import Shares
 from meshloom.replica.replica import Replica
+from meshloom.replica.replica_state import optimizer_state, resume, weights
 from meshloom.train.local_replicas import LocalReplicas
 
 
@@ -43,7 +44,7 @@ class RunCheckpoints:
     def resume(self, directory: Path, steps: int) -> Checkpoint:
         """The newest whole one in `directory`, which all replicas have loaded."""
         return self._replicas.together(
-            lambda replica: replica.resume(directory, partial(self._check, replica, steps))
+            lambda replica: resume(replica, directory, partial(self._check, replica, steps))
         )[0]
 
     def _check(self, replica: Replica, steps: int, checkpoint: Checkpoint) -> None:
@@ -66,11 +67,11 @@ class RunCheckpoints:
         self._replicas.enter("saving", step)
 
         def write(replica: Replica) -> Steps[Path]:
-            pieces, streams, values = yield from replica.optimizer_state()
+            pieces, streams, values = yield from optimizer_state(replica)
             path = yield from save(
                 out,
                 step,
-                weights=replica.weights(),
+                weights=weights(replica),
                 pieces=pieces,
                 streams=streams,
                 values={

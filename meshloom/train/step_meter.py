@@ -14,6 +14,7 @@ from meshloom.comm.recording import Count
 from meshloom.core.job import Job
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
+from meshloom.replica.expected_bytes import expected_bytes
 from meshloom.replica.replica import StepResult
 from meshloom.telemetry.progress import Progress
 from meshloom.telemetry.summary import Summary, time_shares
@@ -84,7 +85,7 @@ class StepMeter:
             first_loss=self._results[0].loss if self._results else math.nan,
             last_loss=self._results[-1].loss if self._results else math.nan,
             evaluation=evaluation,
-            predicted=self._replicas.first.expected_bytes()
+            predicted=expected_bytes(self._replicas.first)
             .after(steps=self.num_steps, checks=self.checks, evaluations=self.evaluations)
             .over(["dp", *self._axes_within]),
             counted=counted,

@@ -26,6 +26,8 @@ from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import World
 from meshloom.parameters.model import check_dense_buffers
 from meshloom.replica.replica import Replica
+from meshloom.replica.replica_state import settle
+from meshloom.replica.step_checks import check_identical, check_team
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.telemetry.summary import Summary
 from meshloom.train.contract import Batch
@@ -182,7 +184,7 @@ class SynchronousRun:
         ):
             for note in replicas.together(lambda replica: replica.take_notes())[0]:
                 self._listener.note(note)
-        if last and (told := replicas.first.readings):
+        if last and (told := replicas.first.engine.readings):
             self._listener.note(told)
         return result.loss
 
@@ -205,15 +207,15 @@ class SynchronousRun:
         last = self.next_step == self._steps
         replicas = self.replicas
         if last:
-            replicas.together(lambda replica: replica.settle())
+            replicas.together(settle)
         due = self.next_step // CHECK_EVERY > self._checked // CHECK_EVERY or last
         if self._plan.dp > 1 and due and replicas.first.exchange.settled:
-            replicas.together(lambda replica: replica.check_identical(step))
+            replicas.together(lambda replica: check_identical(replica, step))
             self._meter.checks += 1
             self._checked = self.next_step
         self._measurement.after_step(self.next_step, self._steps)
         if self._plan.mesh.size > self._plan.dp and (self.next_step % CHECK_EVERY == 0 or last):
-            replicas.together(lambda replica: replica.check_team(step))
+            replicas.together(lambda replica: check_team(replica, step))
 
     def _stop(self) -> NoReturn:
         """End as asked to: with a checkpoint, a sentence, and the exit code of the signal."""

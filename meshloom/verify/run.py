@@ -27,6 +27,7 @@ from meshloom.parameters.digest import digest
 from meshloom.parameters.model import build_model, check_dense_buffers, state_of
 from meshloom.parameters.pipeline_ownership import held
 from meshloom.replica.replica import Replica, StepResult
+from meshloom.replica.replica_state import each_gradient, each_of_state
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.comparison_run import ComparisonRun
@@ -140,7 +141,8 @@ def _run_steps(trainer: Trainer, dtype: torch.dtype | None, holding: ComparisonR
             if holding:
                 holding.begin()
             trainer.together(
-                lambda replica: replica.each_gradient(
+                lambda replica: each_gradient(
+                    replica,
                     found[id(replica)],  # noqa: B023
                     holding.gradient if holding and replica is first else _ignore,
                 )
@@ -151,8 +153,8 @@ def _run_steps(trainer: Trainer, dtype: torch.dtype | None, holding: ComparisonR
             if holding:
                 holding.update()
             trainer.together(
-                lambda replica: replica.each_of_state(
-                    holding.state if holding and replica is first else _ignore
+                lambda replica: each_of_state(
+                    replica, holding.state if holding and replica is first else _ignore
                 )
             )
             record = _record(trainer, result, notes, holding.thinned if holding else {})
@@ -240,7 +242,7 @@ def _chunks(replica: Replica, notes: _Notes) -> list[dict[str, Any]]:
 
 def _owned(replica: Replica) -> Steps[list[float]]:
     """Share of the trainable elements that each rank updates."""
-    elements = replica.num_elements()
+    elements = replica.num_trainable
     mine = sum(part.stop - part.start for part in replica.exchange.owned)
     return (yield from collect(replica.seat.world, mine / elements))
 

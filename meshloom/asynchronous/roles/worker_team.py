@@ -35,7 +35,10 @@ from meshloom.core.plan_shares import chunk_sizes
 from meshloom.data.data import Chunk
 from meshloom.launch.world import World
 from meshloom.parameters.model import state_of
+from meshloom.replica.evaluation import evaluate
+from meshloom.replica.expected_bytes import expected_bytes
 from meshloom.replica.replica import Replica
+from meshloom.replica.replica_state import whole_gradients, whole_state
 from meshloom.telemetry.traffic import Traffic
 
 T = TypeVar("T")
@@ -137,7 +140,7 @@ class TeamReplica:
         seat = self._world.local[0]
         axes: list[Axis] = [axis for axis in ("pp", "tp") if axis in seat.groups]
         counted = Traffic.of({axis: seat.groups[axis].counts for axis in axes})
-        return self._replicas[0].expected_bytes().after().over(axes), counted
+        return expected_bytes(self._replicas[0]).after().over(axes), counted
 
     def _do(self, command: _Command | None) -> _Answer:
         return self._together(lambda replica: self._obey(replica, command))[0]
@@ -161,12 +164,12 @@ class TeamReplica:
             yield from self._take(replica, group)
         if told.what == "compute":
             found = yield from replica.gradients(told.chunks[0].step, told.chunks)
-            loss, gradients = found.loss, (yield from replica.whole_gradients(found))
+            loss, gradients = found.loss, (yield from whole_gradients(replica, found))
             names = {name for name, _ in replica.model.named_buffers()}
-            whole = yield from replica.whole_state()
+            whole = yield from whole_state(replica)
             buffers = {name: each for name, each in whole.items() if name in names}
         elif told.what == "evaluate":
-            metrics = yield from replica.evaluate(told.chunks)
+            metrics = yield from evaluate(replica, told.chunks)
         return _Answer(what=told.what, loss=loss, gradients=gradients, buffers=buffers, metrics=metrics)
 
     def _take(self, replica: Replica, group: Group) -> Steps[None]:

@@ -1,0 +1,28 @@
+"""The bytes that a rank's steps hand over, added up over all that takes part in them."""
+
+from __future__ import annotations
+
+from meshloom.parameters import replica_check
+from meshloom.replica import metrics
+from meshloom.replica.buffers import batch_norm
+from meshloom.replica.replica import Replica
+from meshloom.telemetry.traffic import ExpectedBytes
+
+
+def expected_bytes(replica: Replica) -> ExpectedBytes:
+    """Bytes that this rank hands over along every axis, of all that takes part in its steps."""
+    parts = [
+        ExpectedBytes(once=replica.copied, so_far=replica.saved),
+        replica.engine.expected_bytes(),
+        replica.exchange.expected_bytes(),
+        *(statistics.expected_bytes() for statistics in replica.scope.statistics.values()),
+    ]
+    if replica.updates:
+        parts.append(replica.updater.expected_bytes())
+    if replica.plan.dp > 1:
+        parts += [replica.sums.expected_bytes(), replica_check.expected_bytes(replica.model)]
+        if replica.job.evaluate:
+            parts.append(metrics.expected_bytes(replica.job.evaluate.metrics))
+        if replica.plan.sync_batch_norm:
+            parts.append(batch_norm.expected_bytes(replica.model, replica.plan.microbatches))
+    return sum(parts, ExpectedBytes())

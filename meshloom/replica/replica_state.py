@@ -1,0 +1,138 @@
+"""A replica's state between steps: parameters, gradients and optimizer state unsharded, saved and resumed. Every
+rank calls these together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from meshloom.checkpoint.checkpoint import Checkpoint, Piece
+from meshloom.checkpoint.resuming import Loader, check_together, hand_over, open_together
+from meshloom.checkpoint.tensor_file import Stream
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import CheckpointError
+from meshloom.exchange.exchange import Give
+from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
+from meshloom.optimizer.state import STATE
+from meshloom.parameters.model import state_of
+from meshloom.parameters.pipeline_ownership import held
+from meshloom.replica.replica import Gradients, Replica
+
+
+def settle(replica: Replica) -> Steps[None]:
+    """End a round of local steps, so that all replicas hold the same parameters; nothing if they do.
+    Every rank calls it."""
+    if (yield from replica.exchange.settle(early=True)):
+        replica.updater.forget()
+        yield from replica.engine.refresh_borrowed()
+
+
+def weights(replica: Replica) -> Stream | dict[str, Any]:
+    """The model's `state_dict` in whole shapes, one by one where it is divided; all of it on the
+    replica's first rank.
+
+    Raises `CheckpointError` if the newest step broke off while parameters were being updated.
+    """
+    if replica.updating:
+        raise CheckpointError(
+            "The newest step broke off in the middle of its update, so there is nothing whole to save. Resume from a checkpoint."
+        )
+    return replica.engine.weights()
+
+
+def optimizer_state(replica: Replica) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
+    """As `Updater.state`. Replicas that take independent steps are one before: parameters by ending the
+    round, the optimizer's state by its mean."""
+    yield from settle(replica)
+    if replica.exchange.independent:
+        yield from replica.updater.average_state(replica.replicas, replica.seat.readers)
+    pieces, streams, values = yield from replica.updater.state(replica.seat.world)
+    if replica.exchange.state is not None:
+        here = {name for name, _ in replica.named} if replica.stage_group else None
+        outer, gathered = yield from outer_pieces(
+            replica.exchange.state, replica.shards, replica.seat.world, replica.seat.device, here
+        )
+        pieces = pieces + outer
+        if gathered:
+            replica.saved += gathered.traffic
+            streams = [*streams, gathered.stream]
+    return pieces, streams, values
+
+
+def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None]) -> Steps[Checkpoint]:
+    """Go on from the checkpoint in `directory`, which rank 0 reads for all, if `check` refuses it on no
+    rank.
+
+    What travels goes over the ranks' own group, as all that concerns no step, and is not counted as the
+    plan's.
+    """
+    world = replica.seat.world
+    checkpoint = yield from open_together(directory, world)
+    yield from check_together(world, lambda: check(checkpoint))
+    found: list[Loader] = []
+    yield from check_together(world, lambda: found.append(_loader(replica, checkpoint)))
+    wanted = (STATE, OUTER) if replica.exchange.state is not None else (STATE,)
+    yield from hand_over(
+        checkpoint,
+        [key for key in checkpoint.keys() if key.startswith(wanted)],  # noqa: SIM118
+        found[0],
+        world,
+    )
+    return checkpoint
+
+
+def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Steps[None]:
+    """Hand `take` every parameter and buffer, whole, tied ones once, one after another: all of them on
+    the replica's first rank. Every rank calls it."""
+
+    def mine(give: Give) -> Steps[None]:
+        for name, tensor in held(state_of(replica.model).items()).items():
+            yield from give(name, tensor.detach())
+
+    yield from replica.engine.gather(mine, cast(Any, take))
+
+
+def whole_state(replica: Replica) -> Steps[dict[str, Tensor]]:
+    """The same at once, by name, in the model's order."""
+    whole: dict[str, Tensor] = {}
+    yield from each_of_state(replica, whole.__setitem__)
+    return {name: whole[name] for name in state_of(replica.model) if name in whole}
+
+
+def each_gradient(
+    replica: Replica, found: Gradients, take: Callable[[str, Tensor | None], None]
+) -> Steps[None]:
+    """Hand `take` the averaged gradient of every trainable parameter, whole, one after another: all of
+    them on the replica's first rank."""
+
+    def mine(give: Give) -> Steps[None]:
+        yield from replica.exchange.each_gradient(found.of_owned, give)
+
+    yield from replica.engine.gather(mine, take)
+
+
+def whole_gradients(replica: Replica, found: Gradients) -> Steps[dict[str, Tensor | None]]:
+    """The same at once, by name, in the model's order."""
+    whole: dict[str, Tensor | None] = {}
+    yield from each_gradient(replica, found, whole.__setitem__)
+    return {name: whole[name] for name in state_of(replica.model) if name in whole}
+
+
+def _loader(replica: Replica, checkpoint: Checkpoint) -> Loader:
+    take, finish_updater = replica.updater.loading(checkpoint.values["updater"])
+    momentum: dict[str, Tensor] = {}
+    take_outer = outer_loader(replica.named, replica.shards, momentum)
+
+    def state(key: str, whole: Tensor) -> None:
+        take(key, whole.shape, lambda _, start, stop: whole.reshape(-1)[start:stop])
+        take_outer(key, whole)
+
+    def finish() -> None:
+        finish_updater()
+        if replica.exchange.state is not None:
+            replica.exchange.load(momentum)
+
+    return Loader(weight=replica.shards.weights_loader(replica.model), state=state, finish=finish)
