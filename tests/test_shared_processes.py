@@ -25,7 +25,7 @@ from meshloom.core.plan import Plan
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
 from meshloom.optimizer.updater import Updater
-from meshloom.replica.step_checks import check_identical
+from meshloom.replica.replica_state import check_identical
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify

@@ -33,7 +33,7 @@ from gpt import loss, make_data, make_model, make_optimizer
 from records import write_records
 
 import meshloom as ml
-from meshloom.replica.step_checks import check_identical
+from meshloom.replica.replica_state import check_identical
 
 OPENED = "meshloom: the trainer is open"
 MIB = 2**20

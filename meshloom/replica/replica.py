@@ -167,7 +167,7 @@ class Replica:
     def gradients(self, step: int, chunks: Sequence[Chunk]) -> Steps[Gradients]:
         """Forward and backward of this replica's chunks of global batch `step`, and the exchange. Buffers
         change, parameters do not."""
-        check_frozen(self)
+        check_frozen(self.frozen)
         if self.pace:
             self.pace.begin()
         self.exchange.begin_step()
@@ -190,7 +190,7 @@ class Replica:
             divisor = self.sums.own_divisor(chunks[0].batch)
         with self._span("exchange"):
             gradients = yield from self.exchange.finish(divisor)
-        yield from check_finite(self, step, filled, total, weight)
+        yield from check_finite(self.engine, self.scope, self.seat.world, step, filled, total, weight)
         yield from self.scope.finish()
         return Gradients(
             step=step, samples=chunks[0].batch, of_owned=gradients, loss=total / weight, weight=weight

@@ -1,5 +1,5 @@
-"""A replica's state between steps: parameters, gradients and optimizer state unsharded, saved and resumed. Every
-rank calls these together."""
+"""A replica's state between steps: parameters, gradients and optimizer state unsharded, compared, saved and
+resumed. Every rank calls these together."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from meshloom.checkpoint.checkpoint import Checkpoint, Piece
 from meshloom.checkpoint.resuming import Loader, check_together, hand_over, open_together
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.steps import Steps
-from meshloom.core.errors import CheckpointError
+from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.exchange.exchange import Give
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
 from meshloom.optimizer.state import STATE
 from meshloom.parameters.model import state_of
 from meshloom.parameters.pipeline_ownership import held
+from meshloom.parameters.replica_check import first_difference
 from meshloom.replica.replica import Gradients, Replica
 
 
@@ -119,6 +120,27 @@ def whole_gradients(replica: Replica, found: Gradients) -> Steps[dict[str, Tenso
     whole: dict[str, Tensor | None] = {}
     yield from each_gradient(replica, found, whole.__setitem__)
     return {name: whole[name] for name in state_of(replica.model) if name in whole}
+
+
+def check_identical(replica: Replica, step: int) -> Steps[None]:
+    """Raise `TrainingError` naming the first parameter or buffer that differs between replicas."""
+    found = yield from first_difference(replica.model, replica.replicas)
+    if found is not None:
+        name, number = found
+        raise TrainingError(
+            f"After step {step}, {name} differs between replicas dp=0 and dp={number}: something in the model or optimizer "
+            "is not deterministic or not part of the exchange (a parameter changed outside the optimizer, a buffer written by one rank)."
+        )
+
+
+def check_team(replica: Replica, step: int) -> Steps[None]:
+    """Raise `TrainingError` naming the first parameter or buffer that several ranks of the replica hold
+    whole, and not alike."""
+    wrong = yield from replica.engine.check_alike()
+    if wrong is not None:
+        raise TrainingError(
+            f"After step {step}, {wrong}: something in the model or optimizer is not deterministic."
+        )
 
 
 def _loader(replica: Replica, checkpoint: Checkpoint) -> Loader:

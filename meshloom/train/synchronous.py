@@ -26,8 +26,7 @@ from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import World
 from meshloom.parameters.model import check_dense_buffers
 from meshloom.replica.replica import Replica
-from meshloom.replica.replica_state import settle
-from meshloom.replica.step_checks import check_identical, check_team
+from meshloom.replica.replica_state import check_identical, check_team, settle
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.telemetry.summary import Summary
 from meshloom.train.contract import Batch
