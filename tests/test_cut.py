@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.core.errors import CaptureError, PlanError
-from meshloom.core.plan import SCHEDULES
+from meshloom.core.schedules import SCHEDULES
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.check import held_by_stage, most_in_flight
 from meshloom.pipeline.stages.cut import UNEVEN, CutChoice, choose_cuts

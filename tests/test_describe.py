@@ -20,12 +20,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import meshloom as ml
 from meshloom.cli.main import main
-from meshloom.core.timings import Timings
 from meshloom.machine.machine import example_machine, save
 from meshloom.planner import describe as planner
 from meshloom.planner.blocks import Block, rows_of
 from meshloom.planner.readings import Readings
 from meshloom.report.description import description_records, print_description
+from meshloom.telemetry.timings import Timings
 
 FILE = str(Path(__file__).with_name("describe_jobs.py"))
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "_alone")]

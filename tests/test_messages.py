@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshloom.core.plan import SCHEDULES
+from meshloom.core.schedules import SCHEDULES
 from meshloom.pipeline.runtime.point_to_point import Edge, StageMessage, Step, steps_of
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.schedule import Schedule

@@ -18,14 +18,14 @@ from meshloom.core.units import parse_bytes
 
 counts = st.integers(1, 10**6)
 patterns = st.from_regex(r"[a-z*][a-z0-9_.*]{0,8}", fullmatch=True)
-ways = st.sampled_from(
+placements = st.sampled_from(
     ["column", "row", "vocabulary", "heads", "channels", "experts", "replicated", "dim0", "dim12"]
 )
 plans = st.builds(
     Plan,
     dp=counts,
     tp=st.integers(2, 10**6),
-    tp_placements=st.dictionaries(patterns, ways, max_size=3),
+    tp_placements=st.dictionaries(patterns, placements, max_size=3),
     microbatches=counts,
     zero=st.integers(0, 1),
     overlap=st.booleans(),
@@ -168,7 +168,7 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ("dp=4,", "'' in plan 'dp=4,' is not key=value. A plan looks like dp=4,microbatches=2."),
         ("dp=", "'dp=' in plan 'dp=' is not key=value. A plan looks like dp=4,microbatches=2."),
         ("=4", "'=4' in plan '=4' is not key=value. A plan looks like dp=4,microbatches=2."),
-        ("dp=2,dp=4", "dp stands twice in plan 'dp=2,dp=4'."),
+        ("dp=2,dp=4", "dp appears twice in plan 'dp=2,dp=4'."),
         ("dp=two", "dp=two must be a whole number, like dp=1."),
         ("dp=1.5", "dp=1.5 must be a whole number, like dp=1."),
         ("dp=true", "dp=True must be a whole number, like dp=1."),
@@ -179,24 +179,24 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ("bucket_bytes=0", "bucket_bytes=0 must be 1 or more."),
         (
             "zero=3",
-            "zero=3 is not available. Use zero=0 (replicated) or zero=1 (optimizer state divided over dp).",
+            "zero=3 is not available. Use zero=0 (replicated) or zero=1 (optimizer state sharded over dp).",
         ),
         (
             "tp=2,tp_placements=up",
             "'up' in tp_placements=up is not pattern:value. Pairs look like tp_placements=blocks.*.up:column+head:vocabulary.",
         ),
-        ("tp=2,tp_placements=up:row+up:row", "up stands twice in tp_placements=up:row+up:row."),
+        ("tp=2,tp_placements=up:row+up:row", "up appears twice in tp_placements=up:row+up:row."),
         (
             "tp=2,tp_placements=up:colum",
-            "tp_placements=up:colum is no way to divide a module. Did you mean column?",
+            "tp_placements=up:colum is not a placement. Did you mean column?",
         ),
         (
             "tp=2,tp_placements=up:dimension",
-            "tp_placements=up:dimension is no way to divide a module. Known: column, row, vocabulary, heads, channels, experts, replicated, dim0, dim1, ...",
+            "tp_placements=up:dimension is not a placement. Known: column, row, vocabulary, heads, channels, experts, replicated, dim0, dim1, ...",
         ),
         (
             "tp_placements=up:row",
-            "tp_placements=up:row divides over tp, and tp=1. Use tp=2 or more, or leave tp_placements out.",
+            "tp_placements=up:row shards over tp, and tp=1. Use tp=2 or more, or leave tp_placements out.",
         ),
         ("pp=2,schedule=1f1", "schedule=1f1 is not known. Did you mean 1f1b?"),
         ("pp=2,schedule=round", "schedule=round is not known. Known: gpipe, 1f1b, interleaved, zb-h1, zb-v."),
@@ -220,7 +220,7 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ("recompute=some", "recompute=some is not known. Known: none, full, selective."),
         (
             "pp=2,sync_batch_norm=true",
-            "sync_batch_norm=true works on modules, and pp=2 computes operators. Leave pp=2 out, or use sync_batch_norm=false.",
+            "sync_batch_norm=true works on modules, and pp=2 runs a captured program. Leave pp=2 out, or use sync_batch_norm=false.",
         ),
         ("microbatch=2", "A plan has no setting 'microbatch'. Did you mean microbatches?"),
         (
@@ -252,7 +252,7 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ),
         (
             "dp=2,exchange=tree,zero=1",
-            "zero=1 gives each replica its part of the sums, and with exchange=tree they are made whole. "
+            "zero=1 gives each replica its shard of the sums, and exchange=tree gives all of them to each. "
             "Use exchange=ring or halving, or leave zero out.",
         ),
         (
@@ -265,20 +265,20 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ),
         (
             "dp=2,exchange=server,servers=3",
-            "servers=3 share the ranks of dp=2 replicas. Use servers=2 or less.",
+            "servers=3 are among the dp=2 replicas. Use servers=2 or less.",
         ),
         ("dp=2,exchange=server,servers=0", "servers=0 must be 1 or more."),
         (
             "dp=2,exchange=server,zero=1",
-            "zero=1 divides the optimizer state over replicas, and with exchange=server the servers do. Use servers=2 or more, and leave zero out.",
+            "zero=1 shards the optimizer state over replicas, and with exchange=server the servers do. Use servers=2 or more, and leave zero out.",
         ),
         (
             "dp=2,exchange=async,zero=1",
-            "zero=1 divides the optimizer state over replicas, and with exchange=async the servers do. Use servers=2 or more, and leave zero out.",
+            "zero=1 shards the optimizer state over replicas, and with exchange=async the servers do. Use servers=2 or more, and leave zero out.",
         ),
         (
             "dp=2,exchange=local_sgd,zero=1",
-            "zero=1 divides the optimizer state over replicas, and with exchange=local_sgd each of them updates all parameters. Leave zero out.",
+            "zero=1 shards the optimizer state over replicas, and with exchange=local_sgd each of them updates all parameters. Leave zero out.",
         ),
         (
             "dp=2,exchange=diloco,sync_batch_norm=true",
@@ -316,7 +316,7 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ),
         (
             "compress=bf16",
-            "compress=bf16 makes smaller what replicas send each other, and dp=1. Use dp=2 or more, or leave compress out.",
+            "compress=bf16 compresses what replicas send each other, and dp=1. Use dp=2 or more, or leave compress out.",
         ),
         (
             "dp=2,compress=bf16,exchange=server",
@@ -356,7 +356,7 @@ def test_placements_are_a_value():
     plan = Plan(tp=2, tp_placements={"head": "vocabulary", "blocks.*.up": "column"})
     assert str(plan) == "dp=1,tp=2,tp_placements=blocks.*.up:column+head:vocabulary"
     other = Plan.from_json('{"tp": 2, "tp_placements": {"blocks.*.up": "column", "head": "vocabulary"}}')
-    assert other == plan and hash(other) == hash(plan) and other.digest() == plan.digest()
+    assert other == plan and hash(other) == hash(plan)
     assert plan != dataclasses.replace(plan, tp_placements={"head": "vocabulary"})
     assert pickle.loads(pickle.dumps(plan)) == plan
     for wrong in (3, {"up": 2}, {"a b": "row"}, {"a+b": "row"}):
@@ -404,7 +404,7 @@ def test_memory_is_written_with_a_unit():
             parse_bytes(text)
     with pytest.raises(
         PlanError,
-        match=r"^memory_bytes=4096 is what a division over pp or tp has to keep to, and both are 1\. Use pp=2 or tp=2 or more, or leave it out\.$",
+        match=r"^memory_bytes=4096 limits how a model is split over pp or tp, and both are 1\. Use pp=2 or tp=2 or more, or leave it out\.$",
     ):
         Plan(memory_bytes=4096)
     with pytest.raises(PlanError, match=r"^memory_bytes=-1 must be 0 \(no limit\) or more\.$"):

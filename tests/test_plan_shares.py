@@ -86,7 +86,7 @@ REFUSALS = [
         (f"dp=2,shares={text}", "is not even, measured, or a whole number for each replica")
         for text in NO_NUMBERS
     ),
-    ("shares=measured", "divides batches over replicas, and dp=1"),
+    ("shares=measured", "splits batches over replicas, and dp=1"),
     ("dp=3,shares=3+1", "is for 2 replicas, and dp=3"),
     ("dp=2,shares=3+1,exchange=async", "for steps taken together"),
     ("dp=2,shares=measured,exchange=local_sgd", "would not keep the mean"),

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from meshloom.core.plan import SCHEDULES
+from meshloom.core.schedules import SCHEDULES
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.stages.intervals import StageCost

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshloom.core.errors import PlanError
-from meshloom.core.plan import SCHEDULES
+from meshloom.core.schedules import SCHEDULES
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.check import most_in_flight
 from meshloom.pipeline.stages.cut import choose_cuts

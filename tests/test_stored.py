@@ -21,12 +21,12 @@ from torch.nn import functional as F
 from meshloom.cli.main import main
 from meshloom.core.cache import Cache
 from meshloom.core.job import Job
-from meshloom.core.timings import Timings
 from meshloom.program.sizes import smaller as rules
 from meshloom.program.store import checked_capture as module
 from meshloom.program.store import stored as stored_module
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.program.store.stored import Stored
+from meshloom.telemetry.timings import Timings
 from meshloom.train.trainer import Trainer
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from overhead import overheads
 from waiting import time_schedules
 
-from meshloom.core.plan import SCHEDULES
+from meshloom.core.schedules import SCHEDULES
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "step")]  # the benchmark GPT
 from launched import launched

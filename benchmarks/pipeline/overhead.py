@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from meshloom.comm.group import Group, Work
-from meshloom.core.plan import SCHEDULES
+from meshloom.core.schedules import SCHEDULES
 from meshloom.pipeline.runtime.run import PipelineRun
 from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.pipeline.schedules.builders import make_schedule

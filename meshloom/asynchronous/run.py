@@ -76,7 +76,7 @@ class AsynchronousRun:
 
     def _build_replica(self) -> WorkerReplica | TeamReplica:
         """On which all simulated workers compute, one after the other."""
-        if not self._plan.reads:
+        if not self._plan.captures:
             return WorkerReplica(self._job, self._plan, self._device, self._settings.dtype)
         devices = "simulated:cuda" if self._device.type == "cuda" else "simulated"
         return TeamReplica(

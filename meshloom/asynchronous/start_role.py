@@ -87,7 +87,7 @@ def _work(role: Role, job: Job, plan: Plan | None, signals: list[int]) -> None:
 
 def _alone(job: Job, plan: Plan) -> Computing:
     """On what a worker of one rank computes."""
-    if not plan.reads:
+    if not plan.captures:
         return WorkerReplica(job, plan, torch.device("cpu"), None)
     # what reads programs takes long to import, and other workers do without
     from meshloom.asynchronous.roles.worker_team import TeamReplica

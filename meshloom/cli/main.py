@@ -18,12 +18,12 @@ from meshloom.cli.arguments import parse
 from meshloom.cli.plan_lines import plan_of
 from meshloom.core.errors import PlanError
 from meshloom.core.jobfile import as_program, check_target, load_job
-from meshloom.core.timings import Timings
 from meshloom.launch.devices import choose_devices
 from meshloom.launch.environment import is_rank, launching_seconds
 from meshloom.launch.failure import leave, report_failure
 from meshloom.launch.opening import check_timeout
 from meshloom.launch.processes.launcher import run_ranks
+from meshloom.telemetry.timings import Timings
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,6 @@ from meshloom.asynchronous.options import circumstances_of, settings_of
 from meshloom.cli.plan_lines import plan_of
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.timings import Timings
 from meshloom.launch.devices import choose_for_workers
 from meshloom.launch.environment import is_rank
 from meshloom.planner.staged_plan import stage_plan
@@ -21,6 +20,7 @@ from meshloom.report.records import Records, announce_start, listener_for, recor
 from meshloom.report.stages import lines_of, stages_record
 from meshloom.report.terminal import Terminal
 from meshloom.telemetry.progress import Listener
+from meshloom.telemetry.timings import Timings
 from meshloom.train.trainer import Trainer
 
 
@@ -82,7 +82,7 @@ def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Ti
         timings.add("parting", time.monotonic() - ended)
         stepping = sum(timings.seconds.get(phase, 0.0) for phase in ("first step", "steps"))
         outside = sum(timings.seconds.values()) - stepping
-        terminal.event(f"seconds: {timings.told()} Outside of steps: {outside:.1f}.")
+        terminal.event(f"seconds: {timings.summary()} Outside of steps: {outside:.1f}.")
         records.write("timings", plan=str(plan), seconds=timings.seconds, notes=timings.notes)
     return 0
 

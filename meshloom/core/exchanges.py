@@ -1,23 +1,22 @@
-"""The registry of exchanges: every way in which replicas can agree, as an entry of plain values, and the
-checks of a plan's settings that follow from it.
+"""The registry of exchanges, as plain values, and the checks of a plan's exchange settings.
 
-An exchange is a file in `exchange/` and its entry here. The entry names the function that opens it, since
-this room imports none of those above it.
+An exchange, one way in which replicas agree, is a file in `exchange/` and its entry here. The entry names the
+function that opens it, since this room imports none of those above it.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from meshloom.core.errors import PlanError
+from meshloom.core.plan_text import check_known
 
 
 class ExchangeSettings(Protocol):
-    """What is looked at here of a plan."""
+    """The settings of a plan that are checked here."""
 
     @property
     def dp(self) -> int: ...
@@ -47,16 +46,16 @@ class ExchangeSettings(Protocol):
 class ExchangeEntry:
     """An exchange that a plan can name.
 
-    factory: module and name of what opens it, given a `Setup` (`exchange/registry.py`); "": it is no step
-    that replicas take together (`asynchronous/`). What it is predicted to send is said by what is opened.
-    agreement: how replicas agree, as the end of a sentence.
-    settings: of a plan that are for it; a plan of another exchange may not set them.
-    algorithm: whether it is the all-reduce by the algorithm of its name.
+    factory: "module:function" that opens it from a `Setup` (`exchange/registry.py`); "": replicas take no
+        synchronous steps (`asynchronous/`). What is opened predicts the bytes that it sends.
+    agreement: how replicas agree, as a clause.
+    settings: settings of a plan that only this exchange, and others that list them, can have.
+    algorithm: whether its name is that of an all-reduce algorithm.
     sums: whether every replica gets the sum of all gradients, so that gradients can be compressed.
-    independent: whether replicas take local steps, each from its own parameters.
-    no_zero: why zero=1 does not go with it, and what to do, as the end of a sentence; "": it does.
-    breaks_promise: the setting of a plan because of which it need not equal one device, with its value; "" if
-        it promises to.
+    independent: whether replicas take independent local steps, each from its own parameters.
+    no_zero: why zero=1 is refused, and what to do instead, as the end of a sentence; "": it is allowed.
+    breaks_promise: of a plan, the setting with its value because of which the plan need not equal one device;
+        "" if it promises to.
     """
 
     factory: str
@@ -70,16 +69,17 @@ class ExchangeEntry:
 
     @property
     def synchronous(self) -> bool:
-        """Whether replicas take steps together."""
+        """Whether replicas take synchronous steps."""
         return bool(self.factory)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionEntry:
-    """A way to make gradients smaller. factory: module and name of what makes its `Reduction` of a group, and
-    of the number behind its name, if it has one.
+    """A compression of gradients that a plan can name.
 
-    number: reads that; `default` is taken where none is given. allows: which numbers are possible.
+    factory: "module:class" of its `Reduction`, built from a group and the number after its name, if any.
+    number: parses that number; None: it has none. default: the number if none is given.
+    allows: whether a number is in range.
     """
 
     factory: str
@@ -94,17 +94,17 @@ def _local_steps(plan: ExchangeSettings) -> str:
 
 _ALL_REDUCE = "meshloom.exchange.all_reduce:open_all_reduce"
 _LOCAL_SGD = "meshloom.exchange.local_sgd:open_local_sgd"
-_WHOLE_SUMS = "gives each replica its part of the sums, and with exchange={} they are made whole. Use exchange=ring or halving, or leave zero out."
-_WHO_UPDATES = "divides the optimizer state over replicas, and with exchange={} "
+_FULL_SUMS = "gives each replica its shard of the sums, and exchange={} gives all of them to each. Use exchange=ring or halving, or leave zero out."
+_WHO_UPDATES = "shards the optimizer state over replicas, and with exchange={} "
 _ALL_UPDATE = f"{_WHO_UPDATES}each of them updates all parameters. Leave zero out."
 _SERVERS_UPDATE = f"{_WHO_UPDATES}the servers do. Use servers=2 or more, and leave zero out."
 
 EXCHANGES: Mapping[str, ExchangeEntry] = {
     "all_reduce": ExchangeEntry(factory=_ALL_REDUCE, sums=True),
     "ring": ExchangeEntry(factory=_ALL_REDUCE, sums=True, algorithm=True),
-    "tree": ExchangeEntry(factory=_ALL_REDUCE, sums=True, algorithm=True, no_zero=_WHOLE_SUMS),
+    "tree": ExchangeEntry(factory=_ALL_REDUCE, sums=True, algorithm=True, no_zero=_FULL_SUMS),
     "halving": ExchangeEntry(factory=_ALL_REDUCE, sums=True, algorithm=True),
-    "hierarchical": ExchangeEntry(factory=_ALL_REDUCE, sums=True, algorithm=True, no_zero=_WHOLE_SUMS),
+    "hierarchical": ExchangeEntry(factory=_ALL_REDUCE, sums=True, algorithm=True, no_zero=_FULL_SUMS),
     "server": ExchangeEntry(
         factory="meshloom.exchange.server:open_server",
         agreement="servers add up their gradients and send new parameters",
@@ -153,17 +153,9 @@ COMPRESSIONS: Mapping[str, CompressionEntry] = {
 }
 
 
-def known_word(name: str, value: str, known: Collection[str]) -> None:
-    """Raise `PlanError` for a value that is none of `known`."""
-    if value not in known:
-        near = difflib.get_close_matches(value, known, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
-        raise PlanError(f"{name}={value} is not known. {hint}")
-
-
 def check_exchange(plan: ExchangeSettings, defaults: Mapping[str, Any]) -> None:
-    """Raise `PlanError` for settings that do not go together. defaults: of each setting."""
-    known_word("exchange", plan.exchange, EXCHANGES)
+    """Raise `PlanError` for exchange settings that contradict each other. defaults: of every setting."""
+    check_known("exchange", plan.exchange, EXCHANGES)
     entry, exchange = EXCHANGES[plan.exchange], plan.exchange
     _check_ranges(plan)
     _check_belongs(plan, defaults)
@@ -175,7 +167,7 @@ def check_exchange(plan: ExchangeSettings, defaults: Mapping[str, Any]) -> None:
             )
         if plan.dp == 1:
             raise PlanError(
-                f"compress={plan.compress} makes smaller what replicas send each other, and dp=1. Use dp=2 or more, or leave compress out."
+                f"compress={plan.compress} compresses what replicas send each other, and dp=1. Use dp=2 or more, or leave compress out."
             )
     if plan.dp == 1 and entry.synchronous and exchange != "all_reduce":
         raise PlanError(
@@ -183,7 +175,7 @@ def check_exchange(plan: ExchangeSettings, defaults: Mapping[str, Any]) -> None:
         )
     if entry.synchronous and plan.servers > plan.dp:
         raise PlanError(
-            f"servers={plan.servers} share the ranks of dp={plan.dp} replicas. Use servers={plan.dp} or less."
+            f"servers={plan.servers} are among the dp={plan.dp} replicas. Use servers={plan.dp} or less."
         )
     if plan.zero and entry.no_zero:
         raise PlanError(f"zero={plan.zero} {entry.no_zero.format(exchange)}")
@@ -211,25 +203,25 @@ def _check_ranges(plan: ExchangeSettings) -> None:
 
 
 def _check_belongs(plan: ExchangeSettings, defaults: Mapping[str, Any]) -> None:
-    """A setting that its exchange does not look at is a mistake."""
+    """Raise `PlanError` for a setting that the exchange does not use."""
     for name in dict.fromkeys(name for entry in EXCHANGES.values() for name in entry.settings):
         if getattr(plan, name) != defaults[name] and name not in EXCHANGES[plan.exchange].settings:
-            ways = " or ".join(
+            exchanges = " or ".join(
                 f"exchange={each}" for each, entry in EXCHANGES.items() if name in entry.settings
             )
             raise PlanError(
-                f"{name}={getattr(plan, name)} is for {ways}, and this plan has exchange={plan.exchange}. Use that, or leave {name} out."
+                f"{name}={getattr(plan, name)} is for {exchanges}, and this plan has exchange={plan.exchange}. Use that, or leave {name} out."
             )
 
 
 def complete_compress(text: str) -> str:
-    """The setting with its number, in the one way in which it is written. Raises `PlanError`.
+    """The canonical text of the setting `compress`, with its number. Raises `PlanError`.
 
     >>> complete_compress("powersgd"), complete_compress("powersgd:2"), complete_compress("topk:0.10"), complete_compress("bf16")
     ('powersgd:4', 'powersgd:2', 'topk:0.1', 'bf16')
     """
     name, colon, written = text.partition(":")
-    known_word("compress", name, COMPRESSIONS)
+    check_known("compress", name, COMPRESSIONS)
     entry = COMPRESSIONS[name]
     try:
         if entry.number is None and not colon:

@@ -1,5 +1,4 @@
-"""What is trained: functions that build the model, the loss, the optimizer and the data of a single-device
-job."""
+"""A single-device training job: functions that build the model, the loss, the optimizer and the data."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from torch.optim import Optimizer
 
 from meshloom.core.errors import JobError
 
-# A mean over the batch's samples, or (sum, weight): the sum over whatever is averaged, and how many of them
-# there are.
+# A scalar mean over the batch's samples, or (sum, weight): a scalar sum and the number of items in it.
 Loss = Tensor | tuple[Tensor, Tensor | float]
 LossFunction = Callable[[Any, Any], Loss]
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -21,12 +19,15 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Measure on held-out data while training.
+    """What to measure on held-out data during training. Raises `JobError`.
 
-    data: builds a map-style dataset; it is read once per evaluation, split over the replicas.
-    metrics: by name, a function of (model, batch) that returns what a loss may return; means stay exact over
-        the whole data.
+    data: builds a map-style dataset. Each evaluation reads all of it once, split over the replicas.
+    metrics: name -> function of (model, batch) that returns what a loss function may return. A metric is the
+        exact mean over all of the data.
     every: steps between evaluations; there is one after the last step too.
+
+    >>> Evaluate(data=lambda: range(100), metrics={"loss": lambda model, batch: model(batch).mean()}, every=50).every
+    50
     """
 
     data: Callable[[], Any]
@@ -52,37 +53,52 @@ class Evaluate:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A single-device training job. It knows nothing of ranks; every rank calls the functions itself.
+    """A single-device training job. It knows nothing of ranks: each rank calls its functions itself.
 
-    Each module trains in the mode in which `model` returned it, in every step, also after evaluations, under
-    every plan: modules in evaluation mode (batch norm that keeps its statistics) stay so. A model that is
-    itself in evaluation mode (`model.training` is False, as `from_pretrained` returns it) trains in training
-    mode, all of it, as after `model.train()`; to keep parts of such a one in evaluation mode, call
-    `model.train()` in the function and then `.eval()` of the parts.
+    Raises `JobError` for a value of the wrong type or out of range.
 
-    model: builds the module. Called once per rank under the same seed.
-    loss: of (model, batch); returns the mean over the batch's samples, or (sum, weight) for a mean over
-        something else.
-    optimizer: of a list of (name, full-shape parameter); returns one optimizer, or several over disjoint
-        parameters.
-    data: builds a map-style or iterable dataset of samples.
+    model: builds the module. Called once per rank, under the same seed.
+    loss: of (model, batch); returns a scalar tensor, the mean over the batch's samples, or (sum, weight), a
+        scalar sum and the number of items in it, for a mean over something else (tokens, pixels).
+    optimizer: of a list of (name, full-shape parameter); returns an optimizer, or a list of optimizers over
+        disjoint parameters.
+    data: builds a map-style (`__getitem__`, `__len__`) or iterable dataset of samples.
     batch_size: samples of one global batch, over all ranks.
     steps: optimizer steps of the whole run.
-    seed: decides initial parameters, order of samples and every random draw.
-    collate: makes a batch of a list of samples; called once per chunk. Default: torch's.
-    num_workers: processes per rank that read data ahead.
-    shuffle, drop_last: order and short last batch of map-style data.
-    scheduler: of what `optimizer` returned; one scheduler or several, stepped once per step;
-    `ReduceLROnPlateau` with the step's training loss. clip_grad_norm: largest 2-norm of the whole gradient.
-    evaluate: what to measure on held-out data, and when.
-    tokens_per_sample: makes reports count tokens too.
-    checkpoint_every: steps between checkpoints, besides the one at the end.
-    keep_checkpoints: how many of the newest to keep.
-    elementwise: whether the optimizer updates each element from that element's own history alone; None: found
-        out by a
-        trial on small tensors. Wrong when True for one that does not.
-    rules: how operators of your own are divided: operator -> its dims, `{"mylib::swiglu": "b* f, b* f -> b*
-        f"}` (docs/rules.md).
+    seed: determines initial parameters, sample order and every random draw.
+    collate: makes a batch from a list of samples; called once per chunk. Default: torch's `default_collate`.
+    num_workers: data-loading processes per rank; 0 loads in the rank itself.
+    shuffle, drop_last: of map-style data: whether each epoch has a random order, whether a short last batch is
+        dropped.
+    scheduler: of what `optimizer` returned; returns a learning-rate scheduler or a list of them, stepped once
+        per step (`ReduceLROnPlateau` with the step's training loss).
+    clip_grad_norm: maximum 2-norm of the gradient of the whole model; None: no clipping.
+    evaluate: what to measure on held-out data, and how often.
+    tokens_per_sample: tokens of one sample, for reports of tokens per second.
+    checkpoint_every: steps between checkpoints; there is one after the last step too.
+    keep_checkpoints: number of newest checkpoints that are kept.
+    elementwise: whether the optimizer updates each element from the history of that element alone (Adam does,
+        Muon does not); None: determined by a trial on small tensors. True for an optimizer that does not gives
+        wrong updates.
+    rules: sharding rules of custom operators: operator -> its dims, like
+        `{"mylib::swiglu": "b* f, b* f -> b* f"}` (docs/rules.md).
+
+    Modules train in the mode in which `model` returned them, in every step and under every plan: a submodule in
+    evaluation mode (batch norm with frozen statistics) stays so. A model that is itself in evaluation mode, as
+    `from_pretrained` returns it, is put into training mode as a whole, as by `model.train()`. To keep parts of
+    it in evaluation mode, call `model.train()` in the function, then `eval()` on those parts.
+
+    >>> import torch
+    >>> job = Job(
+    ...     model=lambda: nn.Linear(3, 1),
+    ...     loss=lambda model, batch: (model(batch) ** 2).mean(),
+    ...     optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+    ...     data=lambda: torch.ones(64, 3),
+    ...     batch_size=16,
+    ...     steps=100,
+    ... )
+    >>> job.seed, job.keep_checkpoints
+    (0, 2)
     """
 
     model: Callable[[], nn.Module]
@@ -142,6 +158,52 @@ class Job:
             raise JobError(
                 'Job(rules=...) must be texts by operator, like rules={"mylib::swiglu": "b* f, b* f -> b* f"}.'
             )
+
+
+def as_sum(
+    loss: Loss, samples: int, *, needs_gradient: bool = True, who: str = "The loss function"
+) -> tuple[Tensor, Tensor | float]:
+    """The sum and the weight of what a loss function returned: a mean is multiplied by `samples`.
+
+    needs_gradient: whether the sum must require a gradient. who: the function's name in errors. Raises
+    `JobError`.
+
+    >>> import torch
+    >>> as_sum(torch.tensor(2.0), 3, needs_gradient=False)
+    (tensor(6.), 3)
+    """
+    mean_or_sum, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
+    alternating = _ALTERNATING if needs_gradient else ""
+    if not isinstance(mean_or_sum, Tensor):
+        raise JobError(
+            f"{who} returned {_kind(loss)}. Return one scalar tensor (the mean over the samples), or (sum, weight).{alternating}"
+        )
+    if mean_or_sum.numel() != 1:
+        raise JobError(
+            f"{who} returned a tensor of shape {list(mean_or_sum.shape)}, not a scalar. Return its mean over the samples, or (sum, weight)."
+        )
+    if needs_gradient and not mean_or_sum.requires_grad:
+        raise JobError(
+            "The loss does not depend on any trainable parameter (requires_grad is False), so there is nothing to train."
+        )
+    if isinstance(weight, Tensor) and (weight.requires_grad or weight.numel() != 1):
+        raise JobError(
+            f"{who} returned (sum, weight), where the weight must be a number without gradient: the number of items in the sum.{alternating}"
+        )
+    if weight is None:
+        return mean_or_sum.reshape(()) * samples, samples
+    return mean_or_sum.reshape(()), weight.reshape(()) if isinstance(weight, Tensor) else weight
+
+
+_ALTERNATING = " A job that alternates between several losses (a GAN) is not supported."
+
+
+def _kind(loss: object) -> str:
+    return (
+        f"a {type(loss).__name__} of {len(loss)}"
+        if isinstance(loss, tuple | list | dict)
+        else f"a {type(loss).__name__}"
+    )
 
 
 _EXAMPLES = {

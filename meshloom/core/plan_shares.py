@@ -1,9 +1,8 @@
-"""The setting that says how much of a batch each replica gets: its text, what it goes with, and the samples
-that it comes to.
+"""The setting `shares`: how many samples of a batch each replica, and each of its chunks, gets.
 
-shares=even        as many for each, larger chunks first (default)
+shares=even        equal parts, larger chunks first (default)
 shares=3+3+3+1     in these proportions
-shares=measured    even at first, then in proportion to measured speed
+shares=measured    equal at first, then in proportion to measured speed
 """
 
 from __future__ import annotations
@@ -15,12 +14,16 @@ from typing import Protocol
 from meshloom.core.errors import PlanError
 from meshloom.core.exchanges import EXCHANGES
 
+_MAX_CHUNKS = 4096  # of a batch with fewer samples; more are a mistake, and each is an entry in lists
+
 
 class ShareSettings(Protocol):
-    """What is looked at here of a plan."""
+    """The settings of a plan that are used here."""
 
     @property
     def dp(self) -> int: ...
+    @property
+    def microbatches(self) -> int: ...
     @property
     def sync_batch_norm(self) -> bool: ...
     @property
@@ -29,9 +32,26 @@ class ShareSettings(Protocol):
     def shares(self) -> str: ...
 
 
+def chunk_sizes_of(plan: ShareSettings, num_samples: int, shares: Sequence[int] = ()) -> list[int]:
+    """Samples of each chunk of a batch under a plan, in order of chunks: `Plan.sizes`."""
+    shares = shares or fixed_shares(plan.shares)
+    if not shares:
+        return chunk_sizes(num_samples, plan.dp * plan.microbatches)
+    return [size for part in apportion(num_samples, shares) for size in chunk_sizes(part, plan.microbatches)]
+
+
+def chunk_sizes(num_samples: int, num_chunks: int) -> list[int]:
+    """Samples of each chunk when a batch is split contiguously and evenly, larger chunks first.
+
+    >>> chunk_sizes(66, 4), chunk_sizes(2, 4)
+    ([17, 17, 16, 16], [1, 1, 0, 0])
+    """
+    size, larger = divmod(num_samples, num_chunks)
+    return [size + (chunk < larger) for chunk in range(num_chunks)]
+
+
 def apportion(num_samples: int, shares: Sequence[int]) -> list[int]:
-    """Samples of each replica, in proportion to `shares`: the exact quotas rounded down, what is left to the
-    largest remainders, then to the first.
+    """Samples of each replica, in proportion to `shares`, by largest remainders (ties: the first replica).
 
     >>> apportion(64, (3, 3, 3, 1)), apportion(66, (1, 1, 1, 1)), apportion(2, (1, 5, 5))
     ([19, 19, 19, 7], [17, 17, 16, 16], [0, 1, 1])
@@ -47,7 +67,7 @@ def apportion(num_samples: int, shares: Sequence[int]) -> list[int]:
 
 
 def fixed_shares(text: str) -> tuple[int, ...]:
-    """The numbers of a setting made by `complete_shares`; none when it is a word.
+    """The numbers in the value of `shares`; empty for a word.
 
     >>> fixed_shares("3+3+3+1"), fixed_shares("even")
     ((3, 3, 3, 1), ())
@@ -56,7 +76,7 @@ def fixed_shares(text: str) -> tuple[int, ...]:
 
 
 def complete_shares(text: str) -> str:
-    """The setting in the one way in which it is written. Raises `PlanError`.
+    """The canonical text of the setting. Raises `PlanError`.
 
     >>> complete_shares("6 + 6 + 2"), complete_shares("measured")
     ('3+3+1', 'measured')
@@ -73,13 +93,13 @@ def complete_shares(text: str) -> str:
 
 
 def check_shares(plan: ShareSettings) -> None:
-    """Raise `PlanError` for settings that do not go together."""
+    """Raise `PlanError` for settings that contradict `shares`."""
     if plan.shares == "even":
         return
     given = fixed_shares(plan.shares)
     if plan.dp == 1:
         raise PlanError(
-            f"shares={plan.shares} divides batches over replicas, and dp=1. Use dp=2 or more, or leave shares out."
+            f"shares={plan.shares} splits batches over replicas, and dp=1. Use dp=2 or more, or leave shares out."
         )
     if given and len(given) != plan.dp:
         raise PlanError(
@@ -101,11 +121,24 @@ def check_shares(plan: ShareSettings) -> None:
         )
 
 
-def chunk_sizes(num_samples: int, num_chunks: int) -> list[int]:
-    """Samples per chunk when a batch is cut contiguously, larger ones first.
-
-    >>> chunk_sizes(66, 4), chunk_sizes(2, 4)
-    ([17, 17, 16, 16], [1, 1, 0, 0])
-    """
-    size, larger = divmod(num_samples, num_chunks)
-    return [size + (chunk < larger) for chunk in range(num_chunks)]
+def check_batch(plan: ShareSettings, batch_size: int) -> None:
+    """Raise `PlanError` if a batch of `batch_size` samples cannot be run under the plan."""
+    num_chunks = plan.dp * plan.microbatches
+    if num_chunks > max(batch_size, _MAX_CHUNKS):
+        way_out = (
+            f"Use dp={batch_size} or less."
+            if plan.dp > batch_size
+            else f"Use at most {batch_size // plan.dp} microbatches."
+        )
+        raise PlanError(
+            f"dp={plan.dp} x microbatches={plan.microbatches} splits a batch of {batch_size} samples into {num_chunks:,} chunks, of which at least "
+            f"{num_chunks - batch_size:,} are empty. {way_out}"
+        )
+    if plan.sync_batch_norm and not all(chunk_sizes_of(plan, batch_size)):
+        shares, way_out = "", f"Use at most {batch_size} chunks"
+        if plan.shares != "even":
+            shares, way_out = f", shares={plan.shares}", "Use fewer chunks or shares that differ less"
+        raise PlanError(
+            f"A batch of {batch_size} samples cannot fill {num_chunks} chunks (dp={plan.dp} x microbatches={plan.microbatches}{shares}), "
+            f"and sync_batch_norm needs a sample in each. {way_out}, or drop_last=True if this is the short last batch."
+        )

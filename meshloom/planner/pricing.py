@@ -180,7 +180,7 @@ class Pricer:
         plan = rehearsal.plan
         if (
             self._is_predicted
-            and not plan.reads
+            and not plan.captures
             and plan.exchange == "all_reduce"
             and plan.compress == "none"
         ):

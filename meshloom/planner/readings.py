@@ -10,7 +10,6 @@ from torch import nn
 
 from meshloom.core.cache import Cache
 from meshloom.core.job import Job
-from meshloom.core.timings import Timings
 from meshloom.data.samples import first_batches
 from meshloom.program.capture.shapes import Built, capture_shapes
 from meshloom.program.cost.cost import Cost, costs
@@ -18,6 +17,7 @@ from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
 from meshloom.program.store.stored import Stored
 from meshloom.program.store.stored_costs import costs_before
+from meshloom.telemetry.timings import Timings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from meshloom.core.errors import PlanError
-from meshloom.core.plan import SCHEDULES, Plan
+from meshloom.core.plan import Plan
+from meshloom.core.schedules import SCHEDULES
 from meshloom.machine.machine import Machine
 from meshloom.pipeline.schedules.check import held_by_stage
 from meshloom.pipeline.schedules.schedule import Schedule

@@ -99,5 +99,5 @@ class ChunkScope:
             rows = Rows(sum(sizes[: self._seat.place.dp]), chunk.samples, sum(sizes))
         seed_everything(chunk_seed(self._job.seed, chunk.step, index))
         seen = around.enter_context(observer.watch(chunk, self._model)) if observer else None
-        if plan.keyed_draws and not plan.reads:  # programs key their draws themselves
+        if plan.keyed_draws and not plan.captures:  # programs key their draws themselves
             around.enter_context(KeyedDraws(rows, seen))

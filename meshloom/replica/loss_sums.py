@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, Work
 from meshloom.core.errors import JobError
-from meshloom.core.loss import as_sum
+from meshloom.core.job import as_sum
 from meshloom.data.chunks import Chunk
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 

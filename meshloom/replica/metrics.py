@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from meshloom.core.job import LossFunction
-from meshloom.core.loss import as_sum
+from meshloom.core.job import LossFunction, as_sum
 from meshloom.data.chunks import Chunk
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from meshloom.comm.seat import Seat
 from meshloom.comm.steps import Steps
-from meshloom.core.job import Job, LossFunction, NamedParameters
-from meshloom.core.loss import as_sum
+from meshloom.core.job import Job, LossFunction, NamedParameters, as_sum
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk

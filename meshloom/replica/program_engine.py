@@ -31,7 +31,6 @@ from meshloom.core.errors import CaptureError, DataError
 from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
-from meshloom.core.timings import Timings
 from meshloom.data.chunks import Chunk
 from meshloom.data.data import to_device
 from meshloom.data.samples import first_batches
@@ -58,6 +57,7 @@ from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine, TakeTensor
 from meshloom.replica.gathered_tensors import GatheredTensors
 from meshloom.replica.loss_sums import LossSums
+from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 from meshloom.tensor_parallel.division import Division
 

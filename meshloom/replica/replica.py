@@ -21,7 +21,6 @@ from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.modes import Modes
 from meshloom.core.plan import Plan
-from meshloom.core.timings import Timings
 from meshloom.data.data import Chunk
 from meshloom.data.pace import Pace
 from meshloom.exchange.alone import Alone
@@ -43,6 +42,7 @@ from meshloom.replica.module_engine import ModuleEngine
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.sharing import why_separate
 from meshloom.replica.step_checks import check_finite, check_frozen
+from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
 
 
@@ -108,7 +108,7 @@ class Replica:
         with self.timings.of("building the model"):
             self.model = build_model(job, seat.device, dtype)
         self.modes = Modes(self.model)
-        if plan.reads:
+        if plan.captures:
             make_dense(self.model)  # programs' gradients are
         self.named = trainable(self.model)
         self.num_parameters = sum(each.numel() for each in self.model.parameters())
@@ -119,7 +119,7 @@ class Replica:
         self.sums = LossSums(seat.device, keeps_own=EXCHANGES[plan.exchange].independent)
         self.engine: Engine = (
             ProgramEngine(job, plan, seat, dtype=dtype, timings=self.timings, stored=stored)
-            if plan.reads
+            if plan.captures
             else ModuleEngine(job, plan, seat)
         )
         self.scope = ChunkScope(job, plan, seat, self.model, dtype=dtype)

@@ -14,10 +14,10 @@ from meshloom.comm.objects import collect, on_first, share
 from meshloom.comm.pieces import Pieces
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, PlanError
-from meshloom.core.timings import Timings
 from meshloom.program.ir.program import Program
 from meshloom.program.sizes.forms import alike
 from meshloom.program.store.stored import Stored
+from meshloom.telemetry.timings import Timings
 from meshloom.tensor_parallel.layout.layout import Layout, layout_of
 from meshloom.tensor_parallel.partition import Partition, RoutedRows, partition
 from meshloom.tensor_parallel.rules.table import rules_with

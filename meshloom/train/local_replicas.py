@@ -17,13 +17,13 @@ from meshloom.core.cache import Cache
 from meshloom.core.errors import JobError, MeshloomError, PeerLostError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.timings import Timings
 from meshloom.launch.environment import cache_directory
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.launch.world import World
 from meshloom.program.store.stored import Stored
 from meshloom.program.trace.precision import default_precision
 from meshloom.replica.replica import Replica
+from meshloom.telemetry.timings import Timings
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class LocalReplicas:
             return run_in_steps([steps(self.all[0])])
         ranks = [_naming(steps(replica), replica.seat) for replica in self.all]
         # programs talk in forward and backward, and when they are read, and not all ranks alike
-        if self._plan.reads:
+        if self._plan.captures:
             return turns.run_steps(ranks)
         # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over
         # there.

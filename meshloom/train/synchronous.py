@@ -16,7 +16,6 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.timings import Timings
 from meshloom.data.data import Reader, open_reader
 from meshloom.data.shares import Shares
 from meshloom.data.team_data import open_team_reader
@@ -29,6 +28,7 @@ from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import check_identical, check_team, settle
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.telemetry.summary import Summary
+from meshloom.telemetry.timings import Timings
 from meshloom.train.contract import Batch
 from meshloom.train.evaluation import TeamEvaluation
 from meshloom.train.idle_ranks import idle_lines_of

@@ -19,7 +19,6 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.timings import Timings
 from meshloom.data.shares import Record, Shares
 from meshloom.launch.environment import launched_plan
 from meshloom.launch.one_at_a_time import working_alone
@@ -28,6 +27,7 @@ from meshloom.launch.world import World
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.progress import Listener
 from meshloom.telemetry.summary import Summary
+from meshloom.telemetry.timings import Timings
 from meshloom.train.checked_arguments import check_arguments
 from meshloom.train.contract import Batch, TrainingRun
 from meshloom.train.synchronous import SynchronousRun

@@ -89,7 +89,7 @@ def _from_draws(ours: StepRecord, one: StepRecord, plan: Plan) -> Iterator[Cause
                 )
                 return
     here, there = filled(ours.chunks), filled(one.chunks)
-    if plan.reads:  # programs key their draws by themselves, and nobody looks on
+    if plan.captures:  # programs key their draws by themselves, and nobody looks on
         return
     wrong = [
         index

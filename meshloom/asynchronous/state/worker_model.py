@@ -19,8 +19,7 @@ from meshloom.asynchronous.state.division import divide_over_servers, needs_whol
 from meshloom.asynchronous.state.parameters import changes_of
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError, TrainingError
-from meshloom.core.job import Job
-from meshloom.core.loss import as_sum
+from meshloom.core.job import Job, as_sum
 from meshloom.core.modes import Modes
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, seed_everything

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pkgutil import resolve_name
 
 from meshloom.core.errors import PlanError
-from meshloom.core.plan import SCHEDULES
+from meshloom.core.schedules import SCHEDULES
 from meshloom.core.units import format_count
 from meshloom.pipeline.schedules.check import legal_order
 from meshloom.pipeline.schedules.greedy import Forwards, build_greedily

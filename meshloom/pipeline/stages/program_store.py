@@ -20,7 +20,6 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.plan import Plan
-from meshloom.core.timings import Timings
 from meshloom.pipeline.stages.stage_cutter import StageCutter
 from meshloom.pipeline.stages.stage_forms import StageForms
 from meshloom.pipeline.stages.stages import Stage
@@ -35,6 +34,7 @@ from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.program.store.program_key import ProgramKey, shapes_of
 from meshloom.program.store.stored import Stored
 from meshloom.program.trace.precision import default_precision
+from meshloom.telemetry.timings import Timings
 from meshloom.tensor_parallel.division import Division
 
 

@@ -12,7 +12,6 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.timings import Timings
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.cut import CutChoice
 from meshloom.pipeline.stages.cutting import choose_stages, schedule_of
@@ -29,6 +28,7 @@ from meshloom.program.recompute.recompute import kept_values
 from meshloom.program.sizes.forms import alike
 from meshloom.program.store.stored import Stored
 from meshloom.program.store.stored_costs import kept_before
+from meshloom.telemetry.timings import Timings
 from meshloom.tensor_parallel.partition import RoutedRows
 
 

@@ -14,7 +14,6 @@ from meshloom.comm.objects import collect, share, share_bytes
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
-from meshloom.core.timings import Timings
 from meshloom.core.units import plural
 from meshloom.program.ir.batch_values import fits, refused_value
 from meshloom.program.ir.leaves import leaves_of
@@ -25,6 +24,7 @@ from meshloom.program.sizes.any_size import AnySize, Proofs
 from meshloom.program.store.checked_capture import CheckedCapture
 from meshloom.program.store.program_key import shapes_of
 from meshloom.program.store.stored import Stored
+from meshloom.telemetry.timings import Timings
 
 T = TypeVar("T")
 # training, and each tensor's name, shape and dtype

@@ -12,7 +12,6 @@ from torch import nn
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
-from meshloom.core.timings import Timings
 from meshloom.machine.cores import cores
 from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.capture.check import check_against_module, check_forward
@@ -25,6 +24,7 @@ from meshloom.program.sizes.smaller import Smaller, is_large, smaller
 from meshloom.program.store.stored import Stored, StoredEntry
 from meshloom.program.trace.precision import build_model, default_precision
 from meshloom.program.trace.reading import one_thread
+from meshloom.telemetry.timings import Timings
 
 
 class CheckedCapture:

@@ -14,7 +14,6 @@ from torch import nn
 from meshloom.core.cache import Cache, CacheEntry, digest_of
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
-from meshloom.core.timings import Timings
 from meshloom.program.ir.batch_values import fits
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.nodes import Variable
@@ -23,6 +22,7 @@ from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.sizes.smaller import Smaller
 from meshloom.program.store.fingerprint import UnknownError, parts_of_reading, versions
 from meshloom.program.store.typed_json import plain, typed
+from meshloom.telemetry.timings import Timings
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""What the phases of a description or of a start take, each without those inside of it."""
+"""Seconds of the phases of a description or of a start, each without the phases nested in it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from contextlib import contextmanager
 
 
 class Timings:
-    """Seconds by phase. clock: in which they are counted; default: those that this process computes."""
+    """Seconds by phase.
+
+    clock: its seconds are counted. Default: this process's CPU time.
+    """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or time.process_time
         self._seconds: dict[str, float] = {}
-        self._inside = [0.0]  # of each phase that is open, what those inside of it took
-        self.notes: list[str] = []  # sentences that belong to them
+        self._nested = [0.0]  # seconds of the phases inside each phase that is open
+        self.notes: list[str] = []  # sentences to print after the seconds
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -23,22 +26,22 @@ class Timings:
 
     @contextmanager
     def of(self, phase: str) -> Generator[None]:
-        """What is done within belongs to `phase`."""
+        """Count what runs inside the context as `phase`."""
         started = self._clock()
-        self._inside.append(0.0)
+        self._nested.append(0.0)
         try:
             yield
         finally:
-            taken = self._clock() - started
-            own = taken - self._inside.pop()
-            self._inside[-1] += taken
+            elapsed = self._clock() - started
+            own = elapsed - self._nested.pop()
+            self._nested[-1] += elapsed
             self.add(phase, own)
 
     def add(self, phase: str, seconds: float) -> None:
-        """What was measured otherwise."""
+        """Add seconds that were measured elsewhere."""
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
-    def told(self) -> str:
-        """Phases and their sum as text, and the notes."""
-        phases = ", ".join(f"{phase} {taken:.1f}" for phase, taken in self._seconds.items())
+    def summary(self) -> str:
+        """Phases and their sum as text, then the notes."""
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self._seconds.items())
         return " ".join([f"{phases}; {sum(self._seconds.values()):.1f} in all.", *self.notes])
