@@ -15,7 +15,7 @@ from processes import on_ranks
 from torch import Tensor
 
 from meshloom.comm.collectives.explicit import SpelledOutGroup
-from meshloom.comm.shm.shared_memory import why_not
+from meshloom.comm.shm.native_engine import why_not
 from meshloom.core.costs import ALGORITHMS
 from meshloom.core.errors import PeerLostError
 from meshloom.core.mesh import Mesh

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.comm.shm.shared_memory import why_not
+from meshloom.comm.shm.native_engine import why_not
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(bool(why_not()), reason=why_not() or "it is there")]
 

@@ -19,7 +19,7 @@ from processes import on_ranks
 from torch import Tensor
 
 from meshloom.comm.network.hosts import HostsGroup
-from meshloom.comm.shm.shared_memory import why_not
+from meshloom.comm.shm.native_engine import why_not
 from meshloom.core.errors import PeerLostError
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan

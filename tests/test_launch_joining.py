@@ -10,7 +10,7 @@ import torch.distributed as dist
 from processes import on_ranks
 
 from meshloom.comm.objects import collect
-from meshloom.comm.shm.shared_memory import why_not
+from meshloom.comm.shm.native_engine import why_not
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DeviceError, PeerLostError
 from meshloom.core.mesh import Mesh

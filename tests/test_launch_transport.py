@@ -136,7 +136,7 @@ def test_the_users_choice_reaches_every_rank(
     tmp_path: Path, transport: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """A script of the user's own, which passes nothing on: as under torchrun, the environment says it."""
-    from meshloom.comm.shm.shared_memory import why_not
+    from meshloom.comm.shm.native_engine import why_not
 
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("MESHLOOM_TRANSPORT", transport)

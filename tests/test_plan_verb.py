@@ -12,7 +12,7 @@ from rehearsals import machine
 from test_cli import FILE, records
 
 from meshloom.cli.main import main
-from meshloom.comm.shm.shared_memory import why_not
+from meshloom.comm.shm.native_engine import why_not
 from meshloom.core.errors import DeviceError, MachineError, PlanError
 from meshloom.machine.machine import machine_file, save
 from meshloom.measure import contention as companions

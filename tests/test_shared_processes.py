@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshloom.checkpoint.checkpoint import Checkpoint, find
-from meshloom.comm.shm.shared_memory import ShmGroup, why_not
+from meshloom.comm.shm.native_engine import why_not
+from meshloom.comm.shm.shared_memory import ShmGroup
 from meshloom.comm.steps import run_in_steps
 from meshloom.comm.windows import windows_of
 from meshloom.core.errors import PeerLostError

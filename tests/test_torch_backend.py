@@ -16,8 +16,8 @@ from processes import on_ranks
 from torch.utils import _pytree as pytree
 
 from meshloom.comm.network.one_host import check_one_host
-from meshloom.comm.shm import shared_memory as shm
-from meshloom.comm.shm.shared_memory import why_not
+from meshloom.comm.shm import native_engine as shm
+from meshloom.comm.shm.native_engine import why_not
 from meshloom.core.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(bool(why_not()), reason=why_not() or "it is there")]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.comm.shm import shared_memory as shm
+from meshloom.comm.shm import native_engine as shm
 from meshloom.machine.cores import cores
 from meshloom.machine.machine import load
 from tests import two_hosts

@@ -20,8 +20,8 @@ from typing import Any
 from processes import CONTEXT, RankError
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from meshloom.comm.shm.native_engine import SharedMemorySettings
 from meshloom.comm.shm.segments import Files
-from meshloom.comm.shm.settings import SharedMemorySettings
 from meshloom.comm.shm.shared_memory import ShmGroup
 from meshloom.comm.shm.window import SharedWindow
 

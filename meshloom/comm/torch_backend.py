@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshloom.comm.shm.shared_memory import why_not
+from meshloom.comm.shm.native_engine import why_not
 from meshloom.comm.torch.process_group import ShmProcessGroup
 from meshloom.core.errors import DeviceError
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from meshloom.comm.liveness.activity import PAGE_BYTES, Activity, is_page
 from meshloom.comm.network.signed_store import SignedStore
 from meshloom.comm.recording import RecordedGroup
-from meshloom.comm.shm.shared_memory import why_not
+from meshloom.comm.shm.native_engine import why_not
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import DeviceError, PeerLostError
 from meshloom.core.mesh import Mesh

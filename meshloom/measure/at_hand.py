@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from meshloom.comm.shm.shared_memory import why_not
+from meshloom.comm.shm.native_engine import why_not
 from meshloom.core.errors import DeviceError, MachineError, PlanError
 from meshloom.launch.environment import threads_per_rank
 from meshloom.machine.cores import cores

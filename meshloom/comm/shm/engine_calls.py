@@ -1,4 +1,4 @@
-"""What ranks call of the compiled engine, as numbers and in words."""
+"""The calls of the compiled engine, as its numbers and in words."""
 
 from __future__ import annotations
 
@@ -35,9 +35,15 @@ DTYPES = {
         torch.complex64, torch.complex128,
     ))
 }  # fmt: skip
-# other types, by the bytes of an element: moved, but not computed with
-MOVED = {1: 15, 2: 16, 4: 17, 8: 18, 16: 19}
+# dtypes that are moved but not reduced, by the bytes of an element
+_MOVED = {1: 15, 2: 16, 4: 17, 8: 18, 16: 19}
 DONE, WAITING, MISMATCH, ABORTED, NO_SPACE, NO_MEMORY, OUTSIDE = range(7)
+
+
+def dtype_number(tensor: Tensor) -> int:
+    """The engine's number of a tensor's dtype, to move it."""
+    number = DTYPES.get(tensor.dtype)
+    return _MOVED[tensor.element_size()] if number is None else number
 
 
 def describe(tensor: Tensor) -> str:
@@ -45,27 +51,28 @@ def describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def call_of(found: Descriptor | None) -> str:
-    """What a rank has called, from its descriptor."""
-    if found is None:
+def call_of(descriptor: Descriptor | None) -> str:
+    """A rank's call in words, like "all_reduce sum of float32[2, 3]"."""
+    if descriptor is None:
         return "something else"
-    kind, op, _, root, _, _ = found
+    kind, op, _, root, _, _ = descriptor
     name = KINDS[kind]
     if kind in (BARRIER, ALL_TO_ALL):
         return name
     reduced = f" {OPS[op]}" if kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER) else ""
     rooted = f" with root {root}" if kind in (REDUCE, BROADCAST, GATHER, SCATTER) else ""
-    return f"{name}{reduced} of {tensor_of(found)}{rooted}"
+    return f"{name}{reduced} of {tensor_of(descriptor)}{rooted}"
 
 
-def tensor_of(found: Descriptor | None) -> str:
-    if found is None:
+def tensor_of(descriptor: Descriptor | None) -> str:
+    """The tensor of a rank's call in words, like "float32[2, 3]"."""
+    if descriptor is None:
         return "something else"
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
-    number = found[2]
+    number = descriptor[2]
     name = (
         names[number]
         if number < len(names)
-        else f"elements of {next(size for size, moved in MOVED.items() if moved == number)} bytes"
+        else f"elements of {next(size for size, moved in _MOVED.items() if moved == number)} bytes"
     )
-    return f"{name}{list(found[5])}"
+    return f"{name}{list(descriptor[5])}"

@@ -1,5 +1,4 @@
-"""What a rank that talks through memory says when a wait fails: who is missing, or what others have called
-instead."""
+"""The errors of a failed wait for shared memory: which rank is missing, or what it called instead."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Of waits of rank `rank`. engine, handle: asked for what each rank has started. members: what to call
-    the ranks."""
+    """Errors of waits of rank `rank`. engine, handle: know what each rank has started. members: name of each
+    rank."""
 
     engine: Any
     handle: Handle
@@ -27,7 +26,7 @@ class Failures:
 
     @property
     def here(self) -> str:
-        """What to call this rank."""
+        """The name of this rank."""
         return self.members[self.rank]
 
     def gone(self, rank: int, what: str) -> PeerLostError:
@@ -37,7 +36,7 @@ class Failures:
     def late(
         self, missing: Sequence[int], what: str, timeout_seconds: float, *, message: bool
     ) -> PeerLostError:
-        """`what` took longer than the timeout. missing: whom it waits for, as far as that is known."""
+        """`what` took longer than the timeout. missing: the ranks that it waits for, as far as known."""
         who = ", ".join(self.members[rank] for rank in missing) or "the other ranks"
         last = "".join(f" {self.members[rank]} {self._last_of(rank)}." for rank in missing[:3] if not message)
         return PeerLostError(
@@ -45,7 +44,7 @@ class Failures:
         )
 
     def of(self, status: int, what: str, *, message: bool) -> MeshloomError:
-        """The engine ended the wait with this status. Too little memory for an arena is not told here."""
+        """The engine ended the wait with this status, which is not `NO_SPACE`."""
         engine, handle = self.engine, self.handle
         if status == ABORTED:
             by = engine.aborted_by(handle)
@@ -58,7 +57,7 @@ class Failures:
         there = self.members[rank]
         if status == OUTSIDE:
             return CollectiveError(
-                f"{what} on {self.here}: {there} says that what it handed in lies outside of its memory. Something has written over what the ranks share."
+                f"{what} on {self.here}: {there} has published an address outside of its memory. Something has overwritten what the ranks share."
             )
         if message:
             sent = engine.letter(handle, rank, number)
@@ -76,5 +75,5 @@ class Failures:
 
     def _last_of(self, rank: int) -> str:
         started = self.engine.started(self.handle, rank)
-        found = self.engine.descriptor(self.handle, rank, started - 1) if started else None
-        return f"has started {call_of(found)} last" if found else "has started nothing yet"
+        descriptor = self.engine.descriptor(self.handle, rank, started - 1) if started else None
+        return f"has started {call_of(descriptor)} last" if descriptor else "has started nothing yet"

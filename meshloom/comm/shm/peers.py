@@ -1,5 +1,4 @@
-"""Whether the processes of the other ranks live: a handle on each process, which no later process of the same
-number can take."""
+"""Which processes of the other ranks have ended, by a handle on each (pidfd) that outlives its process id."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from collections.abc import Mapping
 
 
 class Peers:
-    """processes: of the other ranks, by rank. Those that are this very process are taken as alive."""
+    """processes: process id of each other rank. Ranks within this very process count as alive."""
 
     def __init__(self, processes: Mapping[int, int]) -> None:
         self._processes = {rank: process for rank, process in processes.items() if process != os.getpid()}
@@ -21,7 +20,7 @@ class Peers:
                     self._handles[rank] = os.pidfd_open(process)
                 except ProcessLookupError:
                     self._gone.add(rank)
-                except OSError:  # not allowed here: then by number
+                except OSError:  # not allowed here: fall back to its id
                     continue
 
     def gone(self) -> set[int]:
@@ -33,17 +32,17 @@ class Peers:
             ready = {handle for handle, _ in poll.poll(0)}
             self._gone |= {rank for rank, handle in self._handles.items() if handle in ready}
         for rank, process in self._processes.items():
-            if rank not in self._handles and not _lives(process):
+            if rank not in self._handles and not _is_alive(process):
                 self._gone.add(rank)
         return set(self._gone)
 
     def close(self) -> None:
-        """Let go of the handles."""
+        """Close the handles."""
         while self._handles:
             os.close(self._handles.popitem()[1])
 
 
-def _lives(process: int) -> bool:
+def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The ranks of a group find each other's memory, through a store in which what they say is signed."""
+"""The rendezvous of a group's ranks: each maps the memory of all others, found through a signed store."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -30,85 +31,98 @@ class OwnFile:
         os.close(self.descriptor)
 
 
-class Meeting:
-    """How the ranks of a group find each other's memory, through a store. secret: what they sign with."""
+@dataclass(frozen=True, kw_only=True)
+class GroupMemory:
+    """Memory of a group, mapped by this rank.
+
+    files: the way in which it is shared. processes: process id of each rank.
+    control: of the whole group, uint8. arenas: of each rank, uint8. own_file: of this rank's arena.
+    """
+
+    files: Files
+    processes: Sequence[int]
+    control: Tensor
+    arenas: Sequence[Tensor]
+    own_file: OwnFile
+
+
+class Rendezvous:
+    """Of one rank. store: used by this group alone. members: name of each rank in errors. timeout: how long to
+    wait for other ranks. secret: signs what ranks write into the store."""
 
     def __init__(
-        self, store: dist.Store, rank: int, members: Sequence[str], timeout: float, secret: bytes
+        self, store: dist.Store, rank: int, members: Sequence[str], timeout: timedelta, secret: bytes
     ) -> None:
-        self._rank, self._size, self._members = rank, len(members), members
-        self._timeout = timedelta(seconds=timeout)
-        self._store = SignedStore(store, rank, members, secret, self._timeout)
+        self._rank, self._members, self._timeout = rank, members, timeout
+        self._store = SignedStore(store, rank, members, secret, timeout)
 
-    def share(
-        self, control_bytes: int, arena_bytes: int, files: Files | None
-    ) -> tuple[Files, list[int], Tensor, list[Tensor], OwnFile]:
-        """How files are shared, the ranks' processes, the control area, all arenas, the own one's file.
-        Raises `CollectiveError`, `PeerLostError`."""
+    def share(self, control_bytes: int, arena_bytes: int, files: Files | None) -> GroupMemory:
+        """Map the control area and all arenas; all ranks call it together. files: None: try each way.
+
+        Raises `CollectiveError` if memory cannot be shared, `PeerLostError` if a rank does not come.
+        """
         processes = [int(each) for each in self._all("process", str(os.getpid()))]
-        tried: list[str] = []
-        for number, way in enumerate([files] if files else [Anonymous(), Named()]):
-            made: list[tuple[int, int]] = []
-            problem = ""
-            try:
-                made = [way.create(arena_bytes, backed=False)] + (
-                    [way.create(control_bytes, backed=True)] if self._rank == 0 else []
-                )
-            except (OSError, CollectiveError) as error:
-                problem = str(error)
-            told = self._all(f"{number}/files", " ".join(str(each) for _, each in made))
-            opened: list[int] = []
-            try:
-                if not problem and all(told):
-                    _, *others = told[0].split()
-                    arenas: list[int] = []
-                    for rank, files_of_rank in enumerate(told):
-                        if rank == self._rank:
-                            arenas.append(made[0][0])
-                        else:
-                            opened.append(
-                                way.open(processes[rank], int(files_of_rank.split()[0]), arena_bytes)
-                            )
-                            arenas.append(opened[-1])
-                    control = (
-                        made[1][0]
-                        if self._rank == 0
-                        else way.open(processes[0], int(others[0]), control_bytes)
-                    )
-                    opened.append(control)
-                    mapped = (
-                        map_file(control, control_bytes),
-                        [map_file(each, arena_bytes) for each in arenas],
-                    )
-                else:
-                    mapped = None
-            except OSError as error:
-                problem, mapped = _why(error, arena_bytes, len(self._members)), None
-            try:
-                problems = self._all(f"{number}/problems", problem or ("" if mapped else "-"))
-            finally:
-                for _, each in made:
-                    way.all_have_opened(each)
-            for each in opened:
-                os.close(each)
-            if mapped and not any(problems):
-                return way, processes, *mapped, OwnFile(made[0][0])
-            for descriptor, _ in made:
-                if descriptor not in opened:
-                    os.close(descriptor)
-            tried += [
-                f"{self._members[rank]}: {each}"
-                for rank, each in enumerate(problems)
-                if each not in ("", "-")
+        reasons: list[str] = []
+        for attempt, each in enumerate([files] if files else [Anonymous(), Named()]):
+            memory, problems = self._try(attempt, each, processes, control_bytes, arena_bytes)
+            if memory and not any(problems):
+                return memory
+            reasons += [
+                f"{member}: {problem}"
+                for member, problem in zip(self._members, problems, strict=True)
+                if problem not in ("", "-")
             ]
-            if any(each.startswith(_NO_SPACE) for each in problems):
-                break  # other files would take as much of it
+            if any(problem.startswith(_NO_SPACE) for problem in problems):
+                break  # other files would take as much address space
         raise CollectiveError(
-            f"The ranks cannot share memory ({'; '.join(dict.fromkeys(tried))}). Let them talk over Gloo (--transport gloo)."
+            f"The ranks cannot share memory ({'; '.join(dict.fromkeys(reasons))}). Let them talk over Gloo (--transport gloo)."
         )
 
+    def _try(
+        self, attempt: int, files: Files, processes: Sequence[int], control_bytes: int, arena_bytes: int
+    ) -> tuple[GroupMemory | None, list[str]]:
+        """The memory, and each rank's problem: "" if it has none, "-" if only others have."""
+        own: list[int] = []  # descriptors of this rank's arena and, on rank 0, of the control area
+        own_file: OwnFile | None = None
+        said, problem = "", ""
+        memory: GroupMemory | None = None
+        with ExitStack() as stack:
+            try:
+                arena, number = files.create(arena_bytes, backed=False)
+                stack.callback(files.all_have_opened, number)
+                own_file, own, said = OwnFile(arena), [arena], str(number)
+                if self._rank == 0:
+                    control, number = files.create(control_bytes, backed=True)
+                    stack.callback(files.all_have_opened, number)
+                    stack.callback(os.close, control)
+                    own, said = [arena, control], f"{said} {number}"
+            except (OSError, CollectiveError) as error:
+                said, problem = "", str(error)
+            numbers = [text.split() for text in self._all(f"{attempt}/files", said)]
+
+            def mapped(rank: int, which: int, num_bytes: int) -> Tensor:
+                if rank == self._rank:
+                    return map_file(own[which], num_bytes)
+                descriptor = files.open(processes[rank], int(numbers[rank][which]), num_bytes)
+                stack.callback(os.close, descriptor)
+                return map_file(descriptor, num_bytes)
+
+            try:
+                if own_file and all(numbers):
+                    memory = GroupMemory(
+                        files=files,
+                        processes=processes,
+                        control=mapped(0, 1, control_bytes),
+                        arenas=[mapped(rank, 0, arena_bytes) for rank in range(len(self._members))],
+                        own_file=own_file,
+                    )
+            except OSError as error:
+                problem = _reason(error, arena_bytes, len(self._members))
+            problems = self._all(f"{attempt}/problems", problem or ("" if memory else "-"))
+        return memory, problems
+
     def _all(self, key: str, value: str) -> list[str]:
-        """What each rank says under a key."""
+        """What each rank has written under a key."""
         try:
             return self._store.all_say(key, value)
         except RuntimeError as error:
@@ -122,9 +136,8 @@ class Meeting:
             ) from error
 
 
-def _why(error: OSError, arena_bytes: int, num_ranks: int) -> str:
-    """Why memory could not be mapped. What is mapped is address space: only what is used of it becomes
-    memory."""
+def _reason(error: OSError, arena_bytes: int, num_ranks: int) -> str:
+    """Why memory could not be mapped. Mapping takes address space; only what is used becomes memory."""
     if error.errno != errno.ENOMEM:
         return str(error)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,13 +1,11 @@
-"""Memory that several processes of one host map: files without a name where the system has them, which
-nothing can leave behind.
+"""Files in memory that several processes of one host map: anonymous where the system has such, so that none
+can be left behind.
 
-A rank makes a file in memory (memfd) and tells its process and descriptor; the others open it as
-/proc/PID/fd/DESCRIPTOR, as
-processes of one user may. Where that does not work (no memfd, no /proc, hidden processes) files have a name
-in /dev/shm for the moment in which all ranks open them. Either way nobody but their user may open them (mode
-0600), and what is opened must be such a file, of
-the same user and of the expected size: otherwise another user, who may say anything, could put his own memory
-there, or a file of this user's that is something else.
+A rank creates an anonymous file (memfd) and publishes its process id and descriptor; the others open
+/proc/PID/fd/DESCRIPTOR, as processes of one user may. Where that fails (no memfd, no /proc, hidden processes),
+files have a name in /dev/shm until all ranks have opened them. In both cases only their user may open them
+(mode 0600), and an opened file must be of this kind, user and size. Otherwise another user could publish memory
+of his own, or some unrelated file of this user.
 """
 
 from __future__ import annotations
@@ -30,38 +28,38 @@ from meshloom.core.errors import CollectiveError
 from meshloom.core.units import format_bytes
 
 PAGE = mmap.PAGESIZE
-_NAME = "meshloom"  # of files without one, where the system shows them
-# the size stays
+_NAME = "meshloom"  # of anonymous files, where the system lists them
+# the size is fixed
 _SEALS = (
     getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
 )
 
 
 class Files(ABC):
-    """A way to share files in memory. A file is known to others by its owner's process and a number."""
+    """A way to share files in memory. Other processes know a file by its owner's process id and a number."""
 
     @property
     @abstractmethod
     def where(self) -> str:
-        """Where they lie, in words."""
+        """Where the files are, in words."""
 
     @abstractmethod
     def create(self, num_bytes: int, *, backed: bool) -> tuple[int, int]:
-        """Descriptor and number of a new file. backed: its memory is taken now. Raises `CollectiveError` if
-        there is too little."""
+        """Create a file: its descriptor and number. backed: allocate its memory now. Raises `CollectiveError`
+        if there is too little."""
 
     @abstractmethod
     def open(self, process: int, number: int, num_bytes: int) -> int:
-        """Descriptor of another process's file of that many bytes. Raises `OSError` if it is not there, or is
-        not what `create` makes for this user."""
+        """Open another process's file of that many bytes: its descriptor. Raises `OSError` if it does not
+        exist, or is not what `create` creates for this user."""
 
     @abstractmethod
     def all_have_opened(self, number: int) -> None:
-        """Nobody will open this file any more."""
+        """Note that no other process will open this file."""
 
 
 class Anonymous(Files):
-    """Files without a name. `create` raises `OSError` where there are none."""
+    """Anonymous files. `create` raises `OSError` where the system has none."""
 
     @property
     def where(self) -> str:
@@ -79,7 +77,7 @@ class Anonymous(Files):
         path = f"/proc/{process}/fd/{number}"
         if os.stat(f"/proc/{process}").st_uid != os.geteuid():
             raise PermissionError(f"process {process} belongs to another user")
-        # nothing else is opened: that alone may have effects
+        # opening anything else could have side effects
         if os.readlink(path) != f"/memfd:{_NAME} (deleted)":
             raise PermissionError(f"file {number} of process {process} is not shared memory")
         return _checked(os.open(path, os.O_RDWR | os.O_CLOEXEC), num_bytes, _SEALS)
@@ -89,7 +87,7 @@ class Anonymous(Files):
 
 
 class Named(Files):
-    """Files in a directory in memory, until all have opened them."""
+    """Files with a name in a directory in memory, until all ranks have opened them."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or (
@@ -104,7 +102,7 @@ class Named(Files):
     def create(self, num_bytes: int, *, backed: bool) -> tuple[int, int]:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         while True:
-            number = secrets.randbits(62)  # so that nobody can have taken it
+            number = secrets.randbits(62)  # cannot be guessed and taken by others
             path = self._path(os.getpid(), number)
             with suppress(FileExistsError):
                 descriptor = os.open(path, flags, 0o600)
@@ -127,7 +125,7 @@ class Named(Files):
         return self._directory / f"meshloom-{os.getuid()}-{process}-{number}"
 
     def _remove_leftovers(self) -> None:
-        """Of processes that were killed while they met."""
+        """Remove files of processes that were killed during a rendezvous."""
         for path in self._directory.glob(f"meshloom-{os.getuid()}-*"):
             found = re.fullmatch(r"meshloom-\d+-(\d+)-\d+", path.name)
             if found and not Path(f"/proc/{found[1]}").exists() and Path("/proc/self").exists():
@@ -136,13 +134,13 @@ class Named(Files):
 
 
 def map_file(descriptor: int, num_bytes: int) -> Tensor:
-    """The file's memory as bytes (uint8 [num_bytes]); it stays mapped for as long as a tensor uses it. The
-    descriptor may be closed."""
+    """The file's memory, uint8 [num_bytes], mapped as long as a tensor uses it. The descriptor may be
+    closed."""
     return torch.frombuffer(mmap.mmap(descriptor, max(num_bytes, PAGE)), dtype=torch.uint8)[:num_bytes]
 
 
 def too_little(where: str, needed: int, free: int | None) -> CollectiveError:
-    """The error of a place that is too small."""
+    """The error of too little memory."""
     there = (
         f", and {format_bytes(free)} are free there" if free is not None else ", and the system has no more"
     )
@@ -153,14 +151,14 @@ def too_little(where: str, needed: int, free: int | None) -> CollectiveError:
 
 
 def free_bytes(descriptor: int) -> int | None:
-    """What is left where the file lies; None where that is not limited."""
+    """Bytes that are free where the file is; None if that is unlimited."""
     found = os.fstatvfs(descriptor)
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
 def _make_room(descriptor: int, num_bytes: int, backed: bool, where: str) -> None:
-    """The file gets its length, and its memory if `backed`: a page that is missing when it is touched would
-    kill the process."""
+    """Set the file's length, and allocate its memory if `backed`: touching a page that cannot be allocated
+    later would kill the process."""
     length = max(num_bytes, PAGE)
     try:
         os.fchmod(descriptor, 0o600)
@@ -174,8 +172,8 @@ def _make_room(descriptor: int, num_bytes: int, backed: bool, where: str) -> Non
 
 
 def _checked(descriptor: int, num_bytes: int, seals: int | None = None) -> int:
-    """The descriptor, if it is a file for this user alone, of the size for `num_bytes`, and with these seals.
-    Otherwise it is closed: `PermissionError`."""
+    """The descriptor of a file of this user alone, of the size for `num_bytes`, and with these seals. Closes
+    any other and raises `PermissionError`."""
     try:
         found = os.fstat(descriptor)
         facts = stat.S_ISREG(found.st_mode), found.st_uid, stat.S_IMODE(found.st_mode), found.st_size

@@ -1,5 +1,4 @@
-"""Memory of every rank of a group that all ranks of one host map: asked for, opened by all, and only then in
-use."""
+"""Memory of each rank of a group, allocated by it and mapped by all ranks of the host."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from meshloom.core.errors import CollectiveError, MeshloomError
 
 
 class SharedWindow:
-    """Memory of every rank of a group that all ranks have mapped.
+    """Memory of each rank of a group, mapped by all of them.
 
     >>> SharedWindow([torch.zeros(3, dtype=torch.uint8)]).of(0).numel()
     3
@@ -25,7 +24,7 @@ class SharedWindow:
         self._memory = tuple(memory)
 
     def of(self, rank: int) -> Tensor:
-        """That rank's part (uint8 [num_bytes], aligned to a page)."""
+        """That rank's memory: uint8 [num_bytes], page-aligned."""
         return self._memory[rank]
 
 
@@ -37,22 +36,22 @@ def share_memory(
     num_bytes: int,
     owner: int | None,
 ) -> list[Tensor]:
-    """Map `num_bytes` of every rank, or of `owner` alone, whose others are empty: uint8 tensors in order of
-    ranks. All ranks call it together.
+    """The memory of each rank, uint8 [num_bytes], mapped here; a collective.
 
-    files: how memory is shared. processes, members: of the ranks, their process ids and what to call them.
-    Raises `CollectiveError` on all ranks if one has too little memory or if they ask for different sizes.
+    files: how memory is shared. processes, members: process id and name of each rank. owner: the only rank that
+    allocates; the others' tensors are empty. None: all ranks do. Raises `CollectiveError` on all ranks if one
+    has too little memory or if their sizes differ.
     """
-    givers = range(group.size) if owner is None else [owner]
+    allocating = range(group.size) if owner is None else [owner]
     problem: MeshloomError | None = None
     descriptor = number = -1
     try:
-        descriptor, number = files.create(num_bytes if group.rank in givers else 0, backed=True)
+        descriptor, number = files.create(num_bytes if group.rank in allocating else 0, backed=True)
     except (CollectiveError, OSError) as error:
         problem = error if isinstance(error, CollectiveError) else too_little(files.where, num_bytes, None)
-    answers = torch.empty(2 * group.size, dtype=torch.int64)
-    group.all_gather(answers, torch.tensor([number, num_bytes])).wait()
-    numbers, sizes = answers.view(group.size, 2).T.tolist()
+    replies = torch.empty(2 * group.size, dtype=torch.int64)
+    group.all_gather(replies, torch.tensor([number, num_bytes])).wait()
+    numbers, sizes = replies.view(group.size, 2).T.tolist()
     if problem:
         raise problem
     try:
@@ -62,11 +61,11 @@ def share_memory(
             )
         if len(set(sizes)) > 1:
             raise CollectiveError(
-                f"The ranks ask for windows of different sizes, {sizes} bytes: all must ask for the same."
+                f"The ranks request windows of different sizes, {sizes} bytes: all must request the same."
             )
         memory: list[Tensor] = []
         for other in range(group.size):
-            if other not in givers:
+            if other not in allocating:
                 memory.append(torch.empty(0, dtype=torch.uint8))
                 continue
             opened = (
