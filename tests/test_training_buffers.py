@@ -152,7 +152,7 @@ def test_with_synchronised_batch_statistics_microbatches_read_what_the_step_foun
 
 
 def reads_what_the_chunk_before_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_writes._Buffer, "put_back", lambda self: None)
+    monkeypatch.setattr(chunk_writes.TrackedBuffer, "put_back", lambda self: None)
 
 
 def loses_the_keys_of_an_advance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,73 @@
+"""Runs a chunk's forward again on other values of its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.core.random import preserved_draws
+from meshloom.replica.buffers.recurrence import same
+from meshloom.replica.buffers.tracked_buffer import TrackedBuffer, fits
+
+
+class Rerun:
+    """Runs a chunk again on other values of its buffers. ends: what came of it; where its forward alone gives
+    something else, its backward runs too."""
+
+    def __init__(
+        self,
+        buffers: Iterable[TrackedBuffer],
+        again: Callable[[], Any],
+        model: nn.Module,
+        ends: Mapping[str, Tensor] | None,
+    ) -> None:
+        self._buffers = list(buffers)
+        self._again = again
+        self._model = model
+        self._backward = False
+        if ends is not None:
+            results, _ = self({buffer.name: buffer.start for buffer in self._buffers})
+            self._backward = any(not same(results[name], end) for name, end in ends.items())
+
+    def __call__(self, values: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Any]:
+        for buffer in self._buffers:
+            buffer.put(values[buffer.name].clone())
+        with torch.set_grad_enabled(self._backward), preserved_draws():
+            loss = self._again()
+            # checkpointed parts write once more
+            if self._backward and isinstance(loss, Tensor) and loss.requires_grad:
+                loss_of = [each for each in self._model.parameters() if each.requires_grad]
+                torch.autograd.grad(loss, loss_of, allow_unused=True)
+        results = {buffer.name: buffer.now() for buffer in self._buffers}
+        if any(
+            result is None or not fits(result, buffer)
+            for result, buffer in zip(results.values(), self._buffers, strict=True)
+        ):
+            raise ValueError("a buffer took another shape")
+        loss = loss.detach() if isinstance(loss, Tensor) else loss
+        return {name: result.detach().clone() for name, result in results.items() if result is not None}, loss
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Put every buffer back, the object and its values."""
+    kept = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()  # pyright: ignore[reportPrivateUsage]
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in kept:
+                if (
+                    not buffer.is_meta and buffer.layout == torch.strided and not same(buffer, value)
+                ):  # a backward to come may want what did not change
+                    buffer.copy_(value)
+                module._buffers[name] = buffer  # pyright: ignore[reportPrivateUsage]

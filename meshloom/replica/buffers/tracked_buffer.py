@@ -1,0 +1,94 @@
+"""A buffer that a training forward may change, and what one chunk made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.core.errors import TrainingError
+from meshloom.replica.buffers.recurrence import same
+
+
+@dataclass
+class TrackedBuffer:
+    """A buffer. start: its value before the step. last: it is no recurrence. group: the smallest number of
+    those that it is tied to."""
+
+    number: int
+    name: str
+    module: nn.Module
+    key: str
+    original: Tensor  # the object; a forward may put another in its place
+    start: Tensor
+    group: int
+    version: int = 0  # of `original`, when it had the value `start`
+    moved: bool = False  # in some step
+    changed: bool = False  # in this one
+    reshaped: Tensor | None = None  # what has another shape now
+    last: bool = False
+    read: bool = False
+    factor: Tensor | None = None  # a [numel], where `known`
+    known: Tensor | None = None
+
+    def now(self) -> Tensor | None:
+        return self.module._buffers.get(self.key)  # pyright: ignore[reportPrivateUsage]
+
+    def put(self, value: Tensor) -> None:
+        self.module._buffers[self.key] = value  # pyright: ignore[reportPrivateUsage]
+
+    def put_back(self) -> None:
+        """The object and the value that it had before the step."""
+        if not same(self.original, self.start):
+            with torch.no_grad():
+                self.original.copy_(self.start)
+        self.put(self.original)
+        self.version = self.original._version  # pyright: ignore[reportPrivateUsage]
+
+
+@dataclass
+class ChunkEnds:
+    """What a chunk made of the buffers that it changed, and where it changed them [numel]. again: runs it
+    once more."""
+
+    again: Callable[[], Any] | None
+    ends: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    where: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
+class SparseBuffers:
+    """The sparse matrices among a model's buffers, which have to stay unchanged."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._places = {
+            name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2])
+            for name, buffer in model.named_buffers()
+            if buffer.layout != torch.strided
+        }
+
+    def writes(self) -> dict[str, tuple[int, int]]:
+        """Which object each of them is, and torch's count of writes to it."""
+        now = {name: module._buffers.get(key) for name, (module, key) in self._places.items()}  # pyright: ignore[reportPrivateUsage]
+        return {name: (id(each), each._version if each is not None else 0) for name, each in now.items()}  # pyright: ignore[reportPrivateUsage]
+
+    def check_unchanged(self, before: dict[str, tuple[int, int]]) -> None:
+        """Raise `TrainingError` naming one that was written since `before`."""
+        for name, writes in self.writes().items():
+            if writes != before[name]:
+                raise TrainingError(
+                    f"Buffer {name} is a sparse matrix that the forward changes, and only dense ones of several chunks can be merged. Make it dense."
+                )
+
+
+def fits(now: Tensor, buffer: TrackedBuffer) -> bool:
+    """Whether a value has the shape and dtype that the buffer had before the step."""
+    return now.shape == buffer.start.shape and now.dtype == buffer.start.dtype
+
+
+def num_reals(value: Tensor) -> int:
+    """Real numbers in a value."""
+    return value.numel() * (2 if value.is_complex() else 1)
