@@ -73,7 +73,7 @@ def check_asynchronous(arguments: argparse.Namespace, plan: Plan) -> None:
         return
     if arguments.key is not None:
         raise PlanError("--key is for --join HOST:PORT. Leave it out, or say which run to join.")
-    if plan.exchange != "async":
+    if plan.synchronous:
         for name in _OF_ASYNC:
             if getattr(arguments, name) is not None:
                 raise PlanError(f"{_flag(name)} is for exchange=async, and the plan is {plan}. Leave it out.")

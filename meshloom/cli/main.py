@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = plan_of(arguments)
         if arguments.verb == "train":
             check_asynchronous(arguments, plan)
-            if plan.exchange == "async" or arguments.join is not None:
+            if not plan.synchronous or arguments.join is not None:
                 return _run_here(arguments)
         if arguments.verb == "verify":
             from meshloom.verify.run import check_promised

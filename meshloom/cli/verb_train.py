@@ -42,7 +42,7 @@ def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Ti
         return 0
     terminal = Terminal(Console(stderr=arguments.json == "-"))
     listener = listener_for(terminal, records)
-    if plan.exchange == "async" and not is_rank():
+    if not plan.synchronous and not is_rank():
         kind, why = choose_for_workers(
             plan.servers, plan.dp, arguments.devices, virtual=circumstances_of(arguments) is not None,
             ranks_per_worker=plan.pp * plan.tp, oversubscribe=arguments.oversubscribe,

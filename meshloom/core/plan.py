@@ -150,6 +150,11 @@ class Plan:
         return self.tp > 1 or self.pp > 1 or self.recompute != "none"
 
     @property
+    def synchronous(self) -> bool:
+        """Whether replicas take steps together."""
+        return EXCHANGES[self.exchange].synchronous
+
+    @property
     def algorithm(self) -> str:
         """The all-reduce algorithm that the plan names; "": the backend's own."""
         return self.exchange if EXCHANGES[self.exchange].algorithm else ""

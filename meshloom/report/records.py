@@ -52,7 +52,7 @@ def announce_start(
     job: Job, plan: Plan, model: nn.Module, parameters: int, steps: int, step: int, terminal: Terminal
 ) -> None:
     """A line for a person. step: from which it goes on."""
-    per_replica = f"{format_count(plan.dp, 'worker' if plan.exchange == 'async' else 'replica')} x {format_count(plan.microbatches, 'chunk')}"
+    per_replica = f"{format_count(plan.dp, 'replica' if plan.synchronous else 'worker')} x {format_count(plan.microbatches, 'chunk')}"
     start = f", from step {step}" if step else ""
     terminal.start(
         f"{type(model).__name__}, {parameters:,} parameters; batches of {format_count(job.batch_size, 'sample')} over {per_replica}; "

@@ -105,11 +105,11 @@ class Trainer:
         self.steps = steps if steps is not None else job.steps
         self.out = Path(out) if out is not None else None
         self.listener = listener or Listener()
-        if circumstances is not None and self.plan.exchange != "async":
+        if circumstances is not None and self.plan.synchronous:
             raise PlanError(
                 f"circumstances are of a virtual clock, which only exchange=async has, and the plan is {self.plan}. Leave them out."
             )
-        if snapshot_every is not None and self.plan.exchange != "async":
+        if snapshot_every is not None and self.plan.synchronous:
             raise PlanError(
                 f"snapshot_every={snapshot_every} is for the servers of exchange=async, and the plan is {self.plan}. Leave it out."
             )
@@ -130,7 +130,7 @@ class Trainer:
                 )
             for seat in self.world.local:
                 seat.activity.enter("setting up", 0)
-            if self.plan.exchange == "async":
+            if not self.plan.synchronous:
                 settings = AsynchronousSettings(
                     steps=self.steps, out=self.out, resume=earlier, overwrite=overwrite, dtype=dtype,
                     snapshot_every=snapshot_every if snapshot_every is not None else DEFAULT_SNAPSHOT_EVERY, circumstances=circumstances or Circumstances(),

@@ -46,7 +46,7 @@ SECONDS = 0.6  # of one rank's own clock, after which there are enough
 def check_plan(job: Job, plan: Plan) -> None:
     """Raises `PlanError` for what can be said before anything is measured or run: no common steps, or too few
     samples."""
-    if plan.exchange == "async":
+    if not plan.synchronous:
         raise PlanError(
             "exchange=async has no steps that all workers take together, so none can be priced. Use the virtual clock: meshloom train."
         )
