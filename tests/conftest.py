@@ -22,7 +22,7 @@ import torch
 from zmq.utils.garbage import GarbageCollectorThread
 
 import meshloom.tensor_parallel.division
-from meshloom.asynchronous import run as asynchronous_run
+from meshloom.asynchronous.state import worker_replica
 from meshloom.core.mesh import Mesh
 from meshloom.core.random import seed_everything
 from meshloom.launch import opening
@@ -125,7 +125,7 @@ def _worlds_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
             devices = "cuda" if mesh.size == 1 and not devices.startswith("simulated") else "simulated:cuda"
         return world_in_one_process(mesh, devices, *more)
 
-    for module in (opening, asynchronous_run):
+    for module in (opening, worker_replica):
         monkeypatch.setattr(module, "world_in_one_process", opened)
 
 

@@ -22,12 +22,14 @@ from meshloom.asynchronous.state.checkpoints import read_content
 from meshloom.asynchronous.state.parameters import Content, Parameters
 from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.snapshots import read_snapshot, snapshot_name
-from meshloom.asynchronous.state.worker_model import WorkerReplica
+from meshloom.asynchronous.state.worker_model import WorkerModel
+from meshloom.asynchronous.state.worker_replica import worker_replica_here
 from meshloom.comm.messaging.keys import make_keys, write_key
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.processes.elastic import HEAD_KEYS, SERVER_KEY, WORKER_KEY
 from meshloom.launch.role import Role
+from meshloom.parameters.model import build_model
 
 __all__ = ["World", "read_content"]
 STOP = 15
@@ -110,7 +112,7 @@ class World:
             WAIT_SECONDS,
             stop if stop is not None else [],
             lambda event: True,
-            WorkerReplica(job or self.job, self.plan, torch.device("cpu"), None),
+            worker_replica_here(job or self.job, self.plan),
         )
 
     def updates(self) -> list[int]:
@@ -123,7 +125,7 @@ class World:
             read_snapshot(self.directory / f"server-{number}" / snapshot_name(self.settings.steps))[1]
             for number in range(self.plan.servers)
         ]
-        replica = WorkerReplica(self.job, self.plan, torch.device("cpu"), None)
+        replica = WorkerModel(self.job, self.plan, build_model(self.job, torch.device("cpu"), None))
         replica.load([content.values for content in contents], contents[0].buffers)
         return dict(replica.model.state_dict())
 

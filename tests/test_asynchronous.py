@@ -445,7 +445,7 @@ def open_trainer(job: Job, plan: str) -> Trainer:
 
 
 def test_a_loss_that_is_no_number_is_named() -> None:
-    with pytest.raises(TrainingError, match=r"worker 0's share of batch 0 is nan"):
+    with pytest.raises(TrainingError, match=r"Worker 0: The loss of step 0 is nan"):
         Run(
             make_job("mlp", "sgd", loss=lambda model, batch: class_loss(model, batch) * torch.nan),
             "dp=2,exchange=async",
@@ -483,7 +483,7 @@ def test_parameters_that_are_no_numbers_are_not_the_next_worker_s_fault() -> Non
     job = make_job("mlp", "sgd")
     with pytest.raises(
         TrainingError,
-        match=r"is nan, because an update before it has made \S+ infinite or no number\. Lower the learning rate",
+        match=r"is nan: rank 0, whose parameter \S+ was not finite before the step\.",
     ):
         Run(
             replace(

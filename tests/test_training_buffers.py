@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.asynchronous.state.worker_model import WorkerReplica
+from meshloom.asynchronous.state.worker_replica import worker_replica_here
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.replica.buffers import chunk_writes, recurrence
@@ -212,11 +212,8 @@ def test_a_planted_bug_is_found(plant: Any, case: str, plan: str, monkeypatch: p
 @pytest.mark.long
 def test_a_worker_s_chunks_read_what_its_share_began_with():
     """Workers of an asynchronous run: one of them, as one device, the same by the rule."""
-    worker = WorkerReplica(
-        job_of("annealed"),
-        Plan.parse("exchange=async,dp=1,microbatches=4"),
-        torch.device("cpu"),
-        torch.float64,
+    worker = worker_replica_here(
+        job_of("annealed"), Plan.parse("exchange=async,dp=1,microbatches=4"), dtype=torch.float64
     )
     expected = by_the_rule("annealed", copy.deepcopy(worker.model), 4, steps=1)
     batches = trained_batches("annealed")

@@ -101,10 +101,10 @@ class RunAccount:
         evaluation: dict[str, float],
         checkpoint: Path | None,
         shares: TimeShares,
-        within: tuple[Traffic, Traffic] | None = None,
+        within: tuple[Traffic, Traffic] = (Traffic({}), Traffic({})),
     ) -> Summary:
-        """Bytes of all workers together; shares of their time. within: inside divided workers, predicted and
-        counted."""
+        """Bytes of all workers together; shares of their time. within: inside workers of several
+        ranks, predicted and counted."""
         predicted = {"push": self.num_updates * self.push_bytes, "pull": self.num_updates * self.pull_bytes}
         return Summary(
             steps=self.num_updates,
@@ -112,8 +112,8 @@ class RunAccount:
             first_loss=self._losses[0] if self._losses else math.nan,
             last_loss=self._losses[-1] if self._losses else math.nan,
             evaluation=evaluation,
-            predicted=Traffic({"dp": predicted, **(within[0].bytes if within else {})}),
-            counted=Traffic({"dp": dict(self.bytes), **(within[1].bytes if within else {})}),
+            predicted=Traffic({"dp": predicted, **within[0].bytes}),
+            counted=Traffic({"dp": dict(self.bytes), **within[1].bytes}),
             shares=shares,
             checkpoint=checkpoint,
         )

@@ -32,11 +32,12 @@ from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.asynchronous.state.settings import AsynchronousSettings, inner_plan
 from meshloom.asynchronous.state.snapshot_evaluation import Inspection
 from meshloom.asynchronous.state.snapshots import due_path
-from meshloom.asynchronous.state.worker_model import WorkerReplica
+from meshloom.asynchronous.state.worker_replica import WorkerReplica
 from meshloom.core.errors import CheckpointError, PlanError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.failure import EndedError
+from meshloom.launch.one_process import world_in_one_process
 from meshloom.launch.processes.elastic import ElasticProcesses, RoleCommand
 from meshloom.launch.processes.signals import noted_signals
 from meshloom.telemetry.progress import Listener
@@ -76,14 +77,17 @@ class ProcessRun:
             words,
         )
         shares = PushShares(job, plan)
-        replica = WorkerReplica(job, plan, torch.device("cpu"), settings.dtype)
+        here = world_in_one_process(Plan().mesh, "cpu")
+        replica = WorkerReplica(job, plan, here, settings.dtype, inner=Plan())
         self._inspection = Inspection(job, plan, settings, replica)
         self._inspection.try_out()
         start = Start.find(settings, job, plan, shares, replica.model)
         if start.note:
             listener.note(start.note)
         self.next_step = start.version
-        self._inspection.load([start.snapshot(replica, number)[1] for number in range(plan.servers)])
+        self._inspection.load(
+            [start.snapshot(replica.whole_model, number)[1] for number in range(plan.servers)]
+        )
         self._account = RunAccount(job, plan, settings.steps)
         self._ages: Counter[int] = Counter()
         self._counts: dict[tuple[str, int], dict[str, int]] = {}  # of each start of a server

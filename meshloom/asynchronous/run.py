@@ -20,18 +20,16 @@ from meshloom.asynchronous.protocol.head import Expelled, Head, Restored, Snapsh
 from meshloom.asynchronous.protocol.store import Storage, Store
 from meshloom.asynchronous.protocol.virtual import Parts, VirtualCluster
 from meshloom.asynchronous.protocol.worker import Computed, Task
-from meshloom.asynchronous.roles.worker_team import TeamReplica
 from meshloom.asynchronous.state.checkpoints import Start
 from meshloom.asynchronous.state.parameters import Content, Parameters
 from meshloom.asynchronous.state.push_shares import PushShares
-from meshloom.asynchronous.state.settings import AsynchronousSettings, inner_plan
+from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.snapshot_evaluation import Inspection
-from meshloom.asynchronous.state.worker_model import WorkerReplica
+from meshloom.asynchronous.state.worker_replica import worker_replica_here
 from meshloom.core.errors import DeviceError, JobError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.one_at_a_time import working_alone
-from meshloom.launch.one_process import world_in_one_process
 from meshloom.launch.world import World
 from meshloom.telemetry.progress import Listener
 from meshloom.telemetry.summary import Summary, TimeShares
@@ -57,7 +55,9 @@ class AsynchronousRun:
         )
         self._device = world.local[0].device
         self._shares = PushShares(job, plan)
-        self._replica = self._build_replica()
+        devices = "simulated:cuda" if self._device.type == "cuda" else "simulated"
+        # on which all simulated workers compute, one after the other
+        self._replica = worker_replica_here(job, plan, devices, settings.dtype)
         self._inspection = Inspection(job, plan, settings, self._replica)
         self._inspection.try_out()
         start = Start.find(settings, job, plan, self._shares, self.model)
@@ -65,7 +65,10 @@ class AsynchronousRun:
             listener.note(start.note)
         self.next_step = start.version
         self._storages = [
-            Storage(snapshots={start.version: start.snapshot(self._replica, number)}, newest=start.version)
+            Storage(
+                snapshots={start.version: start.snapshot(self._replica.whole_model, number)},
+                newest=start.version,
+            )
             for number in range(plan.servers)
         ]
         self._newest = start.version, start.state  # snapshot that all servers have
@@ -73,18 +76,6 @@ class AsynchronousRun:
         self._cluster = self._build_cluster()
         self._account = RunAccount(job, plan, settings.steps)
         listener.started(f"plan {plan} on {world.why}, on a virtual clock")
-
-    def _build_replica(self) -> WorkerReplica | TeamReplica:
-        """On which all simulated workers compute, one after the other."""
-        if not self._plan.captures:
-            return WorkerReplica(self._job, self._plan, self._device, self._settings.dtype)
-        devices = "simulated:cuda" if self._device.type == "cuda" else "simulated"
-        return TeamReplica(
-            self._job,
-            self._plan,
-            world_in_one_process(inner_plan(self._plan).mesh, devices),
-            self._settings.dtype,
-        )
 
     @property
     def model(self) -> torch.nn.Module:
@@ -144,9 +135,8 @@ class AsynchronousRun:
         return self.summary(time.monotonic() - self._account.began, evaluation, saved)
 
     def close(self) -> None:
-        """Take the hooks off the models of workers that are divided."""
-        if isinstance(self._replica, TeamReplica):
-            self._replica.close()
+        """Remove the hooks of the workers' models."""
+        self._replica.close()
 
     def evaluate(self) -> dict[str, float]:
         """Every metric of the job's `Evaluate` over all of its data, at the newest snapshot."""
@@ -193,8 +183,7 @@ class AsynchronousRun:
             waiting=max(0.0, 1 - compute - communication),
             data=0.0,
         )
-        within = self._replica.traffic() if isinstance(self._replica, TeamReplica) else None
-        return self._account.summary(seconds, evaluation, checkpoint, shares, within)
+        return self._account.summary(seconds, evaluation, checkpoint, shares, self._replica.traffic())
 
     def _computing(self) -> dict[int, float]:
         return {
@@ -219,7 +208,7 @@ class AsynchronousRun:
             self._job,
             number,
             self._plan.servers,
-            whole=self._replica.whole,
+            whole=self._replica.whole_model.whole,
             device=self._device,
             dtype=self._settings.dtype,
             content=content,

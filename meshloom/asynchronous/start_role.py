@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from meshloom.asynchronous.messaging.handshake import RunDescription
 from meshloom.asynchronous.roles.server_process import ServerProcess
 from meshloom.asynchronous.roles.worker_process import WorkerProcess, ask
 from meshloom.asynchronous.state.settings import AsynchronousSettings, inner_plan
-from meshloom.asynchronous.state.worker_model import Computing, WorkerReplica
 from meshloom.comm.messaging.keys import read_worker_key
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
@@ -23,6 +21,9 @@ from meshloom.launch.events import tell
 from meshloom.launch.processes.signals import noted_signals
 from meshloom.launch.processes.worker_team_processes import run_team
 from meshloom.launch.role import Role
+
+if TYPE_CHECKING:
+    from meshloom.asynchronous.state.worker_replica import WorkerReplica
 
 _FOR_EVER_SECONDS = 1e7  # how long a rank waits for what its worker is given
 
@@ -82,27 +83,22 @@ def _work(role: Role, job: Job, plan: Plan | None, signals: list[int]) -> None:
         command = [sys.executable, "-m", "meshloom.asynchronous", role.directory]
         run_team(command, replace(role, plan=str(there)), inner.mesh, str(inner), signals)
     else:
-        _worker(role, job, there, description, signals, _alone(job, there)).run()
+        from meshloom.asynchronous.state.worker_replica import worker_replica_here
 
-
-def _alone(job: Job, plan: Plan) -> Computing:
-    """On what a worker of one rank computes."""
-    if not plan.captures:
-        return WorkerReplica(job, plan, torch.device("cpu"), None)
-    # what reads programs takes long to import, and other workers do without
-    from meshloom.asynchronous.roles.worker_team import TeamReplica
-    from meshloom.launch.one_process import world_in_one_process
-
-    return TeamReplica(job, plan, world_in_one_process(inner_plan(plan).mesh, "cpu"), None)
+        replica = worker_replica_here(job, there)
+        try:
+            _worker(role, job, there, description, signals, replica).run()
+        finally:
+            replica.close()
 
 
 def _be_rank(role: Role, job: Job, plan: Plan, signals: list[int]) -> None:
     """One of several ranks of a worker. The first is the worker, the others compute what it says."""
-    from meshloom.asynchronous.roles.worker_team import TeamReplica
+    from meshloom.asynchronous.state.worker_replica import WorkerReplica
     from meshloom.launch.opening import open_world
 
     with open_world(inner_plan(plan).mesh, "cpu", _FOR_EVER_SECONDS) as world:
-        replica = TeamReplica(job, plan, world, None)
+        replica = WorkerReplica(job, plan, world, None)
         if not world.main:
             replica.follow()
         elif (description := _ask(role, signals)) is not None:
@@ -111,7 +107,7 @@ def _be_rank(role: Role, job: Job, plan: Plan, signals: list[int]) -> None:
 
 
 def _worker(
-    role: Role, job: Job, plan: Plan, description: RunDescription, signals: list[int], replica: Computing
+    role: Role, job: Job, plan: Plan, description: RunDescription, signals: list[int], replica: WorkerReplica
 ) -> WorkerProcess:
     key = read_worker_key(Path(role.key))
     return WorkerProcess(

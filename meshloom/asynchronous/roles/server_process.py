@@ -61,7 +61,7 @@ from meshloom.asynchronous.state.parameters import Content, Parameters, what_is_
 from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.snapshots import MappedNumbers, SnapshotFiles
-from meshloom.asynchronous.state.worker_model import WorkerReplica
+from meshloom.asynchronous.state.worker_model import WorkerModel
 from meshloom.comm.messaging.connections import Connections
 from meshloom.comm.messaging.endpoint import Endpoint
 from meshloom.comm.messaging.keys import read_server_key, read_worker_key
@@ -71,6 +71,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.processes.elastic import HEAD_KEYS, SERVER_KEY
 from meshloom.launch.role import Role
+from meshloom.parameters.model import build_model
 
 _LOOK_SECONDS = 0.1  # between looks at signals
 MOST_FOR_WORKERS = 100  # messages that wait for one: it is sent one share at a time, and hears little else
@@ -93,7 +94,7 @@ class ServerProcess:
         self._role, self._job, self._plan, self._settings, self._stop = role, job, plan, settings, stop
         self._number = role.number
         shares = PushShares(job, plan)
-        replica = WorkerReplica(job, plan, torch.device("cpu"), settings.dtype)
+        replica = WorkerModel(job, plan, build_model(job, torch.device("cpu"), settings.dtype))
         self._whole = replica.whole
         self._first_model = weakref.ref(replica.model)
         self._holdings = ServerState.of(replica.division, dict(replica.model.named_buffers()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from meshloom.asynchronous.messaging.codec import (
     FROM_WORKERS,
@@ -33,13 +34,15 @@ from meshloom.asynchronous.protocol.messages import Sent
 from meshloom.asynchronous.protocol.worker import Worker
 from meshloom.asynchronous.roles.reports import Tell
 from meshloom.asynchronous.state.push_shares import PushShares
-from meshloom.asynchronous.state.worker_model import Computing
 from meshloom.comm.messaging.connections import Connections
 from meshloom.comm.messaging.keys import WorkerKey
 from meshloom.comm.messaging.sockets import Joined, Lost, ReceivedMessage
 from meshloom.core.errors import MessageError, PeerLostError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+
+if TYPE_CHECKING:  # it takes long to import, and servers do without
+    from meshloom.asynchronous.state.worker_replica import WorkerReplica
 
 _LOOK_SECONDS = 0.1  # between looks at signals
 _LINGER_SECONDS = 10.0  # for the last push, when a worker goes
@@ -86,7 +89,7 @@ class WorkerProcess:
         timeout_seconds: float,
         stop: Sequence[int],
         tell: Tell,
-        replica: Computing,
+        replica: WorkerReplica,
     ) -> None:
         self._tell = tell
         self._shares = PushShares(job, plan)

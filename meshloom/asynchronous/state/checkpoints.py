@@ -16,7 +16,7 @@ from meshloom.asynchronous.protocol.messages import SnapshotKind
 from meshloom.asynchronous.state.parameters import Content
 from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.asynchronous.state.settings import AsynchronousSettings
-from meshloom.asynchronous.state.worker_model import Computing
+from meshloom.asynchronous.state.worker_model import WorkerModel
 from meshloom.checkpoint.checkpoint import Checkpoint, check_same_data, find, passed_over, save
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
@@ -88,13 +88,13 @@ class Start:
         """A line about newer checkpoints that were passed over; "" if there are none."""
         return passed_over(self.checkpoint.path) if self.checkpoint else ""
 
-    def snapshot(self, replica: Computing, server: int) -> tuple[SnapshotKind, Content | None]:
+    def snapshot(self, replica: WorkerModel, server: int) -> tuple[SnapshotKind, Content | None]:
         """What server `server` has then."""
         kind = SnapshotKind(incarnation=0, state=self.state)
         return kind, read_content(self.checkpoint, replica, server) if self.checkpoint else None
 
 
-def read_content(checkpoint: Checkpoint, replica: Computing, server: int) -> Content:
+def read_content(checkpoint: Checkpoint, replica: WorkerModel, server: int) -> Content:
     """What server `server` holds after the checkpoint's last update."""
     weights = checkpoint.weights()
     return Content(

@@ -12,7 +12,7 @@ import torch
 from meshloom.asynchronous.state.checkpoints import write_snapshot
 from meshloom.asynchronous.state.parameters import Content
 from meshloom.asynchronous.state.settings import AsynchronousSettings
-from meshloom.asynchronous.state.worker_model import Computing
+from meshloom.asynchronous.state.worker_replica import WorkerReplica
 from meshloom.checkpoint.run_directory import open_directory
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
@@ -26,7 +26,7 @@ from meshloom.replica.trial_evaluation import untouched
 class Inspection:
     """replica: its model takes the values of whatever is looked at."""
 
-    def __init__(self, job: Job, plan: Plan, settings: AsynchronousSettings, replica: Computing) -> None:
+    def __init__(self, job: Job, plan: Plan, settings: AsynchronousSettings, replica: WorkerReplica) -> None:
         self._job, self._plan, self._settings, self._replica = job, plan, settings, replica
         self._data: Any = None
         self._replaced: list[Path] = []  # an earlier run's checkpoints, until this run has its own
