@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshloom.asynchronous.protocol.circumstances import Circumstances
-from meshloom.asynchronous.protocol.head import Event, Head, Restored, Rules, Snapshot, Update, first_state
+from meshloom.asynchronous.protocol.events import Event, Restored, Snapshot, Update
+from meshloom.asynchronous.protocol.head import Head, Rules, first_state
 from meshloom.asynchronous.protocol.messages import SnapshotKind
 from meshloom.asynchronous.protocol.store import Storage, Store
 from meshloom.asynchronous.protocol.virtual import Parts, VirtualCluster

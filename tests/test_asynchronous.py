@@ -8,6 +8,7 @@ import heapq
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from meshloom.asynchronous.processes import ProcessRun
 from meshloom.asynchronous.protocol.circumstances import Circumstances, parse_incidents
 from meshloom.asynchronous.state.division import divide_over_servers
 from meshloom.asynchronous.state.push_shares import PushShares
+from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.cli.main import main
 from meshloom.core.errors import CheckpointError, DataError, JobError, MeshloomError, PlanError, TrainingError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, sample_order, seed_everything
 from meshloom.telemetry.progress import QUIET, Listener, Progress
+from meshloom.train.contract import Batch, TrainingRun
 from meshloom.train.trainer import Trainer
 from tests.jobs import MLP, Samples, class_loss, make_job, vectors
 
@@ -442,6 +446,25 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
 def open_trainer(job: Job, plan: str) -> Trainer:
     return Trainer(job, plan, devices="simulated", listener=QUIET)
+
+
+def test_a_run_on_processes_is_asked_like_any_other(tmp_path: Path) -> None:
+    """It had `fit` alone, so whatever shows or ends a run needed to know which kind it is."""
+    at = Evaluate(lambda: vectors(16), {"loss": class_loss}, every=5)
+    job = make_job("mlp", "sgd", steps=12, evaluate=at)
+    launched = ProcessRun(job, Plan.parse("dp=2,exchange=async"), AsynchronousSettings(steps=12), QUIET, "")
+    with closing(launched) as run, open_trainer(job, "dp=2,exchange=async") as trainer:
+        assert trainer.asynchronous
+        others: list[TrainingRun] = [run, trainer.asynchronous]
+        assert [each.next_step for each in others] == [0, 0]
+        assert run.evaluate() == others[1].evaluate()
+        for each in others:
+            for call in (each.batches, lambda each=each: each.step(Batch(0, []))):
+                with pytest.raises(PlanError, match="no steps that all workers take together"):
+                    call()
+            with pytest.raises(CheckpointError, match="DIRECTORY"):
+                each.save()
+            assert each.summary(1.0, {}, None).steps == 0
 
 
 def test_a_loss_that_is_no_number_is_named() -> None:

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from meshloom.asynchronous.protocol.head import Update
+from meshloom.asynchronous.protocol.events import Update
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_count

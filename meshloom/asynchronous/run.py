@@ -16,17 +16,18 @@ from typing import Any, NoReturn
 import torch
 
 from meshloom.asynchronous.account import RunAccount
-from meshloom.asynchronous.protocol.head import Expelled, Head, Restored, Snapshot, Update
+from meshloom.asynchronous.protocol.events import Expelled, Restored, Snapshot, Update
+from meshloom.asynchronous.protocol.head import Head
 from meshloom.asynchronous.protocol.store import Storage, Store
 from meshloom.asynchronous.protocol.virtual import Parts, VirtualCluster
 from meshloom.asynchronous.protocol.worker import Computed, Task
 from meshloom.asynchronous.state.checkpoints import Start
 from meshloom.asynchronous.state.parameters import Content, Parameters
 from meshloom.asynchronous.state.push_shares import PushShares
-from meshloom.asynchronous.state.settings import AsynchronousSettings
+from meshloom.asynchronous.state.settings import AsynchronousSettings, refuse_common_steps
 from meshloom.asynchronous.state.snapshot_evaluation import Inspection
 from meshloom.asynchronous.state.worker_replica import worker_replica_here
-from meshloom.core.errors import DeviceError, JobError, PlanError
+from meshloom.core.errors import DeviceError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.one_at_a_time import working_alone
@@ -99,13 +100,11 @@ class AsynchronousRun:
 
     def batches(self) -> NoReturn:
         """There are none that all workers take together. Raises `PlanError`."""
-        raise PlanError(
-            "exchange=async has no steps that all workers take together, so there is no loop of one's own. Use Trainer.fit()."
-        )
+        refuse_common_steps()
 
     def step(self, batch: object) -> NoReturn:
         """Nor such steps. Raises `PlanError`."""
-        self.batches()
+        refuse_common_steps()
 
     def _fit(self) -> Summary:
         self._account.began = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -100,14 +101,13 @@ def _train_on_processes(
     from meshloom.asynchronous.processes import ProcessRun
 
     settings = settings_of(arguments, job)
-    run = ProcessRun(job, plan, settings, listener, arguments.target, arguments.words)
-    listener.started(f"plan {plan} on {why}")
-    parameters = sum(each.numel() for each in run.model.parameters())
-    announce_start(job, plan, run.model, parameters, settings.steps, run.next_step, terminal)
-    record_start(job, plan, "cpu", why, run.model, parameters, settings.steps, run.next_step, records)
-    summary = run.fit()
-    tell_summary(summary, terminal, records)
-    records.write("asynchronous", **run.record())
+    with closing(ProcessRun(job, plan, settings, listener, arguments.target, arguments.words)) as run:
+        listener.started(f"plan {plan} on {why}")
+        parameters = sum(each.numel() for each in run.model.parameters())
+        announce_start(job, plan, run.model, parameters, settings.steps, run.next_step, terminal)
+        record_start(job, plan, "cpu", why, run.model, parameters, settings.steps, run.next_step, records)
+        tell_summary(run.fit(), terminal, records)
+        records.write("asynchronous", **run.record())
     return 0
 
 

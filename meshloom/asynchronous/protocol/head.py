@@ -18,11 +18,13 @@ same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshloom.asynchronous.protocol.clocks import Clocks
+from meshloom.asynchronous.protocol.events import Event, Expelled, Restored, Update
+from meshloom.asynchronous.protocol.kept_snapshots import KeptSnapshots, newest_common
+from meshloom.asynchronous.protocol.leases import Leases
 from meshloom.asynchronous.protocol.ledger import Ledger
 from meshloom.asynchronous.protocol.messages import (
     Address,
@@ -41,52 +43,9 @@ from meshloom.asynchronous.protocol.messages import (
     Restore,
     Sent,
     SnapshotKept,
-    SnapshotKind,
 )
 
 STARTS = 1 << 20  # incarnations that one start of a head may use: start n begins with n * STARTS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """Update `version`: the gradient of `share` by `worker`. age: updates made since the parameters that it
-    was computed at. gap: of the clocks then."""
-
-    version: int
-    worker: int
-    share: int
-    age: int
-    loss: float
-    norm: float
-    gap: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """All servers have kept their parts after update `version`. Said again when they go back to it."""
-
-    version: int
-    state: Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restored:
-    """The servers are at update `version`, in a new incarnation; the `lost` updates after it are gone."""
-
-    version: int
-    lost: int
-    incarnation: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expelled:
-    """A push of this worker was not finite: it is not applied, its share is given out again, and the worker
-    is let go for good."""
-
-    worker: int
-
-
-Event = Update | Snapshot | Restored | Expelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,16 +74,9 @@ class Rules:
         return 1.0 / max(1, age) if self.rate_by_age else 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Lease:
-    worker: int
-    share: int
-    version: int  # of the parameters that were given
-
-
 def first_state() -> dict[str, Any]:
     """The head's state before the first update, as it stands in snapshot 0."""
-    return {"ledger": Ledger().state(), "ages": {}}
+    return _state(Ledger(), {})
 
 
 class Head:
@@ -139,19 +91,13 @@ class Head:
         self.refused = 0  # pushes
         self._events: list[Event] = []
         self._expelled: set[int] = set()  # what they push would be refused again and again
-        self._clear()
-        self._ledger = Ledger()
+        self._clear(Ledger())
         self._reports: dict[int, Back] | None = {}  # while servers are asked what they have; None: running
 
     @property
     def finished(self) -> bool:
         """All updates are made and kept."""
-        return self._reports is None and self._complete == self._rules.steps
-
-    @property
-    def gap(self) -> int:
-        """Between the clocks of the fastest and the slowest live worker."""
-        return self._clocks.gap
+        return self._reports is None and self._snapshots.complete == self._rules.steps
 
     def take_events(self) -> list[Event]:
         """What has happened since the last call, in order."""
@@ -182,28 +128,18 @@ class Head:
                 raise AssertionError(f"a head does not take {type(message).__name__}")
 
     def lost(self, worker: int) -> Sent:
-        """The worker counts as gone. If it is not, it is told to join again, and a push that it still makes
-        is refused.
+        """The worker counts as gone. If it is alive it is asked to join again, and a push of it is refused.
 
-        To be called after the messages of a connection that has ended, not before them: a `Join` that comes
-        later counts.
+        To be called after the messages of a connection that has ended: a `Join` that comes later counts.
         """
         self._joining.pop(worker, None)
-        sent = self._forget(worker) + self._give_out() if worker in self._clocks else []
-        return [*sent, (Address("worker", worker), Rejoin(ticket=None))]
+        return [*self._remove(worker), (Address("worker", worker), Rejoin(ticket=None))]
 
-    def _clear(self) -> None:
-        """Nobody is here."""
-        self._clocks = Clocks(self._rules.staleness)
+    def _clear(self, ledger: Ledger, complete: int = -1) -> None:
+        """No worker takes part. complete: the newest snapshot that all servers have."""
+        self._leases = Leases(self._rules.staleness, ledger)
         self._joining: dict[int, None] = {}  # while servers are asked, in order
-        self._waiting: dict[int, None] = {}  # for a share, or for slower ones, in order
-        self._leaving: set[int] = set()  # when their push is applied
-        self._leases: dict[int, _Lease] = {}  # by ticket
-        self._applied: dict[int, int] = {}  # each worker's newest ticket that became an update
-        self._parts: dict[int, dict[int, PushStaged]] = {}  # by ticket and server
-        self._tickets = 0
-        self._keeping: dict[int, tuple[Any, set[int]]] = {}  # version -> the state, and who has kept it
-        self._complete = -1  # the newest snapshot that all servers have
+        self._snapshots = KeptSnapshots(self._rules.num_servers, complete)
 
     # --- Workers.
 
@@ -213,84 +149,55 @@ class Head:
         if self._reports is not None:
             self._joining[worker] = None
             return []
-        sent = self._forget(worker) if worker in self._clocks else []
+        sent = self._forget(worker) if worker in self._leases else []
         if self.finished:
             return [*sent, (Address("worker", worker), Done())]
-        self._clocks.add(worker)
-        self._waiting[worker] = None
+        self._leases.add(worker)
         return sent + self._give_out()
 
     def _leave(self, message: Leave) -> Sent:
         worker = message.worker
         self._joining.pop(worker, None)
-        if worker not in self._clocks:
+        if worker not in self._leases:
             return []
-        lease = self._leases.get(message.pushed) if message.incarnation == self.incarnation else None
-        if lease is not None and lease.worker == worker:
-            self._leaving.add(worker)
-            return []
-        return self._forget(worker) + self._give_out()
+        pushed = message.pushed if message.incarnation == self.incarnation else None
+        return [] if self._leases.leaves_after_push(worker, pushed) else self._remove(worker)
+
+    def _remove(self, worker: int) -> Sent:
+        """A worker goes, if it is here: its shares are given to others."""
+        return self._forget(worker) + self._give_out() if worker in self._leases else []
 
     def _forget(self, worker: int) -> Sent:
-        """What the worker has goes back to the ledger."""
-        self._clocks.remove(worker)
-        self._waiting.pop(worker, None)
-        self._leaving.discard(worker)
         sent: Sent = []
-        for ticket in [ticket for ticket, lease in self._leases.items() if lease.worker == worker]:
-            self._ledger.give_back(self._leases.pop(ticket).share)
-            if self._parts.pop(ticket, None):
-                sent += self._to_servers(Drop(incarnation=self.incarnation, worker=worker, ticket=ticket))
+        for ticket in self._leases.remove(worker):
+            sent += self._to_servers(Drop(incarnation=self.incarnation, worker=worker, ticket=ticket))
         return sent
 
     def _give_out(self) -> Sent:
-        """Shares to whoever waits and may have one, the slowest first: it is the one others wait for."""
         sent: Sent = []
-        # stable: those of one clock in the order they came
-        for worker in sorted(self._waiting, key=self._clocks.__getitem__):
-            if self.version + len(self._leases) >= self._rules.steps or not self._clocks.may_begin(worker):
-                break
-            del self._waiting[worker]
-            lease = _Lease(worker=worker, share=self._ledger.take(), version=self.version)
-            ticket, self._tickets = self._tickets, self._tickets + 1
-            self._leases[ticket] = lease
-            sent += self._to_servers(
-                Give(
-                    incarnation=self.incarnation,
-                    worker=worker,
-                    ticket=ticket,
-                    share=lease.share,
-                    version=self.version,
-                )
-            )
+        for ticket, lease in self._leases.give_out(self.version, self._rules.steps):
+            sent += self._to_servers(Give(incarnation=self.incarnation, ticket=ticket, **asdict(lease)))
         return sent
 
     # --- Pushes.
 
     def _staged(self, message: PushStaged) -> Sent:
-        lease = self._leases.get(message.ticket) if message.incarnation == self.incarnation else None
-        if lease is None or lease.worker != message.worker or self._reports is not None:
+        running = message.incarnation == self.incarnation and self._reports is None
+        parts = self._leases.stage(message) if running else None
+        if parts is None:
             return self._refuse(message)
-        parts = self._parts.setdefault(message.ticket, {})
-        parts[message.server] = message
-        return self._apply(message.ticket, lease, parts[0]) if len(parts) == self._rules.num_servers else []
+        return self._apply(parts[0]) if len(parts) == self._rules.num_servers else []
 
     def _refuse(self, message: PushStaged) -> Sent:
-        sent: Sent = [
-            (
-                Address("server", message.server),
-                Drop(incarnation=message.incarnation, worker=message.worker, ticket=message.ticket),
-            )
-        ]
-        # it came twice
-        again = message.incarnation == self.incarnation and message.ticket <= self._applied.get(
-            message.worker, -1
-        )
-        if message.server == 0 and not again:
+        worker, ticket, current = message.worker, message.ticket, message.incarnation == self.incarnation
+        drop = Drop(incarnation=message.incarnation, worker=worker, ticket=ticket)
+        sent: Sent = [(Address("server", message.server), drop)]
+        if message.server != 0:
+            return sent
+        if not (current and self._leases.is_applied(worker, ticket)):  # else it came twice
             self.refused += 1
-        # else it has, or gets, another lease
-        if message.server == 0 and message.worker not in self._clocks and message.worker not in self._joining:
-            sent.append((Address("worker", message.worker), Rejoin(ticket=message.ticket)))
+        if worker not in self._leases and worker not in self._joining:  # else it has, or gets, another lease
+            sent.append((Address("worker", worker), Rejoin(ticket=ticket)))
         return sent
 
     def _broken(self, message: Broken) -> Sent:
@@ -301,38 +208,20 @@ class Head:
         self._events.append(Expelled(worker=worker))
         self._joining.pop(worker, None)
         self.refused += 1
-        sent = self._forget(worker) + self._give_out() if worker in self._clocks else []
-        return [*sent, (Address("worker", worker), Done())]
+        return [*self._remove(worker), (Address("worker", worker), Done())]
 
-    def _apply(self, ticket: int, lease: _Lease, push: PushStaged) -> Sent:
-        worker, age = lease.worker, self.version - lease.version
-        del self._leases[ticket], self._parts[ticket]
-        self._applied[worker] = ticket
+    def _apply(self, push: PushStaged) -> Sent:
+        worker, ticket = push.worker, push.ticket
+        lease = self._leases.finish(ticket)
+        age = self.version - lease.version
         self.version += 1
-        self._clocks.advance(worker)
-        self._ledger.finish(lease.share)
         self.ages[age] += 1
-        self._events.append(
-            Update(
-                version=self.version,
-                worker=worker,
-                share=lease.share,
-                age=age,
-                loss=push.loss,
-                norm=push.norm,
-                gap=self._clocks.gap,
-            )
-        )
-        sent = self._to_servers(
-            Apply(
-                incarnation=self.incarnation, worker=worker, ticket=ticket, version=self.version,
-                loss=push.loss, norm=push.norm, rate=self._rules.rate(age),
-            )
-        )  # fmt: skip
-        if worker in self._leaving:
+        what: Any = {"worker": worker, "version": self.version, "loss": push.loss, "norm": push.norm}
+        self._events.append(Update(share=lease.share, age=age, gap=self._leases.clocks.gap, **what))
+        rate = self._rules.rate(age)
+        sent = self._to_servers(Apply(incarnation=self.incarnation, ticket=ticket, rate=rate, **what))
+        if not self._leases.wait_again(worker):
             sent += self._forget(worker)
-        else:
-            self._waiting[worker] = None
         if self._rules.keeps(self.version):
             sent += self._keep()
         return sent + self._give_out()
@@ -340,38 +229,27 @@ class Head:
     # --- Snapshots.
 
     def _keep(self) -> Sent:
-        state = {
-            "ledger": self._ledger.state(),
-            "ages": {str(age): count for age, count in sorted(self.ages.items())},
-        }
-        self._keeping[self.version] = state, set()
-        return self._to_servers(
-            Keep(
-                incarnation=self.incarnation, version=self.version, state=state, forget_before=self._complete
-            )
-        )
+        state = _state(self._leases.ledger, self.ages)
+        self._snapshots.begin(self.version, state)
+        before = self._snapshots.complete
+        keep = Keep(incarnation=self.incarnation, version=self.version, state=state, forget_before=before)
+        return self._to_servers(keep)
 
     def _kept(self, message: SnapshotKept) -> Sent:
-        if message.incarnation != self.incarnation or message.version not in self._keeping:
+        current = message.incarnation == self.incarnation
+        snapshot = self._snapshots.kept(message.version, message.server) if current else None
+        if snapshot is None:
             return []
-        state, servers = self._keeping[message.version]
-        servers.add(message.server)
-        if len(servers) < self._rules.num_servers:
-            return []
-        del self._keeping[message.version]
-        self._complete = message.version
-        self._events.append(Snapshot(version=message.version, state=state))
-        return self._dismiss() if self.finished else []
-
-    def _dismiss(self) -> Sent:
-        return [(Address("worker", worker), Done()) for worker in self._clocks.workers]
+        self._events.append(snapshot)
+        members = self._leases.clocks.workers if self.finished else []
+        return [(Address("worker", worker), Done()) for worker in members]
 
     def _back(self, message: Back) -> Sent:
         if message.asked is None:  # it was started, again perhaps: whatever it had been sent is gone
-            joining, members = self._joining, self._clocks.workers
+            joining, members = self._joining, self._leases.clocks.workers
             if self._reports is None:
                 self.incarnation += 1
-            self._clear()
+            self._clear(Ledger())
             self._joining = joining
             return [(Address("worker", worker), Rejoin(ticket=None)) for worker in members] + self.start()
         if self._reports is None or message.asked != self.incarnation:
@@ -381,24 +259,17 @@ class Head:
 
     def _restore(self, reports: dict[int, Back]) -> Sent:
         """Back to the newest snapshot that all servers have."""
-        others = [report.snapshots for report in reports.values()]
-
-        def everywhere(version: int, kind: SnapshotKind) -> bool:
-            return all(version in each and each[version].incarnation == kind.incarnation for each in others)
-
-        version = max(version for version, kind in reports[0].snapshots.items() if everywhere(version, kind))
-        state = reports[0].snapshots[version].state
+        snapshot = newest_common(reports)
+        version, state = snapshot.version, snapshot.state
         # it does at once what the head decides; others may not have gone back the last time yet
         lost = reports[0].newest - version
         joining = list(self._joining)
-        self._clear()
+        self._clear(Ledger.of(state["ledger"]), version)
         self._reports = None
-        self.version = self._complete = version
-        self._ledger = Ledger.of(state["ledger"])
+        self.version = version
         self.ages = Counter({int(age): count for age, count in state["ages"].items()})
         self._events.append(Restored(version=version, lost=lost, incarnation=self.incarnation))
-        # the head that took it may not have lived to hear so
-        self._events.append(Snapshot(version=version, state=state))
+        self._events.append(snapshot)  # the head that took it may not have lived to hear so
         sent = self._to_servers(Restore(incarnation=self.incarnation, version=version))
         for worker in joining:
             sent += self._join(worker)
@@ -406,3 +277,11 @@ class Head:
 
     def _to_servers(self, message: Any) -> Sent:
         return [(Address("server", server), message) for server in range(self._rules.num_servers)]
+
+
+def _state(ledger: Ledger, ages: Mapping[int, int]) -> dict[str, Any]:
+    """What a snapshot keeps of the head, as JSON values."""
+    return {
+        "ledger": ledger.state(),
+        "ages": {str(age): count for age, count in sorted(ages.items())},
+    }

@@ -16,7 +16,8 @@ from itertools import count
 from typing import Any
 
 from meshloom.asynchronous.protocol.circumstances import Circumstances, Incident
-from meshloom.asynchronous.protocol.head import STARTS, Event, Head
+from meshloom.asynchronous.protocol.events import Event
+from meshloom.asynchronous.protocol.head import STARTS, Head
 from meshloom.asynchronous.protocol.messages import HEAD, Address, Sent
 from meshloom.asynchronous.protocol.store import Store
 from meshloom.asynchronous.protocol.worker import Computed, Task, Worker

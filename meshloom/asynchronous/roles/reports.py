@@ -14,7 +14,8 @@ from typing import Literal
 from torch import Tensor
 
 from meshloom.asynchronous.messaging.handshake import WorkerSeconds
-from meshloom.asynchronous.protocol.head import Expelled, Head, Restored, Snapshot, Update
+from meshloom.asynchronous.protocol.events import Expelled, Restored, Snapshot, Update
+from meshloom.asynchronous.protocol.head import Head
 from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.snapshots import due_path, snapshot_name
 from meshloom.comm.messaging.endpoint import Refused
@@ -84,9 +85,7 @@ class Reports:
                         }
                     )
                 case Snapshot():
-                    if self._settings.evaluates(self._job, event.version) or self._settings.saves(
-                        self._job, event.version
-                    ):
+                    if self._settings.looks_at(self._job, event.version):
                         self._keep_due(event.version)
                     self._tell({"event": "snapshot", "version": event.version})
                 case Expelled():

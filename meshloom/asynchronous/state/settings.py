@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -78,6 +78,10 @@ class AsynchronousSettings:
             or (job.checkpoint_every is not None and version % job.checkpoint_every == 0)
         )
 
+    def looks_at(self, job: Job, version: int) -> bool:
+        """Whether it is evaluated or saved."""
+        return self.evaluates(job, version) or self.saves(job, version)
+
     def rules(self, job: Job, plan: Plan) -> Rules:
         """For the head."""
         periods = [self.snapshot_every, *([job.evaluate.every] if job.evaluate else [])]
@@ -89,6 +93,13 @@ class AsynchronousSettings:
             keep_every=periods,
             rate_by_age=plan.rate_by_age,
         )
+
+
+def refuse_common_steps() -> NoReturn:
+    """Raise `PlanError`: workers take no steps together."""
+    raise PlanError(
+        "exchange=async has no steps that all workers take together, so there is no loop of one's own. Use Trainer.fit()."
+    )
 
 
 def inner_plan(plan: Plan) -> Plan:

@@ -1,0 +1,49 @@
+"""Which snapshots all servers have: those they are asked for while a run goes on, and the newest common one of
+what they report when they come back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshloom.asynchronous.protocol.events import Snapshot
+from meshloom.asynchronous.protocol.messages import Back, SnapshotKind
+
+
+class KeptSnapshots:
+    """complete: the newest version of which all `num_servers` servers have kept their parts; -1: none."""
+
+    def __init__(self, num_servers: int, complete: int = -1) -> None:
+        self.complete = complete
+        self._num_servers = num_servers
+        self._pending: dict[
+            int, tuple[Any, set[int]]
+        ] = {}  # version -> the head's state, and who has kept it
+
+    def begin(self, version: int, state: Any) -> None:
+        """Servers are asked to keep their parts after update `version`. state: the head's."""
+        self._pending[version] = state, set()
+
+    def kept(self, version: int, server: int) -> Snapshot | None:
+        """A server has kept its part; the snapshot if it was the last."""
+        if version not in self._pending:
+            return None
+        state, servers = self._pending[version]
+        servers.add(server)
+        if len(servers) < self._num_servers:
+            return None
+        del self._pending[version]
+        self.complete = version
+        return Snapshot(version=version, state=state)
+
+
+def newest_common(reports: Mapping[int, Back]) -> Snapshot:
+    """The newest snapshot that all servers have from the same incarnation. reports: by server."""
+    others = [report.snapshots for report in reports.values()]
+
+    def everywhere(version: int, kind: SnapshotKind) -> bool:
+        return all(version in each and each[version].incarnation == kind.incarnation for each in others)
+
+    first = reports[0].snapshots
+    version = max(version for version, kind in first.items() if everywhere(version, kind))
+    return Snapshot(version=version, state=first[version].state)

@@ -1,0 +1,138 @@
+"""What servers report to the launcher of a run on processes: shown as it arrives, and added up."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshloom.asynchronous.account import RunAccount
+from meshloom.asynchronous.protocol.events import Update
+from meshloom.core.plan import Plan
+from meshloom.telemetry.progress import Listener
+from meshloom.telemetry.summary import TimeShares
+
+_WHAT_HAPPENED = {
+    "joined": "has joined",
+    "left": "has left",
+    "lost": "is lost: so is its gradient, and its share is given out again",
+    "expelled": "has pushed a gradient that is not finite: it was refused, its share is given out again, and the worker is let go",
+}
+
+
+class ReceivedReports:
+    """version: of the newest update. snapshot_taken: called with the version of a snapshot that all servers
+    have. account: of the run.
+
+    present: workers that take part. moved: when anything happened last. finished: whether the last update is
+    made. ages: of the updates, once it is.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        account: RunAccount,
+        listener: Listener,
+        version: int,
+        snapshot_taken: Callable[[int], None],
+    ) -> None:
+        self.version = version
+        self.present: set[int] = set()
+        self.moved = time.monotonic()
+        self.finished = False
+        self.ages: Counter[int] = Counter()
+        self._plan, self._account, self._listener = plan, account, listener
+        self._snapshot_taken = snapshot_taken
+        self._counts: dict[tuple[str, int], dict[str, int]] = {}  # of each start of a server
+        self._starts: Counter[str] = Counter()
+        self._worker_seconds: dict[int, dict[str, float]] = {}
+        self._noted: set[str] = set()
+
+    def receive(self, reports: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        """Reports, each with the name of its process."""
+        for who, event in reports:
+            match event.pop("event"):
+                case "update":
+                    rates, memory_bytes = event.pop("rates"), event.pop("memory")
+                    self._updated(Update(**event), rates, memory_bytes)
+                case "snapshot":
+                    self._snapshot_taken(event["version"])
+                case "restored":
+                    self._restored(event["version"], event["lost"])
+                case "worker":
+                    self._worker(event["worker"], event["what"])
+                case "tally":
+                    self._worker_seconds[event["worker"]] = event
+                case "counts":
+                    self._counts[who, self._starts[who]] = event
+                case "finished":
+                    self.finished = True
+                    self.ages = Counter({int(age): count for age, count in event["ages"].items()})
+                # a server that is started again says it again
+                case "note" if event["text"] not in self._noted:
+                    self._noted.add(event["text"])
+                    self._listener.note(event["text"])
+                case "serving":
+                    self.moved = time.monotonic()
+                    self._starts[who] += 1
+                case _:
+                    pass
+
+    def count(self, name: str) -> int:
+        """A count of all starts of all servers."""
+        return sum(counts[name] for counts in self._counts.values())
+
+    def computing(self) -> dict[int, float]:
+        """The part of its time that each worker computed."""
+        return {
+            worker: seconds["computing"] / max(seconds["seconds"], 1e-9)
+            for worker, seconds in sorted(self._worker_seconds.items())
+        }
+
+    def add_bytes(self) -> None:
+        """Put the bytes of pushes and pulls into the account."""
+        newest = {who: self._counts[who, start] for who, start in sorted(self._counts)}
+        self._account.push_bytes, self._account.pull_bytes = (
+            sum(counts[f"{what}_once"] for counts in newest.values()) for what in ("push", "pull")
+        )
+        self._account.bytes.update(push=self.count("push"), pull=self.count("pull"))
+
+    def time_shares(self) -> TimeShares:
+        """Of the workers that left in order. With a bounded plan the time not spent computing or reading
+        counts as waiting for slower workers: it cannot be told from communication."""
+        total = max(sum(seconds["seconds"] for seconds in self._worker_seconds.values()), 1e-9)
+        compute, data = (
+            sum(seconds[name] for seconds in self._worker_seconds.values()) / total
+            for name in ("computing", "reading")
+        )
+        rest = max(0.0, 1 - compute - data)
+        bounded = self._plan.staleness is not None
+        return TimeShares(
+            compute=compute,
+            communication=0.0 if bounded else rest,
+            waiting=rest if bounded else 0.0,
+            data=data,
+        )
+
+    def _updated(self, update: Update, rates: list[float], memory_bytes: int) -> None:
+        self.version = update.version
+        self.moved = time.monotonic()
+        self._account.updated(update)
+        self._listener.step(self._account.progress(update, learning_rates=rates, memory_bytes=memory_bytes))
+
+    def _restored(self, version: int, lost: int) -> None:
+        if self._account.num_updates == 0 and not lost:
+            return  # the start
+        # server 0 may have been killed before it had written down the newest
+        lost = max(lost, self.version - version)
+        self.version = version
+        self._listener.note(self._account.restored(version, lost))
+
+    def _worker(self, worker: int, what: str) -> None:
+        self.moved = time.monotonic()
+        if not self._account.num_updates:
+            self._account.began = time.monotonic()  # until now, processes were starting
+        (self.present.add if what == "joined" else self.present.discard)(worker)
+        if not self.finished and not (what == "joined" and worker < self._plan.dp):
+            self._listener.note(f"after update {self.version} worker {worker} {_WHAT_HAPPENED[what]}")

@@ -1,0 +1,96 @@
+"""Snapshots of a run on processes that are due: evaluated and saved in a thread, one at a time, while training
+goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshloom.asynchronous.state.settings import AsynchronousSettings
+from meshloom.asynchronous.state.snapshot_evaluation import Inspection
+from meshloom.asynchronous.state.snapshots import due_path, read_snapshot
+from meshloom.core.job import Job
+from meshloom.telemetry.progress import Listener
+
+
+class DueSnapshots:
+    """evaluation, saved: the newest results. newest: the version that the run begins with, which is not
+    due."""
+
+    def __init__(
+        self,
+        inspection: Inspection,
+        settings: AsynchronousSettings,
+        job: Job,
+        listener: Listener,
+        num_servers: int,
+        newest: int,
+    ) -> None:
+        self.evaluation: dict[str, float] = {}
+        self.saved: Path | None = None
+        self._inspection, self._settings, self._job, self._listener = inspection, settings, job, listener
+        self._num_servers = num_servers
+        self._newest = newest
+        self._waiting: deque[int] = deque()
+        self._running: _InspectionThread | None = None
+
+    def add(self, version: int) -> None:
+        """All servers have this snapshot."""
+        if version > self._newest and self._settings.looks_at(self._job, version):
+            self._newest = version
+            self._waiting.append(version)
+
+    def advance(self, directory: Path) -> bool:
+        """Report the results of a thread that has ended, and start the next; whether there is something left.
+        directory: of the run."""
+        if self._running is not None and not self._running.is_alive():
+            ended, self._running = self._running, None
+            ended.join()
+            if ended.error is not None:
+                raise ended.error
+            if ended.evaluation is not None:
+                self.evaluation = ended.evaluation
+                self._listener.evaluated(ended.version, ended.evaluation)
+            if ended.saved is not None:
+                self.saved = ended.saved
+                self._listener.saved(ended.version, ended.saved)
+        if self._running is None and self._waiting:
+            version = self._waiting.popleft()
+            paths = [due_path(directory, version, server) for server in range(self._num_servers)]
+            self._running = _InspectionThread(self._inspection, self._settings, self._job, version, paths)
+            self._running.start()
+        return self._running is not None
+
+
+class _InspectionThread(threading.Thread):
+    """Of the snapshot of update `version`. paths: of its files, by server; they are removed."""
+
+    def __init__(
+        self,
+        inspection: Inspection,
+        settings: AsynchronousSettings,
+        job: Job,
+        version: int,
+        paths: Sequence[Path],
+    ) -> None:
+        super().__init__(daemon=True)  # a run that ends early does not wait for it
+        self.version = version
+        self.evaluation: dict[str, float] | None = None
+        self.saved: Path | None = None
+        self.error: BaseException | None = None
+        self._inspection, self._settings, self._job, self._paths = inspection, settings, job, paths
+
+    def run(self) -> None:
+        try:
+            snapshots = [read_snapshot(path) for path in self._paths]
+            contents = [content for _, content in snapshots]
+            if self._settings.evaluates(self._job, self.version):
+                self.evaluation = self._inspection.evaluate(contents)
+            if self._settings.saves(self._job, self.version):
+                self.saved = self._inspection.save(self.version, contents, snapshots[0][0].state)
+            for path in self._paths:
+                path.unlink()
+        except BaseException as error:
+            self.error = error
