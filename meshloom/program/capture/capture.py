@@ -1,4 +1,4 @@
-"""Reads a job's loss as a program, and refuses what a program would freeze."""
+"""Captures a job's loss as a program, and refuses what a program would freeze."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def capture(
     """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if there is
     none.
 
-    The loss is read twice, under different data and seeds; what differs would be frozen in the program, so it
-    is refused.
-    dtype: convert the model and the batches to it first. numbers: whether numbers in a batch can be inputs;
-    else the program is for these numbers. fold: read calls of modules that are alike once (`folding.py`).
+    The loss is exported twice, with different data and seeds; what differs would be frozen in the program, so
+    it is refused.
+    dtype: convert the model and the batches to it first. numbers: whether numbers in a batch may be inputs;
+    else the program is specialized to them. fold: export identical modules once (`folding.py`).
     """
     with one_thread():
         return capture_module(
@@ -69,10 +69,10 @@ def capture_module(
     fold: bool = True,
     once: bool = False,
 ) -> Program:
-    """The same for a module that is there already. Its tensors stay as they are; plain attributes that its
-    forward changes do not.
+    """`capture` of an existing module. Its tensors and the plain attributes that its forward changes are
+    unchanged afterwards.
 
-    once: read it from the first batch alone, where it is known to be steady.
+    once: export it with the first batch alone, where the loss is known to freeze nothing.
     """
     batches = in_precision(batches[0], dtype), in_precision(batches[1], dtype)
     given = leaves_of(batches[0]), leaves_of(batches[1])
@@ -107,7 +107,7 @@ def capture_module(
 
 
 def _same(first: Exported, second: Exported) -> bool:
-    """Whether two readings are the same before anything was made of them; then so is what is made of them."""
+    """Whether two exports are equal, so that their programs are, too."""
     if (first.inputs, first.parameters, first.buffers, first.out_spec) != (
         second.inputs,
         second.parameters,
@@ -139,7 +139,7 @@ def _check_shapes(first: Leaves, second: Leaves) -> None:
         one, other = shapes[0].get(name), shapes[1].get(name)
         if one != other:
             raise CaptureError(
-                f"The two batches to read the loss with must be alike, and {name} is {_shown(one)} in one and {_shown(other)} in the other."
+                f"The two batches to capture the loss with must have the same structure, and {name} is {_shown(one)} in one and {_shown(other)} in the other."
             )
 
 

@@ -1,4 +1,5 @@
-"""A program against the module it was read from: loss, every gradient and every buffer, on fresh batches."""
+"""Compares a program with the module it was captured from: loss, every gradient and every buffer, on fresh
+batches."""
 
 from __future__ import annotations
 
@@ -24,18 +25,16 @@ from meshloom.program.trace.attributes import plain_values, whole_attributes
 from meshloom.program.trace.precision import build_model, default_precision, in_precision
 from meshloom.program.trace.reading import one_thread
 
-# The same operators run in the same order; where gradients of one tensor meet, their sum may have another
-# order.
+# The same operators run in the same order; only the order in which gradients of one tensor add up may differ.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a program was from eager: the largest error of the loss, a gradient or a buffer, and which it
-    was.
+    """The largest error of a program against eager, of the loss, a gradient or a buffer.
 
-    telling: whether there was something to compare in each: finite losses, and gradients none of which was
-        nothing in all batches.
+    what: where it is. telling: whether the comparison meant something: losses were finite, and no gradient
+        was zero in all batches.
     """
 
     error: float
@@ -45,8 +44,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Ran:
-    """What a loss came to. gradients: of parameters that have one; sketches, as whole ones would be another
-    model."""
+    """Results of a run of the loss. gradients: sketches, as full ones take the memory of another model."""
 
     outputs: list[Any]
     gradients: dict[str, Sketch]
@@ -56,10 +54,10 @@ class _Ran:
 def check_against_eager(
     program: Program, job: Job, batches: Sequence[Any], *, tolerance: float | None = None
 ) -> Difference:
-    """Run the program and the job's own model on each of `batches`; raise `CaptureError` where they differ,
+    """Run the program and the job's own model on each of `batches`. Raises `CaptureError` where they differ,
     naming the first module that does.
 
-    The model is in the precision that the program was captured in. tolerance: as in `check_against_module`.
+    The model is in the precision of the capture. tolerance: as in `check_against_module`.
     """
     with one_thread():
         model = build_model(job, program.precision, training=program.training, beside=batches[0])
@@ -74,17 +72,17 @@ def check_against_module(
     *,
     tolerance: float | None = None,
 ) -> Difference:
-    """Run both on each of `batches`, one after another; raise `CaptureError` where they differ. The model
-    stays as it is.
+    """Run both on each of `batches`. Raises `CaptureError` where they differ. The model is unchanged
+    afterwards.
 
-    tolerance: largest ||program - eager|| / max(||eager||, 1e-3 of the largest gradient norm). Default: by the model's lowest precision.
-    Both use the model's own parameters, and their gradients are let go one by one: besides activations no
-    memory of the model's size is needed. Of gradients larger than `sketch.SMALL` the norms are estimates from
-    sketches, within a few percent; where the two are equal they are zero.
+    tolerance: largest ||program - eager|| / max(||eager||, 1e-3 of the largest gradient norm). Default: by
+    the model's lowest precision. Both use the model's own parameters, and gradients are freed one by one:
+    besides activations no memory of the model's size is needed. For gradients larger than `sketch.SMALL`
+    norms are estimated from sketches, within a few percent, and equal gradients have a distance of zero.
     """
     limit = tolerance if tolerance is not None else _tolerance(program)
     worst = Difference(0.0, "the loss")
-    with one_thread(), _as_it_was(model), preserved_draws(), default_precision(program.precision):
+    with one_thread(), _restored(model), preserved_draws(), default_precision(program.precision):
         mirror = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         parameters = {
             name: parameter.detach().requires_grad_(parameter.requires_grad)
@@ -112,10 +110,10 @@ def check_against_module(
 
 
 def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch: Any) -> None:
-    """The same of one forward alone: what the loss returns, and buffers. For a program that was compared
+    """Compare one forward: the results of the loss, and buffers. For a program that was fully compared
     before."""
     limit = _tolerance(program)
-    with one_thread(), _as_it_was(model), preserved_draws(), default_precision(program.precision):
+    with one_thread(), _restored(model), preserved_draws(), default_precision(program.precision):
         mirror = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         batch, seed = in_precision(batch, program.precision), derive("check", 0)
         draws = any(node.num_draws for node in program.nodes)
@@ -129,9 +127,8 @@ def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch:
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Gradients, buffers and plain attributes are afterwards what they were, and no gradients are there
-    meanwhile."""
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Clears gradients, and restores gradients, buffers and plain attributes on exit."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(module, dict(vars(module)["_buffers"])) for module in model.modules()]
     values = {id(buffer): (buffer, buffer.detach().clone()) for buffer in model.buffers()}
@@ -156,8 +153,8 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 def _eager(
     model: nn.Module, loss: LossFunction, batch: Any, seed: int, *, keyed: bool, backward: bool = True
 ) -> _Ran:
-    """Plain eager where nothing is drawn: composite operators cast less under autocast when a mode watches
-    what they are made of."""
+    """A run in eager. Draws are keyed only if there are any: under autocast, composite operators cast less
+    when a mode sees the operators inside."""
     seed_everything(seed)
     with (
         _taking_gradients(dict(model.named_parameters())) as gradients,
@@ -165,7 +162,7 @@ def _eager(
     ):
         outputs = tree_leaves(loss(model, _cloned(batch)))
         if backward:
-            _backward(outputs)  # checkpointed blocks draw again in it
+            _backward(outputs)  # inside the modes: checkpointed blocks draw again
     return _Ran(
         _detached(outputs),
         gradients,
@@ -194,13 +191,14 @@ def _program(
 
 @contextmanager
 def _taking_gradients(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Sketch]]:
-    """Backward puts sketches of the gradients here, by name, and keeps none: one is whole at a time."""
+    """Collects sketches of the gradients of a backward, by name, and frees the gradients: one exists at a
+    time."""
     taken: dict[str, Sketch] = {}
 
     def take(name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
         found = sketch(parameter.grad)
-        # checkpointed blocks that share it bring it one by one
+        # a parameter shared by checkpointed blocks gets its gradient in several parts
         taken[name] = taken[name] + found if name in taken else found
         parameter.grad = None
 
@@ -212,7 +210,8 @@ def _taking_gradients(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Sk
 
 
 def _backward(outputs: list[Any]) -> None:
-    """Of the loss, if it has a gradient; checkpointed blocks want backward rather than autograd.grad."""
+    """Backward of the loss, if it requires grad; checkpointed blocks support `backward`, not
+    `autograd.grad`."""
     if isinstance(outputs[0], Tensor) and outputs[0].requires_grad:
         outputs[0].sum().backward()
 
@@ -253,7 +252,7 @@ def _differences(found: _Ran, expected: _Ran, floor: float) -> Iterator[Differen
 
 
 def _error(mine: Tensor, theirs: Tensor) -> float:
-    """||mine - theirs|| / ||theirs||; infinities and missing numbers in equal places are equal."""
+    """||mine - theirs|| / ||theirs||; infinities and NaNs in equal places are equal."""
     if mine.shape != theirs.shape:
         return float("inf")
     if torch.equal(mine, theirs) or not theirs.numel():
@@ -288,8 +287,7 @@ def _first_difference(
     seed: int,
     limit: float,
 ) -> str:
-    """Names the first module, in order of execution, none of whose values in the program is its eager
-    output."""
+    """The first module, in order of execution, whose eager output is none of its values in the program."""
     values: dict[str, list[Tensor]] = {}
 
     def collect(node: Any, value: Any) -> None:
@@ -313,8 +311,8 @@ def _first_difference(
             if name == path or name.startswith(f"{path}.")
             for each in found
         ]
-        alike = [each for each in inside if each.shape == output.shape]
-        if alike and min(_error(each, output) for each in alike) > limit:
+        same_shape = [each for each in inside if each.shape == output.shape]
+        if same_shape and min(_error(each, output) for each in same_shape) > limit:
             return f"the first module whose output differs is {path or 'the model'}"
     return "every module's output is the same, so the difference is in the backward or in the loss function"
 

@@ -1,8 +1,7 @@
-"""Reads a job's loss by shapes alone: whatever its size, on any machine, for any device.
+"""Captures a job's loss by shapes: for a model of any size, on any machine, for any device.
 
-The model is built and its loss read under fake tensors, which have everything but values. Small tensors keep
-theirs while the
-model is built, because constructors look at them: `torch.linspace(0, 0.1, 12)[3].item()`.
+The model is built and its loss exported with fake tensors, which have no values. Small tensors have values
+while the model is built, because constructors read them: `torch.linspace(0, 0.1, 12)[3].item()`.
 """
 
 from __future__ import annotations
@@ -47,17 +46,15 @@ def capture_shapes(
     kept: Callable[[nn.Module, Leaves, Callable[[], Program]], Program] | None = None,
     built: Callable[[Callable[[], Built]], Built] | None = None,
 ) -> Program:
-    """The program of `job.loss` for batches of the shapes of `batch`, as `capture` gives it but without
-    values: it can be looked at, not run.
+    """The program of `job.loss` for batches of the shapes of `batch`, like `capture`, but without values: it
+    can be analysed, not run.
 
-    The loss is read once, so what only a second reading would show is not refused here.
+    The loss is exported once, so what only differs in a second export is not refused.
     dtype: convert the model and the batch to it first.
-    device: where the model and the batch are said to lie; it need not be there. The code takes its way on a
-    CPU, and autocast casts as on one. small: most elements of a tensor that has values while the model is
-    built.
-    kept: gives the program for the model and the batch without values, or what the function that it is handed
-        reads.
-    built: gives the model, which nothing has read yet, or what the function that it is handed builds.
+    device: of the program; it need not exist. Code takes its CPU branches, and autocast casts as on the CPU.
+    small: most elements of a tensor that has values while the model is built.
+    kept: returns the program for the fake model and batch, from a cache or by calling its last argument.
+    built: returns the model, unused so far, likewise.
     Raises `CaptureError` if there is no program, or if the model's constructor needs the values of a larger
     tensor.
     """
@@ -91,8 +88,7 @@ def capture_shapes(
 
 
 def model_by_shapes(job: Job, dtype: torch.dtype | None, *, training: bool, small: int = SMALL) -> Built:
-    """The job's model with parameters and buffers that have everything but values, on the CPU; and the mode
-    that batches for it are made in.
+    """The job's model with fake parameters and buffers, on the CPU, and the mode for its batches.
 
     dtype, small: as in `capture_shapes`.
     """
@@ -104,19 +100,19 @@ def model_by_shapes(job: Job, dtype: torch.dtype | None, *, training: bool, smal
 
 @contextmanager
 def on_cpu(device: torch.device) -> Iterator[None]:
-    """Around what builds and reads a model by shapes: whatever lies on `device` lies on the CPU."""
+    """A context in which tensors for `device` are created on the CPU."""
     with _OnCPU(), _autocast_of(device):
         yield
 
 
 def moved_to(program: Program, device: torch.device) -> Program:
-    """A program that was read on the CPU, as one of `device`."""
-    return replace(program, nodes=tuple(_moved(node, device) for node in program.nodes), device=device)
+    """A program captured on the CPU, as one of `device`."""
+    return replace(program, nodes=tuple(_node_on(node, device) for node in program.nodes), device=device)
 
 
 def _build(job: Job, mode: FakeTensorMode, small: int, *, training: bool) -> nn.Module:
     try:
-        with _SmallAreReal(mode, small), _truncated_at_once():
+        with _SmallAreReal(mode, small), _truncated_in_one_draw():
             return build_model(job, None, training=training)
     except MeshloomError:
         raise
@@ -129,8 +125,9 @@ def _build(job: Job, mode: FakeTensorMode, small: int, *, training: bool) -> nn.
 
 
 @contextmanager
-def _truncated_at_once() -> Iterator[None]:
-    """`trunc_normal_` draws again until no value lies outside, which fake ones never show."""
+def _truncated_in_one_draw() -> Iterator[None]:
+    """Makes `trunc_normal_` draw once: it draws until no value lies outside, which is unknown of fake
+    values."""
     init: Any = torch.nn.init
     draw = init._no_grad_trunc_normal_
     init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: (
@@ -143,7 +140,7 @@ def _truncated_at_once() -> Iterator[None]:
 
 
 class _SmallAreReal(TorchDispatchMode):
-    """Operators give fake tensors, except those that see no fake one and give small ones: these run."""
+    """Operators return fake tensors, except those with only real inputs and small results: these run."""
 
     def __init__(self, mode: FakeTensorMode, small: int) -> None:
         super().__init__()
@@ -172,12 +169,12 @@ class _SmallAreReal(TorchDispatchMode):
 
 
 _LOOKS_AT_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# parametrizations ask them of their matrices
+# parametrizations call these on their matrices
 _CHECKS = {torch.ops.aten.allclose.default, torch.ops.aten.equal.default}
 
 
 def _convert(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
-    """Replace every parameter and buffer by a fake one of this precision; tied ones stay tied."""
+    """Replace every parameter and buffer by a fake one of this dtype; tied ones stay tied."""
     made: dict[Tensor, Tensor] = {}
     modules: list[Any] = list(model.modules())
     for module in modules:
@@ -185,12 +182,12 @@ def _convert(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) 
             if tensor is not None:
                 if tensor not in made:
                     made[tensor] = fake_of(tensor, mode, dtype)
-                # not straight into the dict: recurrent layers keep a list of their weights
+                # not into the dict directly: recurrent layers keep a list of their weights
                 setattr(module, name, made[tensor])
 
 
 def fake_of(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor as this one without values, on the CPU. dtype: of a floating-point one; default: its own."""
+    """A fake tensor like this one, on the CPU. dtype: of a floating-point one; default: its own."""
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     if wanted == tensor.dtype and tensor.device.type == "cpu":
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
@@ -200,8 +197,8 @@ def fake_of(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = No
 
 
 class _OnCPU(TorchFunctionMode):
-    """Whatever device the code names is the CPU: autograd ends the process when it sees a device that this
-    torch is not built for."""
+    """Replaces every device by the CPU: autograd ends the process at a device for which torch was not
+    built."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -217,15 +214,14 @@ class _OnCPU(TorchFunctionMode):
 
 
 def _cpu(device: Any) -> Any:
-    """The CPU for any device but `meta`; None for none."""
+    """The CPU for any device but `meta`; None stays None."""
     kind = "cuda" if isinstance(device, int) else torch.device(device).type if device is not None else "meta"
     return device if kind in ("cpu", "meta") else torch.device("cpu")
 
 
 @contextmanager
 def _autocast_of(device: torch.device) -> Iterator[None]:
-    """Autocast regions for `device` are open though it is not there; what they cast is what they would on the
-    CPU."""
+    """Opens autocast regions for `device` on the CPU, with their dtype."""
     autocast: Any = torch.amp.autocast_mode.autocast
     begin = autocast.__init__
 
@@ -247,8 +243,8 @@ def _autocast_of(device: torch.device) -> Iterator[None]:
         autocast.__init__ = begin
 
 
-def _moved(node: Node, device: torch.device) -> Node:
-    """The node with `device` for the CPU, in its arguments and its autocast regions."""
+def _node_on(node: Node, device: torch.device) -> Node:
+    """The node with `device` for the CPU, in its arguments and autocast regions."""
     regions = tuple(
         replace(each, device=device.type) if each.device == "cpu" else each for each in node.context.autocast
     )

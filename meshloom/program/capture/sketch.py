@@ -1,11 +1,10 @@
-"""A tensor in a thirtieth of its memory, kept so that the distance of two tensors can be told from what is
-kept of them.
+"""A count sketch: a tensor in a thirtieth of its memory, from which the distance of two tensors can be
+estimated.
 
-A large tensor is cut into `FOLDS` rows, which are added up with signs that are drawn anew for every element
-(a count sketch). Of
-the difference of two tensors the sum keeps the squared norm on average: every element counts once, and
-products of different elements cancel. Tensors that are equal have equal sketches, bit by bit; sketches of
-parts of a sum add up to that of the sum.
+A large tensor is split into `FOLDS` rows, which are added up with random signs for every element. The sum of
+the difference of two tensors has its squared norm on average: every element counts once, and products of
+different elements cancel. Equal tensors have equal sketches, bit by bit; sketches of the parts of a sum add
+up to the sketch of the sum.
 
 Source: Charikar, Chen, Farach-Colton, "Finding frequent items in data streams" (2002).
 """
@@ -19,17 +18,17 @@ import torch
 from torch import Tensor
 
 FOLDS = 32
-SMALL = 4096  # elements; such tensors are kept whole
-_CHUNK = 2**18  # elements that are looked at together, so that no copy of the whole is made
+SMALL = 4096  # elements; such tensors are kept in full
+_CHUNK = 2**18  # elements that are processed together, to avoid a copy of the whole tensor
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """What is kept of a tensor. Equal shapes make sketches that can be compared.
+    """A sketch. Tensors of equal shapes have sketches that can be compared.
 
-    folded: float64 [kept elements], of its finite elements (real and imaginary parts of complex ones side by
-    side); others count as 0. odd: the same of codes for what is not finite (1 infinity, 2 minus infinity, 3
-    no number); None if all is finite.
+    folded: float64 [kept elements], of the finite elements (real and imaginary parts side by side); others
+    count as 0. odd: the same of codes for elements that are not finite (1 inf, 2 -inf, 3 NaN); None if all
+    are finite.
     """
 
     shape: tuple[int, ...]
@@ -37,11 +36,11 @@ class Sketch:
     odd: Tensor | None
 
     def norm(self) -> float:
-        """Of the tensor's finite elements, on average over the signs; exact for small tensors."""
+        """Norm of the tensor's finite elements, an estimate; exact for small tensors."""
         return float(self.folded.norm())
 
     def distance(self, other: Sketch) -> float:
-        """The norm of the difference; infinite if shapes differ or other elements are not finite."""
+        """Norm of the difference; infinite if shapes or the places of non-finite elements differ."""
         if self.shape != other.shape:
             return math.inf
         codes = [
@@ -57,7 +56,7 @@ class Sketch:
 
 
 def sketch(tensor: Tensor) -> Sketch:
-    """Of a tensor of any shape and dtype, on its device."""
+    """The sketch of a tensor of any shape and dtype, on its device."""
     flat = (tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()).contiguous()
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat.reshape(-1)
     rows = FOLDS if flat.numel() > SMALL else 1
@@ -65,7 +64,7 @@ def sketch(tensor: Tensor) -> Sketch:
     folded = torch.zeros(width, dtype=torch.float64, device=flat.device)
     odd: Tensor | None = None
     signs, shifts = _signs(rows, min(width, _CHUNK), tensor.device)
-    # rolled by taking a part of it
+    # doubled, so that rolling is slicing
     twice = torch.cat([signs, signs]).to(flat.dtype if flat.is_floating_point() else torch.float64)
     for row in range(rows):
         part = flat[row * width : (row + 1) * width]
@@ -78,13 +77,13 @@ def sketch(tensor: Tensor) -> Sketch:
                 odd = torch.zeros_like(folded) if odd is None else odd
                 odd[here] += sign * _codes(values.double())
                 values = values.nan_to_num(0.0, 0.0, 0.0)
-            folded[here] += sign * values  # which is exact: signs change no digits
+            folded[here] += sign * values  # exact: signs change no digits
     return Sketch(tuple(tensor.shape), folded, odd)
 
 
 def _signs(rows: int, width: int, device: torch.device) -> tuple[Tensor, list[int]]:
-    """Signs [width], and by how many places each row has them moved on; the same in every call. A single row
-    keeps its own."""
+    """Signs [width], and for each row by how much they are rolled; the same in every call. A single row has
+    no signs."""
     if rows == 1:
         return torch.ones(width, dtype=torch.float64, device=device), [0]
     generator = torch.Generator().manual_seed(0)

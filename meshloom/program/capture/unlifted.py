@@ -1,10 +1,10 @@
-"""A loss as it is read in the job's own precision, beside the program of it that was lifted to another one
-for verification.
+"""The program of a loss in the job's own precision, beside the one captured in another precision for
+verification.
 
-Divisions and cuts are chosen by what values weigh and operators take, and both double in float64. What is
-verified is to be what is trained, so they are chosen for this program, of shapes alone, and hold for the
-lifted one: export keeps casts that change nothing, so the two have the same operators, one for one, also
-where parts of a model have a precision of their own.
+Sharding and stage boundaries depend on sizes of values and costs of operators, and both double in float64.
+Verification must use those of training, so they are chosen for this program, captured by shapes, and applied
+to the other one. Export keeps casts that change nothing, so both have the same operators, also where parts of
+a model have a precision of their own.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from meshloom.program.ir.program import Program
 
 
 def unlifted(program: Program, job: Job, batch: Any, dtypes: Mapping[str, torch.dtype]) -> Program | None:
-    """The program of `job.loss` for batches like `batch` in the job's own precision. program: the same
-    lifted; batch: in either precision.
+    """The program of `job.loss` for batches like `batch`, in the job's own precision. program: the one
+    captured in the precision of the verification; batch: in either precision.
 
-    dtypes: of the tensors of a batch in the job's own precision, by name. None: there is no program in it
-    with the same operators, as for a model that asks for dtypes and does something else in each. Then it
-    cannot be said what is chosen for it in training.
+    dtypes: of the tensors of a batch in the job's own precision, by name. None: the program in that precision
+    has other operators, because the model depends on dtypes; then the choices of training cannot be applied.
     """
     leaves = leaves_of(batch)
     ((usual, _),) = Counter(each for each in dtypes.values() if each.is_floating_point).most_common(1) or [
@@ -44,20 +43,19 @@ def unlifted(program: Program, job: Job, batch: Any, dtypes: Mapping[str, torch.
     try:
         found = capture_shapes(job, own, training=program.training, device=program.device)
     except Exception:
-        # a constructor that needs values, or whatever else only values show: then it is read with them
-        found = None
-    # shapes alone do not make inputs of the numbers in a batch
-    if found is None or not _alike(found, program):
+        found = None  # the constructor needs values, for example
+    # a capture by shapes has no numbers of the batch as inputs
+    if found is None or not _same_operators(found, program):
         found = capture(job, (own, own), training=program.training, numbers=takes_numbers(program.others))
-    return found if _alike(found, program) else None
+    return found if _same_operators(found, program) else None
 
 
-def _alike(one: Program, other: Program) -> bool:
+def _same_operators(one: Program, other: Program) -> bool:
     return _facts(one) == _facts(other)
 
 
 def _facts(program: Program) -> list[Any]:
-    """All but precisions."""
+    """Everything but precisions."""
     state = [
         (each.value, each.meta.shape)
         for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)

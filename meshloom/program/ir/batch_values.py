@@ -1,16 +1,14 @@
-"""What a program does with what a batch holds besides tensors: it is an input, or the program is for that
-value alone, or nothing looks at it.
+"""How a program treats what a batch holds besides tensors: as an input, as a constant that the program is
+specialized to, or not at all.
 
-Found by reading. At first every number is a tensor without dims, and everything else an object that says when
-it is looked at:
+    {"x": tensor, "sigma": 0.3, "task": "copy", "files": [...]}    loss: x * sigma, if batch["task"] == "copy"
+      x * sigma        only computes with it: `sigma` is an input
+      task == "copy"   reads it in Python: captured again with the text itself, the program is for that text
+      files            is never read, so it may be anything
 
-    {"x": tensor, "sigma": 0.3, "task": "copy", "files": [...]}      loss: x * sigma, and `if batch["task"] == "copy"`
-      x * sigma        goes through: `sigma` is an input
-      task == "copy"   is noticed; the loss is read again with the text in its place, and the program is for that text
-      files            is never looked at, so it may be anything
-
-A number that Python wants to know (`range(n)`, `math.sqrt(sigma)`) makes a reading fail, and is a value like
-the text from then on.
+This is determined by capturing. At first every number is a tensor without dims, and everything else an object
+that reports when it is read. A number that Python needs (`range(n)`, `math.sqrt(sigma)`) makes a capture
+fail, and is a constant like the text from then on.
 """
 
 from __future__ import annotations
@@ -32,14 +30,13 @@ from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.nodes import Input
 
 T = TypeVar("T")
-# what else a batch holds: what it has to be for a program (`text_of`, or the kind of an input), None:
-# anything
+# name of a value -> what it must be for a program: `text_of` it, or the kind of an input; None: anything
 Others = dict[str, str | None]
-TRIED_ALONE = 4  # numbers that are tried one by one, when a reading fails and does not say why
+NUM_TRIED = 4  # numbers that are tried one by one when a capture fails without naming one
 
 
 def fits(others: Mapping[str, str | None], values: Mapping[str, Any]) -> bool:
-    """Whether a program of `others` is one for a batch with `values` (and tensors of its shapes)."""
+    """Whether a program of `others` applies to a batch with `values` (and tensors of its shapes)."""
     if list(others) != list(values):
         return False
     return all(
@@ -49,8 +46,8 @@ def fits(others: Mapping[str, str | None], values: Mapping[str, Any]) -> bool:
 
 
 def tensor_of(leaves: Leaves, each: Input, dtype: torch.dtype | None = None) -> Tensor:
-    """What a program is given for one of its inputs. dtype: of floating-point ones that are numbers in the
-    batch; default: the input's own."""
+    """The tensor for one of a program's inputs. dtype: of floating-point numbers in the batch; default: the
+    input's own."""
     if each.name in leaves.tensors:
         return leaves.tensors[each.name]
     own = each.meta.dtype
@@ -64,12 +61,12 @@ def tensor_of(leaves: Leaves, each: Input, dtype: torch.dtype | None = None) -> 
 def read_values(
     leaves: Iterable[Leaves], read: Callable[[list[Leaves]], T], *, numbers: bool = True
 ) -> tuple[T, Others]:
-    """What `read` gives for these batches, with what they hold besides tensors in its place, and what that is
-    for it. Values are the first batch's.
+    """The result of `read` for these batches, and how it treats what they hold besides tensors. Values are
+    those of the first batch.
 
-    read: may be called several times, with tensors of the batches that include numbers. Raises what `read`
-    raises with all values as they are, and `CaptureError` where the loss looks at what cannot be told from
-    others. numbers: whether they may be inputs.
+    read: called once or more, with batches whose tensors include numbers. numbers: whether these may be
+    inputs. Raises what `read` raises with all values as they are, and `CaptureError` where the loss reads an
+    object whose equality cannot be decided.
     """
     batches = list(leaves)
     values = batches[0].values
@@ -77,17 +74,17 @@ def read_values(
         return read(batches), {}
     touched: dict[str, None] = {}
     fixed = {
-        name for name, value in values.items() if _always_counts(value) or (not numbers and _kind(value))
+        name for name, value in values.items() if _is_always_fixed(value) or (not numbers and _kind(value))
     }
 
     def attempt(fixed: set[str]) -> tuple[T | None, Exception | None]:
         touched.clear()
         try:
             return read([_view(each, values, fixed, touched) for each in batches]), None
-        except Exception as error:  # whatever a tensor in the place of a number leads to
+        except Exception as error:  # whatever a tensor in the place of a number causes
             return None, error
 
-    def known(found: T | None) -> tuple[T, Others]:
+    def result(found: T | None) -> tuple[T, Others]:
         assert found is not None
         return found, {
             name: text_of(value) if name in fixed else _kind(value) for name, value in values.items()
@@ -101,23 +98,23 @@ def read_values(
                 _check_stable(name, values[name])
             continue
         if failed is None:
-            return known(found)
+            return result(found)
         inputs = [name for name, value in values.items() if name not in fixed and _kind(value)]
         rest = [name for name in values if name not in fixed]
         if not rest:
             raise failed
-        for name in inputs[:TRIED_ALONE] if len(inputs) > 1 else ():
+        for name in inputs[:NUM_TRIED] if len(inputs) > 1 else ():
             found, why = attempt({*fixed, name})
             if why is None and not touched:
                 fixed.add(name)
-                return known(found)
+                return result(found)
         for name in inputs or rest:
             _check_stable(name, values[name])
         fixed |= {*(inputs or rest)}
 
 
 def text_of(value: Any) -> str | None:
-    """A text that is equal for equal values, in every process; None for objects that have none.
+    """A text that is equal for equal values, in every process; None for objects without one.
 
     >>> text_of({"a": [1, 2.5, "b"], "c": None})
     "{'a': [1, 2.5, 'b'], 'c': None}"
@@ -156,8 +153,8 @@ def text_of(value: Any) -> str | None:
 def with_other_numbers(
     leaves: Leaves, others: Mapping[str, str | None], values: Mapping[str, Any], *, moved: bool
 ) -> Any:
-    """The batch with those of `values` that a program is for. moved: and with other numbers where it takes
-    any."""
+    """The batch with those of `values` that the program is specialized to. moved: also change the numbers
+    that are inputs."""
     given = {name: values[name] for name in _fixed(others)}
     if moved:
         given |= {name: _moved(leaves.values[name]) for name, wanted in others.items() if wanted in _KINDS}
@@ -165,8 +162,8 @@ def with_other_numbers(
 
 
 def stand_ins(others: Mapping[str, str | None], leaves: Leaves) -> dict[str, Any]:
-    """What stands in a batch for its values where a program of `others` is read by shapes: a tensor for each
-    number that is an input."""
+    """Name -> what replaces the number in a batch for a program captured by shapes: a tensor for each that is
+    an input."""
     dtypes = {"a float": torch.get_default_dtype(), "an int": torch.int64}
     return {
         name: torch.tensor(leaves.values[name], dtype=dtypes[wanted])
@@ -181,32 +178,32 @@ def takes_numbers(others: Mapping[str, str | None]) -> bool:
 
 
 def check_following(others: Mapping[str, str | None], following: Mapping[str, Any]) -> None:
-    """Refuse a program for a list, an array or a fraction that is another one in the batch after the first:
-    it would be so in every batch."""
+    """Raise `CaptureError` if a list, an array or a float that the program is specialized to differs in the
+    second batch: then it would differ in every batch."""
     for name, wanted in _fixed(others).items():
         value = following.get(name)
         few = value is None or isinstance(
             value, bool | int | str | bytes | enum.Enum | torch.dtype | torch.device | torch.Size
         )
         if not few and text_of(value) != wanted:
-            raise refused_value(name, value, "it is another one in the next batch")
+            raise refused_value(name, value, "it differs in the next batch")
 
 
 def refused_value(name: str, value: Any, why: str) -> CaptureError:
-    """What is said of a value that changes too often for programs."""
+    """The error for a value that changes too often for one program per value."""
     kind = type(value).__name__ + (f" of {len(value)}" if isinstance(value, list | tuple | Mapping) else "")
     return CaptureError(
-        f"The loss looks at {name} of the batch, a {kind}, in Python, and {why}: a program has what was there when it was read. "
+        f"The loss looks at {name} of the batch, a {kind}, in Python, and {why}: a program is specialized to the value it was captured with. "
         f"Make a tensor of it in collate. {WAY_OUT}"
     )
 
 
-class _LookedAtError(Exception):
-    """Something was done with what stands for a value of the batch."""
+class _ReadError(Exception):
+    """A stand-in for a value of the batch was used in Python."""
 
 
 class _Unread:
-    """Stands for a value of the batch, and says when it is looked at. Handing it on is not looking at it."""
+    """A stand-in for a value of the batch that reports when it is read. Passing it on is not reading it."""
 
     def __init__(self, name: str, touched: dict[str, None]) -> None:
         object.__setattr__(self, "_Unread__noted", (name, touched))
@@ -219,13 +216,13 @@ class _Unread:
         for each in tree_leaves((args, kwargs or {})):
             if type(each) is cls:
                 _note(each)
-        raise _LookedAtError
+        raise _ReadError
 
 
 def _note(unread: _Unread) -> NoReturn:
     name, touched = object.__getattribute__(unread, "_Unread__noted")
     touched[name] = None
-    raise _LookedAtError(name)
+    raise _ReadError(name)
 
 
 def _noting(self: _Unread, *args: Any, **kwargs: Any) -> Any:
@@ -246,12 +243,12 @@ _KINDS = ("a float", "an int")
 
 
 def _fixed(others: Mapping[str, str | None]) -> dict[str, str]:
-    """The values that a program is for alone, and their texts."""
+    """The values that a program is specialized to, and their texts."""
     return {name: wanted for name, wanted in others.items() if wanted is not None and wanted not in _KINDS}
 
 
 def _kind(value: Any) -> str | None:
-    """Of numbers that can be inputs."""
+    """Kind of a number that can be an input; None for other values."""
     if isinstance(value, bool | enum.Enum):
         return None
     if isinstance(value, float | numpy.floating):
@@ -259,31 +256,29 @@ def _kind(value: Any) -> str | None:
     return "an int" if isinstance(value, int | numpy.integer) and -(2**63) <= int(value) < 2**63 else None
 
 
-def _always_counts(value: Any) -> bool:
-    """What code asks about with `is`, which no object can notice, or must be what it is."""
+def _is_always_fixed(value: Any) -> bool:
+    """Whether code tests a value with `is`, which no stand-in can notice, or needs the value itself."""
     return value is None or isinstance(value, Tensor | bool | enum.Enum | torch.dtype)
 
 
 def _check_stable(name: str, value: Any) -> None:
     if text_of(value) is None:
         kind = f"{type(value).__name__}, " + (
-            "a dataclass"
-            if is_dataclass(value)
-            else "an object of which meshloom cannot tell whether two are equal"
+            "a dataclass" if is_dataclass(value) else "an object that meshloom cannot compare for equality"
         )
         raise CaptureError(
-            f"The loss looks at {name} of the batch, a {kind}: a program would keep what it is in the first batch for ever. "
-            f"Give its tensors and numbers to the batch themselves, in dicts, lists or dataclasses. {WAY_OUT}"
+            f"The loss looks at {name} of the batch, a {kind}: a program would keep its value in the first batch for ever. "
+            f"Put its tensors and numbers into the batch themselves, in dicts, lists or dataclasses. {WAY_OUT}"
         )
 
 
 def _view(leaves: Leaves, values: Mapping[str, Any], fixed: set[str], touched: dict[str, None]) -> Leaves:
-    """A batch whose tensors include its numbers, with `values` in the places of those that are fixed and
-    nothing readable in the others'."""
+    """A batch whose tensors include its numbers, with `values` for what is fixed and unreadable stand-ins for
+    the rest."""
     missing = [name for name in values if name not in leaves.values]
     if missing or len(values) != len(leaves.values):
         raise CaptureError(
-            f"The two batches to read the loss with must be alike, and one holds {', '.join(values)} and the other {', '.join(leaves.values)}."
+            f"The two batches to capture the loss with must have the same structure, and one holds {', '.join(values)} and the other {', '.join(leaves.values)}."
         )
     kinds = {
         name: torch.get_default_dtype() if _kind(value) == "a float" else torch.int64
@@ -316,7 +311,7 @@ def _view(leaves: Leaves, values: Mapping[str, Any], fixed: set[str], touched: d
 
 
 def _moved(number: Any) -> Any:
-    """Another number of about that size: an index stays one that exists."""
+    """Another number of similar size: an index stays valid."""
     if _kind(number) == "a float":
         return number * 0.75 if number else 0.25
     return number - 1 if number > 0 else number + 1

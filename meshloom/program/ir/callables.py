@@ -1,4 +1,4 @@
-"""What a running program calls besides ATen operators."""
+"""Callables of programs besides ATen operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshloom.core.random import KeyedDraws, pass_over_draws
 
 
 def out_of_place(op: Callable[..., Any], value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What `op` would make of `value` in place.
+    """The result that `op` would write to `value` in place.
 
     >>> import torch
     >>> out_of_place(torch.ops.aten.mul_.Tensor, torch.ones(2), 3)
@@ -21,18 +21,18 @@ def out_of_place(op: Callable[..., Any], value: Tensor, *args: Any, **kwargs: An
 
 
 def keyed(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`op` with every random operation in it seeded anew from the one before. An `aten.lstm` with dropout has
+    """`op` with each of its random operations seeded from the one before: an `aten.lstm` with dropout has
     several."""
     with KeyedDraws():
         return op(*args, **kwargs)
 
 
 def keyed_out_of_place(op: Callable[..., Any], value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What `op`, which draws, would make of `value` in place."""
+    """`out_of_place` for an `op` that draws, with `keyed` seeds."""
     with KeyedDraws():
         return op(value.clone(), *args, **kwargs)
 
 
 def skip_draws(count: int) -> None:
-    """Go on as if `count` random operations had been: they are another stage's."""
+    """Advance the random state past `count` draws of another stage."""
     pass_over_draws(count)

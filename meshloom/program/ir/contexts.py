@@ -1,5 +1,4 @@
-"""The context a node runs in: whether gradients are recorded, and which autocast regions are open around
-it."""
+"""The context of a node: whether gradients are recorded, and the autocast regions around it."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Autocast:
-    """One autocast region of the loss, in order of entry. Casts of parameters are cached until the outermost
-    one ends."""
+    """An autocast region of the loss, numbered in order of entry. Casts of parameters are cached until the
+    outermost region ends."""
 
     number: int
     device: str
@@ -36,11 +35,11 @@ class Context:
 
 
 class Entered:
-    """Moves from context to context while a program runs; on leaving, everything is as it was before.
+    """Switches between contexts while a program runs; restores the state on exit.
 
-    contexts: those that `move_to` can name.
-    device: kind of device that autocast regions are for, instead of the recorded one.
-    lifted: run outside autocast, in full precision.
+    contexts: those that `move_to` names by number. device: type for the autocast regions, instead of the
+    recorded one.
+    lifted: run in full precision, without autocast.
 
     >>> with Entered((Context(), Context(grad=False))) as entered:
     ...     entered.move_to(1)
@@ -72,7 +71,7 @@ class Entered:
         """Leave the regions that are not around context `number`, enter those that are, and set its grad
         mode.
 
-        A context with gradients is one only if there are gradients around the whole program.
+        Gradients are recorded only if they also are around the whole program.
         """
         wanted = self._contexts[number]
         regions = () if self._lifted else wanted.autocast

@@ -1,5 +1,5 @@
-"""Random draws of a program: numbered in the order of eager's, each seeded from the one before as
-`KeyedDraws` does."""
+"""Random draws of a program, numbered in eager order, each seeded from the one before as `KeyedDraws`
+does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshloom.core.random import derive
 
 
 def seed_of_draw(chunk_seed: int, number: int) -> int:
-    """The generator's seed when draw `number` of a chunk (counted from 0) is about to be keyed.
+    """The generator's seed for draw `number` of a chunk (counted from 0).
 
     >>> seed_of_draw(7, 0), seed_of_draw(7, 2) == derive(derive(7, "next"), "next")
     (7, True)
@@ -24,7 +24,7 @@ def seed_of_draw(chunk_seed: int, number: int) -> int:
 
 
 class CountDraws(TorchDispatchMode):
-    """Counts the random ATen calls that `KeyedDraws` would key."""
+    """Counts the random ATen calls that `KeyedDraws` would seed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
-"""What stands in a program's nodes as JSON, and back: operands, operators, contexts, lines.
+"""Parts of nodes as JSON, and back: operands, operators, contexts, source lines.
 
-Plain values stand for themselves and tuples are lists; everything else is an object of one key that says what
-it is.
+Plain values are themselves and tuples are lists; everything else is an object of one key, its kind.
 
     linear(x, [3, 2.5], dtype=torch.float32)
     "aten::linear", [{"ref": "x"}, [3, 2.5]], {"dtype": {"dtype": "float32"}}
@@ -23,12 +22,11 @@ from meshloom.program.ir.nodes import Input, Meta, Node, Ref, Variable
 
 _torch: Any = torch
 _OURS = {"out_of_place": out_of_place}
-# what is done with numbers read from tensors
-_ON_NUMBERS = {"operator": operator, "math": math, "torch": torch}
+_ON_NUMBERS = {"operator": operator, "math": math, "torch": torch}  # functions of numbers read from tensors
 
 
 def encoded(value: Any) -> Any:
-    """JSON of an argument. Raises `CaptureError` for what has no form in it."""
+    """JSON of an argument. Raises `CaptureError` for types that have none."""
     if (
         value is None
         or isinstance(value, bool | str)
@@ -58,7 +56,7 @@ _KINDS = ("dtype", "device", "layout", "memory_format")
 
 
 def decoded(value: Any) -> Any:
-    """The argument of that JSON."""
+    """The argument encoded as `value`."""
     if isinstance(value, list):
         return tuple(decoded(each) for each in value)
     if not isinstance(value, dict):
@@ -90,12 +88,12 @@ def encoded_operator(target: Any) -> str:
         if getattr(module, getattr(target, "__name__", ""), None) is target:
             return f"{name}.{target.__name__}"
     raise CaptureError(
-        f"The program calls {target}, which has no name to be sent to another rank by. {WAY_OUT}"
+        f"The program calls {target}, which has no name by which it can be sent to another rank. {WAY_OUT}"
     )
 
 
 def decoded_operator(text: str) -> Any:
-    """The operator of that name. Raises `CaptureError` if it is not known here."""
+    """The operator of that name. Raises `CaptureError` if it is not registered here."""
     if text in _OURS:
         return _OURS[text]
     namespace, _, name = text.partition("::")
@@ -115,7 +113,7 @@ def decoded_operator(text: str) -> Any:
 
 
 def encoded_node(node: Node, contexts: dict[Context, int], lines: dict[SourceLine, int]) -> dict[str, Any]:
-    """JSON of a node, which names its context and line by number; new ones are added."""
+    """JSON of a node, with numbers for its context and line; new ones are added."""
     try:
         args, kwargs = encoded(node.args), {key: encoded(each) for key, each in node.kwargs.items()}
         target = encoded_operator(node.target)
@@ -136,7 +134,7 @@ def encoded_node(node: Node, contexts: dict[Context, int], lines: dict[SourceLin
 
 
 def decoded_node(value: dict[str, Any], contexts: list[Context], lines: list[SourceLine]) -> Node:
-    """The node of that JSON."""
+    """The node encoded as `value`."""
     return Node(
         name=value["name"],
         target=decoded_operator(value["target"]),
@@ -152,12 +150,12 @@ def decoded_node(value: dict[str, Any], contexts: list[Context], lines: list[Sou
 
 
 def encoded_meta(meta: Meta) -> list[Any]:
-    """Shape, dtype, strides, whether a gradient goes through it."""
+    """Shape, dtype, strides, whether it requires grad."""
     return [list(meta.shape), str(meta.dtype).removeprefix("torch."), list(meta.stride), meta.requires_grad]
 
 
 def decoded_meta(value: list[Any]) -> Meta:
-    """The `Meta` of that JSON."""
+    """The `Meta` encoded as `value`."""
     shape, dtype, stride, requires_grad = value
     return Meta(
         shape=tuple(shape), dtype=decoded({"dtype": dtype}), stride=tuple(stride), requires_grad=requires_grad
@@ -173,7 +171,7 @@ def encoded_context(context: Context) -> dict[str, Any]:
 
 
 def decoded_context(value: dict[str, Any]) -> Context:
-    """The context of that JSON."""
+    """The context encoded as `value`."""
     regions = [
         Autocast(**{**region, "dtype": decoded({"dtype": region["dtype"]})}) for region in value["autocast"]
     ]
@@ -191,7 +189,7 @@ def encoded_variable(variable: Variable) -> dict[str, Any]:
 
 
 def decoded_variable(value: dict[str, Any]) -> Variable:
-    """The parameter or buffer of that JSON."""
+    """The parameter or buffer encoded as `value`."""
     return Variable(
         value=value["value"],
         name=value["name"],
@@ -201,10 +199,10 @@ def decoded_variable(value: dict[str, Any]) -> Variable:
 
 
 def encoded_input(value: Input) -> dict[str, Any]:
-    """JSON of a tensor of the batch."""
+    """JSON of an input."""
     return {"value": value.value, "name": value.name, "meta": encoded_meta(value.meta)}
 
 
 def decoded_input(value: dict[str, Any]) -> Input:
-    """The tensor of the batch of that JSON."""
+    """The input encoded as `value`."""
     return Input(value=value["value"], name=value["name"], meta=decoded_meta(value["meta"]))

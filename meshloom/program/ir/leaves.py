@@ -1,4 +1,4 @@
-"""A batch as a list of tensors and what else it holds, and back: whatever it is built of."""
+"""A batch as a list of tensors and other values, and back, whatever containers it is built of."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ Rebuild = Callable[[Iterator[Tensor], Mapping[str, Any]], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """The tensors of a batch, by name in order, and what builds a batch like it from others.
+    """The tensors of a batch, by name in order, and a function that rebuilds the batch from others.
 
-    values: what else it holds, by name: numbers, text, objects. A list in which there are neither tensors nor
-    only floats is one value. rebuild: of tensors in order, and of values by name; those that are not given
-    stay.
+    values: what else it holds, by name: numbers, texts, objects. A list counts as one value if it holds no
+    tensors and is not all floats. rebuild: of tensors in order, and of values by name; values left out stay.
     """
 
     tensors: dict[str, Tensor]
@@ -29,12 +28,12 @@ class Leaves:
 
     @property
     def device(self) -> torch.device | None:
-        """Where its first tensor lies."""
+        """Device of its first tensor."""
         return next((each.device for each in self.tensors.values()), None)
 
 
 def leaves_of(batch: Any) -> Leaves:
-    """Take a batch apart: mappings, lists, tuples, named tuples, dataclasses and packed sequences.
+    """The leaves of mappings, lists, tuples, named tuples, dataclasses and packed sequences.
 
     >>> import torch
     >>> leaves = leaves_of({"x": torch.ones(2), "more": [torch.zeros(1), "a"]})
@@ -48,10 +47,10 @@ def leaves_of(batch: Any) -> Leaves:
     found = Leaves({}, lambda tensors, values: None)
     rebuild = _take_apart(batch, "", found)
 
-    def again(tensors: Sequence[Tensor], values: Mapping[str, Any] | None = None) -> Any:
+    def rebuilt(tensors: Sequence[Tensor], values: Mapping[str, Any] | None = None) -> Any:
         return rebuild(iter(tensors), values or {})
 
-    return dataclasses.replace(found, rebuild=again)
+    return dataclasses.replace(found, rebuild=rebuilt)
 
 
 def _take_apart(tree: Any, name: str, found: Leaves) -> Rebuild:
@@ -61,7 +60,7 @@ def _take_apart(tree: Any, name: str, found: Leaves) -> Rebuild:
     if isinstance(tree, PackedSequence):
         packed: Any = tree
         data = _take_apart(packed.data, _join(name, "data"), found)
-        # they stay on the CPU and decide how often the cell runs
+        # these stay on the CPU and decide how many steps the cell runs
         sizes = _value(packed.batch_sizes, _join(name, "batch_sizes"), found)
         orders = [
             _take_apart(getattr(packed, each), _join(name, each), found)
@@ -115,7 +114,7 @@ def _join(name: str, key: object) -> str:
 def _like_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if not isinstance(tree, MutableMapping):
         return items
-    like = copy.copy(tree)  # a subclass may have more to it than its items
+    like = copy.copy(tree)  # a subclass may have state besides its items
     for key, value in items.items():
         like[key] = value
     return like

@@ -1,4 +1,4 @@
-"""The user's line behind something that happens in torch: the innermost frame that is the user's."""
+"""Locates the user's line behind an event in torch: the innermost frame of the user's code."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WAY_OUT = "Plans with dp alone run the module as it is and need no program."  # 
 _MESHLOOM = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = sysconfig.get_paths()["stdlib"]
-_SYMBOLS = ("/sympy/", "/mpmath/")  # torch computes with sizes in them
+_SYMBOLS = ("/sympy/", "/mpmath/")  # torch computes symbolic sizes in them
 
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of somebody's code."""
+    """A line of source code."""
 
     file: str
     number: int
@@ -28,7 +28,7 @@ class SourceLine:
 
     @property
     def text(self) -> str:
-        """What stands there."""
+        """Its code."""
         return linecache.getline(self.file, self.number).strip()
 
     def __str__(self) -> str:
@@ -37,8 +37,8 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class SourcePlace:
-    """Where something happened: the user's line, and the line of an installed package that it led to, if it
-    did."""
+    """Where something happened: the user's line, and the line of an installed package reached from it, if
+    any."""
 
     line: SourceLine | None
     inside: SourceLine | None
@@ -60,18 +60,18 @@ def describe_line(line: SourceLine | None) -> str:
 
 
 def line_of_frame(frame: FrameType | None) -> SourceLine | None:
-    """The innermost frame outside of torch, meshloom, Python's library and installed packages; failing that,
-    the innermost of an installed package."""
+    """The innermost frame outside of torch, meshloom, the standard library and installed packages; failing
+    that, the innermost of an installed package."""
     return _place_of_frame(frame).line
 
 
 def line_of_error(trace: TracebackType | None) -> SourceLine | None:
-    """The same for where an exception came from."""
+    """The same for the origin of an exception."""
     return place_of_error(trace).line
 
 
 def place_of_error(trace: TracebackType | None) -> SourcePlace:
-    """Where an exception came from."""
+    """The origin of an exception."""
     users = packages = None
     while trace:
         file = trace.tb_frame.f_code.co_filename
@@ -86,7 +86,7 @@ def place_of_error(trace: TracebackType | None) -> SourcePlace:
 
 
 def place_here(depth: int = 1) -> SourcePlace:
-    """Where the code is that is running now."""
+    """Where the running code is, `depth` frames up."""
     frame = inspect.currentframe()
     for _ in range(depth):
         frame = frame.f_back if frame else None
@@ -110,7 +110,7 @@ def _line(frame: FrameType, number: int) -> SourceLine:
 
 
 def is_users(file: str) -> bool:
-    """Whether `file` is neither torch, meshloom, Python's library nor an installed package."""
+    """Whether `file` belongs neither to torch, meshloom, the standard library nor an installed package."""
     return not _is_ours(file) and not _is_package(file)
 
 

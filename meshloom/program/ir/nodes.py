@@ -1,4 +1,4 @@
-"""What a program is made of: nodes, and the names of the values between them."""
+"""Nodes of a program, and the named values between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshloom.program.ir.lines import SourceLine
 
 @dataclass(frozen=True)
 class Ref:
-    """An operand: the value of that name."""
+    """An operand: the value with this name."""
 
     name: str
 
@@ -27,8 +27,7 @@ class Ref:
 
 @dataclass(frozen=True, kw_only=True)
 class Meta:
-    """A tensor's shape, dtype, strides in elements, device kind as captured, and whether a gradient goes
-    through it."""
+    """A tensor's shape, dtype, strides in elements, and whether it requires grad."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,15 +47,14 @@ class Meta:
 class Node:
     """One operator.
 
-    target: an `OpOverload`, `operator.getitem`, or `calls.out_of_place`, whose first argument is then an
-        in-place operator.
-    args, kwargs: `Ref`s, tuples (for lists, too) and constants.
-    context: autocast regions and grad mode it runs in.
-    path: the module in whose forward it is; '' is the model itself or the loss function.
+    target: an `OpOverload`, `operator.getitem`, or `out_of_place` of an in-place operator, its first
+    argument.
+    args, kwargs: `Ref`s, tuples (also for lists) and constants.
+    context: the autocast regions and grad mode around it.
+    path: the module whose forward it is in; '' is the model itself or the loss function.
     line: the user's line.
-    draw, num_draws: number of its first random operation within the chunk, counted as eager does, and how
-        many it has.
-    outputs: what its tensors are; none for a number.
+    draw, num_draws: number of its first random operation within the chunk, in eager order, and their count.
+    outputs: metadata of its result tensors; none for a number.
     """
 
     name: str
@@ -76,7 +74,7 @@ class Node:
         return operator_name(self.target)
 
     def operands(self) -> Iterator[Ref]:
-        """The values it uses, in order of its arguments."""
+        """The values it uses, in the order of its arguments."""
         return iter(self._operands)
 
     @cached_property
@@ -86,7 +84,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """A parameter or buffer. name: the first that the user's module gives it. aliases: its other names."""
+    """A parameter or buffer. name: the first one in the user's module. aliases: its other names there."""
 
     value: str  # name of the value in the program
     name: str
@@ -96,7 +94,7 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """A tensor of the batch; name: where it lies in it, like `tokens.0`."""
+    """A tensor of the batch; name: its path in the batch, like `tokens.0`."""
 
     value: str
     name: str
@@ -104,7 +102,7 @@ class Input:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """In elements, of a tensor that lies in memory row by row; dims of no elements count like any others.
+    """Strides in elements of a row-major tensor; empty dims count like any others.
 
     >>> contiguous_strides((2, 3, 4))
     (12, 4, 1)
@@ -113,8 +111,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def lists_in(nodes: Sequence[Node]) -> frozenset[str]:
-    """Values that are no single tensor: several of them, or a list of one, of which nodes pick; and
-    numbers."""
+    """Values that are not single tensors: lists, from which `getitem` nodes pick, and numbers."""
     picked = {ref.name for node in nodes if node.target is operator.getitem for ref in node.operands()}
     return frozenset(picked | {node.name for node in nodes if len(node.outputs) != 1})
 
@@ -129,18 +126,17 @@ def refs_in(value: Any) -> Iterator[Ref]:
 
 
 def last_uses(nodes: Sequence[Node], returned: Any) -> dict[str, list[str]]:
-    """Node -> values that nobody reads after it, its own included if nobody ever does. returned: what is read
-    at the end."""
+    """Node -> values that are dead after it, including its own if unused. returned: read at the end."""
     last = {node.name: node.name for node in nodes}
     for node in nodes:
         for ref in node.operands():
             last[ref.name] = node.name
     kept = {ref.name for ref in refs_in(returned)}
-    over: dict[str, list[str]] = {}
+    dead: dict[str, list[str]] = {}
     for name, at in last.items():
         if name not in kept:
-            over.setdefault(at, []).append(name)
-    return over
+            dead.setdefault(at, []).append(name)
+    return dead
 
 
 def operator_name(target: Any) -> str:

@@ -1,8 +1,7 @@
-"""A program: what the loss of a batch computes on one device, as a flat list of operators.
+"""A program: the captured loss of a batch on one device, as a flat list of operators.
 
-It holds no state, and does not run itself: `run_program` (`program/run/execute.py`) is given parameters,
-buffers and the batch; gradients come from ordinary autograd.
-Its values are named; a node is an operator with the names of its operands.
+It has no state and does not run itself: `run_program` (`program/run/execute.py`) takes parameters, buffers
+and the batch; gradients come from ordinary autograd. A node is an operator with the names of its operands.
 """
 
 from __future__ import annotations
@@ -25,22 +24,20 @@ from meshloom.program.ir.sparse_constants import dense_parts, strides_of
 class Program:
     """The loss of one batch. Equal programs compute the same.
 
-    parameters: name -> variable, in the module's order, each once however often it is tied. Also those that
-    the loss does not use. buffers: name -> variable.
-    constants: value -> the tensor that it always is.
-    inputs: the batch's tensors, in order, and then numbers in it.
-    others: what else the batch holds, and what it has to be for this program (`batch_values.py`).
-    nodes: operators, in eager's order.
-    outputs: what the loss returned, flat: `Ref`s and plain numbers; `out_spec` arranges them.
-    updates: buffer name -> value it is given when the program has run.
-    in_place: buffers that operators update as they run (running statistics).
-    device: that on which it was captured. training: whether the module was in training mode.
-    precision: to which model and batch were converted for it; None: the job's own.
-    by_shapes: whether it was read without values. Then its constants have none, and it can be looked at but
-        not run.
-    shared: what programs that are this one but for integers compile together, if there are such. compiled:
-    what running it has made of it. kept: nodes that do not run again in a backward that computes what was not
-    kept; None: all that a backward needs is kept. It changes no value.
+    parameters: name -> variable, in the module's order, tied ones once, unused ones included. buffers:
+    likewise.
+    constants: value -> its tensor.
+    inputs: the batch's tensors, in order, then numbers in the batch.
+    others: what else the batch holds, and what it must be for this program (`batch_values.py`).
+    nodes: operators, in eager order.
+    outputs: what the loss returns, flat: `Ref`s and plain numbers; `out_spec` is their structure.
+    updates: buffer name -> its value after the program.
+    in_place: buffers that operators update while they run (running statistics).
+    device: of the capture. training: whether the module was in training mode.
+    precision: dtype to which model and batch were converted; None: the job's own.
+    by_shapes: captured without values: constants have none, and the program can be analysed but not run.
+    kept: nodes that are not recomputed in the backward; None: nothing is recomputed. Values stay the same.
+    shared: cache of compiled code, shared by programs that are equal up to integers. compiled: its own.
     """
 
     parameters: Mapping[str, Variable]
@@ -59,12 +56,11 @@ class Program:
     kept: frozenset[str] | None = None
     others: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     shared: dict[Any, Callable[..., Any]] | None = field(default=None, repr=False, compare=False)
-    # another program's is another's
     compiled: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False, compare=False)
 
     def digest(self) -> str:
-        """A short hash of all that it computes: equal for programs that are the same, in any process. The
-        user's lines do not count."""
+        """A short hash of all that it computes: equal for equal programs, in any process. The user's lines do
+        not count."""
         return self._digest
 
     @cached_property
@@ -137,7 +133,7 @@ class Program:
                 )
             )
         lines += [f"update {name} = {each}" for name, each in self.updates.items()]
-        lines += [f"updated as it runs: {name}" for name in sorted(self.in_place)]
+        lines += [f"updated while running: {name}" for name in sorted(self.in_place)]
         return "\n".join([*lines, f"return {', '.join(_text(each, names) for each in self.outputs)}"])
 
 

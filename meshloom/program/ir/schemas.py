@@ -1,4 +1,4 @@
-"""What an operator's schema says: what it writes, and which operator gives the same without writing."""
+"""Facts from an operator's schema: what it writes, and its out-of-place variant."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ aten = torch.ops.aten
 
 
 def functional(node: fx.Node) -> Any:
-    """The operator that does the same into a new tensor, if torch has it with the same arguments."""
+    """The out-of-place operator with the same arguments, if torch has one."""
     target: Any = node.target
     name = name_of(node).removesuffix("_")
     packet = getattr(aten, {"normal": "normal_functional"}.get(name, name), None)
     overload = getattr(packet, target._overloadname, None) if packet is not None else None
-    if overload is None or name == "copy":  # which has no derivative
+    if overload is None or name == "copy":  # `copy` has no derivative
         return None
     wanted = [(each.name, str(each.type)) for each in target._schema.arguments]
     return (
@@ -28,7 +28,7 @@ def functional(node: fx.Node) -> Any:
 
 
 def functional_of_out(node: fx.Node) -> Any:
-    """The operator that gives what `node` writes to its `out`."""
+    """The operator that returns what `node` writes to its `out`."""
     target: Any = node.target
     wanted = [(each.name, str(each.type)) for each in target._schema.arguments if each.name != "out"]
     packet = target.overloadpacket
@@ -44,7 +44,7 @@ def functional_of_out(node: fx.Node) -> Any:
 
 
 def running_statistics(node: fx.Node) -> Iterator[fx.Node]:
-    """Buffers that batch norm or instance norm updates as it runs, though its schema does not say so."""
+    """Buffers that batch norm or instance norm updates while it runs, which the schema does not say."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return
@@ -56,7 +56,7 @@ def running_statistics(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def arguments_of(node: fx.Node) -> list[tuple[Any, Any]]:
-    """The arguments a node is called with: (what the schema says, value)."""
+    """The arguments of a node: (schema's argument, value)."""
     target: Any = node.target
     by_place = list(zip(target._schema.arguments, node.args, strict=False))
     return by_place + [
@@ -77,11 +77,11 @@ def name_of(node: fx.Node) -> str:
 
 
 def is_list(node: fx.Node) -> bool:
-    """Whether a node gives several tensors, like split."""
+    """Whether a node returns several tensors, like split."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and len(schema.returns) == 1 and "List" in str(schema.returns[0].type)
 
 
 def is_part(node: fx.Node) -> bool:
-    """Whether a node is a view of a part that is written back into the rest."""
+    """Whether a node is a view of a part, to which writes are scattered back."""
     return name_of(node) in ("slice", "select", "narrow", "diagonal") if node.op == "call_function" else False

@@ -1,8 +1,7 @@
-"""Constants of a program that are sparse matrices (COO): what is asked of any tensor, answered by their
-indices and values.
+"""Properties of tensors that also work for sparse (COO) constants, by way of their indices and values.
 
-A graph's adjacency matrix in `torch.sparse.mm(A, x)` is one. Operators may read them; what an operator gives
-is dense.
+A graph's adjacency matrix in `torch.sparse.mm(A, x)` is one. Operators may read them; their results are
+dense.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ _dispatch: Any = _python_dispatch
 
 
 def is_sparse(tensor: Tensor) -> bool:
-    """Whether it is a COO tensor. Other sparse layouts have no strides and no program: torch.export reads
-    none."""
+    """Whether it is a COO tensor. torch.export captures no other sparse layouts."""
     return tensor.layout == torch.sparse_coo
 
 
 def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Its indices and values, as they lie there; itself if it is dense."""
+    """Its indices and values; itself if it is dense."""
     return (tensor._indices(), tensor._values()) if is_sparse(tensor) else (tensor,)
 
 
@@ -36,28 +34,28 @@ def from_parts(parts: Sequence[Tensor], shape: Sequence[int], *, coalesced: bool
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """In elements; of a sparse tensor those that it would have."""
+    """In elements; of a sparse tensor those of the dense tensor of its shape."""
     return contiguous_strides(tuple(tensor.shape)) if is_sparse(tensor) else tuple(tensor.stride())
 
 
 def offset_of(tensor: Tensor) -> int:
-    """Elements before its first one in its memory; none for a sparse tensor."""
+    """Offset of the first element in its storage; 0 for a sparse tensor."""
     return 0 if is_sparse(tensor) else int(tensor.storage_offset())
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """The memory of its values."""
+    """Storage of its values."""
     return dense_parts(tensor)[-1].untyped_storage()
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number for that memory: tensors that share it have the same, also those without values."""
+    """Identity of that storage, equal for tensors that share it, also for those without values."""
     return storage_of(tensor)._cdata
 
 
 def empty_like(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Another one of its shape, layout and number of values, without them."""
-    with _dispatch._disable_current_modes():  # a real one is asked for its parts where fake ones are made
+    """An uninitialized tensor of its shape, layout and number of values."""
+    with _dispatch._disable_current_modes():  # reads parts of a real tensor inside a fake mode
         parts = [(each.shape, each.stride(), each.dtype) for each in dense_parts(tensor)]
         coalesced = is_sparse(tensor) and tensor.is_coalesced()
     made = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in parts]

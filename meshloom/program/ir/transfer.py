@@ -1,5 +1,4 @@
-"""A program as bytes, to be sent to other ranks and kept: a header of JSON, then the constants. Nothing is
-pickled.
+"""Programs as bytes, for other ranks and the cache: a header of JSON, then the constants. Nothing is pickled.
 
 magic | hash of all that follows (16 bytes) | length of the header (8 bytes) | header | constants
 (safetensors)
@@ -42,7 +41,7 @@ _LENGTH_BYTES = 8
 
 def pack(program: Program) -> bytes:
     """The program as bytes. Raises `CaptureError` for what cannot be sent: an operator without a name, an
-    unusual type that the loss returns."""
+    unusual return type of the loss."""
     contexts: dict[Context, int] = {}
     lines: dict[SourceLine, int] = {}
     nodes = [encoded_node(node, contexts, lines) for node in program.nodes]
@@ -77,7 +76,7 @@ def pack(program: Program) -> bytes:
 
 def unpack(data: bytes) -> Program:
     """The program of these bytes, with its constants on the CPU. Raises `CaptureError` if they are damaged or
-    need operators that are not here."""
+    need operators that are not registered here."""
     start = len(_MAGIC) + _HASH_BYTES
     body = data[start:]
     if (
@@ -140,7 +139,7 @@ def _description(name: str, constant: Tensor) -> dict[str, Any]:
 
 
 def _flat(constant: Tensor) -> Tensor:
-    """Its bytes in order of its elements: safetensors knows neither strides nor all of torch's dtypes."""
+    """Its bytes in order of elements: safetensors supports neither strides nor all of torch's dtypes."""
     flat = constant.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).clone() if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
@@ -157,18 +156,18 @@ def _constant(name: str, description: Mapping[str, Any], values: Mapping[str, Te
 def _part(description: Mapping[str, Any], value: Tensor | None) -> Tensor:
     dtype: torch.dtype = decoded({"dtype": description["dtype"]})
     shape, stride = description["shape"], description["stride"]
-    if value is None:  # read by shapes alone
+    if value is None:  # captured by shapes
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     made = torch.empty_strided(shape, stride, dtype=dtype)
     return made.copy_(value.view(dtype).view(shape)) if value.numel() else made
 
 
 def _dumped(spec: TreeSpec) -> str:
-    """How the outputs are arranged, as text that reads back as the same."""
+    """The structure of the outputs, as text that decodes to an equal one."""
     try:
         text = treespec_dumps(spec)
         same = treespec_loads(text) == spec
-    except Exception:  # a type that was registered without a name, or keys that are no text
+    except Exception:  # a type registered without a name, or keys that are not texts
         text, same = "", False
     if not same:
         raise CaptureError(
