@@ -183,7 +183,7 @@ def _gradients(
             _add(holders, index[rank], torch.ones(each.shape))
             _add(total, index[rank], each)
         variable = subject.program.parameters[name]
-        if part.choice.variables[variable.value] == INVARIANT:
+        if part.choice.input_placements[variable.value] == INVARIANT:
             for rank, each in enumerate(found):
                 yield _error(each, expected, FLOOR * largest), f"gradient of {name} on rank {rank}"
             continue
@@ -341,7 +341,7 @@ def _drawn(layout: Layout, num_ranks: int, chance: random.Random, *, spread: boo
         layout=layout,
         numbers=numbers,
         strategies=strategies,
-        variables=variables,
+        input_placements=variables,
         seconds=0.0,
         chosen=(),
     )

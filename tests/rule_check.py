@@ -26,7 +26,7 @@ from meshloom.tensor_parallel.layout.axes import Axis, concatenation, product
 from meshloom.tensor_parallel.layout.cuts import StripNumbers, candidates, numbers_of, pieces_of, route_of
 from meshloom.tensor_parallel.layout.layout import Layout, axes_in, layout_of
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Cut, Part, Placement, cut_of
-from meshloom.tensor_parallel.layout.unify import settle, unify
+from meshloom.tensor_parallel.layout.unify import freeze_axes, unify
 from meshloom.tensor_parallel.lockstep import run_in_lockstep
 from meshloom.tensor_parallel.partition import partition
 from meshloom.tensor_parallel.rules.table import Rules
@@ -175,7 +175,7 @@ def _give_parts(layout: Layout, chance: Chance) -> None:
             unify(leaf, product([Axis(first), Axis(leaf.size // first)]))
         else:
             unify(leaf, concatenation([Axis(size) for size in chance.cut_up(leaf.size, 2)]))
-    settle(axes_in(layout))
+    freeze_axes(axes_in(layout))
 
 
 class _Whole:
@@ -215,7 +215,7 @@ def _check(
     node = layout.program.nodes[0]
     choice = DivisionChoice(
         num_ranks=num_ranks, layout=layout, numbers=numbers, strategies={node.name: strategy},
-        variables={ref.name: placement for ref, placement in zip(node.operands(), strategy.operands, strict=True)},
+        input_placements={ref.name: placement for ref, placement in zip(node.operands(), strategy.operands, strict=True)},
         seconds=0.0, chosen=(),
     )  # fmt: skip
     held = [

@@ -16,7 +16,7 @@ from meshloom.core.plan import Plan
 from meshloom.program.capture.capture import capture
 from meshloom.tensor_parallel.layout.axes import Axis, concatenation, product
 from meshloom.tensor_parallel.layout.layout import layout_of
-from meshloom.tensor_parallel.layout.unify import settle, unify
+from meshloom.tensor_parallel.layout.unify import freeze_axes, unify
 from meshloom.tensor_parallel.rules.table import BUILT_IN
 from meshloom.verify.run import verify
 from tests.covering import few
@@ -113,7 +113,7 @@ def test_ways_do_not_grow_with_the_number_of_layers(newer_first: bool):
     axes = [product([Axis(2), concatenation([Axis(3), Axis(5)])]) for _ in range(5000)]
     for older, newer in pairwise(axes):
         assert unify(newer, older) if newer_first else unify(older, newer)
-    settle(axes)
+    freeze_axes(axes)
     assert len({tuple(leaf.key for leaf in axis.leaves()) for axis in axes}) == 1
     assert repr(axes[0]) == repr(axes[-1]) == "(2 x (3 | 5))"
 

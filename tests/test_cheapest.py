@@ -16,8 +16,8 @@ import meshloom.tensor_parallel.search.reshards
 from meshloom.tensor_parallel.search.bucket_elimination import Floats, Table, least_sum
 from meshloom.tensor_parallel.search.cheapest import Combination, cheapest
 from meshloom.tensor_parallel.search.memory_limit import LimitError, cheapest_within
-from meshloom.tensor_parallel.search.milp import cheapest_integers
-from meshloom.tensor_parallel.search.reshards import Reshard, cost_of
+from meshloom.tensor_parallel.search.milp import cheapest_by_milp
+from meshloom.tensor_parallel.search.reshards import Reshard, total_cost
 from tests.covering import few
 
 Words = tuple[list[Floats], list[Reshard], list[Floats], list[Floats]]
@@ -55,11 +55,11 @@ def drawn(seed: int, *, unknowns: int, users: int, barred: float = 0.1) -> Words
                 always=np.array([draw.random() < 0.05 for _ in range(targets)]),
             )
         )
-    own_bytes = [np.array([draw.uniform(0, 5) for _ in each]) for each in own]
+    unary_bytes = [np.array([draw.uniform(0, 5) for _ in each]) for each in own]
     return (
         own,
         changes,
-        own_bytes,
+        unary_bytes,
         [np.array([[draw.uniform(0, 5) for _ in row] for row in each.costs]) for each in changes],
     )
 
@@ -80,13 +80,13 @@ def naive(
 
 def all_of(words: Words) -> list[tuple[tuple[int, ...], float, float]]:
     """Every combination: values, cost, bytes."""
-    own, changes, own_bytes, change_bytes = words
+    own, changes, unary_bytes, reshard_bytes = words
     rows = itertools.product(*(range(len(each)) for each in own))
     return [
         (
             row,
             naive(row, own, changes, [each.costs for each in changes]),
-            naive(row, own_bytes, changes, change_bytes),
+            naive(row, unary_bytes, changes, reshard_bytes),
         )
         for row in rows
     ]
@@ -102,7 +102,7 @@ def test_no_combination_is_cheaper(seed: int):
     assert naive(found.values, *words[:2], [each.costs for each in words[1]]) == pytest.approx(
         found.total, rel=1e-12
     )
-    for unknown, bounds in enumerate(found.with_each):
+    for unknown, bounds in enumerate(found.min_marginals):
         for value, bound in enumerate(bounds):
             least = min(cost for row, cost, _ in every if row[unknown] == value)
             assert bound == pytest.approx(least, rel=1e-12)
@@ -123,7 +123,7 @@ def test_what_is_too_large_for_one_table_is_done_by_shares(
     assert exact is not None and found is not None
     assert exact.total * (1 - 1e-12) <= found.total <= exact.total * 1.02  # the bound is not always met
     assert found.bound <= exact.total * (1 + 1e-12)
-    for bounds, least in zip(found.with_each, exact.with_each, strict=True):
+    for bounds, least in zip(found.min_marginals, exact.min_marginals, strict=True):
         assert bool((bounds <= least + 1e-9).all())
 
 
@@ -138,13 +138,13 @@ def test_what_is_found_by_steps_is_better_than_where_they_began_and_not_said_to_
     monkeypatch.setattr(meshloom.tensor_parallel.search.reshards, "TOGETHER", 2**7)
     found = cheapest(*words[:2])
     assert exact is not None and exact.is_proved and found is not None and not found.is_proved
-    assert exact.total <= found.total <= 1.02 * exact.total < 0.9 * cost_of([0] * 40, *words[:2])
+    assert exact.total <= found.total <= 1.02 * exact.total < 0.9 * total_cost([0] * 40, *words[:2])
 
 
 @pytest.mark.parametrize("seed", few(range(8), 2))
 def test_an_integer_program_finds_the_same(seed: int):
     words = drawn(seed, unknowns=12, users=4)
-    found, other = cheapest(*words[:2]), cheapest_integers(*words[:2])
+    found, other = cheapest(*words[:2]), cheapest_by_milp(*words[:2])
     assert found is not None and other is not None
     assert found.total <= other[1] * (1 + 1e-9) and other[1] <= found.total * 1.002  # the solver's gap
     # the solver's tolerance

@@ -104,7 +104,7 @@ def pins_of(choice: DivisionChoice) -> dict[str, str]:
     pins: dict[str, str] = {}
     divided: set[str] = set()  # modules
     for name, each in layout.program.parameters.items():
-        placement = choice.variables[each.value]
+        placement = choice.input_placements[each.value]
         if len(each.meta.shape) < 2:
             continue
         if (

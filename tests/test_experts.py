@@ -134,7 +134,7 @@ def job_of(
 def held(choice: DivisionChoice) -> dict[str, list[tuple[int, ...]]]:
     """Shapes of the experts' parameters, rank by rank."""
     pieces = {
-        name: choice.pieces(each.value, choice.variables[each.value])
+        name: choice.pieces(each.value, choice.input_placements[each.value])
         for name, each in choice.layout.program.parameters.items()
         if name.startswith("experts.")
     }

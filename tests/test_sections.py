@@ -38,7 +38,7 @@ def _cuts(draw: random.Random, numbers: StripNumbers) -> list[Cut]:
         ]
     outer, inner = draw.sample(range(len(numbers.axes)), 2)
     parts = shared_parts(min(2, numbers.axes[outer].size), numbers.axes[inner].size, RANKS)
-    return [*cuts, Cut(name="times", parts=dict(zip((outer, inner), parts, strict=True)), times=True)]
+    return [*cuts, Cut(name="times", parts=dict(zip((outer, inner), parts, strict=True)), is_product=True)]
 
 
 def _counted(pieces: Pieces) -> object:

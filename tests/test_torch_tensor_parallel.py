@@ -271,7 +271,7 @@ def divide(
         if each.grad is None:
             assert gradients[name] == [None] * num_ranks
             continue
-        whole = part.choice.variables[program.parameters[name].value] == INVARIANT
+        whole = part.choice.input_placements[program.parameters[name].value] == INVARIANT
         total = torch.zeros_like(each)
         for rank, mine in enumerate(gradients[name][:1] if whole else gradients[name]):
             if mine is not None:

@@ -91,7 +91,7 @@ def chosen(job: Job, plan: str, dtype: torch.dtype | None = None) -> Any:
         engine = trainer.replicas[0].engine
         assert isinstance(engine, ProgramEngine)
         if engine.division is not None:
-            return engine.division.first.choice.variables, engine.division.first.choice.strategies
+            return engine.division.first.choice.input_placements, engine.division.first.choice.strategies
         assert engine.cutter.choice is not None
         return engine.cutter.choice.stage_of
 

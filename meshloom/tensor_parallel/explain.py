@@ -137,7 +137,7 @@ class _Teller:
 
     def placement(self, variable: Variable) -> str:
         """How a parameter is divided."""
-        placement = self._choice.variables[variable.value]
+        placement = self._choice.input_placements[variable.value]
         if not isinstance(placement, Part) or placement.cut is None:
             return "whole"
         inner, outer, looked_up = self._uses.sides(variable.value)

@@ -87,7 +87,7 @@ class Partition:
         variables = {**choice.layout.program.parameters, **choice.layout.program.buffers}
         pieces = {**self.parameters, **self.buffers}
         return {
-            name: (pieces[name], choice.variables[each.value] == INVARIANT)
+            name: (pieces[name], choice.input_placements[each.value] == INVARIANT)
             for name, each in variables.items()
         }
 
@@ -96,11 +96,11 @@ def partition(choice: DivisionChoice) -> Partition:
     """Who holds what, and what each rank computes."""
     program = choice.layout.program
     parameters = {
-        name: choice.pieces(each.value, choice.variables[each.value])
+        name: choice.pieces(each.value, choice.input_placements[each.value])
         for name, each in program.parameters.items()
     }
     buffers = {
-        name: choice.pieces(each.value, choice.variables[each.value])
+        name: choice.pieces(each.value, choice.input_placements[each.value])
         for name, each in program.buffers.items()
     }
     return Partition(
@@ -109,7 +109,7 @@ def partition(choice: DivisionChoice) -> Partition:
         buffers=buffers,
         summed=tuple(
             name for name, each in program.parameters.items()
-            if each.meta.requires_grad and choice.variables[each.value] != INVARIANT and parameters[name].is_shared
+            if each.meta.requires_grad and choice.input_placements[each.value] != INVARIANT and parameters[name].is_shared
         ),
     )  # fmt: skip
 

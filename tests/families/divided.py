@@ -20,7 +20,7 @@ import torch
 from meshloom.program.cost.cost import costs
 from meshloom.tensor_parallel.explain import DivisionAccount, Whole, account_of
 from meshloom.tensor_parallel.partition import Partition
-from meshloom.tensor_parallel.search.choose import changes_of
+from meshloom.tensor_parallel.search.choose import reshards_of
 from tests.division import Subject, compare, subject_of
 from tests.families import FAMILIES
 from tests.families.limits import NOT_READ
@@ -87,7 +87,7 @@ def _row(name: str, subject: Subject, num_ranks: int) -> str:
     part = compared.partition
     account = account_of(part, costs(subject.program))
     shares = f"{account.parameters_divided:.0%} | {account.flops_divided:.0%}"
-    row = f"| {name} | {num_ranks} | {compared.error:.0e} | {shares} | {len(list(changes_of(part.choice)))} | {_whole(part, account)} |"
+    row = f"| {name} | {num_ranks} | {compared.error:.0e} | {shares} | {len(list(reshards_of(part.choice)))} | {_whole(part, account)} |"
     print(f"{row} {compared.what}, {time.process_time() - started:.1f} s", flush=True)
     return row
 

@@ -223,8 +223,8 @@ class ProgramStore:
     def _add(
         self, program: Program, loss: LossFunction, group: Group, own: Program | None = None
     ) -> Steps[ProgramKey]:
-        """Shard and cut a program. own: the same in the job's own precision, where it is lifted to another: it
-        decides."""
+        """Shard and cut a program. own: the same in the job's own precision, where it is lifted to
+        another: it decides."""
         key = ProgramKey.of_program(loss, program)
         if key in self._entries:
             return key

@@ -1,1 +1,1 @@
-"""What the dims of a program's values stand for, and which part of them ranks hold."""
+"""The axes of a program's values, and the placements that shard them."""

@@ -1,16 +1,17 @@
 """Axes: what the dims of a program's values stand for.
 
-Two dims that an operator pairs (the inner dims of a product, the dims of a sum) are one axis. A dim that is
-reshaped or cut up is an axis with parts: a product (heads x head size, outermost first) or a concatenation (q
-| k | v). Axes are found out as the program is followed, so an axis may get parts later, and then all dims that are that axis have them.
+Two dims that an operator pairs (the inner dims of a product, the dims of a sum) are the same axis. A dim that
+is reshaped or split is an axis with parts: a product (heads x head size, outermost first) or a concatenation
+(q | k | v). Axes are inferred while the program is traversed. If an axis turns out to have parts, all dims
+that are this axis have them.
 
     qkv = linear(x, w)        dim 0 of w and the last dim of qkv: one axis of 30
-    q, k, v = qkv.split(10)   which has stretches [0, 10), [10, 20) and [20, 30)
-    q.view(..., 2, 5)         and of which the first is heads x size
-    attention(q, k, v)        heads of all three are one axis
+    q, k, v = qkv.split(10)   its intervals [0, 10), [10, 20) and [20, 30)
+    q.view(..., 2, 5)         the first interval is heads x size
+    attention(q, k, v)        the heads of all three are one axis
 
-An axis without parts is a stretch of a *strip*: from which index on, and how many. To take a stretch of it
-makes no parts, only numbers, so that what is shifted, padded or windowed against itself is of as many parts
+An axis without parts is an interval ("stretch") of a *strip*, given by its start and size. Taking an interval
+of it adds no parts, so that values that are shifted, padded or windowed against themselves have as many parts
 for a million tokens as for ten.
 
     x                         X[0, T)
@@ -31,33 +32,33 @@ Key = tuple["Strip", int, int]
 
 
 class Strip:
-    """Indices in a row. Without parts they are what is cut; else they are those of its parts, or of the axis
-    that it was found to be the same as.
+    """A range of indices. Without parts it is what gets sharded; otherwise it consists of its parts, or is
+    the same as another axis.
 
-    marks: where stretches that were taken of it begin and end. homes: stretches, from and up to, that are a
-    whole axis elsewhere. is_shifted: a stretch of it lies beside one that overlaps it, as in x[1:] + x[:-1].
+    boundaries: where intervals taken from it begin and end.
+    axis_intervals: intervals (start, stop) that are a full axis elsewhere.
+    is_shifted: an interval of it is paired with one that overlaps it, as in x[1:] + x[:-1].
     """
 
-    __slots__ = ("ends", "homes", "is_shifted", "kind", "marks", "parts", "size")
+    __slots__ = ("axis_intervals", "boundaries", "ends", "is_shifted", "kind", "parts", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.kind: Kind | Literal["same"] | None = None
-        self.parts: tuple[Axis, ...] = ()  # of kind `same` one, which is all of it
-        self.ends: tuple[int, ...] = ()  # of the parts of a concatenation
-        self.marks: frozenset[int] = frozenset()
-        self.homes: frozenset[tuple[int, int]] = frozenset()
+        self.parts: tuple[Axis, ...] = ()  # of kind `same`: the one axis that it is the same as
+        self.ends: tuple[int, ...] = ()  # ends of the parts of a concatenation
+        self.boundaries: frozenset[int] = frozenset()
+        self.axis_intervals: frozenset[tuple[int, int]] = frozenset()
         self.is_shifted = False
 
-    def become(self, kind: Kind | Literal["same"], parts: Sequence[Axis]) -> None:
-        """It has these parts from now on."""
+    def set_parts(self, kind: Kind | Literal["same"], parts: Sequence[Axis]) -> None:
+        """Replaces a strip without parts by its parts."""
         self.kind, self.parts = kind, tuple(parts)
         self.ends = tuple(accumulate(part.size for part in parts)) if kind == "concatenation" else ()
 
 
 class Axis:
-    """A stretch of a strip, while it is still being found out what that is made of. `Axis(size)` is a new one
-    that is nobody else's.
+    """An interval of a strip, whose parts may still be inferred. `Axis(size)` is a new axis.
 
     Compare axes by `key`.
     """
@@ -68,13 +69,13 @@ class Axis:
         self.size = size
         self._strip = Strip(size) if strip is None else strip
         self._start = start
-        self._key: Key | None = None  # this and the next two: once it is settled
+        self._key: Key | None = None  # this and the next two are cached after `freeze`
         self._parts: tuple[Axis, ...] | None = None
         self._leaves: tuple[Axis, ...] | None = None
 
     @property
     def key(self) -> Key:
-        """What it is a stretch of, from where on, and its size: equal for axes that are one."""
+        """Its strip, start and size: equal for the same axis."""
         if self._key is not None:
             return self._key
         strip, start = self._strip, self._start
@@ -92,57 +93,57 @@ class Axis:
             strip, start = part._strip, part._start + start - strip.ends[place] + part.size
         return strip, start, self.size
 
-    def shorten(self) -> None:
-        """Go the way to the strips that it is made of, so that nobody need go it again: none of those on it
-        is taken back."""
+    def shorten_path(self) -> None:
+        """Shortens its path of `same` strips, as in union-find. Steps on this path are never undone."""
         pending: list[Axis] = [self]
         while pending:
             axis = pending.pop()
-            way = [axis]  # ways that end in one strip share what lies before it
+            way = [axis]  # paths that end in the same strip share their last steps
             while way[-1]._strip.kind == "same":
                 way += way[-1]._strip.parts
             for each in reversed(way):
-                # what was settled may be united with others since
+                # frozen axes may have been unified with others since
                 each._key = each._parts = each._leaves = None
                 each._strip, each._start, _ = each.key
             pending += axis._strip.parts
 
-    def settled(self) -> None:
-        """What it is made of is known from now on: no strip becomes anything any more."""
+    def freeze(self) -> None:
+        """Caches its key and parts: no strip changes after this."""
         parts = self.parts if self.kind == "concatenation" else ()
         key = parts[0].key if len(parts) == 1 else self.key
         self._strip, self._start, _ = self._key = key
 
     @property
     def strip(self) -> Strip:
-        """The strip that it is a stretch of."""
+        """The strip that it is an interval of."""
         return self.key[0]
 
     @property
     def start(self) -> int:
-        """Its first index there."""
+        """Its first index in the strip."""
         return self.key[1]
 
     @property
     def stop(self) -> int:
-        """The index there after its last."""
+        """The strip's index after its last."""
         return self.key[1] + self.size
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its strip."""
+        """Whether it spans its strip."""
         return self.key[0].size == self.size
 
     @property
     def kind(self) -> Kind | None:
-        """None: it has no parts."""
+        """Product or concatenation; None: it has no parts."""
         kind = self.key[0].kind
         assert kind != "same"
         return kind
 
     @property
     def parts(self) -> tuple[Axis, ...]:
-        """Of a product, outermost first; of a concatenation, in order. None of them is of the same kind."""
+        """The parts of a product, outermost first, or of a concatenation, in order. None of them has the
+        axis's own kind."""
         if self._parts is not None:
             return self._parts
         kind = self.kind
@@ -158,12 +159,12 @@ class Axis:
                 found.append(part)
         if self._key is not None:
             for part in found:
-                part.settled()
+                part.freeze()
             self._parts = tuple(found)
         return tuple(found)
 
     def _inside(self) -> list[Axis]:
-        """Its parts as its strip has them, be they of its own kind."""
+        """Its parts in its strip, which may have its own kind."""
         strip, start, size = self.key
         parts = list(strip.parts)
         if size == strip.size:
@@ -182,11 +183,11 @@ class Axis:
         ]  # fmt: skip
 
     def stretch(self, start: int, stop: int) -> Axis:
-        """Some of its indices. `fits` says whether there is such an axis."""
+        """The axis of indices `start` to `stop`. `fits` says whether there is one."""
         return self if stop - start == self.size else Axis(stop - start, self._strip, self._start + start)
 
     def leaves(self) -> Iterator[Axis]:
-        """The axes without parts that it is made of, each as often as it occurs."""
+        """The axes without parts that it consists of, each as often as it occurs."""
         if self._leaves is not None:
             yield from self._leaves
             return
@@ -203,7 +204,7 @@ class Axis:
         yield from found
 
     def __repr__(self) -> str:
-        """How it is made up, with the strips by size; of a stretch also from where on."""
+        """Its structure with the sizes of strips, and the intervals of partial ones."""
         shown: list[str] = []
         pending: list[Axis | str] = [self]
         while pending:
@@ -223,7 +224,7 @@ class Axis:
 
 
 def product(parts: Sequence[Axis]) -> Axis:
-    """The axis of `parts`, outermost first; those of a strip of size 1 do not count."""
+    """The product of axes, outermost first; those of size 1 are left out."""
     return _made(
         "product",
         [part for part in parts if part.size != 1 or not part.is_whole],
@@ -232,7 +233,7 @@ def product(parts: Sequence[Axis]) -> Axis:
 
 
 def concatenation(parts: Sequence[Axis]) -> Axis:
-    """The axis of `parts` one after another; empty ones do not count."""
+    """The concatenation of axes; empty ones are left out."""
     return _made("concatenation", [part for part in parts if part.size], sum(part.size for part in parts))
 
 
@@ -241,14 +242,14 @@ def _made(kind: Kind, parts: Sequence[Axis], size: int) -> Axis:
         return parts[0]
     strip = Strip(size)
     if parts and size:
-        strip.become(kind, parts)
+        strip.set_parts(kind, parts)
         parts = Axis(size, strip).parts
     return parts[0] if len(parts) == 1 else Axis(size, strip)
 
 
 def place_of(axis: Axis, offset: int) -> tuple[Strip, int] | None:
-    """The strip without parts, and the place in it, in or beside which an axis is cut before its index
-    `offset`. None: it cannot be cut there."""
+    """The strip without parts, and the index in it, at which an axis is split before its index `offset`.
+    None: it cannot be split there."""
     while axis.kind is not None and 0 < offset < axis.size:
         if axis.kind == "concatenation":
             for part in axis.parts:
@@ -264,16 +265,16 @@ def place_of(axis: Axis, offset: int) -> tuple[Strip, int] | None:
             axis, offset = outer, offset // count
     if axis.kind is None:
         return axis.strip, axis.start + offset
-    # one, where the parts of a concatenation were found to follow each other in a strip
+    # it can be one now, if the parts of a concatenation are adjacent intervals of a strip
     leaves = list(axis.leaves())
     return (leaves[0].strip, leaves[0].start) if offset == 0 else (leaves[-1].strip, leaves[-1].stop)
 
 
 def fits(axis: Axis, start: int, stop: int) -> bool:
-    """Whether some indices of an axis are an axis: of a product only whole rows are."""
+    """Whether an interval of an axis is an axis: in a product, only intervals of complete rows are."""
     return place_of(axis, start) is not None and place_of(axis, stop) is not None
 
 
 def _touch(one: Axis, other: Axis) -> bool:
-    """Whether an axis is the stretch before another one of the same strip."""
+    """Whether an axis is the interval right before another one, in the same strip."""
     return one.kind is None and other.kind is None and one.strip is other.strip and one.stop == other.start

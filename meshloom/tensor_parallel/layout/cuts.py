@@ -1,5 +1,4 @@
-"""Candidate cuts of a program: which axes its ranks could divide among them, and what they then hold of each
-value."""
+"""Candidate cuts of a program: how its ranks could shard axes, and what each rank then holds of a value."""
 
 from __future__ import annotations
 
@@ -16,11 +15,10 @@ from meshloom.tensor_parallel.layout.routes import Route, key_of
 
 @dataclass(frozen=True, kw_only=True)
 class StripNumbers:
-    """A number for every strip that axes are stretches of, in the order of the program; `axes[number]` is the
-    strip.
+    """A number for every strip, in program order; `axes[number]` is the strip.
 
-    routes: what an axis is made of -> number of a strip -> the route by which the first goes where the second
-        goes.
+    routes: key of an axis -> number of a strip -> the route by which the axis is sharded together with that
+        strip.
     """
 
     of: Mapping[Strip, int]
@@ -28,13 +26,14 @@ class StripNumbers:
     routes: Mapping[tuple[Key, ...], Mapping[int, Route]] = field(
         default_factory=dict[tuple[Key, ...], Mapping[int, Route]]
     )
-    # that were asked for
+    # cache of `leaves`
     _leaves: dict[Axis, frozenset[int]] = field(
         default_factory=dict[Axis, frozenset[int]], repr=False, compare=False
     )
 
     def leaves(self, axis: Axis) -> frozenset[int]:
-        """Numbers of what an axis is made of, and of what it goes with; strips of size 1 are none to cut."""
+        """Numbers of the strips that an axis consists of or is routed with, except strips of size 1, which
+        cannot be sharded."""
         found = self._leaves.get(axis)
         if found is None:
             found = frozenset(self.of[leaf.strip] for leaf in axis.leaves() if leaf.strip in self.of)
@@ -43,7 +42,7 @@ class StripNumbers:
         return found
 
     def route(self, axis: Axis, cut: Cut | None) -> tuple[int, Route] | None:
-        """The axis that is cut, by its number, and the route by which this one goes with it."""
+        """The number of the sharded strip that determines an axis's rows, and the route between them."""
         found = self.routes.get(key_of(axis), {}) if self.routes and cut is not None else {}
         return next(
             ((number, route) for number, route in found.items() if cut is not None and number in cut.parts),
@@ -52,11 +51,11 @@ class StripNumbers:
 
 
 def numbers_of(layout: Layout) -> StripNumbers:
-    """Number the strips of all values, and of labels that no value has by itself."""
+    """Numbers for the strips of all values, and of labels that occur in no value."""
     strips = dict.fromkeys(leaf.strip for axis in axes_in(layout) for leaf in axis.leaves())
     of = {strip: number for number, strip in enumerate(strip for strip in strips if strip.size > 1)}
     routes: dict[tuple[Key, ...], dict[int, Route]] = {}
-    several: set[tuple[tuple[Key, ...], int]] = set()  # rows that go two ways: the same experts twice
+    several: set[tuple[tuple[Key, ...], int]] = set()  # rows routed by two values: the same experts twice
     for route in layout.routes:
         if route.groups.kind is None and route.groups.is_whole and route.groups.strip in of:
             key, number = key_of(route.rows), of[route.groups.strip]
@@ -72,14 +71,14 @@ def numbers_of(layout: Layout) -> StripNumbers:
 
 
 def candidates(layout: Layout, numbers: StripNumbers, num_ranks: int) -> list[Cut]:
-    """Every cut that could be worth taking: of an axis of at least `num_ranks` indices; of several in a row;
-    of a small one times another."""
+    """All cuts that may pay off: of an axis with at least `num_ranks` indices; of a concatenation; of the
+    product of a smaller axis with another."""
     found: dict[frozenset[tuple[int, tuple[Interval, ...]]], Cut] = {}
 
-    def add(parts: Mapping[int, tuple[Interval, ...]], *, times: bool = False) -> None:
+    def add(parts: Mapping[int, tuple[Interval, ...]], *, is_product: bool = False) -> None:
         found.setdefault(
             frozenset(parts.items()),
-            Cut(name=f"axis {'.'.join(map(str, parts))}", parts=dict(parts), times=times),
+            Cut(name=f"axis {'.'.join(map(str, parts))}", parts=dict(parts), is_product=is_product),
         )
 
     for axis in _all_axes(layout):
@@ -104,17 +103,17 @@ def candidates(layout: Layout, numbers: StripNumbers, num_ranks: int) -> list[Cu
                 )
                 if plain and 1 < outer.size < num_ranks <= outer.size * inner.size:
                     outers, inners = shared_parts(outer.size, inner.size, num_ranks)
-                    add({numbers.of[outer.strip]: outers, numbers.of[inner.strip]: inners}, times=True)
+                    add({numbers.of[outer.strip]: outers, numbers.of[inner.strip]: inners}, is_product=True)
         for strip in dict.fromkeys(leaf.strip for leaf in axis.leaves()):
-            homes = sorted(strip.homes) if strip.is_shifted else ()
-            for start, stop in [(0, strip.size), *homes]:
+            axis_intervals = sorted(strip.axis_intervals) if strip.is_shifted else ()
+            for start, stop in [(0, strip.size), *axis_intervals]:
                 if stop - start >= num_ranks and strip in numbers.of:
                     add({numbers.of[strip]: _around(start, stop, strip.size, num_ranks)})
     return list(found.values())
 
 
 def _around(start: int, stop: int, size: int, num_ranks: int) -> tuple[Interval, ...]:
-    """Even parts of a stretch; the first and the last rank have what lies around it.
+    """Even shards of an interval; the first and last rank also hold what lies around it.
 
     >>> _around(2, 8, 9, 3)
     ((0, 4), (4, 6), (6, 9))
@@ -130,8 +129,8 @@ def pieces_of(axes: Axes, cut: Cut | None, numbers: StripNumbers, num_ranks: int
 
 
 def route_of(axes: Axes, placement: Placement, numbers: StripNumbers) -> tuple[int, int, Route] | None:
-    """The dim of a value whose rows go where a cut axis goes, the number of that axis, and the route. None:
-    its parts are known beforehand."""
+    """The dim of a value whose rows are routed by a sharded axis, that axis's number, and the route. None:
+    its shards are static."""
     if not numbers.routes or not isinstance(placement, Part):
         return None
     return next(
@@ -145,19 +144,19 @@ def route_of(axes: Axes, placement: Placement, numbers: StripNumbers) -> tuple[i
 
 
 def covers(axes: Iterable[Axis], cut: Cut, numbers: StripNumbers) -> bool:
-    """Whether the ranks' parts of a value with these axes make up all of it, and those of ranks that share
-    some overlap in blocks.
+    """Whether the ranks' shards of a value with these axes cover it, and those of ranks that share indices
+    overlap in blocks.
 
-    A part of one axis times a part of another is not all there is, unless they were cut as a product; nor is
-    a part times itself.
+    A shard of one axis times a shard of another does not cover a value unless the cut is of their product;
+    nor does a shard of an axis times the same shard of it.
     """
     cut_axes = [axis for axis in axes if numbers.leaves(axis) & cut.parts.keys()]
     if len(cut_axes) > 1:
         touched = [numbers.leaves(axis) & cut.parts.keys() for axis in cut_axes]
         if (
-            not cut.times
+            not cut.is_product
             or sum(map(len, touched)) > len(frozenset().union(*touched))
-            or any(map(_is_joined, cut_axes))
+            or any(map(_has_concatenation, cut_axes))
         ):
             return False
     for axis in cut_axes:
@@ -168,13 +167,13 @@ def covers(axes: Iterable[Axis], cut: Cut, numbers: StripNumbers) -> bool:
     return True
 
 
-def _is_joined(axis: Axis) -> bool:
-    """Whether a concatenation is in it."""
-    return axis.kind == "concatenation" or any(map(_is_joined, axis.parts))
+def _has_concatenation(axis: Axis) -> bool:
+    """Whether it contains a concatenation."""
+    return axis.kind == "concatenation" or any(map(_has_concatenation, axis.parts))
 
 
 def runs_of(axis: Axis, cut: Cut | None, numbers: StripNumbers, rank: int) -> Runs | None:
-    """The indices of an axis that a rank holds; None: all, whatever the rank."""
+    """The index ranges of an axis that a rank holds; None: all indices, on every rank."""
     if cut is None or not (numbers.leaves(axis) & cut.parts.keys()):
         return None
     routed = numbers.route(axis, cut)
@@ -184,14 +183,14 @@ def runs_of(axis: Axis, cut: Cut | None, numbers: StripNumbers, rank: int) -> Ru
 
 
 def rows_expected(axis: Axis, number: int, route: Route, cut: Cut, rank: int) -> Runs:
-    """Of an axis that goes by a route where axis `number` goes: what a rank holds if all groups get as many
-    rows."""
+    """The rows of a routed axis that a rank holds if all groups get equally many; `number` is the axis of
+    groups."""
     first, last = (each * axis.size // route.groups.size for each in cut.parts[number][rank])
     return ((first, last),) if first < last else ()
 
 
 def num_runs(axis: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> int:
-    """How many runs of an axis a rank holds, as in `runs_of` but not one after another."""
+    """The number of index ranges in `runs_of`, without listing them."""
     routed = numbers.route(axis, cut)
     return (
         len(rows_expected(axis, *routed, cut, rank))
@@ -201,8 +200,8 @@ def num_runs(axis: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> int:
 
 
 def _edges(axis: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> tuple[int, int, bool, bool]:
-    """How many runs a rank holds, and indices in them; whether the first begins where the axis does, and the
-    last ends where that does."""
+    """The number of ranges and indices that a rank holds; whether the first begins at the axis's start, and
+    the last ends at its end."""
     if axis.kind is None:
         runs = stretch_of(axis, cut, numbers, rank)
         return (
@@ -218,7 +217,7 @@ def _edges(axis: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> tuple[int,
             count, size, ends = count + inner[0] - (ends and inner[2]), size + inner[1], inner[3]
         elif inner[1] == part.size:
             size *= part.size
-        else:  # a run in each index of the outer ones, of which those of neighbours may touch
+        else:  # a range in each outer index; those of adjacent indices may touch
             count = size * inner[0] - (size - count) * (inner[2] and inner[3])
             size, begins, ends = size * inner[1], begins and inner[2], ends and inner[3]
     return count, size, begins, ends
@@ -229,7 +228,7 @@ def _runs(axis: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> Runs:
 
 
 def stretch_of(leaf: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> Runs:
-    """What a rank holds of an axis without parts: one run, or none."""
+    """What a rank holds of an axis without parts: one range, or none."""
     strip, first, size = leaf.key
     number = numbers.of.get(strip)
     start, stop = cut.parts[number][rank] if number is not None and number in cut.parts else (0, strip.size)
@@ -238,8 +237,8 @@ def stretch_of(leaf: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> Runs:
 
 
 def runs_in(axis: Axis, of_leaf: Callable[[Axis], Runs], size_of: Callable[[Axis], int]) -> Runs:
-    """The runs of an axis, of those in the axes without parts that it is made of. size_of: an axis, in what
-    runs are counted in."""
+    """The ranges of an axis, composed of those of the axes without parts in it. size_of: of an axis, in the
+    unit of the ranges."""
     if axis.kind is None:
         return of_leaf(axis)
     if axis.kind == "concatenation":
@@ -248,7 +247,7 @@ def runs_in(axis: Axis, of_leaf: Callable[[Axis], Runs], size_of: Callable[[Axis
         for part in axis.parts:
             found += [(offset + start, offset + stop) for start, stop in runs_in(part, of_leaf, size_of)]
             offset += size_of(part)
-        return _joined(found)
+        return _merged(found)
     runs: Runs = ((0, 1),)
     for part in axis.parts:
         inner, size = runs_in(part, of_leaf, size_of), size_of(part)
@@ -261,22 +260,22 @@ def runs_in(axis: Axis, of_leaf: Callable[[Axis], Runs], size_of: Callable[[Axis
                 for index in range(first, last)
                 for start, stop in inner
             )
-    return _joined(runs)
+    return _merged(runs)
 
 
-def _joined(runs: Sequence[Interval]) -> Runs:
-    """Runs that touch as one."""
-    joined: list[Interval] = []
+def _merged(runs: Sequence[Interval]) -> Runs:
+    """Ranges with adjacent ones merged."""
+    merged: list[Interval] = []
     for start, stop in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            joined.append((start, stop))
-    return tuple(joined)
+            merged.append((start, stop))
+    return tuple(merged)
 
 
 def _along(ranges: Sequence[Interval], sizes: Sequence[int]) -> list[tuple[Interval, ...]]:
-    """Ranges over several parts in a row, as ranges within each.
+    """Ranges over several consecutive parts, as ranges within each part.
 
     >>> _along([(0, 4), (4, 7)], [6, 1])
     [((0, 4), (4, 6)), ((0, 0), (0, 1))]

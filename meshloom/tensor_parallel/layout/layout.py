@@ -15,7 +15,7 @@ from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import is_sparse, strides_of
 from meshloom.tensor_parallel.layout.axes import Axis, Strip, concatenation, fits, product
 from meshloom.tensor_parallel.layout.routes import Route, routes_of
-from meshloom.tensor_parallel.layout.unify import mark, settle, unify
+from meshloom.tensor_parallel.layout.unify import add_boundaries, freeze_axes, unify
 from meshloom.tensor_parallel.rules.call import call_of
 from meshloom.tensor_parallel.rules.factors import Concat, Dims, Factors, Product, Term, labels_in
 from meshloom.tensor_parallel.rules.table import Rules, factors_of
@@ -25,21 +25,22 @@ Axes = tuple[Axis, ...]  # one per dim
 
 @dataclass(frozen=True, kw_only=True)
 class MappedNode:
-    """A node with its factor map: label -> axis. whole: labels that must not be cut, those included whose
-    dims did not fit together."""
+    """A node with its factor map. labels: label -> axis. unsharded: labels that must not be sharded, also
+    because dims did not match."""
 
     node: Node
     factors: Factors
     labels: Mapping[str, Axis]
     unsharded: frozenset[str]
-    # pairs of labels that may share an axis: they are never in one tensor's dims together
-    apart: frozenset[frozenset[str]]
+    # pairs of labels that may share an axis, because they never occur in one tensor's dims as factors of each
+    # other
+    exclusive: frozenset[frozenset[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """values: name -> axes of each of its tensors. mapped: node name -> its map, where there is a rule for
-    it."""
+    """The axes of a program. values: value -> the axes of each of its tensors. mapped: node name -> its
+    factor map, if it has a rule."""
 
     program: Program
     values: Mapping[str, tuple[Axes, ...]]
@@ -49,39 +50,39 @@ class Layout:
 
     @cached_property
     def order(self) -> Mapping[str, int]:
-        """Node name -> its place in the program."""
+        """Node name -> its position in the program."""
         return {node.name: place for place, node in enumerate(self.program.nodes)}
 
     @cached_property
     def lists(self) -> frozenset[str]:
-        """Values that are several tensors, or a list of one, of which nodes pick; and sparse ones. Their
-        placement is not changed."""
+        """Values that are lists of tensors, and sparse ones. They are never resharded."""
         return lists_in(self.program.nodes) | {
             name for name, each in self.program.constants.items() if is_sparse(each)
         }
 
 
 def layout_of(program: Program, rules: Rules) -> Layout:
-    """Follow the program, making axes one where an operator pairs them.
+    """The layout of a program: dims that an operator pairs set_parts one axis.
 
-    A matrix whose rows and columns turn out to be one axis (of x + W x, or of a state that W makes anew)
-    could not be cut at all: a part of its rows with the same part of its columns is not all of it. There the
-    program is followed again, with the columns an axis of their own.
+    A matrix whose rows and columns turn out to be the same axis (in x + W x, or in a state that W updates)
+    could not be sharded at all: the same shard of rows and columns does not cover it. Then the layout is
+    inferred again, with its columns as a separate axis.
     """
-    layout = _followed(program, rules, {})
-    square = dict(_square(layout))
-    return _followed(program, rules, square) if square else layout
+    layout = _inferred(program, rules, {})
+    square = dict(_square_matrices(layout))
+    return _inferred(program, rules, square) if square else layout
 
 
-def _followed(program: Program, rules: Rules, square: Mapping[str, int]) -> Layout:
-    """square: nodes, and the number of their matrix, whose columns are to be an axis of its own."""
+def _inferred(program: Program, rules: Rules, square: Mapping[str, int]) -> Layout:
+    """The layout with separate columns for some matrices. square: node -> the operand that is such a
+    matrix."""
     values: dict[str, tuple[Axes, ...]] = {}
     metas: dict[str, tuple[Meta, ...]] = {}
-    for each in _leaves(program):
-        values[each[0]] = (_fresh(each[1].shape),)
+    for each in _graph_inputs(program):
+        values[each[0]] = (_new_axes(each[1].shape),)
         metas[each[0]] = (each[1],)
     for name, constant in program.constants.items():
-        values[name] = (_fresh(tuple(constant.shape)),)
+        values[name] = (_new_axes(tuple(constant.shape)),)
         metas[name] = (
             Meta(
                 shape=tuple(constant.shape),
@@ -100,7 +101,7 @@ def _followed(program: Program, rules: Rules, square: Mapping[str, int]) -> Layo
             continue
         factors = _factors(node, metas, rules, known)
         if factors is None:
-            values[node.name] = tuple(_fresh(output.shape) for output in node.outputs)
+            values[node.name] = tuple(_new_axes(output.shape) for output in node.outputs)
             continue
         factors = _with_own_columns(factors, square[node.name]) if node.name in square else factors
         operands = [values[ref.name][0] for ref in node.operands()]
@@ -114,21 +115,22 @@ def _followed(program: Program, rules: Rules, square: Mapping[str, int]) -> Layo
     layout = Layout(
         program=program, values=values, metas=metas, mapped=mapped, routes=routes_of(program, mapped)
     )
-    settle(axes_in(layout))
+    freeze_axes(axes_in(layout))
     return layout
 
 
 def _factors(
     node: Node, metas: Mapping[str, tuple[Meta, ...]], rules: Rules, known: dict[Hashable, Factors | None]
 ) -> Factors | None:
-    """The factor map of a node, if there is a rule for it, found once for all nodes that are alike."""
+    """The factor map of a node, or None if there is no rule; cached for nodes with equal arguments and
+    shapes."""
     operands = tuple(metas[ref.name] for ref in node.operands())
     constants = _constants((node.args, *node.kwargs.items()))
     key = node.target, constants, operands, node.outputs, bool(node.context.autocast), node.num_draws
     try:
         if key in known:
             return known[key]
-    except TypeError:  # an argument that has no hash
+    except TypeError:  # an unhashable argument
         key = node.name
     call = call_of(node, metas)
     known[key] = factors_of(call, rules) if call is not None else None
@@ -136,15 +138,15 @@ def _factors(
 
 
 def _constants(value: Any) -> Any:
-    """Arguments without the names of values, 1 and 1.0 being different."""
+    """A node's arguments without the names of values; distinguishes 1 from 1.0."""
     if isinstance(value, Ref):
         return Ref
     return tuple(map(_constants, value)) if isinstance(value, tuple) else (type(value), value)
 
 
-def _square(layout: Layout) -> Iterator[tuple[str, int]]:
-    """Nodes with a parameter (or a view of one), and its number, of which an axis that is summed over is also
-    one that is kept."""
+def _square_matrices(layout: Layout) -> Iterator[tuple[str, int]]:
+    """Nodes with a parameter, or a view of one, of which a summed axis is also a kept one, with its operand
+    number."""
     held = {each.value for each in layout.program.parameters.values()}
     for name, mapped in layout.mapped.items():
         operands = [ref.name for ref in mapped.node.operands()]
@@ -167,8 +169,8 @@ def _strips_of(mapped: MappedNode, labels: Iterable[str]) -> set[Strip]:
 
 
 def _with_own_columns(factors: Factors, number: int) -> Factors:
-    """The map with what is summed over an axis of its own in operand `number`, and whole in the others, which
-    every rank needs all of."""
+    """The factor map with separate columns for operand `number`: they stay unsharded, and every rank needs
+    the other operands in full."""
     changed = {
         place: tuple(None if set(labels_in(term)) & factors.sums else term for term in dims)
         for place, dims in enumerate(factors.operands)
@@ -195,24 +197,24 @@ def axes_in(layout: Layout) -> list[Axis]:
 
 
 def axes_of(dims: Dims, labels: Mapping[str, Axis], shape: tuple[int, ...] | None = None) -> Axes:
-    """The axes of dims that a factor map names; dims without a name are whole. shape: sizes of those."""
+    """The axes of a factor map's dims; unlabelled dims get a new axis. shape: their sizes."""
     return tuple(_axis(term, labels, shape[place] if shape else -1) for place, term in enumerate(dims))
 
 
-def _leaves(program: Program) -> Iterator[tuple[str, Meta]]:
+def _graph_inputs(program: Program) -> Iterator[tuple[str, Meta]]:
     for variable in (*program.parameters.values(), *program.buffers.values()):
         yield variable.value, variable.meta
     for each in program.inputs:
         yield each.value, each.meta
 
 
-def _fresh(shape: tuple[int, ...]) -> Axes:
+def _new_axes(shape: tuple[int, ...]) -> Axes:
     return tuple(Axis(size) for size in shape)
 
 
 def _map(node: Node, factors: Factors, operands: list[Axes]) -> MappedNode:
-    """A label is the axis of the first operand that has it. Where another one is not the same, it has to be
-    whole."""
+    """A node's factor map with the axis of each label: that of the first operand that has it. If another
+    operand's axis cannot be unified with it, the label stays unsharded."""
     sizes = _sizes(factors, operands)
     labels: dict[str, Axis] = {}
     unsharded = set(factors.unsharded)
@@ -228,12 +230,12 @@ def _map(node: Node, factors: Factors, operands: list[Axes]) -> MappedNode:
         factors=factors,
         labels=labels,
         unsharded=frozenset(unsharded),
-        apart=frozenset(_apart(factors)),
+        exclusive=frozenset(_exclusive(factors)),
     )
 
 
 def _sizes(factors: Factors, operands: list[Axes]) -> dict[str, int]:
-    """The size of every label: that which it has where it stands alone, else as the map says."""
+    """The size of every label: that of a dim that consists of it alone, else the factor map's."""
     sizes = dict(factors.sizes)
     for dims, axes in zip(factors.operands, operands, strict=True):
         for term, axis in zip(dims, axes, strict=True):
@@ -243,7 +245,7 @@ def _sizes(factors: Factors, operands: list[Axes]) -> dict[str, int]:
 
 
 def _bind(term: Term, axis: Axis, labels: dict[str, Axis], sizes: Mapping[str, int]) -> bool:
-    """Make an axis what a term stands for. False: it is not."""
+    """Unifies an axis with a term. False: this is impossible."""
     if isinstance(term, str):
         if term not in labels and axis.size == sizes[term]:
             labels[term] = axis
@@ -252,7 +254,7 @@ def _bind(term: Term, axis: Axis, labels: dict[str, Axis], sizes: Mapping[str, i
     if isinstance(term, Concat):
         bounds = [0, *accumulate(_size(part, sizes) for part in term.parts)]
         if bounds[-1] == axis.size and all(fits(axis, 0, bound) for bound in bounds):
-            mark(axis, bounds)
+            add_boundaries(axis, bounds)
             parts = [axis.stretch(start, stop) for start, stop in pairwise(bounds)]
             bound = [
                 _bind(part, stretch, labels, sizes) for part, stretch in zip(term.parts, parts, strict=True)
@@ -285,9 +287,8 @@ def _axis(term: Term, labels: Mapping[str, Axis], size: int) -> Axis:
     return product(parts) if isinstance(term, Product) else concatenation(parts)
 
 
-def _apart(factors: Factors) -> Iterator[frozenset[str]]:
-    """Labels that follow each other in one dim, and never multiply; and those of which one goes where the
-    other goes."""
+def _exclusive(factors: Factors) -> Iterator[frozenset[str]]:
+    """Pairs of labels in different parts of a concatenation, and those of routed rows and groups."""
     if factors.routed is not None:
         yield frozenset({factors.routed.rows, factors.routed.groups})
     for dims in (*factors.operands, *factors.outputs):

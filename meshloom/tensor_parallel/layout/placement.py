@@ -1,16 +1,15 @@
-"""Where the parts of a value are along one mesh axis, and what that says about its gradient.
+"""Placements of a value along the tp axis, which also determine the placement of its gradient.
 
     value        gradient
-    INVARIANT    invariant: every rank holds all of both
-    Part(cut)    every rank holds some indices of it. The whole gradient is the sum of the ranks' gradients, each put where its indices
-                 are: indices that one rank alone holds have their whole gradient there, those that several
-                     hold have partial ones.
-                 With an empty cut that is *replicated*; with a cut through one of the value's axes, *sharded*
-    PARTIAL      the value is the sum over the ranks; every rank has the whole gradient
+    INVARIANT    invariant: every rank holds all of value and gradient
+    Part(cut)    every rank holds some indices. The full gradient is the sum of the ranks' gradients, each put at its indices:
+                 indices that one rank holds have their full gradient there, those that several hold have partial ones.
+                 Without a cut it is *replicated*; with a cut through one of the value's axes, *sharded*
+    PARTIAL      the value is the sum over the ranks; every rank holds the full gradient
 
-A cut says which indices of some axes each rank works on. It belongs to axes and not to tensors, so that every
-value that has one of these axes, by itself, multiplied (heads x head size) or in a row (q | k | v), is cut by
-it alike.
+A cut says which indices of some axes each rank holds. It belongs to axes, not to tensors: every value that
+has one of these axes, alone, in a product (heads x head size) or in a concatenation (q | k | v), is sharded
+accordingly.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from meshloom.comm.pieces import Interval
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Which indices of some axes each rank works on.
+    """Which indices of some axes each rank holds.
 
-    name: for people, like `heads of blocks.0`. parts: axis number -> an interval per rank.
-    times: the axes are cut in blocks of their product, so that single indices of one of them are held by
-        several ranks.
+    name: for messages, like `heads of blocks.0`. parts: axis number -> an interval per rank.
+    is_product: the axes are sharded in blocks of their product, so that several ranks hold the same indices
+        of one of them.
     """
 
     name: str
     parts: Mapping[int, tuple[Interval, ...]]
-    times: bool = False
+    is_product: bool = False
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -42,7 +41,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Part:
-    """Every rank holds the indices that `cut` gives it; None: every rank holds all of it."""
+    """Every rank holds the indices that `cut` assigns to it; None: every rank holds all of them."""
 
     cut: Cut | None
 
@@ -67,12 +66,12 @@ REPLICATED = Part(None)
 
 
 def cut_of(placement: Placement) -> Cut | None:
-    """That by which a value is divided; None: every rank holds all of it."""
+    """The cut of a placement; None: every rank holds the full value."""
     return placement.cut if isinstance(placement, Part) else None
 
 
 def even_parts(size: int, num_parts: int) -> tuple[Interval, ...]:
-    """Contiguous parts that differ by one at most, larger ones first.
+    """Contiguous parts whose sizes differ by at most one, larger ones first.
 
     >>> even_parts(10, 4)
     ((0, 3), (3, 6), (6, 8), (8, 10))
@@ -83,8 +82,8 @@ def even_parts(size: int, num_parts: int) -> tuple[Interval, ...]:
 
 
 def shared_parts(outer: int, inner: int, num_parts: int) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-    """Parts of outer x inner where there are fewer outer ones than parts: ranks that share one divide its
-    inner ones.
+    """Parts of outer x inner if outer has fewer indices than there are parts: ranks that share one divide its
+    inner indices.
 
     >>> shared_parts(2, 5, 4)
     (((0, 1), (0, 1), (1, 2), (1, 2)), ((0, 3), (3, 5), (0, 3), (3, 5)))

@@ -1,13 +1,12 @@
-"""Rows that data sends to groups, as tokens are sent to experts: whose a row is, is known only when the
-program runs.
+"""Routes: rows that data assigns to groups, as tokens to experts. Which rows a group has is known at run time
+only.
 
     w[ids]              w [e, k, n], ids [s]: the matrix of each row's expert
     grouped product     x [s, k] sorted by expert, w [e, k, n], ends [e]: where each expert's rows end
 
-If the ranks divide the experts, each works on the rows that are sent to its own: the axis s goes where the
-axis e goes. How many rows these are differs from chunk to chunk and from rank to rank; what is told of them
-beforehand (prices, memory, shapes in a program) is what is expected where every expert gets as many rows as
-any other.
+If the experts are sharded, each rank computes the rows that are routed to its experts: axis s is sharded as
+axis e is. The number of these rows varies from chunk to chunk and from rank to rank. Costs, memory and the
+shapes in a program assume that every expert gets equally many.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from meshloom.tensor_parallel.layout.axes import Axis, Key
 from meshloom.tensor_parallel.layout.unify import unify
 from meshloom.tensor_parallel.rules.factors import Factors
 
-# What works on however many rows there are, though a part's sizes are among its arguments: those of other
-# dims, or -1.
+# Operators that work on any number of rows, because the sizes among their arguments are those of other dims,
+# or -1.
 ANY_ROWS = frozenset(
     {"view", "reshape", "_unsafe_view", "expand", "squeeze", "chunk", "split", "split_with_sizes", "slice"}
 )
@@ -31,12 +30,13 @@ ANY_ROWS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """rows: axis of which every index is sent to one of the axis `groups`. value: integers that say to which.
+    """rows: the axis whose indices are assigned to those of axis `groups`. value: the integers that assign
+    them.
 
-    is_sorted: rows lie sorted by group, and the value says where each group's end; else it says every row's
-        group.
-    after: number of the node that makes the value; nothing before it can know its rows. path: module in which
-    rows are looked up; what lies around it works on all rows.
+    is_sorted: rows are sorted by group, and `value` has the end of each group; otherwise it has the group of
+        each row.
+    after: number of the node that computes `value`; earlier nodes cannot know the rows.
+    path: module in which rows are looked up; nodes outside of it compute all rows.
     """
 
     rows: Axis
@@ -47,18 +47,18 @@ class Route:
     path: str
 
     def reaches(self, number: int, path: str) -> bool:
-        """Whether a node may work on the rows that are sent to a rank. number, path: of the node."""
+        """Whether the node `number` of module `path` may compute only the rows that are routed to a rank."""
         return number > self.after and (
             not self.path or path == self.path or path.startswith(f"{self.path}.")
         )
 
 
 class RoutedNode(Protocol):
-    """A node with its factor map, as a layout has it."""
+    """A node with its factor map, as in a layout."""
 
     @property
     def node(self) -> Node:
-        """What is computed."""
+        """The node."""
         ...
 
     @property
@@ -68,17 +68,17 @@ class RoutedNode(Protocol):
 
     @property
     def labels(self) -> Mapping[str, Axis]:
-        """The axis that each label of the map is."""
+        """The axis of each label."""
         ...
 
 
 def key_of(axis: Axis) -> tuple[Key, ...]:
-    """What an axis is made of: equal for axes that are the same product."""
+    """The keys of an axis's leaves: equal for axes that are the same product."""
     return tuple(leaf.key for leaf in axis.leaves())
 
 
 def routes_of(program: Program, mapped: Mapping[str, RoutedNode]) -> tuple[Route, ...]:
-    """The routes of a program. Parameters that are looked up by the same value have one axis of groups."""
+    """The routes of a program. Parameters that are looked up by the same value share the axis of groups."""
     numbers = {node.name: number for number, node in enumerate(program.nodes)}
     lookups = list(_lookups(program, mapped))
     found: list[Route] = []
@@ -107,13 +107,13 @@ def routes_of(program: Program, mapped: Mapping[str, RoutedNode]) -> tuple[Route
 
 
 def _lookups(program: Program, mapped: Mapping[str, RoutedNode]) -> Iterator[tuple[str, RoutedNode, bool]]:
-    """Value that says whose a row is, the node that looks a parameter up by it, and whether that has a matrix
-    (or more) for each group."""
+    """For every lookup in a parameter: the value that assigns rows, the node, and whether each group's entry
+    is a matrix or larger."""
     held = {each.value for each in program.parameters.values()}
     for node in program.nodes:
         operands = [ref.name for ref in node.operands()]
         if len(operands) == 1 and operands[0] in held:
-            held.add(node.name)  # a view of it, or a cast one
+            held.add(node.name)  # a view or cast of it
         each = mapped.get(node.name)
         if (
             each is not None
@@ -124,7 +124,7 @@ def _lookups(program: Program, mapped: Mapping[str, RoutedNode]) -> Iterator[tup
 
 
 def _common(paths: Sequence[str]) -> str:
-    """The innermost module around all of them."""
+    """The innermost module that contains all paths."""
     parts = [path.split(".") for path in paths]
     count = next(
         (place for place, names in enumerate(zip(*parts, strict=False)) if len(set(names)) > 1),

@@ -1,11 +1,11 @@
-"""What ranks hold of a value, counted in sections that no cut goes through: there are as many of them in a
-million indices as in ten.
+"""What ranks hold of a value, counted in sections that no cut splits: a million indices have as many of them
+as ten.
 
     4 x 8, of which rank 0 has the first 3 of each 8        runs [0, 3), [8, 11), [16, 19), [24, 27)
     in sections of the 4 and of the 8: [4] x [3, 5]         run  [0, 1), of 4 x 3 indices
 
-Ranks' parts meet in sections just as they do in indices, so changes of placement are priced without a list of
-what they move.
+Shards intersect in sections exactly as in indices, so the cost of resharding is found without listing
+indices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshloom.tensor_parallel.layout.placement import Cut
 
 
 class Sections:
-    """Of the axes of one program. cuts: number of an axis -> all cuts that there are of it."""
+    """The sections of one program's axes. cuts: number of an axis -> all of its cuts."""
 
     def __init__(self, numbers: StripNumbers, cuts: Mapping[int, Sequence[Cut]], num_ranks: int) -> None:
         self._numbers = numbers
@@ -34,7 +34,7 @@ class Sections:
         self._equal: dict[Pieces, Pieces] = {}
 
     def pieces(self, axes: Axes, cut: Cut | None) -> Pieces:
-        """Who holds what of a value with these axes, in sections; one object for all that are equal."""
+        """What each rank holds of a value with these axes, in sections; one object for all that are equal."""
         key = tuple(axis.key for axis in axes), cut
         if key not in self._pieces:
             dims = [self._dim(axis, cut) for axis in axes]
@@ -48,12 +48,14 @@ class Sections:
         return self._pieces[key]
 
     def _dim(self, axis: Axis, cut: Cut | None) -> tuple[Sequence[int], list[Runs] | None]:
-        """Sizes of an axis's sections, and the runs of them that each rank holds; None: all, whatever the
+        """The sizes of an axis's sections, and the runs of them that each rank holds; None: all, on every
         rank."""
         if cut is None or not (self._numbers.leaves(axis) & cut.parts.keys()):
             return self._sizes_of(axis), None
         routed = self._numbers.route(axis, cut)
-        if routed is not None:  # rows of which nobody knows yet where they lie: such a part meets no other
+        if (
+            routed is not None
+        ):  # routed rows: their positions are unknown, so such a shard intersects no other
             rows = [rows_expected(axis, *routed, cut, rank) for rank in range(self._num_ranks)]
             places = sorted({0, axis.size, *(place for runs in rows for run in runs for place in run)})
             return [stop - start for start, stop in pairwise(places)], [
@@ -63,7 +65,7 @@ class Sections:
         return self._sizes_of(axis), [self._runs(axis, cut, rank) for rank in range(self._num_ranks)]
 
     def _sizes_of(self, axis: Axis) -> tuple[int, ...]:
-        """Of its sections, in order."""
+        """Sizes of an axis's sections, in order."""
         found = self._sizes.get(axis.key)
         if found is None:
             if axis.kind is None:
@@ -78,7 +80,7 @@ class Sections:
         return found
 
     def _bounds_of(self, leaf: Axis) -> tuple[int, ...]:
-        """Where the sections of an axis without parts begin and end: wherever some cut does."""
+        """The boundaries of the sections of an axis without parts: those of all cuts."""
         found = self._bounds.get(leaf.key)
         if found is None:
             strip, first, size = leaf.key
@@ -90,7 +92,7 @@ class Sections:
         return found
 
     def _runs(self, axis: Axis, cut: Cut, rank: int) -> Runs:
-        """Of the sections that a rank holds."""
+        """The runs of sections that a rank holds."""
 
         def of_leaf(leaf: Axis) -> Runs:
             bounds = self._bounds_of(leaf)

@@ -1,4 +1,4 @@
-"""Makes two axes one, which gives both the parts that either has; or says that they have to stay two."""
+"""Unification: makes two axes the same axis, with the parts of both, or finds that this is impossible."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Any
 
 from meshloom.tensor_parallel.layout.axes import Axis, Strip, fits, place_of, product
 
-# that a strip is left in because stretches of it were taken; a loop that takes index after index leaves it as
-# it is
+# of a strip that is split at its boundaries; a loop over single indices leaves its strip unsplit
 MOST_PIECES = 16
 
 Pairs = list[tuple[Axis, Axis]]
-Saved = dict[Strip, tuple[Any, ...]]  # strips as they were
+Saved = dict[Strip, tuple[Any, ...]]  # the state of strips before a change
 
 
 def unify(one: Axis, other: Axis) -> bool:
-    """Make two axes one, giving both the parts that either has. False: their parts do not fit, and all stays
-    as it was.
+    """Makes two axes the same axis, with the parts of both. False: their parts do not match, and nothing has
+    changed.
 
     >>> heads_and_size, packed = product([Axis(4), Axis(6)]), Axis(24)
     >>> unify(heads_and_size, packed)
@@ -34,41 +33,49 @@ def unify(one: Axis, other: Axis) -> bool:
     """
     saved: Saved = {}
     for axis in (one, other):
-        axis.shorten()
+        axis.shorten_path()
     if one.size == other.size and _unified(one, other, saved):
         return True
-    for strip, (kind, parts, ends, marks, homes) in saved.items():
-        strip.kind, strip.parts, strip.ends, strip.marks, strip.homes = kind, parts, ends, marks, homes
+    for strip, (kind, parts, ends, boundaries, axis_intervals) in saved.items():
+        strip.kind, strip.parts, strip.ends, strip.boundaries, strip.axis_intervals = (
+            kind,
+            parts,
+            ends,
+            boundaries,
+            axis_intervals,
+        )
     return False
 
 
-def mark(axis: Axis, offsets: Iterable[int], saved: Saved | None = None) -> None:
-    """Note that stretches of an axis begin or end there. It can be cut at each of these places."""
+def add_boundaries(axis: Axis, offsets: Iterable[int], saved: Saved | None = None) -> None:
+    """Records that intervals of an axis begin or end at these offsets, at each of which it can be split."""
     for offset in offsets:
         if 0 < offset < axis.size:
             found = place_of(axis, offset)
             assert found is not None
             _save(found[0], saved)
-            found[0].marks |= {found[1]}
+            found[0].boundaries |= {found[1]}
 
 
-def settle(axes: Collection[Axis]) -> None:
-    """Take strips apart where they are several axes elsewhere (a | b), or where a few stretches of them were
-    taken (q, k, v).
+def freeze_axes(axes: Collection[Axis]) -> None:
+    """Splits strips that are several axes elsewhere (a | b), or of which a few intervals were taken (q, k,
+    v), and freezes all axes.
 
-    What lies beside itself stays in one: x[1:] and x[:-1] are cut where x is.
+    A shifted strip stays unsplit: x[1:] and x[:-1] are sharded as x is.
     """
     for axis in axes:
-        axis.shorten()
+        axis.shorten_path()
     strips = dict.fromkeys(leaf.strip for axis in axes for leaf in axis.leaves())
     for strip in [each for each in strips if not each.is_shifted]:
-        places = {place for home in strip.homes if home[1] - home[0] > 1 for place in home}
-        every = sorted({0, strip.size} | places | strip.marks)
+        places = {
+            place for interval in strip.axis_intervals if interval[1] - interval[0] > 1 for place in interval
+        }
+        every = sorted({0, strip.size} | places | strip.boundaries)
         if len(every) <= MOST_PIECES + 1 and all(stop - start > 1 for start, stop in pairwise(every)):
-            places |= strip.marks
+            places |= strip.boundaries
         _split(strip, places)
     for axis in axes:
-        axis.settled()
+        axis.freeze()
 
 
 def _unified(one: Axis, other: Axis, saved: Saved) -> bool:
@@ -78,23 +85,27 @@ def _unified(one: Axis, other: Axis, saved: Saved) -> bool:
         if mine.key == theirs.key or not mine.size:
             continue
         if "concatenation" in (mine.kind, theirs.kind):
-            pairs = _beside(mine, theirs)
+            pairs = _concatenation_pairs(mine, theirs)
         elif mine.kind == theirs.kind == "product":
-            pairs = _factors(mine, theirs, saved)
+            pairs = _product_pairs(mine, theirs, saved)
         elif mine.kind is None and theirs.kind is None:
-            pairs = _joined(mine, theirs, saved)
+            pairs = _unify_leaves(mine, theirs, saved)
         else:
-            pairs = _shaped(mine, theirs, saved) if mine.kind is None else _shaped(theirs, mine, saved)
-        # all of them are looked at: a strip that is shifted is to be known as one
-        if pairs is None or sum(_clash(*pair) for pair in pairs):
+            pairs = (
+                _unify_with_product(mine, theirs, saved)
+                if mine.kind is None
+                else _unify_with_product(theirs, mine, saved)
+            )
+        # no early exit: every shifted strip must be recorded
+        if pairs is None or sum(_is_shift(*pair) for pair in pairs):
             return False
         pending += reversed(pairs)
     return True
 
 
-def _beside(one: Axis, other: Axis) -> Pairs | None:
-    """The parts of two axes, in pairs of equal size. None: one has a boundary where the other cannot be
-    cut."""
+def _concatenation_pairs(one: Axis, other: Axis) -> Pairs | None:
+    """The parts of two axes in pairs of equal size. None: one has a boundary where the other cannot be
+    split."""
     mine, theirs = (
         list(reversed(axis.parts if axis.kind == "concatenation" else (axis,))) for axis in (one, other)
     )
@@ -116,9 +127,9 @@ def _beside(one: Axis, other: Axis) -> Pairs | None:
     return pairs
 
 
-def _clash(one: Axis, other: Axis) -> bool:
-    """Whether stretches of one strip can not be made one: each index would be the one a few places on, and so
-    would that."""
+def _is_shift(one: Axis, other: Axis) -> bool:
+    """Whether two intervals are of one strip, and cannot be unified: each index would equal one a few
+    positions later, which would equal another, and so on."""
     if (
         one.kind is not None
         or other.kind is not None
@@ -131,11 +142,11 @@ def _clash(one: Axis, other: Axis) -> bool:
     return one.strip.is_shifted or one.size == 1
 
 
-def _joined(one: Axis, other: Axis, saved: Saved) -> Pairs | None:
-    """Two stretches of strips, made one."""
-    if _clash(one, other):
+def _unify_leaves(one: Axis, other: Axis, saved: Saved) -> Pairs | None:
+    """Unifies two axes without parts."""
+    if _is_shift(one, other):
         return None
-    if one.strip is other.strip:  # as q, k and v are of what they were packed in
+    if one.strip is other.strip:  # such as q, k and v in their packed projection
         _split(one.strip, (one.start, one.stop, other.start, other.stop), saved)
     elif not one.is_whole and not other.is_whole:
         if one.size == 1 or (one.strip.is_shifted and other.strip.is_shifted):
@@ -143,16 +154,16 @@ def _joined(one: Axis, other: Axis, saved: Saved) -> Pairs | None:
         cut = other if one.strip.is_shifted else one
         _split(cut.strip, (cut.start, cut.stop), saved)
     if other.is_whole:
-        _be_same(other.strip, one, saved)
+        _make_same(other.strip, one, saved)
     else:
-        _be_same(one.strip, other, saved)
+        _make_same(one.strip, other, saved)
     return []
 
 
-def _shaped(one: Axis, shape: Axis, saved: Saved) -> Pairs | None:
-    """A stretch of a strip and a product, made one."""
+def _unify_with_product(one: Axis, shape: Axis, saved: Saved) -> Pairs | None:
+    """Unifies an axis without parts with a product."""
     strip, start = one.strip, one.start
-    inside = [place - start for place in strip.marks if start < place < one.stop]
+    inside = [place - start for place in strip.boundaries if start < place < one.stop]
     if any(leaf.strip is strip for leaf in shape.leaves()) or any(
         place_of(shape, offset) is None for offset in inside
     ):
@@ -161,20 +172,23 @@ def _shaped(one: Axis, shape: Axis, saved: Saved) -> Pairs | None:
         if strip.is_shifted or one.size == 1:
             return None
         _split(strip, (start, one.stop), saved)
-    _be_same(one.strip, shape, saved)
+    _make_same(one.strip, shape, saved)
     return []
 
 
-def _factors(one: Axis, other: Axis, saved: Saved) -> Pairs | None:
-    """The parts of two products, in pairs of equal size, after those without parts were made products where
-    the other has a boundary."""
-    if not _divide(one.parts, other.parts):
+def _product_pairs(one: Axis, other: Axis, saved: Saved) -> Pairs | None:
+    """The parts of two products in pairs of equal size. Parts are made products where the other axis has a
+    boundary."""
+    if not _can_pair(one.parts, other.parts):
         return None
     mine, theirs = list(reversed(one.parts)), list(reversed(other.parts))
     pairs: Pairs = []
     while mine and theirs:
         a, b = mine.pop(), theirs.pop()
-        if "product" in (a.kind, b.kind):  # one that occurs twice was made one where it occurred first
+        if "product" in (
+            a.kind,
+            b.kind,
+        ):  # a part that occurs twice was made a product at its first occurrence
             mine += reversed(a.parts if a.kind == "product" else (a,))
             theirs += reversed(b.parts if b.kind == "product" else (b,))
             continue
@@ -185,7 +199,7 @@ def _factors(one: Axis, other: Axis, saved: Saved) -> Pairs | None:
             if not large.is_whole:
                 _split(large.strip, (large.start, large.stop), saved)
             shape = (Axis(small.size), Axis(large.size // small.size))
-            _be_same(large.strip, product(shape), saved)
+            _make_same(large.strip, product(shape), saved)
             mine += reversed(a.parts if large is a else (a,))
             theirs += reversed(b.parts if large is b else (b,))
             continue
@@ -193,8 +207,9 @@ def _factors(one: Axis, other: Axis, saved: Saved) -> Pairs | None:
     return pairs
 
 
-def _divide(mine: Sequence[Axis], theirs: Sequence[Axis]) -> bool:
-    """Whether every boundary of one product is one of the other, or falls into what can be made a product."""
+def _can_pair(mine: Sequence[Axis], theirs: Sequence[Axis]) -> bool:
+    """Whether every boundary of one product is a boundary of the other, or lies in an axis that can be made a
+    product."""
     left, right = (
         [(part.size, part) for part in reversed(mine)],
         [(part.size, part) for part in reversed(theirs)],
@@ -211,34 +226,35 @@ def _divide(mine: Sequence[Axis], theirs: Sequence[Axis]) -> bool:
 
 
 def _can_divide(axis: Axis, first: int) -> bool:
-    """Whether an axis can be made a product of `first` and what is left."""
+    """Whether an axis can be made a product of `first` and the rest."""
     if axis.kind is not None or axis.size % first or (axis.strip.is_shifted and not axis.is_whole):
         return False
     rest = axis.size // first
     return all(
-        (place - axis.start) % rest == 0 for place in axis.strip.marks if axis.start < place < axis.stop
+        (place - axis.start) % rest == 0 for place in axis.strip.boundaries if axis.start < place < axis.stop
     )
 
 
-def _be_same(strip: Strip, axis: Axis, saved: Saved) -> None:
-    """A strip without parts is an axis of its size: what is known of stretches of it is known of that."""
-    mark(axis, strip.marks, saved)
+def _make_same(strip: Strip, axis: Axis, saved: Saved) -> None:
+    """Makes a strip without parts the same as an axis, which inherits its boundaries and intervals."""
+    add_boundaries(axis, strip.boundaries, saved)
     if axis.kind is None:
         inner, start = axis.strip, axis.start
         _save(inner, saved)
-        inner.homes |= {(start + first, start + last) for first, last in strip.homes}
+        inner.axis_intervals |= {(start + first, start + last) for first, last in strip.axis_intervals}
         if not axis.is_whole:
-            inner.homes |= {(start, axis.stop)}
-            inner.marks |= {start, axis.stop}
+            inner.axis_intervals |= {(start, axis.stop)}
+            inner.boundaries |= {start, axis.stop}
     for leaf in _outermost(axis) if strip.is_shifted else ():
         leaf.strip.is_shifted = True
     _save(strip, saved)
     inner, start, size = axis.key
-    strip.become("same", (Axis(size, inner, start),))
+    strip.set_parts("same", (Axis(size, inner, start),))
 
 
 def _outermost(axis: Axis) -> Iterator[Axis]:
-    """Of each product only what its outermost part is made of: that is what is shifted with it."""
+    """The leaves of an axis, but of each product only those of its outermost part: only these are shifted
+    with it."""
     pending = [axis]
     while pending:
         each = pending.pop()
@@ -249,23 +265,25 @@ def _outermost(axis: Axis) -> Iterator[Axis]:
 
 
 def _split(strip: Strip, places: Iterable[int], saved: Saved | None = None) -> None:
-    """A strip without parts as several, one after another."""
+    """Splits a strip without parts at `places`."""
     bounds = sorted({0, strip.size, *places})
     if len(bounds) == 2:
         return
     pieces = [Axis(stop - start) for start, stop in pairwise(bounds)]
     for piece, start in zip(pieces, bounds, strict=False):
         stop = start + piece.size
-        piece.strip.marks = frozenset(place - start for place in strip.marks if start < place < stop)
-        piece.strip.homes = frozenset(
+        piece.strip.boundaries = frozenset(
+            place - start for place in strip.boundaries if start < place < stop
+        )
+        piece.strip.axis_intervals = frozenset(
             (first - start, last - start)
-            for first, last in strip.homes
+            for first, last in strip.axis_intervals
             if start <= first and last <= stop and last - first < piece.size
         )
     _save(strip, saved)
-    strip.become("concatenation", pieces)
+    strip.set_parts("concatenation", pieces)
 
 
 def _save(strip: Strip, saved: Saved | None) -> None:
     if saved is not None:
-        saved.setdefault(strip, (strip.kind, strip.parts, strip.ends, strip.marks, strip.homes))
+        saved.setdefault(strip, (strip.kind, strip.parts, strip.ends, strip.boundaries, strip.axis_intervals))

@@ -58,7 +58,8 @@ Rule = Callable[[Call], Factors | None]
 
 
 def call_of(node: Node, metas: Mapping[str, tuple[Meta, ...]]) -> Call | None:
-    """The call of a node. None: its target is no operator with a schema, or an operand is a list of tensors."""
+    """The call of a node. None: its target is no operator with a schema, or an operand is a list of
+    tensors."""
     # `out_of_place` has the wrapped operator as its first argument.
     inner = node.args[0] if node.target is out_of_place else node.target
     schema = getattr(inner, "_schema", None)

@@ -21,8 +21,8 @@ def _stays(call: Call) -> Factors | None:
 
 
 def _constructor(call: Call) -> Factors | None:
-    """A tensor filled with one value: its shape is that of the operand (`zeros_like`), or an argument (`zeros`,
-    `new_zeros`)."""
+    """A tensor filled with one value: its shape is that of the operand (`zeros_like`), or an argument
+    (`zeros`, `new_zeros`)."""
     names, sizes = labels_of(call.outputs[0].shape)
     if call.name.endswith("_like"):
         return Factors(operands=(tuple(names),), outputs=(tuple(names),), sizes=sizes)

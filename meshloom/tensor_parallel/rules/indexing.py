@@ -72,7 +72,8 @@ def _index_select(call: Call) -> Factors | None:
 
 
 def _index(call: Call) -> Factors | None:
-    """x[:, i, j]: indexed dims stay unsharded; the others may be sharded, and so may the dims of the indices."""
+    """x[:, i, j]: indexed dims stay unsharded; the others may be sharded, and so may the dims of the
+    indices."""
     x = call.operands[0]
     given: tuple[Any, ...] = call.arguments["indices"]
     found = [(place, each) for place, each in enumerate(given) if isinstance(each, Operand)]

@@ -180,7 +180,8 @@ def _grouped(call: Call) -> Factors | None:
 
 
 def _aligned(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
-    """The local grouped product; its kernels need rows of a multiple of 16 bytes, which shards may not have."""
+    """The local grouped product; its kernels need rows of a multiple of 16 bytes, which shards may not
+    have."""
     if "e" in shard.full and shard.is_sharded("e") and "t" in shard.full and shard.is_sharded("t"):
         ends = given_by_name(target, args, kwargs).get("offs")
         return (

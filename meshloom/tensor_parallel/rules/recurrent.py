@@ -1,4 +1,5 @@
-"""Recurrent networks: sharded by batch, or by hidden units, which are then all-gathered in every time step."""
+"""Recurrent networks: sharded by batch, or by hidden units, which are then all-gathered in every time
+step."""
 
 from __future__ import annotations
 

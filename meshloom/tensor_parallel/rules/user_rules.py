@@ -1,4 +1,5 @@
-"""Rules that a user writes: a custom operator's factor map as one line of text, checked with precise errors."""
+"""Rules that a user writes: a custom operator's factor map as one line of text, checked with precise
+errors."""
 
 from __future__ import annotations
 

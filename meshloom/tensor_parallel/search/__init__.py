@@ -1,1 +1,1 @@
-"""Which way of computing every node is the cheapest together."""
+"""Search for the cheapest division: a strategy for every node, a placement for every parameter."""

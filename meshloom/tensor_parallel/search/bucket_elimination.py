@@ -1,4 +1,4 @@
-"""The least sum of tables over unknowns with few values each, found exactly by eliminating one unknown after
+"""The least sum of tables over variables with few values each, exactly, by eliminating one variable after
 another.
 
 Nonserial dynamic programming (Bertele and Brioschi, 1972), or bucket elimination (Dechter, 1999):
@@ -7,8 +7,8 @@ Nonserial dynamic programming (Bertele and Brioschi, 1972), or bucket eliminatio
     without a                F(b) + g(b, c) + h(c, d)          F(b) = min over a of f(a, b)
     without b                G(c) + h(c, d)                    G(c) = min over b of F(b) + g(b, c)
 
-What is left at the end is the least sum; walking back gives the values. It takes as long as the largest
-joined table is big, which for programs of neural networks is small: few values are alive at a time.
+The last table is the least sum; backtracking gives the values. The run time is that of the largest joined
+table, which is small for neural networks: few values are alive at a time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LARGEST = 2**24  # entries of a joined table: 128 MiB
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """entries: [size of each unknown of `scope`], what each of their values takes together; inf where they
-    cannot be. No unknown twice."""
+    """A cost for all values of some variables. entries: [values of each variable in `scope`]; inf:
+    impossible. scope: distinct variables."""
 
     scope: tuple[int, ...]
     entries: Floats
@@ -36,14 +36,14 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """An unknown that is eliminated. size: of its values. tables: all that it was in, whose sum is [*scope,
-    its values]. best: [*scope], the least over its values.
+    """The elimination of a variable. size: number of its values. tables: all that contained it; their sum is
+    [*scope, its values]. best: [*scope], the minimum over its values.
 
-    The sum itself is made anew where it is asked for: it is larger than all that is kept, by as much as the
-    unknown has values.
+    The sum is computed again when needed: it is larger than everything stored, by the number of the
+    variable's values.
     """
 
-    unknown: int
+    variable: int
     size: int
     scope: tuple[int, ...]
     tables: tuple[Table, ...]
@@ -51,12 +51,12 @@ class _Step:
 
     def joined(self) -> Floats:
         """[*scope, its values]: the sum of its tables."""
-        axes = {each: place for place, each in enumerate((*self.scope, self.unknown))}
+        axes = {each: place for place, each in enumerate((*self.scope, self.variable))}
         size_of = {
             each: size
             for table in self.tables
             for each, size in zip(table.scope, table.entries.shape, strict=True)
-        } | {self.unknown: self.size}
+        } | {self.variable: self.size}
         joined = np.zeros([size_of[each] for each in axes])
         for table in self.tables:
             order = sorted(range(len(table.scope)), key=lambda place, scope=table.scope: axes[scope[place]])
@@ -67,16 +67,16 @@ class _Step:
         return joined
 
 
-class Least:
-    """The least sum, as found. steps: in the order of elimination. total: the least sum; inf if there is
-    none."""
+class LeastSum:
+    """The least sum. steps: in the order of elimination. total: the least sum; inf: every combination is
+    impossible."""
 
     def __init__(self, steps: Sequence[_Step], total: float) -> None:
         self._steps = steps
         self.total = total
 
     def values(self) -> list[int]:
-        """A value for every unknown, that together take the least."""
+        """The value of every variable in the least sum."""
         found = [0] * len(self._steps)
         for step in reversed(self._steps):
             sums = np.zeros(step.size)
@@ -84,67 +84,69 @@ class Least:
                 sums = (
                     sums
                     + table.entries[
-                        tuple(slice(None) if each == step.unknown else found[each] for each in table.scope)
+                        tuple(slice(None) if each == step.variable else found[each] for each in table.scope)
                     ]
                 )
-            found[step.unknown] = int(sums.argmin())
+            found[step.variable] = int(sums.argmin())
         return found
 
-    def with_each(self) -> list[Floats]:
-        """For every value of every unknown [its size], the least sum in which it has that value."""
-        order = {step.unknown: number for number, step in enumerate(self._steps)}
-        # where `best` was added
-        next_of = {step.unknown: min(step.scope, key=order.__getitem__) for step in self._steps if step.scope}
+    def min_marginals(self) -> list[Floats]:
+        """Min-marginals: for every value of every variable [its values], the least sum with that value."""
+        order = {step.variable: number for number, step in enumerate(self._steps)}
+        # the step that consumed `best`
+        next_of = {
+            step.variable: min(step.scope, key=order.__getitem__) for step in self._steps if step.scope
+        }
         before: dict[int, list[_Step]] = {}
         for step in self._steps:
             if step.scope:
-                before.setdefault(next_of[step.unknown], []).append(step)
-        least: dict[int, Floats] = {}  # unknown -> [*scope], the least sum with those
+                before.setdefault(next_of[step.variable], []).append(step)
+        least: dict[int, Floats] = {}  # variable -> [*scope], the least sum with their values
         found: list[Floats] = [np.zeros(0)] * len(self._steps)
         for step in reversed(self._steps):
             if not step.scope:
                 others = (
                     np.asarray(self.total - step.best) if math.isfinite(self.total) else np.asarray(np.inf)
                 )
-            else:  # all of that sum but this share
-                sums = least.pop(step.unknown)
+            else:  # that sum without this step's part
+                sums = least.pop(step.variable)
                 others = np.where(
                     np.isfinite(sums), sums - np.where(np.isfinite(step.best), step.best, 0.0), np.inf
                 )
             sums = step.joined()
             sums += others[..., None]
-            found[step.unknown] = sums.min(axis=tuple(range(len(step.scope))))
-            outer = (*step.scope, step.unknown)
-            for each in before.get(step.unknown, ()):
-                dropped = tuple(place for place, unknown in enumerate(outer) if unknown not in each.scope)
-                kept = [unknown for unknown in outer if unknown in each.scope]
-                least[each.unknown] = (sums.min(axis=dropped) if dropped else sums).transpose(
-                    [kept.index(unknown) for unknown in each.scope]
+            found[step.variable] = sums.min(axis=tuple(range(len(step.scope))))
+            outer = (*step.scope, step.variable)
+            for each in before.get(step.variable, ()):
+                dropped = tuple(place for place, variable in enumerate(outer) if variable not in each.scope)
+                kept = [variable for variable in outer if variable in each.scope]
+                least[each.variable] = (sums.min(axis=dropped) if dropped else sums).transpose(
+                    [kept.index(variable) for variable in each.scope]
                 )
         return found
 
 
-def least_sum(sizes: Sequence[int], tables: Sequence[Table]) -> Least | None:
-    """The least sum of `tables` over unknowns with `sizes` values. None: a joined table would have more than
+def least_sum(sizes: Sequence[int], tables: Sequence[Table]) -> LeastSum | None:
+    """The least sum of `tables` over variables with `sizes` values. None: a joined table would have more than
     `LARGEST` entries.
 
     >>> found = least_sum([2, 2], [Table(scope=(0, 1), entries=np.array([[5.0, 3.0], [1.0, 9.0]])), Table(scope=(0,), entries=np.array([0.0, 7.0]))])
-    >>> found.total, found.values(), [each.tolist() for each in found.with_each()]
+    >>> found.total, found.values(), [each.tolist() for each in found.min_marginals()]
     (3.0, [0, 1], [[3.0, 8.0], [5.0, 3.0]])
     """
     order = _order(sizes, tables)
     if order is None:
         return None
-    within: list[dict[int, Table]] = [{} for _ in sizes]  # unknown -> number of a table -> that table
+    within: list[dict[int, Table]] = [{} for _ in sizes]  # variable -> number of a table -> that table
     for number, table in enumerate(tables):
         for each in table.scope:
             within[each][number] = table
     steps: list[_Step] = []
     total = 0.0
-    for number, unknown in enumerate(order, len(tables)):
-        step = _eliminated(unknown, sizes[unknown], list(within[unknown].values()))
+    for number, variable in enumerate(order, len(tables)):
+        step = _eliminated(variable, sizes[variable], list(within[variable].values()))
         steps.append(step)
-        for key, table in list(within[unknown].items()):
+        for key, table in list(within[variable].items()):
             for each in table.scope:
                 del within[each][key]
         if step.scope:
@@ -153,36 +155,36 @@ def least_sum(sizes: Sequence[int], tables: Sequence[Table]) -> Least | None:
                 within[each][number] = rest
         else:
             total += float(step.best)
-    return Least(steps, total)
+    return LeastSum(steps, total)
 
 
 def _order(sizes: Sequence[int], tables: Sequence[Table]) -> list[int] | None:
-    """Of unknowns: the one with the smallest joined table is eliminated first. None: one of these has more
-    than `LARGEST` entries."""
-    beside: list[set[int]] = [set() for _ in sizes]  # unknown -> those that are in one table with it
+    """The order of elimination: always the variable with the smallest joined table. None: one of these has
+    more than `LARGEST` entries."""
+    beside: list[set[int]] = [set() for _ in sizes]  # variable -> those in a table with it
     for table in tables:
         for each in table.scope:
             beside[each].update(table.scope)
 
-    def entries(unknown: int) -> int:
-        return math.prod(sizes[each] for each in beside[unknown] | {unknown})
+    def entries(variable: int) -> int:
+        return math.prod(sizes[each] for each in beside[variable] | {variable})
 
     waiting = [(entries(each), each) for each in range(len(sizes))]
     heapq.heapify(waiting)
     newest = {each: count for count, each in waiting}
     order: list[int] = []
     while waiting:
-        count, unknown = heapq.heappop(waiting)
-        if newest.get(unknown) != count:
+        count, variable = heapq.heappop(waiting)
+        if newest.get(variable) != count:
             continue
         if count > LARGEST:
             return None
-        del newest[unknown]
-        order.append(unknown)
-        others = beside[unknown] - {unknown}
+        del newest[variable]
+        order.append(variable)
+        others = beside[variable] - {variable}
         for each in others:
             beside[each] |= others
-            beside[each].discard(unknown)
+            beside[each].discard(variable)
             count = entries(each)
             if count != newest[each]:
                 newest[each] = count
@@ -190,7 +192,7 @@ def _order(sizes: Sequence[int], tables: Sequence[Table]) -> list[int] | None:
     return order
 
 
-def _eliminated(unknown: int, size: int, tables: Sequence[Table]) -> _Step:
-    scope = tuple(dict.fromkeys(each for table in tables for each in table.scope if each != unknown))
-    step = _Step(unknown=unknown, size=size, scope=scope, tables=tuple(tables), best=np.zeros(()))
+def _eliminated(variable: int, size: int, tables: Sequence[Table]) -> _Step:
+    scope = tuple(dict.fromkeys(each for table in tables for each in table.scope if each != variable))
+    step = _Step(variable=variable, size=size, scope=scope, tables=tuple(tables), best=np.zeros(()))
     return replace(step, best=np.asarray(step.joined().min(axis=-1)))

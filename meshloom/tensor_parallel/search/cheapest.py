@@ -1,12 +1,12 @@
-"""The cheapest combination of options, where a change that several want is paid once.
+"""The cheapest combination of options, where a reshard that several variables want is paid once.
 
-A sum of tables (`bucket_elimination.py`): what each option takes, and for every change a table over what it
-starts from and who wants it. Where too many want it for one table, each of them pays a share, which is never
-more than the change takes: the least sum is then a bound from below. Options that would cost more than a
-combination that is known are left out, the shares are moved to those who want the change, and so on, until
-the rest is small enough to be done exactly, or the bound is met (shares by the steps of Frank and Wolfe,
-1956). Where even that is too much, as where every layer takes the results of all before it, one is found by
-steps (`coordinate_descent.py`), and nobody knows how far from the best it is.
+The cost is a sum of tables (`bucket_elimination.py`): one for the options of each variable, and one for each
+reshard over its source and all variables that may want it. If these are too many for one table, each of them
+pays a share of the reshard, and the least sum is a lower bound. Options that would cost more than the best
+known combination are dropped, and shares move to the variables that do want the reshard (Frank and Wolfe,
+1956), until the rest can be solved exactly or the bound is met. If even that is too large, as where every
+layer takes the results of all layers before it, coordinate descent finds a combination without a bound
+(`coordinate_descent.py`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from functools import cached_property, partial
 import numpy as np
 import numpy.typing as npt
 
-from meshloom.tensor_parallel.search.bucket_elimination import Floats, Least
+from meshloom.tensor_parallel.search.bucket_elimination import Floats, LeastSum
 from meshloom.tensor_parallel.search.coordinate_descent import descend
-from meshloom.tensor_parallel.search.milp import GAP, cheapest_integers
-from meshloom.tensor_parallel.search.reshards import Reshard, cost_of, kept_of, least_of
+from meshloom.tensor_parallel.search.milp import GAP, cheapest_by_milp
+from meshloom.tensor_parallel.search.reshards import Reshard, least_combination, restricted, total_cost
 
-ROUNDS = 60  # of moving shares; what is found then is as far from the best as `Combination` says
-SAME = 1e-9  # relative: sums of the same numbers in another order
+ROUNDS = 60  # of moving shares; `Combination.bound` says how far the result may be from the optimum
+SAME = 1e-9  # relative tolerance for sums of the same numbers in another order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Combination:
-    """values: of each unknown. total: what they cost. bound: what any combination costs, or more; -inf: not
-    known. bounds: see `with_each`."""
+    """A value for each variable. total: their cost. bound: a lower bound of all combinations; -inf: unknown.
+    bounds: computes `min_marginals`."""
 
     values: tuple[int, ...]
     total: float
@@ -40,92 +40,93 @@ class Combination:
 
     @property
     def is_proved(self) -> bool:
-        """Whether nothing is cheaper, but for what the search is not for."""
+        """Whether no combination is cheaper by more than the solver's tolerance."""
         return self.total - self.bound <= GAP * abs(self.total)
 
     @cached_property
-    def with_each(self) -> Sequence[Floats]:
-        """For every value of every unknown, what any combination with it costs, or more. It takes as long as
-        all else, so it is found when it is asked for."""
+    def min_marginals(self) -> Sequence[Floats]:
+        """For every value of every variable, a lower bound of all combinations with it. Computed on first
+        access: this takes as long as the search."""
         return self.bounds()
 
 
-def cheapest(own: Sequence[Floats], changes: Sequence[Reshard]) -> Combination | None:
-    """The cheapest value for every unknown. own: [its values], what each takes by itself; inf: cannot be.
-    None: there is no combination."""
-    kept = [np.flatnonzero(np.isfinite(each)) for each in own]
-    shares = [_even(change) for change in changes]
+def cheapest(unary: Sequence[Floats], reshards: Sequence[Reshard]) -> Combination | None:
+    """The cheapest combination. None: all are impossible. unary: of each variable [its values], the cost of
+    each value alone; inf: impossible."""
+    kept = [np.flatnonzero(np.isfinite(each)) for each in unary]
+    shares = [_even(reshard) for reshard in reshards]
     best, found = math.inf, None
     for turn in range(ROUNDS):
-        rest, rest_changes = (
-            [each[keep] for each, keep in zip(own, kept, strict=True)],
-            [kept_of(change, kept) for change in changes],
+        rest, rest_reshards = (
+            [each[keep] for each, keep in zip(unary, kept, strict=True)],
+            [restricted(reshard, kept) for reshard in reshards],
         )
-        least = least_of(rest, rest_changes)
+        least = least_combination(rest, rest_reshards)
         exact = least is not None
-        least = least or least_of(rest, rest_changes, shares)
+        least = least or least_combination(rest, rest_reshards, shares)
         if least is None:
-            start = found.values if found is not None else _any(own, changes)
+            start = found.values if found is not None else _any(unary, reshards)
             if start is None:
                 return None
-            values = descend(own, changes, start)
-            bounds = lambda: [np.full(len(each), -math.inf) for each in own]  # noqa: E731
+            values = descend(unary, reshards, start)
+            bounds = lambda: [np.full(len(each), -math.inf) for each in unary]  # noqa: E731
             return Combination(
-                values=values, total=cost_of(values, own, changes), bound=-math.inf, bounds=bounds
+                values=values, total=total_cost(values, unary, reshards), bound=-math.inf, bounds=bounds
             )
         if math.isinf(least.total):
             return found
         values = tuple(int(keep[value]) for keep, value in zip(kept, least.values(), strict=False))
-        total = cost_of(values, own, changes)
+        total = total_cost(values, unary, reshards)
         best_values = values if found is None or total < best else found.values
         best = min(best, total)
         found = Combination(
             values=best_values,
             total=best,
             bound=min(least.total, best),
-            bounds=partial(_bounds, own, kept, least, best),
+            bounds=partial(_bounds, unary, kept, least, best),
         )
         if exact or best - least.total <= SAME * abs(best):
             return found
         kept = [
             keep[low[keep] <= best + SAME * abs(best)]
-            for keep, low in zip(kept, found.with_each, strict=True)
+            for keep, low in zip(kept, found.min_marginals, strict=True)
         ]
-        for change, share in zip(changes, shares, strict=True):
-            _move(change, share, values, 2 / (turn + 3))
+        for reshard, share in zip(reshards, shares, strict=True):
+            _move(reshard, share, values, 2 / (turn + 3))
     return found
 
 
-def _any(own: Sequence[Floats], changes: Sequence[Reshard]) -> Sequence[int] | None:
-    """A combination that can be: the first values, with which nothing is divided, else one that an integer
-    program finds. None: there is none."""
-    first = [0] * len(own)
-    if math.isfinite(cost_of(first, own, changes)):
+def _any(unary: Sequence[Floats], reshards: Sequence[Reshard]) -> Sequence[int] | None:
+    """A possible combination: the first values, with which nothing is sharded, or one that an integer program
+    finds. None: there is none."""
+    first = [0] * len(unary)
+    if math.isfinite(total_cost(first, unary, reshards)):
         return first
-    found = cheapest_integers(own, changes)
+    found = cheapest_by_milp(unary, reshards)
     return found.values if found is not None else None
 
 
 def _bounds(
-    own: Sequence[Floats], kept: Sequence[npt.NDArray[np.intp]], least: Least, best: float
+    unary: Sequence[Floats], kept: Sequence[npt.NDArray[np.intp]], least: LeastSum, best: float
 ) -> list[Floats]:
-    """Of every value: what was left out before costs at least as much as the best that is known."""
-    bounds = [np.where(np.isfinite(each), best, np.inf) for each in own]
-    for bound, keep, low in zip(bounds, kept, least.with_each(), strict=False):
+    """Lower bounds of every value; those dropped before cost at least as much as the best known
+    combination."""
+    bounds = [np.where(np.isfinite(each), best, np.inf) for each in unary]
+    for bound, keep, low in zip(bounds, kept, least.min_marginals(), strict=False):
         bound[keep] = low
     return bounds
 
 
-def _even(change: Reshard) -> dict[int, Floats]:
-    """Equal shares [targets] of all that can want a change."""
-    able = {user: wants.any(axis=0) for user, wants in change.wants.items()}
+def _even(reshard: Reshard) -> dict[int, Floats]:
+    """Equal shares [targets] of a reshard for all variables that may want it."""
+    able = {user: wants.any(axis=0) for user, wants in reshard.wants.items()}
     count = np.maximum(sum(each.astype(float) for each in able.values()), 1.0)
     return {user: each / count for user, each in able.items()}
 
 
-def _move(change: Reshard, shares: Mapping[int, Floats], values: Sequence[int], step: float) -> None:
-    """Move shares towards those who want the change in a combination."""
-    wanted = {user: wants[values[user]] for user, wants in change.wants.items()}
+def _move(reshard: Reshard, shares: Mapping[int, Floats], values: Sequence[int], step: float) -> None:
+    """Moves shares towards the variables that want the reshard in a combination."""
+    wanted = {user: wants[values[user]] for user, wants in reshard.wants.items()}
     count = sum(each.astype(float) for each in wanted.values())
     for user, share in shares.items():
         share += step * np.where(count > 0, wanted[user] / np.maximum(count, 1), share) - step * share

@@ -1,9 +1,9 @@
-"""Chooses how every node of a program is computed by the ranks of one axis: the least seconds of computing
-and talking.
+"""Chooses the division of a program over the ranks of the tp axis that takes the fewest seconds of
+computation and communication.
 
-One strategy per node and one placement per parameter; where a node wants an operand in another placement than
-it is made in, the change is paid, once for all nodes that want it so. Solved exactly, by eliminating one node
-after another (`cheapest.py`).
+Every node gets a strategy, every graph input a placement. If a node wants an operand in another placement
+than the one it is produced in, the reshard is paid once for all nodes that want it so. Bucket elimination
+solves this exactly (`cheapest.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ __all__ = [
     "DivisionChoice",
     "Held",
     "Rates",
-    "changes_of",
     "choice_in",
     "choice_of_numbers",
     "choice_resized",
@@ -39,34 +38,37 @@ __all__ = [
     "digest_of_choice",
     "numbers_of_choice",
     "rates_for",
+    "reshards_of",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DivisionChoice:
-    """How a program is divided. strategies: node -> its own. variables: value of a parameter, buffer, input
-    or constant -> placement.
+    """The division of a program. strategies: of each node. input_placements: of each graph input:
+    parameter, buffer, input or constant.
 
-    seconds: what was minimised. chosen: 1 if blocks that are alike were divided alike, else 0; then which of
-    its options each variable and node has, in order. is_proved: whether it is known that nothing takes less;
-    if not, there was too much to compare.
+    seconds: the minimised cost. chosen: 1 if repeated blocks are divided identically, else 0; then, in order,
+        which of its options each graph input and node takes.
+    is_proved: whether the division is known to be optimal; if not, the search was too large.
     """
 
     num_ranks: int
     layout: Layout
     numbers: StripNumbers
     strategies: Mapping[str, Strategy]
-    variables: Mapping[str, Placement]
+    input_placements: Mapping[str, Placement]
     seconds: float
     chosen: tuple[int, ...]
     is_proved: bool = True
 
     def placement(self, value: str) -> Placement:
-        """Of a value where it is made."""
-        return self.variables[value] if value in self.variables else self.strategies[value].output
+        """The placement in which a value is produced."""
+        return (
+            self.input_placements[value] if value in self.input_placements else self.strategies[value].output
+        )
 
     def pieces(self, value: str, placement: Placement) -> Pieces:
-        """Who holds what of a value (of its only tensor)."""
+        """What each rank holds of a value with one tensor."""
         return pieces_of(self.layout.values[value][0], cut_of(placement), self.numbers, self.num_ranks)
 
 
@@ -80,15 +82,15 @@ def choose(
     memory_bytes: float | None = None,
     priced: Mapping[str, Cost] | None = None,
 ) -> DivisionChoice:
-    """The cheapest way for `num_ranks` ranks to compute a program's loss.
+    """The cheapest division of a program over `num_ranks` ranks.
 
-    rates: default is `default_rates` of the device; `rates_for` gives this machine's.
-    held: who holds what of parameters and buffers, if that is decided.
-    placements: pattern of module names -> how its parameters are to be divided, as `Plan.tp_placements` says.
-    They do not count where `held` does. memory_bytes: what a rank may hold of parameters, gradients,
-    optimizer state and kept activations.
-    priced: `costs` of the program, if they are known already.
-    Raises `PlanError` if that leaves no way.
+    rates: `default_rates` of the device by default; `rates_for` gives this machine's.
+    held: the shards of parameters and buffers, if they are fixed.
+    placements: pattern of module names -> how to shard their parameters, as in `Plan.tp_placements`; ignored
+        if `held` is given.
+    memory_bytes: what a rank may hold of parameters, gradients, optimizer state and saved activations.
+    priced: `costs` of the program, if already known.
+    Raises `PlanError` if there is no such division.
     """
     price = rates or default_rates(layout.program.device.type)
     known = priced or costs(layout.program)
@@ -104,8 +106,8 @@ def choose(
 
 
 def rates_for(program: Program, num_ranks: int) -> Rates:
-    """Rates of this machine, as far as they were measured, for the device and most of the parameters of a
-    program. Raises `MachineError`."""
+    """This machine's measured rates for a program's device and the dtype of most of its parameters. Raises
+    `MachineError`."""
     sizes: Counter[str] = Counter()
     for each in program.parameters.values():
         sizes[str(each.meta.dtype).removeprefix("torch.")] += math.prod(each.meta.shape)
@@ -114,17 +116,16 @@ def rates_for(program: Program, num_ranks: int) -> Rates:
 
 
 def numbers_of_choice(choice: DivisionChoice) -> list[int]:
-    """A choice as numbers, to be told to other ranks."""
+    """A choice as integers, to be sent to other ranks."""
     return list(choice.chosen)
 
 
 def digest_of_choice(choice: DivisionChoice) -> str:
-    """A short hash of a program and of how it is divided: equal for choices that are the same, in any
-    process."""
+    """A short hash of a program and its division: equal for equal choices, in any process."""
     facts = [
         choice.layout.program.digest(),
         str(choice.num_ranks),
-        *map(repr, choice.variables.items()),
+        *map(repr, choice.input_placements.items()),
         *map(repr, choice.strategies.items()),
     ]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
@@ -138,7 +139,7 @@ def choice_of_numbers(
     held: Held | None = None,
     placements: Mapping[str, str] | None = None,
 ) -> DivisionChoice:
-    """The choice that another rank made for the same program, under the same `held` and `placements`."""
+    """The choice that another rank made for the same program with the same `held` and `placements`."""
     share_blocks, *taken = numbers
     pins = None if held is not None else placements
     return _choice(
@@ -155,14 +156,14 @@ def choice_in(
     held: Held | None = None,
     placements: Mapping[str, str] | None = None,
 ) -> DivisionChoice | None:
-    """The same choice for the same program in another precision, where casts may have other ways to be
-    computed. None: one of its ways is not there."""
+    """The same choice for the same program in another precision, where casts may have other strategies. None:
+    one of its options does not exist."""
     pins = None if held is not None else placements
     problem = Problem(
         layout, choice.num_ranks, rates=Rates(), held=held, pins=pins, share_blocks=bool(choice.chosen[0])
     )
     wanted: list[tuple[Any, list[tuple[Any, int]]]] = [
-        (choice.variables[value], list(row)) for value, row in problem.placements.items()
+        (choice.input_placements[value], list(row)) for value, row in problem.placements.items()
     ]
     wanted += [(choice.strategies[name], list(row)) for name, row in problem.strategies.items()]
     numbers = [next((place for place, (each, _) in enumerate(row) if each == own), -1) for own, row in wanted]
@@ -170,21 +171,21 @@ def choice_in(
 
 
 def choice_resized(layout: Layout, choice: DivisionChoice, *, held: Held) -> DivisionChoice | None:
-    """The same choice for the same program at other sizes, with parameters held as they are. None: its ways
-    there are others."""
+    """The same choice for the same program at other sizes, with the same shards of parameters. None: its
+    options differ there."""
     there = choice_in(choice.layout, choice, held=held)
     if there is None:
         return None
     try:
         made = choice_of_numbers(layout, choice.num_ranks, list(there.chosen), held=held)
-    except (IndexError, ValueError):  # a dim that is too small to be cut, or large enough at last
+    except (IndexError, ValueError):  # a dim became too small or large enough to be sharded
         return None
-    same = alike(there.strategies, made.strategies) and alike(there.variables, made.variables)
+    same = alike(there.strategies, made.strategies) and alike(there.input_placements, made.input_placements)
     return made if same else None
 
 
-def changes_of(choice: DivisionChoice) -> Iterable[tuple[str, Placement, Placement]]:
-    """Every change of placement that a choice asks for: (value, from, to), each once."""
+def reshards_of(choice: DivisionChoice) -> Iterable[tuple[str, Placement, Placement]]:
+    """All reshards of a choice: (value, from, to), each once."""
     seen: dict[tuple[str, Placement], None] = {}
     program = choice.layout.program
     for node in program.nodes:
@@ -206,7 +207,7 @@ def _choice(
             name: row[at][0]
             for (name, row), at in zip(problem.strategies.items(), numbers[split:], strict=True)
         },
-        variables={
+        input_placements={
             value: row[at][0]
             for (value, row), at in zip(problem.placements.items(), numbers[:split], strict=True)
         },

@@ -144,7 +144,8 @@ class DivisionCosts:
         return self._reshards[key]
 
     def is_regathered(self, value: str) -> bool:
-        """Whether only linear layers use a value: they gather it again in the backward instead of saving it."""
+        """Whether only linear layers use a value: they gather it again in the backward instead of saving
+        it."""
         users = self._users.get(value, [])
         return bool(users) and all(
             node.operator == "linear" and not node.context.autocast and next(node.operands()).name == value
@@ -168,9 +169,8 @@ def reshard_seconds(
 ) -> float | None:  # fmt: skip
     """Seconds of resharding a value, forward and backward. None: there is no such transition.
 
-    regathered: parts of the value are gathered once more in the backward, instead of being kept.
-    behind_seconds: of computing while each thing that the backward sends is on its way. What a collective
-        takes to start is not hidden by it.
+    regathered: shards of the value are gathered again in the backward instead of being saved.
+    behind_seconds: of computation that overlaps with each collective of the backward, except with its start.
     """
     if is_same(source, target, before, after):
         return 0.0
@@ -183,7 +183,7 @@ def reshard_seconds(
         ]
         if regathered and meta.requires_grad and isinstance(source, Part) and not before.is_whole:
             calls.append(elements_of_gather(before, whole(before.shape, before.num_ranks), 0))
-    except ValueError:  # parts that overlap in more than one dim
+    except ValueError:  # shards that overlap in more than one dim
         return None
     item, size = meta.dtype.itemsize, meta.num_bytes
     seconds = sum(
@@ -191,7 +191,7 @@ def reshard_seconds(
         for call in calls
         if call is not None
     )
-    # behind the weights' gradients the sum; behind the input's, which take as long, what is gathered again
+    # the sum overlaps with the weight gradients; what is gathered again with the input's, which take as long
     for call in calls[1:]:
         if call is not None:
             on_its_way, started = (
@@ -199,7 +199,7 @@ def reshard_seconds(
                 for num_bytes in (call[1] * item, 0.0)
             )
             seconds -= min(behind_seconds, on_its_way - started)
-    # What is sent is put together and taken apart; what is not is looked at, or copied in part.
+    # What is sent is packed and unpacked; otherwise it is read, or partly copied.
     touched = sum(2.0 if call is not None else 0.1 for call in calls) + (
         1.0 if target == PARTIAL and isinstance(source, Part) else 0.0
     )
@@ -207,21 +207,20 @@ def reshard_seconds(
 
 
 def is_same(source: Placement, target: Placement, before: Pieces, after: Pieces) -> bool:
-    """Whether a value placed one way is placed the other way as well: two cuts may differ in axes alone that
-    it has not."""
+    """Whether two placements of a value are equal: two cuts may differ only in axes that it does not have."""
     return source == target or (isinstance(source, Part) and isinstance(target, Part) and before == after)
 
 
 def kind_of(placement: Placement) -> Kind:
-    """The kind of placement that a transition knows."""
+    """The kind of a placement, as `Transition` has it."""
     return "part" if isinstance(placement, Part) else "partial" if placement == PARTIAL else "invariant"
 
 
 def saved_operands(layout: Layout, costs: Mapping[str, Cost]) -> dict[str, tuple[int, list[Node]]]:
-    """Value -> bytes that autograd keeps of it, and the nodes that make it do so. Memory that is kept through
-    several views counts once."""
+    """Value -> the bytes that autograd saves of it, and the nodes that save it. Memory saved through several
+    views counts once."""
     found: dict[str, tuple[int, list[Node]]] = {}
-    through: dict[str, str] = {}  # memory -> the value through which it was first kept
+    through: dict[str, str] = {}  # memory -> the value through which it was first saved
     for node, kept, operand in _saved(layout, costs):
         if operand is not None and through.setdefault(kept.memory, operand) == operand:
             found.setdefault(operand, (kept.num_bytes, []))[1].append(node)
@@ -229,7 +228,7 @@ def saved_operands(layout: Layout, costs: Mapping[str, Cost]) -> dict[str, tuple
 
 
 def saved_within(layout: Layout, costs: Mapping[str, Cost]) -> dict[str, int]:
-    """Node -> bytes that autograd keeps of its results and of what is made inside of it."""
+    """Node -> the bytes that autograd saves of its results and intermediates."""
     found: dict[str, int] = {}
     for node, kept, operand in _saved(layout, costs):
         if operand is None:
@@ -238,8 +237,8 @@ def saved_within(layout: Layout, costs: Mapping[str, Cost]) -> dict[str, int]:
 
 
 def _saved(layout: Layout, costs: Mapping[str, Cost]) -> Iterator[tuple[Node, SavedTensor, str | None]]:
-    """Everything kept: by which node, and through which of its operands (None: through none). Without what is
-    there anyway."""
+    """All saved tensors: the node that saves it, and the operand that it is (None: no operand). Parameters,
+    buffers, inputs and constants are left out, since they exist anyway."""
     program = layout.program
     given = {
         each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)

@@ -223,8 +223,8 @@ class Formulation:
         return found
 
     def _saved_bytes(self) -> dict[str, dict[tuple[Placement, Placement], float]]:
-        """Value -> (produced in, wanted in) -> bytes that autograd saves of it, as the nodes that save it want
-        it."""
+        """Value -> (produced in, wanted in) -> bytes that autograd saves of it, as the nodes that save it
+        want it."""
         found: dict[str, dict[tuple[Placement, Placement], float]] = {}
         for value, (size, savers) in self._costs.saved_operands.items():
             owner = self._representatives.value(value)

@@ -1,8 +1,8 @@
-"""The cheapest combination of options by an integer program (HiGHS), for what elimination cannot do: a limit,
-or too much that depends on each other.
+"""The cheapest combination of options by mixed-integer linear programming (HiGHS), for a memory limit, or if
+elimination is too large.
 
-x[unknown, value]          0 or 1, one of each unknown
-z[change, group, target]   1 where a source of that group is changed to the target: at most what makes it so, at least what wants it
+x[variable, value]         0 or 1, one of each variable
+z[reshard, group, target]  1 if a source of that group is resharded to the target: at most what produces it so, at least what wants it
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 from meshloom.tensor_parallel.search.bucket_elimination import Floats
 from meshloom.tensor_parallel.search.reshards import Reshard
 
-SECONDS = 10.0  # for the solver; then the best found so far is taken
-GAP = 1e-3  # how far that may be from the best, of what it costs more than the least of every option alone
+SECONDS = 10.0  # for the solver; then its best solution is taken
+GAP = 1e-3  # relative tolerance, of what a solution costs beyond the cheapest option of each variable alone
 
 
-class Integers(NamedTuple):
-    """values: of every unknown. total: what they cost. stopped: for want of time, so that they may be further
-    from the best than `GAP`."""
+class MilpSolution(NamedTuple):
+    """values: of every variable. total: their cost. stopped: the solver ran out of time, so the result may be
+    worse than `GAP` says."""
 
     values: list[int]
     total: float
@@ -30,50 +30,50 @@ class Integers(NamedTuple):
 
 
 class OutOfTimeError(Exception):
-    """There was not one combination in time."""
+    """The solver found no combination in time."""
 
 
-Row = tuple[list[int], list[float], float, float]  # unknowns, their factors, and what the sum lies between
+Row = tuple[list[int], list[float], float, float]  # columns, coefficients, and the bounds of their sum
 
 
-def cheapest_integers(
-    own: Sequence[Floats],
-    changes: Sequence[Reshard],
+def cheapest_by_milp(
+    unary: Sequence[Floats],
+    reshards: Sequence[Reshard],
     *,
-    own_bytes: Sequence[Floats] = (),
-    change_bytes: Sequence[Floats] = (),
+    unary_bytes: Sequence[Floats] = (),
+    reshard_bytes: Sequence[Floats] = (),
     limit: float = np.inf,
-) -> Integers | None:
-    """The cheapest value for every unknown; None: there is no combination. own, changes: as for `cheapest`.
+) -> MilpSolution | None:
+    """The cheapest combination. None: all are impossible. unary, reshards: as in `cheapest`.
 
-    own_bytes, change_bytes: what each takes of the limit, in the same shapes. Raises `OutOfTimeError`.
+    unary_bytes, reshard_bytes: the bytes of each entry, in the same shapes. Raises `OutOfTimeError`.
     """
-    first = np.cumsum([0, *map(len, own)])
-    costs: list[float] = [float(each) for row in own for each in row]
-    sizes: list[float] = [float(each) for row in own_bytes for each in row] or [0.0] * len(costs)
+    first = np.cumsum([0, *map(len, unary)])
+    costs: list[float] = [float(each) for row in unary for each in row]
+    sizes: list[float] = [float(each) for row in unary_bytes for each in row] or [0.0] * len(costs)
     count = len(costs)
     barred = [place for place, cost in enumerate(costs) if not np.isfinite(cost)]
     rows: list[Row] = [
         (list(range(start, stop)), [1.0] * (stop - start), 1.0, 1.0)
         for start, stop in itertools.pairwise(first)
     ]
-    for number, change in enumerate(changes):
-        weights = change_bytes[number] if change_bytes else np.zeros_like(change.costs)
+    for number, reshard in enumerate(reshards):
+        weights = reshard_bytes[number] if reshard_bytes else np.zeros_like(reshard.costs)
         alike, group_of = np.unique(
-            np.concatenate([change.costs, weights], axis=1), axis=0, return_inverse=True
+            np.concatenate([reshard.costs, weights], axis=1), axis=0, return_inverse=True
         )
         made = [
-            [int(first[change.source]) + int(value) for value in np.flatnonzero(group_of.ravel() == group)]
+            [int(first[reshard.source]) + int(value) for value in np.flatnonzero(group_of.ravel() == group)]
             for group in range(len(alike))
         ]
-        num_targets = change.costs.shape[1]
+        num_targets = reshard.costs.shape[1]
         z = np.arange(len(costs), len(costs) + len(alike) * num_targets).reshape(len(alike), num_targets)
         costs += [float(each) for each in alike[:, :num_targets].ravel()]
         sizes += [float(each) for each in alike[:, num_targets:].ravel()]
         barred += [int(each) for each in z[~np.isfinite(alike[:, :num_targets])]]
-        rows += _rows_of(change, first, made, z)
+        rows += _rows_of(reshard, first, made, z)
     if np.isfinite(limit):
-        scale = max(sizes) or 1.0  # numbers near 1 are what the solver is made for
+        scale = max(sizes) or 1.0  # solvers expect numbers near 1
         rows.append((list(range(len(sizes))), [size / scale for size in sizes], -np.inf, limit / scale))
     result = _solved([cost if np.isfinite(cost) else 0.0 for cost in costs], rows, count, barred, first)
     stopped, found = result.status == 1, result.x
@@ -82,18 +82,20 @@ def cheapest_integers(
     if found is None:
         return None
     values = [int(np.argmax(found[start:stop])) for start, stop in itertools.pairwise(first)]
-    return Integers(values, float(np.dot(np.where(np.isfinite(costs), costs, 0.0), found)), stopped)
+    return MilpSolution(values, float(np.dot(np.where(np.isfinite(costs), costs, 0.0), found)), stopped)
 
 
-def _rows_of(change: Reshard, first: Any, made: Sequence[list[int]], z: Any) -> list[Row]:
+def _rows_of(reshard: Reshard, first: Any, made: Sequence[list[int]], z: Any) -> list[Row]:
     rows: list[Row] = []
-    for group, unknowns in enumerate(made):
-        rows += [([int(each), *unknowns], [1.0, *[-1.0] * len(unknowns)], -np.inf, 0.0) for each in z[group]]
+    for group, variables in enumerate(made):
+        rows += [
+            ([int(each), *variables], [1.0, *[-1.0] * len(variables)], -np.inf, 0.0) for each in z[group]
+        ]
     rows += [
         ([int(each) for each in z[:, target]], [1.0] * len(made), 1.0, np.inf)
-        for target in np.flatnonzero(change.always)
+        for target in np.flatnonzero(reshard.always)
     ]
-    for user, wants in change.wants.items():
+    for user, wants in reshard.wants.items():
         for target in np.flatnonzero(wants.any(axis=0)):
             wanting = [int(first[user]) + int(value) for value in np.flatnonzero(wants[:, target])]
             rows.append(
@@ -106,13 +108,13 @@ def _rows_of(change: Reshard, first: Any, made: Sequence[list[int]], z: Any) -> 
             )
         if wants.any(
             axis=1
-        ).all():  # it wants it as something, whatever it is made as: this follows for whole numbers, and solvers work with fractions
+        ).all():  # Every value of this variable wants some target: implied for integers, and tightens the relaxation.
             targets = np.flatnonzero(wants.any(axis=0))
-            for group, unknowns in enumerate(made):
+            for group, variables in enumerate(made):
                 rows.append(
                     (
-                        [*map(int, z[group, targets]), *unknowns],
-                        [*[1.0] * len(targets), *[-1.0] * len(unknowns)],
+                        [*map(int, z[group, targets]), *variables],
+                        [*[1.0] * len(targets), *[-1.0] * len(variables)],
                         0.0,
                         np.inf,
                     )
@@ -123,17 +125,17 @@ def _rows_of(change: Reshard, first: Any, made: Sequence[list[int]], z: Any) -> 
 def _solved(
     costs: Sequence[float], rows: Sequence[Row], count: int, barred: Sequence[int], first: Any
 ) -> Any:
-    # takes most of a second, which few processes need
+    # importing takes most of a second, and few processes need it
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_matrix
 
     factors = [factor for _, each, _, _ in rows for factor in each]
-    row_of = [number for number, (unknowns, _, _, _) in enumerate(rows) for _ in unknowns]
-    columns = [unknown for unknowns, _, _, _ in rows for unknown in unknowns]
+    row_of = [number for number, (variables, _, _, _) in enumerate(rows) for _ in variables]
+    columns = [variable for variables, _, _, _ in rows for variable in variables]
     matrix = coo_matrix((factors, (row_of, columns)), shape=(len(rows), len(costs))).tocsr()
     limits = LinearConstraint(matrix, [low for _, _, low, _ in rows], [high for _, _, _, high in rows])  # type: ignore[arg-type]
-    # Of each unknown one value is taken, so the least of them is paid anyway: without it the solver's gap is
-    # one in what can be saved.
+    # One value of each variable is taken, so its cheapest is paid anyway. Without it the solver's gap refers
+    # to what can be saved.
     excess = np.array(costs)
     for start, stop in itertools.pairwise(first):
         excess[start:stop] -= excess[start:stop].min()

@@ -61,7 +61,8 @@ class Options:
                 self._dependent.add(node.name)
 
     def placements(self, value: str) -> list[Placement]:
-        """The placements that a graph input may have. Raises `PlanError` if a held shard is not among them."""
+        """The placements that a graph input may have. Raises `PlanError` if a held shard is not among
+        them."""
         axes, meta = self.layout.values[value][0], self.layout.metas[value][0]
         is_free = value in self.parameters or value in self.in_place
         held = self._held.get(self.names[value]) if self._held is not None and value in self.names else None

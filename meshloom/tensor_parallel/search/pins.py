@@ -1,4 +1,4 @@
-"""Pins: how the parameters of some modules have to be divided, because the user says so."""
+"""Pins: placements of parameters that the plan fixes (`tp_placements`)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _WHAT = {
 
 
 class Pins:
-    """Which placements the pins leave to every parameter. pins: pattern of modules -> value.
+    """The placements that pins leave to each parameter. pins: pattern of modules -> pin.
 
-    A pattern means the modules of that name and all that is in them. Raises `PlanError` for one that matches
-    nothing or cannot be followed.
+    A pattern matches the modules of that name and everything in them. Raises `PlanError` for one that matches
+    nothing or cannot be satisfied.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Pins:
         self._uses = Uses(layout, numbers, cuts)
         self._num_ranks = num_ranks
         self._pins = dict(pins)
-        # value of a parameter -> pattern, pin, the part of its name in its module
+        # value of a parameter -> pattern, pin, name of the parameter that matched
         self.of_value: dict[str, tuple[str, str, str]] = {}
         for pattern, pin in pins.items():
             self._match(pattern, pin)
 
     def allowed(self, value: str, options: list[Placement]) -> list[Placement]:
-        """Those of a parameter's placements that its pin allows."""
+        """The placements of a parameter that satisfy its pin."""
         if value not in self.of_value:
             return options
         pattern, pin, _ = self.of_value[value]
@@ -57,7 +57,7 @@ class Pins:
             return [each for each in options if not isinstance(each, Part) or each.cut is None]
         wanted, others = self._axes(value, pin)
         if not wanted and self._divides_another(pattern, pin):
-            # the bias of a row split
+            # such as the bias of a layer split by rows
             return [each for each in options if not isinstance(each, Part) or each.cut is None]
         found: list[Placement] = [
             each
@@ -76,11 +76,11 @@ class Pins:
 
     @property
     def marks(self) -> dict[str, object]:
-        """Of every pinned parameter: its pin."""
+        """The pin of every pinned parameter."""
         return {value: pin for value, (_, pin, _) in self.of_value.items()}
 
     def way_out(self) -> str:
-        """What to do if there is no way."""
+        """What the user can do if there is no division."""
         if not self._pins:
             return "Use tp=1."
         return f"Pins ask for too much together: leave out one of {', '.join(f'{pattern}:{pin}' for pattern, pin in self._pins.items())}."
@@ -117,13 +117,13 @@ class Pins:
             )
 
     def _divides_another(self, pattern: str, pin: str) -> bool:
-        """Whether a pin has something to divide in one of the parameters it means."""
+        """Whether a pin shards at least one of the parameters that it matches."""
         return any(
             self._axes(value, pin)[0] for value, (known, _, _) in self.of_value.items() if known == pattern
         )
 
     def _axes(self, value: str, pin: str) -> tuple[frozenset[int], frozenset[int]]:
-        """Numbers of a parameter's axes that a pin divides, and those of its other axes."""
+        """The numbers of a parameter's axes that a pin shards, and of its other axes."""
         axes = self._layout.values[value][0]
         every = frozenset(number for axis in axes for number in self._numbers.leaves(axis))
         if pin.startswith("dim"):
@@ -139,7 +139,7 @@ class Pins:
         return wanted, every - wanted
 
     def _module(self, value: str) -> str:
-        """The module whose parameter was pinned: a tied one is used in others, too."""
+        """The module whose parameter is pinned; a tied parameter is used in others, too."""
         return self.of_value[value][2].rpartition(".")[0] if value in self.of_value else ""
 
     def _reason(self, value: str, pin: str, wanted: Iterable[int], found: Iterable[Placement]) -> str:
@@ -159,7 +159,7 @@ class Pins:
 
 
 def is_meant(name: str, pattern: str) -> bool:
-    """Whether a pattern means a parameter, or a module around it.
+    """Whether a pattern matches a parameter, or a module that contains it.
 
     >>> is_meant("blocks.0.up.weight", "blocks.*.up"), is_meant("blocks.0.up.weight", "up")
     (True, False)

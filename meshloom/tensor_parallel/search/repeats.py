@@ -1,8 +1,8 @@
-"""Blocks of a program that are alike, so that what is decided for one holds for all.
+"""Repeated blocks of a program, which share their decisions.
 
-`blocks.0`, `blocks.1`, ... whose forwards run the same operators on the same shapes are one block several
-times, and so are the iterations of a loop (`iterations.py`). Every node, parameter and axis of the later ones
-stands for its counterpart in the first.
+`blocks.0`, `blocks.1`, ... whose forwards run the same operators on the same shapes are one block that
+repeats, and so are the iterations of a loop (`iterations.py`). Every node, parameter and axis of a later
+block is represented by its counterpart in the first.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from meshloom.tensor_parallel.search.strategies import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """values: a value -> the one that it stands for (nodes, parameters, buffers). axes: axis number ->
-    likewise. What is not there stands for itself."""
+    """values: value (node, parameter or buffer) -> its representative. axes: the same for numbers of axes.
+    All others represent themselves."""
 
     values: Mapping[str, str] = field(default_factory=dict[str, str])
     axes: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def value(self, name: str) -> str:
-        """What a value stands for."""
+        """The representative of a value."""
         return self.values.get(name, name)
 
     def axis(self, number: int) -> int:
-        """What an axis stands for."""
+        """The representative of an axis."""
         return self.axes.get(number, number)
 
 
 def repeats_of(
     layout: Layout, numbers: StripNumbers, marks: Mapping[str, object] | None = None, loops: bool = True
 ) -> Repeats:
-    """The repeated blocks of a program. Where counterparts do not fit together, blocks stand for themselves.
+    """The repeated blocks of a program. If counterparts do not match, blocks represent themselves.
 
-    marks: of values; those with unlike marks are not counterparts. loops: iterations are blocks, too.
+    marks: of values; values with different marks are no counterparts. loops: iterations are blocks, too.
     """
     for joined in (True, False):
         found = _found(layout, numbers, marks or {}, joined=joined, loops=loops)
@@ -53,16 +53,16 @@ def repeats_of(
 def _found(
     layout: Layout, numbers: StripNumbers, marks: Mapping[str, object], *, joined: bool, loops: bool
 ) -> Repeats:
-    """joined: where what a block gives is the next one's input, on an axis of its own, all of these axes are
-    one.
+    """The repeats, unchecked. joined: if the output of a block, with an axis of its own, is the input of the
+    next, all these axes are one.
 
-    0 -> block -> 1 -> block -> 2        1 stands for 0, as it is what the second is given, and 2 for 1: so both stand for 0
+    0 -> block -> 1 -> block -> 2        0 represents 1 as an input, and 1 represents 2 as an output: so 0 represents both
     """
     values: dict[str, str] = {}
     axes: dict[int, int] = {}
 
     def add(blocks: Iterable[Sequence[tuple[Node, str]]]) -> None:
-        # the first block of each kind: layers of two kinds may take turns
+        # the first block of each kind: layers of two kinds may alternate
         kinds: list[Sequence[tuple[Node, str]]] = []
         for block in blocks:
             for first in kinds:
@@ -103,14 +103,14 @@ def _end(axes: Mapping[int, int], number: int) -> int:
 
 
 def _join(axes: dict[int, int], one: int, other: int) -> None:
-    """Let two stand for the same, the smaller number of what they stood for."""
+    """Gives two axes a common representative: the smaller of theirs."""
     first, second = sorted((_end(axes, one), _end(axes, other)))
     axes[second] = first
 
 
 def _containers(nodes: Sequence[Node]) -> dict[str, dict[int, list[tuple[Node, str]]]]:
-    """Container -> block number -> its nodes, with their paths within the block. Only the outermost number of
-    a path counts."""
+    """Container -> block number -> its nodes, with their paths in the block. Only the outermost number in a
+    path counts."""
     found: dict[str, dict[int, list[tuple[Node, str]]]] = {}
     for node in nodes:
         parts = node.path.split(".")
@@ -130,7 +130,7 @@ def _match(
     other: Sequence[tuple[Node, str]],
     marks: Mapping[str, object],
 ) -> tuple[dict[str, str], dict[int, int]] | None:
-    """Counterparts of the values and axes of `other` in `first`."""
+    """The counterparts in `first` of the values and axes of `other`."""
     if len(first) != len(other):
         return None
     values: dict[str, str] = {}
@@ -191,7 +191,7 @@ def _stretch(leaf: Axis) -> tuple[int, int, int]:
 
 
 def _collapses(tensors: Sequence[Sequence[Axis]], moved: Mapping[int, int], numbers: StripNumbers) -> bool:
-    """Whether two axes of one value would stand for the same."""
+    """Whether two axes of one value would have the same representative."""
     for axes in tensors:
         found = {number for axis in axes for number in numbers.leaves(axis)}
         if len({moved.get(number, number) for number in found}) != len(found):
@@ -216,7 +216,7 @@ class Representatives:
         self._layout = layout
         self._numbers = numbers
         self._cut_of: dict[Cut, Cut] = {}  # cut -> its representative
-        self._represented: dict[Cut, list[Cut]] = {}  # the other way round
+        self._represented: dict[Cut, list[Cut]] = {}  # the inverse
         known = {frozenset(cut.parts.items()): cut for each in cuts.values() for cut in each}
         for cut in known.values():
             parts = frozenset((repeats.axis(number), intervals) for number, intervals in cut.parts.items())

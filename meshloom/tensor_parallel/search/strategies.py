@@ -1,10 +1,9 @@
-"""The ways in which the ranks can compute a node: each says how operands must be placed, and how the result
-then is.
+"""Strategies: how the ranks can compute a node, given by the placements of its operands and of its result.
 
-invariant     every rank computes all of it, from all of everything
-replicated    the same, with gradients that are partial: for what is used by parts of later nodes
-cut           every rank computes its part; summed over a cut axis, the result is partial
-partial       linear in partial operands: so is the result
+invariant     every rank computes the full result from full operands
+replicated    the same, with partial gradients, for results that sharded nodes use
+cut           every rank computes its shard; if a summed axis is sharded, the result is partial
+partial       the node is linear in partial operands, and the result is partial
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from meshloom.tensor_parallel.rules.factors import Factors, InnerCollective, lab
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """operands: placement of each, in the order of `Node.operands()`. work: the busiest rank's share of the
-    node's work.
+    """operands: the placement of each, in the order of `Node.operands()`. work: the busiest rank's share of
+    the node's work.
 
-    collectives: what the node sends by itself.
+    collectives: those inside the node.
     """
 
     operands: tuple[Placement, ...]
@@ -41,7 +40,7 @@ class Strategy:
 
 
 def placed(axes: Iterable[Axes], cut: Cut, numbers: StripNumbers) -> Part:
-    """Part by `cut`; replicated if the value has none of its axes."""
+    """Sharded by `cut`; replicated if the value has none of its axes."""
     return (
         Part(cut)
         if any(numbers.leaves(axis) & cut.parts.keys() for each in axes for axis in each)
@@ -52,7 +51,7 @@ def placed(axes: Iterable[Axes], cut: Cut, numbers: StripNumbers) -> Part:
 def strategies_of(
     node: Node, layout: Layout, numbers: StripNumbers, cuts: Mapping[int, list[Cut]]
 ) -> Iterator[Strategy]:
-    """Every way to compute a node. cuts: by the axes that they cut."""
+    """All strategies of a node. cuts: axis number -> its cuts."""
     count = sum(1 for _ in node.operands())
     yield Strategy(operands=(INVARIANT,) * count, output=INVARIANT)
     mapped = layout.mapped.get(node.name)
@@ -67,7 +66,7 @@ def strategies_of(
                     node, layout, numbers, [*itertools.chain(*axes)], cut
                 ):
                     continue
-                # The other tensors of the same node lie in parts too, whether or not this one does.
+                # Other results of the same node are sharded whether or not this one is.
                 yield Strategy(
                     operands=(Part(cut),), output=placed(layout.values[node.name], cut, numbers), cut=cut
                 )
@@ -90,17 +89,17 @@ def _is_pick(node: Node) -> bool:
 
 
 def cuts_of(axes: Iterable[Axis], numbers: StripNumbers, cuts: Mapping[int, list[Cut]]) -> list[Cut]:
-    """The cuts of some of these axes, of those that do the same to all of them the first.
+    """The cuts of some of these axes; of those that shard all of them equally, the first.
 
-    An axis that all layers have may be cut together with one that each has for itself (the padding of its
-    convolution): where only the first is, these are one cut.
+    An axis of all layers may be sharded together with an axis of one layer (such as the padding of its
+    convolution). For values that only have the first, these cuts are equal.
     """
     numbers_there = dict.fromkeys(number for axis in axes for number in sorted(numbers.leaves(axis)))
     found: dict[object, Cut] = {}
     for number in numbers_there:
         for cut in cuts.get(number, ()):
             own = tuple(sorted((each, parts) for each, parts in cut.parts.items() if each in numbers_there))
-            found.setdefault((own, cut.times), cut)
+            found.setdefault((own, cut.is_product), cut)
     return list(found.values())
 
 
@@ -144,7 +143,7 @@ def _cut(node: Node, mapped: MappedNode, layout: Layout, numbers: StripNumbers, 
         for term, axis in zip(dims, axes, strict=True):
             known = frozenset[int]().union(*(touched.get(label, frozenset()) for label in labels_in(term)))
             if numbers.leaves(axis) & cut.parts.keys() != known:
-                # a dim that has to be whole, or did not fit its labels, is one of those that are cut
+                # a sharded dim must stay unsharded, or does not match its labels
                 return None
     operands: list[Placement] = [
         PARTIAL
@@ -163,7 +162,7 @@ def _cut(node: Node, mapped: MappedNode, layout: Layout, numbers: StripNumbers, 
             tuple(mapped.labels[label] for label in touched), cut
         )
         if (result is not REPLICATED and not collectives) or counted.is_shared:
-            return None  # what several ranks have would be counted several times
+            return None  # indices that several ranks hold would be counted several times
     if touched.keys() & factors.reduced_inside:
         return (
             Strategy(operands=tuple(operands), output=INVARIANT, work=work, cut=cut)
@@ -176,7 +175,7 @@ def _cut(node: Node, mapped: MappedNode, layout: Layout, numbers: StripNumbers, 
 
 
 def _held_whole(touched: Mapping[str, frozenset[int]], mapped: MappedNode) -> bool:
-    """Whether a label is cut that has to be whole. Rows and their groups may be cut together."""
+    """Whether a label is sharded that must not be. Rows may be sharded together with their groups."""
     blocked = touched.keys() & mapped.unsharded
     routed = mapped.factors.routed
     if routed is not None and touched.get(routed.groups) == touched.get(routed.rows):
@@ -185,13 +184,13 @@ def _held_whole(touched: Mapping[str, frozenset[int]], mapped: MappedNode) -> bo
 
 
 def _is_reached(node: Node, layout: Layout, numbers: StripNumbers, axes: Iterable[Axis], cut: Cut) -> bool:
-    """Whether a node can know which rows are sent to a rank, if rows are cut so."""
+    """Whether a node can know which rows are routed to a rank under this cut."""
     routes = [found[1] for axis in axes if (found := numbers.route(axis, cut)) is not None]
     return all(route.reaches(layout.order[node.name], node.path) for route in routes)
 
 
 def _can_be_any(routed: set[str], node: Node, factors: Factors) -> bool:
-    """Whether a node works on however many rows are sent to a rank."""
+    """Whether a node works on any number of rows."""
     given = {term for dims in factors.operands for term in dims if isinstance(term, str)}
     alone = (
         factors.sums
@@ -207,11 +206,11 @@ def _can_be_any(routed: set[str], node: Node, factors: Factors) -> bool:
 
 
 def _clash(touched: Mapping[str, frozenset[int]], mapped: MappedNode, cut: Cut) -> bool:
-    """Whether two labels that multiply are cut, so that a part of one with a part of the other is not all
-    there is."""
+    """Whether two sharded labels multiply, so that shards of both do not cover the result."""
     names = list(touched)
     return any(
-        (touched[one] & touched[other] or not cut.times) and frozenset({one, other}) not in mapped.apart
+        (touched[one] & touched[other] or not cut.is_product)
+        and frozenset({one, other}) not in mapped.exclusive
         for place, one in enumerate(names)
         for other in names[:place]
     )
@@ -220,13 +219,13 @@ def _clash(touched: Mapping[str, frozenset[int]], mapped: MappedNode, cut: Cut) 
 def _largest_share(
     touched: Mapping[str, frozenset[int]], mapped: MappedNode, cut: Cut, numbers: StripNumbers
 ) -> float:
-    """What the busiest rank has of the cut strips, as far as the labels are stretches of them."""
+    """The busiest rank's share of the sharded strips, in the intervals of the labels."""
     leaves = [leaf for label in touched for leaf in mapped.labels[label].leaves() if leaf.strip in numbers.of]
     found = dict.fromkeys((numbers.of[leaf.strip], leaf.start, leaf.stop) for leaf in leaves)
     stretches = [each for each in found if each[0] in cut.parts]
     gone_with = frozenset[int]().union(*touched.values()) - {number for number, _, _ in stretches}
     stretches += [(number, 0, numbers.axes[number].size) for number in sorted(gone_with)]
-    together = math.prod if cut.times else sum
+    together = math.prod if cut.is_product else sum
     shares = [
         together(
             max(0, min(cut.parts[number][rank][1], stop) - max(cut.parts[number][rank][0], start))
@@ -262,11 +261,11 @@ def facts_of_strategies(
         mapped.factors.facts,
         labels,
         mapped.unsharded,
-        mapped.apart,
+        mapped.exclusive,
         axes,
     )
 
 
 def _keys(axes: Iterable[Axis]) -> tuple[Hashable, ...]:
-    """Equal for axes that are one, or of which no part can be cut."""
+    """Keys that are equal for the same axis, and for axes without anything to shard."""
     return tuple((axis.start, axis.size, axis.strip if axis.strip.size > 1 else None) for axis in axes)

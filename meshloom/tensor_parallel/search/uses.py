@@ -1,5 +1,5 @@
-"""How parameters are used: along which of their axes operators sum, look up, or attend, and which operators
-need all of them."""
+"""The uses of parameters: along which axes operators sum, look up or attend, and which operators need a
+parameter in full."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from meshloom.tensor_parallel.search.strategies import strategies_of
 
 class Uses:
     """The uses of a program's parameters. users: value -> nodes with it as an operand, in order. heads: axes
-    that attention computes separately.
+    that attention treats separately.
 
-    experts: axes of parameters along which there are several to choose from, or to compute with side by side.
+    experts: axes of parameters along which a node selects one entry, or computes all of them separately.
     """
 
     def __init__(self, layout: Layout, numbers: StripNumbers, cuts: Mapping[int, list[Cut]]) -> None:
@@ -34,10 +34,10 @@ class Uses:
         self.experts = self._experts()
 
     def sides(self, value: str, module: str = "") -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-        """Axes of a parameter that are summed over where it is used; those that the result has; those along
-        which it is looked up.
+        """The axes of a parameter that its uses sum over, those that the results have, and those that are
+        looked up.
 
-        module: where it counts how it is used, if it is used there.
+        module: only uses in this module count, if there are any.
         """
         inner, outer, looked_up = set[int](), set[int](), set[int]()
         for node, place in self._meetings(value, module):
@@ -55,7 +55,7 @@ class Uses:
         return frozenset(inner), frozenset(outer - inner), frozenset(looked_up)
 
     def blocking(self, value: str, placement: Placement) -> Node | None:
-        """The first node that uses a value and cannot work on it as placed; None: all can."""
+        """The first node that uses a value and has no strategy with this placement. None: all have one."""
         for node in self.users.get(value, []):
             places = [place for place, ref in enumerate(node.operands()) if ref.name == value]
             ways = strategies_of(node, self._layout, self._numbers, self._cuts)
@@ -64,7 +64,7 @@ class Uses:
         return None
 
     def _meetings(self, value: str, module: str) -> list[tuple[Node, int]]:
-        """Where a parameter, or a view of it, meets other values, and as which operand."""
+        """The nodes that combine a parameter, or a view of it, with other values, with its operand number."""
         pending, found = [value], list[tuple[Node, int]]()
         while pending:
             name = pending.pop(0)
@@ -99,7 +99,7 @@ class Uses:
             if held.isdisjoint(operands):
                 continue
             if len(operands) == 1 and operands[0] in held:
-                held.add(node.name)  # a view of it, or a cast one
+                held.add(node.name)  # a view or cast of it
             mapped = self._layout.mapped.get(node.name)
             if mapped is None or node.target not in targets:
                 continue
@@ -109,13 +109,13 @@ class Uses:
             ]
             for place, name in enumerate(operands):
                 if name in held and len(mapped.factors.operands[place]) > 2:
-                    # of all operands and of the result: a product for each of its indices
+                    # in all operands and the result: a separate product for each index
                     for label in set.intersection(*labels):
                         found |= self._numbers.leaves(mapped.labels[label])
         return frozenset(found)
 
 
 def _targets(program: Program, names: Sequence[str]) -> set[Any]:
-    """Those of a program's operators in whose names one of these stands."""
+    """The operators of a program whose names contain one of `names`."""
     targets = {node.target for node in program.nodes}
     return {target for target in targets if any(name in operator_name(target) for name in names)}
