@@ -47,3 +47,14 @@ def _inside(module: Any) -> nn.Module:
         inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
         module = inner
     return module
+
+
+def compiled_notes(names: list[str]) -> list[str]:
+    """What the user should know of modules that torch.compile would have compiled."""
+    if not names:
+        return []
+    shown = ", ".join(name or "the model" for name in names[:4]) + (", ..." if len(names) > 4 else "")
+    return [
+        "torch.compile has no effect under tp, pp and recompute: the loss is captured as a program, whose operators are run one by one "
+        f"({shown})."
+    ]

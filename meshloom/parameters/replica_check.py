@@ -1,5 +1,5 @@
 """Whether replicas hold the same bits: each hashes its parameters and buffers, and the hashes are
-compared."""
+compared, between replicas and between the ranks of one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import torch
 from torch import nn
 
 from meshloom.comm.group import Group
+from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
+from meshloom.core.plan import Plan
 from meshloom.parameters.digest import digest
 from meshloom.parameters.model import state_of
 from meshloom.parameters.pipeline_ownership import held
+from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
@@ -37,3 +40,30 @@ def expected_bytes(model: nn.Module) -> ExpectedBytes:
     """Of `first_difference`."""
     num_hashes = max(1, len(held(state_of(model).items())))
     return ExpectedBytes(per_check=Traffic.along("dp", all_gather=8 * num_hashes))
+
+
+def first_difference_in_replica(
+    model: nn.Module, shards: Shards, team: Group, plan: Plan
+) -> Steps[str | None]:
+    """What is wrong if a parameter or buffer that several ranks of the replica, `team`, hold whole is not the
+    same on all of them."""
+    mine = {
+        name: int(digest(each))
+        for name, each in held(state_of(model).items()).items()
+        if name not in shards.pieces
+    }
+    everyone: list[dict[str, int]] = yield from collect(team, mine)
+    first: dict[str, tuple[int, int]] = {}
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            other, known = first.setdefault(name, (rank, value))
+            if value != known:
+                places = " and ".join(_place(each, plan) for each in (other, rank))
+                return f"{name} differs between ranks {places}, which both hold all of it"
+    return None
+
+
+def _place(rank: int, plan: Plan) -> str:
+    """A rank of the replica, by its coordinates."""
+    pp, tp = divmod(rank, plan.tp)
+    return ",".join(f"{axis}={at}" for axis, at in (("pp", pp), ("tp", tp)) if getattr(plan, axis) > 1)

@@ -1,16 +1,61 @@
-"""Means of metrics over the chunks of an evaluation, as sums that add up over ranks."""
+"""Evaluates the job's metrics: means over the chunks of all replicas, as sums that add up over ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import CaptureError, JobError, MeshloomError
 from meshloom.core.job import LossFunction, as_sum
+from meshloom.core.random import preserved_draws
 from meshloom.data.chunks import Chunk
+from meshloom.replica.replica import Replica
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
+
+
+def evaluate(replica: Replica, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
+    """Mean of every metric over all replicas' chunks, in evaluation mode.
+
+    Within a round of local steps it is the mean of the replicas' parameters that is evaluated; afterwards
+    each goes on from its own.
+    """
+    if replica.exchange.settled:
+        return (yield from _evaluate(replica, chunks))
+    put_back = yield from replica.exchange.show_mean()
+    try:
+        yield from replica.engine.refresh_borrowed()
+        values = yield from _evaluate(replica, chunks)
+    finally:
+        put_back()
+    yield from replica.engine.refresh_borrowed()
+    return values
+
+
+def _evaluate(replica: Replica, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
+    assert replica.job.evaluate
+    metrics = replica.job.evaluate.metrics
+    tally = MetricSums(metrics, replica.seat.device)
+    with replica.modes.evaluation(), torch.no_grad():
+        for chunk in chunks:
+            if not chunk.samples:
+                continue
+            data = replica.scope.data(chunk)
+            for name, metric in metrics.items():
+                with naming(name):
+                    yield from replica.engine.evaluate(data, metric, partial(tally.add, name, chunk))
+    yield from replica.engine.add_up("pp", tally.sums)
+    if replica.plan.dp > 1:
+        work = replica.replicas.all_reduce(tally.sums)
+        yield
+        work.wait()
+    return tally.means()
 
 
 class MetricSums:
@@ -44,3 +89,39 @@ def _as_tensor(returned: Any) -> Any:
     if isinstance(returned, tuple) and len(returned) == 2:
         return _as_tensor(returned[0]), returned[1]
     return torch.tensor(returned, dtype=torch.float64) if isinstance(returned, int | float) else returned
+
+
+@contextmanager
+def naming(metric: str) -> Iterator[None]:
+    """Around one metric's computation: errors say which it was."""
+    try:
+        yield
+    except (JobError, CaptureError) as error:
+        raise type(error)(f"Metric {metric!r}: {error}") from error
+    except MeshloomError:
+        raise
+    except Exception as error:
+        raise JobError(
+            f"Metric {metric!r} of Evaluate failed with {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Afterwards the model's buffers, its modules' modes and all generators are as they were."""
+    modules = list(model.modules())
+    modes = [module.training for module in modules]
+    buffers = [dict(module.named_buffers(recurse=False)) for module in modules]
+    values = {id(each): each.detach().clone() for own in buffers for each in own.values()}
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with preserved_draws(), torch.random.fork_rng(devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for module, mode, own in zip(modules, modes, buffers, strict=True):
+                module.training = mode
+                for name, buffer in own.items():
+                    setattr(module, name, buffer) if getattr(module, name) is not buffer else None
+                    if not buffer.is_meta:
+                        buffer.copy_(values[id(buffer)])

@@ -1,15 +1,23 @@
-"""Finds where a step's loss became no number: in which chunk, and at which module."""
+"""Finds where a step's loss became no number: in which chunk, and at which module or operator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshloom.comm.group import Group
+from meshloom.comm.objects import collect
+from meshloom.comm.steps import Steps
 from meshloom.data.data import Chunk
+from meshloom.parameters.pipeline_ownership import held
+from meshloom.pipeline.runtime.microbatches import Microbatches
+from meshloom.program.ir.nodes import Node
+from meshloom.replica.chunk_scope import ChunkScope
 
 
 def find_not_finite(
@@ -28,6 +36,52 @@ def find_not_finite(
         if not bool(torch.isfinite(loss)):
             return f"chunk {chunk.index}; every module's output is finite, so the loss function made it"
     return None
+
+
+def locate_nan(
+    model: nn.Module,
+    team: Group,
+    first_stage: int,
+    chunks: Sequence[Chunk],
+    scope: ChunkScope,
+    microbatches: Microbatches,
+) -> Steps[list[Any] | None]:
+    """The first operator of this rank's stages that gives NaN, as `Engine.locate_nan`. team: all ranks of the
+    replica."""
+    bad = next(
+        (
+            name
+            for name, each in held(model.named_parameters()).items()
+            if not bool(torch.isfinite(each).all())
+        ),
+        None,
+    )
+    everyone = yield from collect(team, bad)
+    if any(everyone):
+        return [first_stage, f"whose parameter {bad} was not finite before the step"] if bad else None
+    found: list[Any] | None = None
+
+    def look(number: int, stage: int, node: Node, value: Any) -> None:
+        nonlocal found
+        if (
+            found is None
+            and isinstance(value, Tensor)
+            and value.is_floating_point()
+            and bool(value.isnan().any())
+        ):
+            where = " at ".join(filter(None, (node.path, str(node.line or ""))))
+            found = [
+                stage,
+                f"microbatch {number}; the first operator that gives NaN is {node.operator}{f' in {where}' if where else ''}",
+            ]
+
+    for number, chunk in enumerate(chunks):
+        microbatches.look(
+            scope.data(chunk),
+            lambda stage, microbatch, again: scope.draws(chunk),  # noqa: B023
+            partial(look, number),
+        )
+    return found
 
 
 @contextmanager

@@ -21,12 +21,11 @@ from torch.optim import Optimizer
 
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
-from meshloom.comm.objects import collect, on_first
-from meshloom.comm.pieces import place
+from meshloom.comm.objects import on_first
 from meshloom.comm.seat import Seat
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps
-from meshloom.core.compiled import without_compilation
+from meshloom.core.compiled import compiled_notes, without_compilation
 from meshloom.core.errors import CaptureError, DataError
 from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.mesh import Axis
@@ -36,9 +35,8 @@ from meshloom.data.data import to_device
 from meshloom.data.samples import first_batches
 from meshloom.exchange.exchange import Exchange, Give
 from meshloom.optimizer.sparse_parameters import Sparse, refuse_sparse_adam
-from meshloom.parameters.digest import digest
-from meshloom.parameters.model import state_of
-from meshloom.parameters.pipeline_ownership import Homes, held
+from meshloom.parameters.pipeline_ownership import Homes
+from meshloom.parameters.replica_check import first_difference_in_replica
 from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.microbatches import Around, Microbatches
 from meshloom.pipeline.runtime.recorder import Recorder
@@ -49,14 +47,15 @@ from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
-from meshloom.program.ir.nodes import Node
 from meshloom.program.operators.fused_grad_accumulation import InPlace
 from meshloom.program.store.stored import Stored
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine, TakeTensor
 from meshloom.replica.gathered_tensors import GatheredTensors
+from meshloom.replica.gradient_completion import GradientCompletion
 from meshloom.replica.loss_sums import LossSums
+from meshloom.replica.not_finite import locate_nan
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 from meshloom.tensor_parallel.division import Division
@@ -98,7 +97,6 @@ class ProgramEngine(Engine):
         self._compiled: list[str] = []  # modules that torch.compile would have compiled
         self._team = team
         self._model: nn.Module
-        self._summed: list[tuple[str, nn.Parameter]] = []
         self._outside: dict[LossFunction, Outside] = {}
         self._parameters: dict[str, nn.Parameter] = {}
 
@@ -160,16 +158,9 @@ class ProgramEngine(Engine):
 
     def connect(self, exchange: Exchange) -> ExitStack:
         self._exchange = exchange
-        self._ready = ready = exchange.gradient_ready
-        lent, summed = set(self.homes.lent), set(self.programs.summed)
-        self._summed = [(name, each) for name, each in self.parameters if name in summed]
-        now = {id(each) for name, each in self.parameters if name not in lent and name not in summed}
-        self._later = [each for name, each in self.parameters if name in lent and name not in summed]
-
-        def complete(parameter: nn.Parameter) -> None:
-            if id(parameter) in now:
-                ready(parameter)
-
+        self._completion = GradientCompletion(
+            self.parameters, self.homes, self.shards, self.programs.summed, exchange.gradient_ready
+        )
         # With one chunk and one replica autograd already puts a gradient where it belongs.
         landing = InPlace(exchange.room) if self.plan.num_chunks > 1 else None
         self.microbatches = Microbatches(
@@ -179,14 +170,10 @@ class ProgramEngine(Engine):
             self.pp,
             self.tp,
             self.seat.device,
-            complete,
+            self._completion.backward_ended,
             landing,
         )
-        undo = ExitStack()
-        for _, parameter in self.parameters:
-            if id(parameter) in now:
-                undo.callback(parameter.register_post_accumulate_grad_hook(self.microbatches.arrived).remove)
-        return undo
+        return self._completion.watch(self.microbatches.arrived)
 
     def run(
         self, chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums, recorder: Recorder | None = None
@@ -210,15 +197,9 @@ class ProgramEngine(Engine):
                     listener=listener,
                 )
             )
-        yield from self.homes.return_gradients(self._parameters)
-        for parameter in self._later:
-            if parameter.grad is not None:
-                self._ready(parameter)
-        if batches and self._summed:
-            yield from sum_over_tp(self._summed, self.shards, partial(self.add_up, "tp"))
-            for _, parameter in self._summed:
-                if parameter.grad is not None:
-                    self._ready(parameter)
+        yield from self._completion.finish(
+            self._parameters, partial(self.add_up, "tp"), computed=bool(batches)
+        )
         tally.close()
         # which the last stage's rank knows, and the others have as zeros
         yield from self.add_up("pp", tally.sums)
@@ -260,7 +241,7 @@ class ProgramEngine(Engine):
         )
 
     def check_alike(self) -> Steps[str | None]:
-        return (yield from first_unlike(self._model, self.shards, self._team, self.plan))
+        return (yield from first_difference_in_replica(self._model, self.shards, self._team, self.plan))
 
     def expected_bytes(self) -> ExpectedBytes:
         computed = ExpectedBytes(so_far=Traffic({**self._sent}))
@@ -272,13 +253,7 @@ class ProgramEngine(Engine):
 
     @property
     def notes(self) -> list[str]:
-        names = self._compiled
-        if not names:
-            return []
-        return [
-            "torch.compile has no effect under tp, pp and recompute: the loss is read as a list of operators, which are run one by one "
-            f"({', '.join(name or 'the model' for name in names[:4])}{', ...' if len(names) > 4 else ''})."
-        ]
+        return compiled_notes(self._compiled)
 
     @property
     def holders(self) -> Mapping[str, tuple[int, ...]] | None:
@@ -316,101 +291,3 @@ def finish_of(chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums) -> Ca
         return root
 
     return finish
-
-
-def sum_over_tp(
-    summed: Sequence[tuple[str, nn.Parameter]], shards: Shards, add_up: Callable[[Tensor], Steps[None]]
-) -> Steps[None]:
-    """Add up over tp, in one flat all-reduce, the gradients of what several ranks used, each for its part.
-
-    What some of them hold in parts (key/value heads that two ranks share) is added up in its place in the
-    whole.
-    """
-    used = [(name, parameter) for name, parameter in summed if parameter.grad is not None]
-    for dtype in sorted({parameter.dtype for _, parameter in used}, key=str):
-        mine = [
-            (name, parameter.grad)
-            for name, parameter in used
-            if parameter.dtype == dtype and parameter.grad is not None
-        ]
-        whole = [
-            place(shards.pieces[name], shards.rank, gradient) if name in shards.pieces else gradient
-            for name, gradient in mine
-        ]
-        flat = torch.cat([each.reshape(-1) for each in whole])
-        yield from add_up(flat)
-        for (name, gradient), each, part in zip(
-            mine, whole, flat.split([each.numel() for each in whole]), strict=True
-        ):
-            gradient.copy_(shards.take(name, part.view(each.shape)))
-
-
-def locate_nan(
-    model: nn.Module,
-    team: Group,
-    first_stage: int,
-    chunks: Sequence[Chunk],
-    scope: ChunkScope,
-    microbatches: Microbatches,
-) -> Steps[list[Any] | None]:
-    """The first operator of this rank's stages that gives NaN, as `Engine.locate_nan`. team: all ranks of the
-    replica."""
-    bad = next(
-        (
-            name
-            for name, each in held(model.named_parameters()).items()
-            if not bool(torch.isfinite(each).all())
-        ),
-        None,
-    )
-    everyone = yield from collect(team, bad)
-    if any(everyone):
-        return [first_stage, f"whose parameter {bad} was not finite before the step"] if bad else None
-    found: list[Any] | None = None
-
-    def look(number: int, stage: int, node: Node, value: Any) -> None:
-        nonlocal found
-        if (
-            found is None
-            and isinstance(value, Tensor)
-            and value.is_floating_point()
-            and bool(value.isnan().any())
-        ):
-            where = " at ".join(filter(None, (node.path, str(node.line or ""))))
-            found = [
-                stage,
-                f"microbatch {number}; the first operator that gives NaN is {node.operator}{f' in {where}' if where else ''}",
-            ]
-
-    for number, chunk in enumerate(chunks):
-        microbatches.look(
-            scope.data(chunk),
-            lambda stage, microbatch, again: scope.draws(chunk),  # noqa: B023
-            partial(look, number),
-        )
-    return found
-
-
-def first_unlike(model: nn.Module, shards: Shards, team: Group, plan: Plan) -> Steps[str | None]:
-    """What is wrong if a parameter or buffer that several ranks of the replica, `team`, hold whole is not the
-    same on all of them."""
-    alike = {
-        name: int(digest(each))
-        for name, each in held(state_of(model).items()).items()
-        if name not in shards.pieces
-    }
-    everyone: list[dict[str, int]] = yield from collect(team, alike)
-    first: dict[str, tuple[int, int]] = {}
-    for rank, theirs in enumerate(everyone):
-        for name, value in theirs.items():
-            other, known = first.setdefault(name, (rank, value))
-            if value != known:
-                places = " and ".join(_place(each, plan) for each in (other, rank))
-                return f"{name} differs between ranks {places}, which both hold all of it"
-    return None
-
-
-def _place(rank: int, plan: Plan) -> str:
-    """A rank of the replica, by its coordinates."""
-    pp, tp = divmod(rank, plan.tp)
-    return ",".join(f"{axis}={at}" for axis, at in (("pp", pp), ("tp", tp)) if getattr(plan, axis) > 1)

@@ -11,8 +11,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.data import build_dataset, evaluation_chunks
 from meshloom.data.shares import Shares
-from meshloom.replica.evaluation import evaluate
-from meshloom.replica.trial_evaluation import untouched
+from meshloom.replica.metrics import evaluate, untouched
 from meshloom.train.local_replicas import LocalReplicas
 from meshloom.train.step_meter import StepMeter
 

@@ -20,7 +20,7 @@ from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.data import Chunk, build_dataset, evaluation_chunks
-from meshloom.replica.trial_evaluation import untouched
+from meshloom.replica.metrics import untouched
 
 
 class Inspection:

@@ -38,8 +38,8 @@ from meshloom.exchange.exchange import Slice
 from meshloom.launch.one_process import world_in_one_process
 from meshloom.launch.world import World
 from meshloom.parameters.model import build_model, state_of
-from meshloom.replica.evaluation import evaluate
 from meshloom.replica.expected_bytes import expected_bytes
+from meshloom.replica.metrics import evaluate
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import whole_gradients, whole_state
 from meshloom.telemetry.traffic import Traffic

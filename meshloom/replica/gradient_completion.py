@@ -1,0 +1,96 @@
+"""When a gradient is complete on ranks that share a replica's parameters, so that the exchange may take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.pieces import place
+from meshloom.comm.steps import Steps
+from meshloom.core.job import NamedParameters
+from meshloom.parameters.pipeline_ownership import Homes
+from meshloom.parameters.shards import Shards
+
+Ready = Callable[[nn.Parameter], None]
+
+
+class GradientCompletion:
+    """Of the parameters that this rank updates, `owned`:
+
+    used by one rank along pp        with the last backward that uses it
+    used by several                  once the other ranks' gradients have come to the owner
+    in `summed`, used in parts       once they are summed over tp
+    """
+
+    def __init__(
+        self, owned: NamedParameters, homes: Homes, shards: Shards, summed: Sequence[str], ready: Ready
+    ) -> None:
+        lent, in_parts = set(homes.lent), set(summed)
+        self._homes, self._shards, self._ready = homes, shards, ready
+        self._summed = [(name, each) for name, each in owned if name in in_parts]
+        self._lent = [each for name, each in owned if name in lent and name not in in_parts]
+        self._at_once = [each for name, each in owned if name not in lent and name not in in_parts]
+        self._ids = {id(each) for each in self._at_once}
+
+    def backward_ended(self, parameter: nn.Parameter) -> None:
+        """The last backward that uses a parameter has ended."""
+        if id(parameter) in self._ids:
+            self._ready(parameter)
+
+    def watch(self, accumulated: Ready) -> ExitStack:
+        """From now on `accumulated` hears of additions to gradients that backward completes. Closing what is
+        returned ends it."""
+        undo = ExitStack()
+        for parameter in self._at_once:
+            undo.callback(parameter.register_post_accumulate_grad_hook(accumulated).remove)
+        return undo
+
+    def finish(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        add_up: Callable[[Tensor], Steps[None]],
+        *,
+        computed: bool,
+    ) -> Steps[None]:
+        """After the backwards. parameters: all that this rank holds. add_up: over tp. computed: whether the
+        replica had chunks."""
+        yield from self._homes.return_gradients(parameters)
+        self._tell(self._lent)
+        if computed and self._summed:
+            yield from sum_over_tp(self._summed, self._shards, add_up)
+            self._tell([each for _, each in self._summed])
+
+    def _tell(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._ready(parameter)
+
+
+def sum_over_tp(
+    summed: Sequence[tuple[str, nn.Parameter]], shards: Shards, add_up: Callable[[Tensor], Steps[None]]
+) -> Steps[None]:
+    """Add up over tp, in one flat all-reduce, the gradients of what several ranks used, each for its part.
+
+    What some of them hold in parts (key/value heads that two ranks share) is added up in its place in the
+    whole.
+    """
+    used = [(name, parameter) for name, parameter in summed if parameter.grad is not None]
+    for dtype in sorted({parameter.dtype for _, parameter in used}, key=str):
+        mine = [
+            (name, parameter.grad)
+            for name, parameter in used
+            if parameter.dtype == dtype and parameter.grad is not None
+        ]
+        whole = [
+            place(shards.pieces[name], shards.rank, gradient) if name in shards.pieces else gradient
+            for name, gradient in mine
+        ]
+        flat = torch.cat([each.reshape(-1) for each in whole])
+        yield from add_up(flat)
+        for (name, gradient), each, part in zip(
+            mine, whole, flat.split([each.numel() for each in whole]), strict=True
+        ):
+            gradient.copy_(shards.take(name, part.view(each.shape)))
