@@ -157,7 +157,7 @@ class Grid:
         def rank(number: int) -> Steps[Path]:
             for group in self.groups[number].values():
                 group.counts.clear()
-            pieces, streams, values = yield from self.updaters[number].state(self.worlds[number])
+            pieces, streams, values = yield from self.updaters[number].state.save(self.worlds[number])
             weights = self.shards[number].weights(self.models[number])
             settings: dict[str, Any] = {
                 "fingerprint": {},
@@ -181,7 +181,7 @@ class Grid:
             load = shards.weights_loader(model)
             for name, tensor in checkpoint.weights().items():
                 load(name, tensor)
-            updater.load(checkpoint.read, shapes, checkpoint.values)
+            updater.state.load(checkpoint.read, shapes, checkpoint.values)
 
 
 def one_device(job: Job, dp: int, steps: int) -> tuple[dict[str, Tensor], list[float]]:

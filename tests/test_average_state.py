@@ -14,7 +14,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import JobError
 from meshloom.optimizer.average_state import average_state
-from meshloom.optimizer.state import OwnedSlice
+from meshloom.optimizer.state_pieces import OwnedSlice
 
 
 def averaged(

@@ -107,7 +107,7 @@ class World:
             [
                 (pieces, values)
                 for pieces, _, values in run_in_steps(
-                    [each[2].state(world) for each, world in zip(self.members, worlds, strict=True)]
+                    [each[2].state.save(world) for each, world in zip(self.members, worlds, strict=True)]
                 )
             ]
         )
@@ -117,7 +117,7 @@ class World:
             with torch.no_grad():
                 for name, each in model.named_parameters():
                     each.copy_(parameters[name])
-            updater.load(saved.read, saved.shapes, saved.values)
+            updater.state.load(saved.read, saved.shapes, saved.values)
 
 
 class Saved:
@@ -246,7 +246,7 @@ def test_state_is_divided_among_the_ranks():
     for name in ("AdamW", "Adafactor", "trust ratio", "muon and adamw"):
         world, _ = trained(job(BUILDS[name]), "zero")
         held = [
-            sum(each.tensor.numel() for held in updater._held for each in held)
+            sum(each.tensor.numel() for held in updater._assignment.held for each in held)
             for _, _, updater in world.members
         ]
         total = sum(each.numel() for each in world.members[0][0].parameters())
@@ -274,7 +274,8 @@ def test_gradients_belong_to_the_exchange_afterwards():
         for model, _, updater in world.members:
             kept = {id(each): each.grad for each in model.parameters()}
             assert all(
-                target is None or id(target) in kept or target.grad is None for target in updater._targets
+                target is None or id(target) in kept or target.grad is None
+                for target in updater._assignment.targets
             )
 
 
@@ -365,7 +366,7 @@ def test_state_goes_through_a_checkpoint_on_disk(tmp_path: Path):
     first, _ = trained(the_job, "zero", steps=2)
 
     def saved(model: Net, updater: Updater, group: Group) -> Steps[Path]:
-        pieces, _, values = yield from updater.state(group)
+        pieces, _, values = yield from updater.state.save(group)
         weights = model.state_dict()
         return (
             yield from save(
@@ -389,7 +390,7 @@ def test_state_goes_through_a_checkpoint_on_disk(tmp_path: Path):
     shapes = {key: opened.shape(key) for key in opened.keys()}  # noqa: SIM118
     for model, _, updater in second.members:
         model.load_state_dict(opened.weights())
-        updater.load(opened.read, shapes, opened.values)
+        updater.state.load(opened.read, shapes, opened.values)
     reference, found = first.checkpoint(), second.checkpoint()
     assert found.values == reference.values
     assert all(torch.equal(each, found.tensors[key]) for key, each in reference.tensors.items())
@@ -497,7 +498,7 @@ def test_the_users_answer_decides():
         return {
             each.tensor.numel() == torch.Size(each.shape).numel()
             for _, _, updater in world.members
-            for held in updater._held
+            for held in updater._assignment.held
             for each in held
         }
 
@@ -512,9 +513,9 @@ def test_whole_parameters_travel_to_their_keeper_and_back():
     world, _ = trained(job(matrices_and_rest, clip_grad_norm=1.0), "zero", steps=1)
     whole = sum(each.numel() for each in world.members[0][0].parameters() if each.ndim == 2)
     back = sum(
-        updater._whole.expected_bytes().per_step.total("dp")
+        updater._assignment.from_slices.expected_bytes().per_step.total("dp")
         for _, _, updater in world.members
-        if updater._whole
+        if updater._assignment.from_slices
     )
     slices = sum(
         1 for _, exchange, _ in world.members for slice_ in exchange.owned if slice_.parameter.ndim == 2
@@ -523,7 +524,7 @@ def test_whole_parameters_travel_to_their_keeper_and_back():
         slice_.stop - slice_.start
         for _, exchange, updater in world.members
         for slice_ in exchange.owned
-        if slice_.parameter.ndim == 2 and any(each is slice_.parameter for each in updater._kept)
+        if slice_.parameter.ndim == 2 and any(each is slice_.parameter for each in updater._assignment.full)
     )
     assert back == 8 * (whole + slices + whole - own)
     assert all(

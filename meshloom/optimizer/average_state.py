@@ -20,7 +20,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
-from meshloom.optimizer.state import OwnedSlice, place_state
+from meshloom.optimizer.state_pieces import OwnedSlice, place_state
 from meshloom.telemetry.traffic import Traffic
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from meshloom.checkpoint.format import Piece
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.optimizer.state import OwnedSlice, StatePart
-from meshloom.optimizer.whole_state import Gathered, whole_pieces
+from meshloom.optimizer.gathered_state import GatheredState, gathered_pieces
+from meshloom.optimizer.state_pieces import OwnedSlice, StateShard
 from meshloom.parameters.shards import Shards
 
 OUTER = "outer/"  # what all its keys begin with
@@ -24,14 +24,14 @@ def outer_pieces(
     world: Group,
     device: torch.device,
     here: Collection[str] | None,
-) -> Steps[tuple[list[Piece], Gathered | None]]:
+) -> Steps[tuple[list[Piece], GatheredState | None]]:
     """This rank's pieces of it, and what of them is still to be gathered.
 
     momentum: of this rank's parameters, or of its parts of them. Every rank of `world` calls it. here: as for
-        `whole_pieces`.
+        `gathered_pieces`.
     """
     ready: list[Piece] = []
-    parts: list[StatePart] = []
+    parts: list[StateShard] = []
     for name, tensor in momentum.items():
         if name in shards.pieces:
             held = OwnedSlice(
@@ -42,12 +42,12 @@ def outer_pieces(
                 shards.pieces[name].shape,
                 shards=shards,
             )
-            parts.append(StatePart(_key(name), held, tensor.reshape(-1)))
+            parts.append(StateShard(_key(name), held, tensor.reshape(-1)))
         else:
             ready.append(Piece(_key(name), tensor.reshape(-1), 0, tensor.numel(), tuple(tensor.shape)))
     if not shards.pieces:
         return ready, None
-    gathered = yield from whole_pieces(parts, shards, None, world, device, here)
+    gathered = yield from gathered_pieces(parts, shards, None, world, device, here)
     return ready + gathered.pieces, gathered
 
 

@@ -19,7 +19,7 @@ from meshloom.optimizer.elementwise import Reach, reach
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
+class UserOptimizers:
     """What the job's optimizer function returned, and the same as a list. elementwise: the job's."""
 
     returned: Any
@@ -32,11 +32,11 @@ class Made:
         return [reach(each, elementwise=self.elementwise) for each in self.optimizers]
 
 
-def make_optimizers(job: Job, named_parameters: NamedParameters) -> Made:
+def make_optimizers(job: Job, named_parameters: NamedParameters) -> UserOptimizers:
     """Call `job.optimizer` with the parameters. Raises `JobError` for what cannot be used."""
     returned = _call(job, named_parameters)
     optimizers = _check(returned, {id(parameter): name for name, parameter in named_parameters})
-    return Made(returned=returned, optimizers=optimizers, elementwise=job.elementwise)
+    return UserOptimizers(returned=returned, optimizers=optimizers, elementwise=job.elementwise)
 
 
 def make_schedulers(job: Job, made: Any) -> list[Any]:

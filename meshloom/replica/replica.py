@@ -28,7 +28,7 @@ from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
 from meshloom.optimizer.sparse_parameters import make_dense
 from meshloom.optimizer.updater import Updater
-from meshloom.optimizer.user_optimizer import Made, make_optimizers
+from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
 from meshloom.parameters.model import build_model, copy_from_first, facts, state_of, trainable
 from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.recorder import Recorder
@@ -206,7 +206,7 @@ class Replica:
         with self._span("exchange"):
             yield from self.exchange.publish()
             if (yield from self.exchange.settle(early=False)):
-                self.updater.forget()
+                self.updater.parameters_changed()
             yield from self.engine.refresh_borrowed()
         self.updating = False
         doing.enter("between steps", step + 1)
@@ -246,7 +246,7 @@ class Replica:
     def _span(self, kind: SpanKind) -> AbstractContextManager[None]:
         return self.recorder.span(kind) if self.recorder else nullcontext()
 
-    def _open_exchange(self, made: Made | None) -> Exchange:
+    def _open_exchange(self, made: UserOptimizers | None) -> Exchange:
         if made is None:
             return Alone(self.named)
         sparse = self.engine.sparse(made.optimizers)

@@ -16,7 +16,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.exchange.exchange import Give
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
-from meshloom.optimizer.state import STATE
+from meshloom.optimizer.state_pieces import STATE
 from meshloom.parameters.model import state_of
 from meshloom.parameters.pipeline_ownership import held
 from meshloom.parameters.replica_check import first_difference
@@ -27,7 +27,7 @@ def settle(replica: Replica) -> Steps[None]:
     """End a round of local steps, so that all replicas hold the same parameters; nothing if they do.
     Every rank calls it."""
     if (yield from replica.exchange.settle(early=True)):
-        replica.updater.forget()
+        replica.updater.parameters_changed()
         yield from replica.engine.refresh_borrowed()
 
 
@@ -45,12 +45,12 @@ def weights(replica: Replica) -> Stream | dict[str, Any]:
 
 
 def optimizer_state(replica: Replica) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
-    """As `Updater.state`. Replicas that take independent steps are one before: parameters by ending the
+    """As `OptimizerState.save`. Replicas that take independent steps are one before: parameters by ending the
     round, the optimizer's state by its mean."""
     yield from settle(replica)
     if replica.exchange.independent:
-        yield from replica.updater.average_state(replica.replicas, replica.seat.readers)
-    pieces, streams, values = yield from replica.updater.state(replica.seat.world)
+        yield from replica.updater.state.average(replica.replicas, replica.seat.readers)
+    pieces, streams, values = yield from replica.updater.state.save(replica.seat.world)
     if replica.exchange.state is not None:
         here = {name for name, _ in replica.named} if replica.stage_group else None
         outer, gathered = yield from outer_pieces(
@@ -144,7 +144,7 @@ def check_team(replica: Replica, step: int) -> Steps[None]:
 
 
 def _loader(replica: Replica, checkpoint: Checkpoint) -> Loader:
-    take, finish_updater = replica.updater.loading(checkpoint.values["updater"])
+    take, finish_updater = replica.updater.state.loading(checkpoint.values["updater"])
     momentum: dict[str, Tensor] = {}
     take_outer = outer_loader(replica.named, replica.shards, momentum)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from meshloom.core.job import NamedParameters
-from meshloom.optimizer.user_optimizer import Made
+from meshloom.optimizer.user_optimizer import UserOptimizers
 
 
-def why_separate(made: Made, named_parameters: NamedParameters) -> str:
+def why_separate(made: UserOptimizers, named_parameters: NamedParameters) -> str:
     """Why every replica needs parameters of its own; "" if it does not.
 
     With one copy a rank's optimizer updates slices of parameters, while other ranks update other slices of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Slice
+from meshloom.optimizer.full_from_slices import assign_evenly
 from meshloom.optimizer.user_optimizer import make_optimizers
-from meshloom.optimizer.whole import divide
 
 
 def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
@@ -43,7 +43,7 @@ def divide_over_servers(named: NamedParameters, num_servers: int, *, whole: bool
     [[('a', 0, 4)], [('a', 4, 5), ('b', 0, 3)]]
     """
     if whole:
-        servers = divide([parameter.nbytes for _, parameter in named], num_servers)
+        servers = assign_evenly([parameter.nbytes for _, parameter in named], num_servers)
         return [
             [
                 Slice(name, each, 0, each.numel())

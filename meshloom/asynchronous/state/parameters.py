@@ -97,8 +97,8 @@ class Parameters:
             replace(job, clip_grad_norm=None),  # see `_scale`
             named,
             _Ownership(owned=self._slices, owners=self._alone if num_servers > 1 else None),
-            parts=[(name, each) for name, each in named if name in here],
-            made=made,
+            local=[(name, each) for name, each in named if name in here],
+            user=made,
         )
         self._buffers = (
             {name: buffer.clone() for name, buffer in model.named_buffers()} if number == 0 else {}
@@ -109,7 +109,7 @@ class Parameters:
                 slice_.data().copy_(value)
             for name, buffer in self._buffers.items():
                 buffer.copy_(content.buffers[name])
-            self._updater.load(content.read, content.shapes, content.settings)
+            self._updater.state.load(content.read, content.shapes, content.settings)
 
     def apply(
         self,
@@ -137,7 +137,7 @@ class Parameters:
     def snapshot(self) -> Content:
         """Copies of everything."""
         values, buffers = self.values()
-        pieces, _, settings = run_in_steps([self._updater.state(self._alone, by_itself=True)])[0]
+        pieces, _, settings = run_in_steps([self._updater.state.save(self._alone, self_contained=True)])[0]
         kept = [replace(each, tensor=each.tensor.clone()) for each in pieces]
         return Content.of_pieces(values=values, buffers=buffers or {}, settings=settings, pieces=kept)
 

@@ -1,7 +1,7 @@
-"""State of divided parameters, gathered for a checkpoint one tensor at a time: each rank writes a contiguous
-piece of every whole tensor.
+"""State of sharded parameters, gathered for a checkpoint one tensor at a time: each rank writes a contiguous
+piece of every full tensor.
 
-    parts over tp, slices over dp      whole on every rank, one tensor at a time      pieces, one per rank
+    shards over tp, slices over dp     full on every rank, one tensor at a time       pieces, one per rank
     [ a a ] [ b b ]                    [ a a b b ]                                    [ a ] [ a ] [ b ] [ b ]
     [ a a ] [ b b ]                    [ a a b b ]
 
@@ -22,37 +22,36 @@ from meshloom.checkpoint.tensor_file import Stream, TensorEntry
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
-from meshloom.optimizer.state import StatePart
+from meshloom.optimizer.state_pieces import StateShard
 from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import Traffic
 from meshloom.tensor_parallel.layout.placement import even_parts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered:
-    """What a rank saves of the whole tensors, pieces without elements; from where those come; and the bytes
-    that this takes."""
+class GatheredState:
+    """What a rank saves of the full tensors: pieces without elements, the stream that their elements come
+    from, and the bytes that gathering takes."""
 
     pieces: list[Piece]
     stream: Stream
     traffic: Traffic
 
 
-def whole_pieces(
-    parts: Sequence[StatePart],
+def gathered_pieces(
+    parts: Sequence[StateShard],
     shards: Shards,
     owners: Group | None,
     world: Group,
     device: torch.device,
     here: Collection[str] | None = None,
-) -> Steps[Gathered]:
-    """This rank's pieces of the whole state tensors that all ranks' `parts` make, agreed on but not gathered
-    yet. Every rank calls it.
+) -> Steps[GatheredState]:
+    """This rank's pieces of the full state tensors of all ranks' `parts`, agreed on but not gathered yet. Every
+    rank calls it.
 
-    owners: the ranks along dp among which the parts are sliced; None: each has all of its part. world: all
-    ranks, for what they agree on first: a rank that holds nothing of a parameter does not know its state.
-    device: where the groups' tensors lie. here: names of the parameters that are divided among this rank's
-        groups, if others are of other stages.
+    owners: the ranks along dp among which the shards are sliced; None: they are not. world: all ranks, which
+    first agree on what there is: a rank that holds nothing of a parameter does not know its state. device:
+    of the groups' tensors. here: names of this rank's parameters, if other ranks along pp have others.
     """
     everyone = yield from collect(
         world, [[each.key, each.held.name, str(each.tensor.dtype).removeprefix("torch.")] for each in parts]
@@ -96,7 +95,7 @@ def whole_pieces(
         if spans
         else []
     )
-    return Gathered(
+    return GatheredState(
         pieces=list(pieces.values()),
         stream=Stream(entries=[TensorEntry.of(each.name, each.tensor) for each in pieces.values()], run=run),
         traffic=Traffic.along(
@@ -109,7 +108,7 @@ def whole_pieces(
 
 
 def _spans(
-    owners: Group, mine: Sequence[StatePart | None], device: torch.device
+    owners: Group, mine: Sequence[StateShard | None], device: torch.device
 ) -> Steps[list[list[list[int]]]]:
     """Start and stop of what each owner has of each tensor: [owner][tensor]."""
     here = torch.tensor(
@@ -125,7 +124,7 @@ def _spans(
 
 
 def _joined(owners: Group, flat: Tensor, spans: Sequence[Sequence[int]], num_elements: int) -> Steps[Tensor]:
-    """A rank's part [num_elements], of the slices that its owners have of it."""
+    """A rank's shard [num_elements], joined from the slices of its owners."""
     longest = _longest(spans)  # an all_gather takes the same size from all
     padded = flat.new_zeros(longest)
     padded[: flat.numel()] = flat

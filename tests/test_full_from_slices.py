@@ -9,7 +9,7 @@ from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.exchange.exchange import Slice
-from meshloom.optimizer.whole import WholeParameters, divide
+from meshloom.optimizer.full_from_slices import FullFromSlices, assign_evenly
 from meshloom.telemetry.traffic import Traffic
 
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
@@ -24,13 +24,13 @@ USED = [True, True, True, False]
 
 
 def test_sizes_are_divided_evenly_and_the_same_everywhere():
-    ranks = divide([7, 3, 9, 1, 4, 6], 3)
+    ranks = assign_evenly([7, 3, 9, 1, 4, 6], 3)
     loads = [
         sum(size for size, rank in zip([7, 3, 9, 1, 4, 6], ranks, strict=True) if rank == each)
         for each in range(3)
     ]
     assert sum(loads) == 30 and max(loads) <= 11
-    assert divide([], 2) == []
+    assert assign_evenly([], 2) == []
 
 
 def test_gradients_come_together_and_values_go_back():
@@ -41,7 +41,7 @@ def test_gradients_come_together_and_values_go_back():
     keepers = [[1], [0, 1, 2], [2], [0]]
     gradient = [torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=dtype) for shape, dtype in SHAPES]
 
-    def rank(number: int) -> Steps[WholeParameters]:
+    def rank(number: int) -> Steps[FullFromSlices]:
         parameters = worlds[number]
         owned = [
             Slice(str(i), each, cut[number], cut[number + 1])
@@ -52,7 +52,7 @@ def test_gradients_come_together_and_values_go_back():
             gradient[int(each.name)][each.start : each.stop] if USED[int(each.name)] else None
             for each in owned
         ]
-        whole = WholeParameters(parameters, keepers, owned, groups[number])
+        whole = FullFromSlices(parameters, keepers, owned, groups[number])
         yield from whole.fetch(mine)
         for i, each in enumerate(parameters):
             if number in keepers[i] and USED[i]:

@@ -1,11 +1,10 @@
 """An optimizer's state as pieces of full-shape tensors under the parameters' names, and back.
 
 A state tensor that has a value per element (momentum) is saved as the piece that this rank holds, and loaded
-as the piece that it
-will hold, whatever the division was then. Everything else (a step counter, a factored variance) is saved
-whole, by the rank that holds the parameter's first element, and loaded by every rank that holds any. Plain
-values are saved as JSON in a tensor of bytes,
-because a rank that holds none of a parameter does not know them.
+as the piece that it holds then, under any plan. Everything else (a step counter, a factored variance) is
+saved in full by the rank that holds the parameter's first element, and loaded by every rank that holds any.
+Plain values are saved as JSON in a tensor of bytes, because a rank that holds nothing of a parameter does not
+know them.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ Read = Callable[[str, int, int], Tensor]  # of a key, elements from here to ther
 class OwnedSlice:
     """What an optimizer updates here as one of its parameters, in place of parameter `name` [shape].
 
-    `tensor` is elements `start` to `stop`, flat, of the parameter, or of this rank's part of it where
-    `shards` divides it over tp.
+    tensor: elements `start` to `stop`, flat, of the parameter, or of this rank's shard of it where it is
+        sharded over tp by `shards`.
     """
 
     name: str
@@ -42,7 +41,7 @@ class OwnedSlice:
     start: int
     stop: int
     shape: tuple[int, ...]
-    speaks: bool = True  # False where another rank holds the very same and saves it
+    saves: bool = True  # False where another rank holds the same and saves it
     shards: Shards | None = None
 
     def cut(self, whole: Tensor) -> Tensor:
@@ -52,9 +51,8 @@ class OwnedSlice:
 
 
 @dataclass(frozen=True)
-class StatePart:
-    """A state tensor's elements `held.start` to `held.stop` of this rank's part of the divided parameter:
-    `tensor`, flat."""
+class StateShard:
+    """A state tensor of a sharded parameter: elements `held.start` to `held.stop` of this rank's shard, flat."""
 
     key: str
     held: OwnedSlice
@@ -62,17 +60,17 @@ class StatePart:
 
 
 def state_pieces(
-    optimizer: Optimizer, held: Sequence[OwnedSlice], *, by_itself: bool = False
-) -> tuple[list[Piece], list[StatePart]]:
-    """This rank's part of the state of `held`: what is ready to be saved, and what is still divided over tp.
+    optimizer: Optimizer, held: Sequence[OwnedSlice], *, self_contained: bool = False
+) -> tuple[list[Piece], list[StateShard]]:
+    """State of `held`: what is ready to be saved, and what is sharded over tp.
 
-    by_itself: what is saved whole comes with every slice, so that the part can be loaded without the other
-        ranks' parts.
+    self_contained: what is saved in full comes with every slice, so that this rank's pieces can be loaded
+        without those of others.
     """
     pieces: list[Piece] = []
-    parts: list[StatePart] = []
+    parts: list[StateShard] = []
     for each in held:
-        state: Mapping[str, Any] = optimizer.state.get(each.tensor, {}) if each.speaks else {}
+        state: Mapping[str, Any] = optimizer.state.get(each.tensor, {}) if each.saves else {}
         for key, value in state.items():
             path = _path(each.name, key)
             if (
@@ -82,10 +80,10 @@ def state_pieces(
                 and value.numel() > 0
             ):
                 flat = value.detach().reshape(-1)
-                parts.append(StatePart(path, each, flat)) if each.shards else pieces.append(
+                parts.append(StateShard(path, each, flat)) if each.shards else pieces.append(
                     Piece(path, flat, each.start, each.stop, each.shape)
                 )
-            elif each.start < each.stop and (by_itself or each.start == 0):
+            elif each.start < each.stop and (self_contained or each.start == 0):
                 pieces.append(_whole(path, value))
     return pieces, parts
 
@@ -93,11 +91,9 @@ def state_pieces(
 def state_loader(
     of: Sequence[tuple[Optimizer, Sequence[OwnedSlice]]],
 ) -> Callable[[str, Sequence[int], Read], None]:
-    """Forgets these optimizers' state, and gives what replaces it by what was saved for what each holds, key
-    by key.
+    """Clears these optimizers' state, and returns the function that restores a saved key.
 
-    Its arguments: a saved key, the full shape behind it, and what reads it; other keys than those of
-    optimizers change nothing.
+    Its arguments: the key, its full shape, and what reads it. Keys that are not of optimizers are ignored.
     """
     by_name: dict[str, list[tuple[Optimizer, OwnedSlice]]] = {}
     for optimizer, held in of:

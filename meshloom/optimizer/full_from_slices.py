@@ -1,5 +1,5 @@
-"""Whole parameters for optimizers that cannot work on slices: gradients come together, updated values go
-back.
+"""Full parameters for optimizers that cannot work on slices along dp: their gradients are sent to one rank,
+and updated values back.
 
 Every element of a parameter has one owner, which holds its averaged gradient. A *keeper* of a parameter
 updates all of it:
@@ -8,8 +8,8 @@ updates all of it:
                           \\           |            /
     keeper                   [ g g g g g g ] -> step                     give_back: all_to_all to the owners
 
-One keeper per parameter divides state and work; where the optimizer looks at all parameters at once, every
-rank keeps all.
+With one keeper per parameter, state and work are spread over the ranks. Where the optimizer looks at all
+parameters together, every rank keeps all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class _Part(NamedTuple):
-    """Elements `start` to `stop` of parameter number `parameter`, owned by some rank."""
+    """Elements `start` to `stop` of parameter number `parameter`, which one rank owns."""
 
     parameter: int
     start: int
@@ -38,11 +38,11 @@ class _Part(NamedTuple):
         return self.stop - self.start
 
 
-def divide(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """A rank for each size, such that the sums are about equal: the largest first, each to the rank that has
-    least.
+def assign_evenly(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """A rank for each size, such that the sums are about equal: the largest first, each to the rank with the
+    smallest sum so far.
 
-    >>> divide([5, 9, 4], 2)
+    >>> assign_evenly([5, 9, 4], 2)
     [1, 0, 1]
     """
     loads = [0] * num_ranks
@@ -53,13 +53,13 @@ def divide(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return ranks
 
 
-class WholeParameters:
+class FullFromSlices:
     """How gradients of `parameters` reach their keepers, and updated values the owners of their elements.
 
     parameters: in the same order on all ranks. keepers: for each, the ranks of `group` that update it: one,
         or all.
     owned: what this rank owns of any parameter. one_copy: the parameters are the same memory on all ranks, so
-        nothing needs to go back.
+        no values are sent back.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class WholeParameters:
         ]
         self._parts: list[list[_Part]] | None = None  # of every rank, once known
         self._dtypes = sorted({parameter.dtype for parameter in parameters}, key=str)
-        self._goes_back = not one_copy and any(len(ranks) < group.size for ranks in self._keepers)
+        self._sends_back = not one_copy and any(len(ranks) < group.size for ranks in self._keepers)
 
     def prepare(self) -> Steps[None]:
-        """Learn who owns what. Does nothing but the first time."""
+        """Exchange which rank owns what, the first time it is called."""
         if self._parts is not None:
             return
         device = self._parameters[0].device
@@ -107,8 +107,8 @@ class WholeParameters:
     def fetch(self, gradients: Sequence[Tensor | None]) -> Steps[None]:
         """Set `.grad` of every parameter that this rank keeps; None if it was not used.
 
-        gradients: of this rank's owned slices, flat, None if not used. A number travels ahead of every slice:
-            1 used, 0 not.
+        gradients: of this rank's owned slices, flat, None if not used. Before every slice a flag is sent: 1 used,
+            0 not.
         """
         yield from self.prepare()
         works: list[Work] = []
@@ -155,7 +155,7 @@ class WholeParameters:
 
     def give_back(self) -> Steps[None]:
         """Write the keepers' new values into the slices that this rank owns."""
-        if not self._goes_back:
+        if not self._sends_back:
             return
         works: list[Work] = []
         received: list[Tensor] = []
@@ -192,14 +192,13 @@ class WholeParameters:
         `prepare`."""
         here = self._group.rank
         there = list(range(self._group.size))
-        total = 0
-        for part in self._mine:
-            total += (
-                (part.length + 1)
-                * len(self._keepers[part.parameter])
-                * self._parameters[part.parameter].element_size()
-            )
-        for dtype in self._dtypes if self._parts is not None and self._goes_back else []:
+        total = sum(
+            (part.length + 1)
+            * len(self._keepers[part.parameter])
+            * self._parameters[part.parameter].element_size()
+            for part in self._mine
+        )
+        for dtype in self._dtypes if self._parts is not None and self._sends_back else []:
             total += sum(
                 part.length * dtype.itemsize for owner in there for part in self._returned(here, owner, dtype)
             )
@@ -209,7 +208,7 @@ class WholeParameters:
         )
 
     def _sent(self, owner: int, keeper: int, dtype: torch.dtype) -> list[_Part]:
-        """Whose gradients go from `owner` to `keeper`, in order."""
+        """The slices whose gradients `owner` sends to `keeper`, in order."""
         assert self._parts is not None
         return [
             part
@@ -218,7 +217,7 @@ class WholeParameters:
         ]
 
     def _returned(self, keeper: int, owner: int, dtype: torch.dtype) -> list[_Part]:
-        """Whose values go from `keeper` to `owner`, in order: nothing where the owner keeps the parameter
+        """The slices whose values `keeper` sends to `owner`, in order: none of parameters that the owner keeps
         itself."""
         return [
             part for part in self._sent(owner, keeper, dtype) if owner not in self._keepers[part.parameter]

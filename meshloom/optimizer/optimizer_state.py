@@ -1,0 +1,117 @@
+"""The state of a job's optimizers and schedulers: saved by all ranks together, loaded under any plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from meshloom.checkpoint.checkpoint import Piece
+from meshloom.checkpoint.json_values import from_json
+from meshloom.checkpoint.tensor_file import Stream
+from meshloom.comm.group import Group
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import CheckpointError
+from meshloom.optimizer.assignment import UpdatedParameters
+from meshloom.optimizer.average_state import average_state
+from meshloom.optimizer.gathered_state import gathered_pieces
+from meshloom.optimizer.state_pieces import (
+    Read,
+    StateShard,
+    load_settings,
+    settings,
+    state_loader,
+    state_pieces,
+)
+from meshloom.optimizer.user_optimizer import scheduler_values
+from meshloom.parameters.shards import Shards
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
+
+
+class OptimizerState:
+    """What one rank has of it.
+
+    assignment: what the optimizers update here. owners: the ranks along dp among which that is sliced; None:
+    it is not. names: of this rank's parameters, if other ranks along pp have others; None: all.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], assignment: UpdatedParameters, shards: Shards,
+        owners: Group | None, device: torch.device, names: Collection[str] | None = None,
+    ) -> None:  # fmt: skip
+        self._optimizers, self._schedulers, self._assignment = optimizers, schedulers, assignment
+        self._shards, self._owners, self._device, self._names = shards, owners, device, names
+        self._traffic = Traffic()
+
+    def save(
+        self, world: Group, *, self_contained: bool = False
+    ) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
+        """This rank's pieces of the state's tensors, streams of those that are gathered over tp, and JSON
+        values that are equal on all ranks.
+
+        self_contained: with all that it takes to load this rank's pieces without those of others.
+
+        Every rank of `world` calls it; with tp=1 nothing is sent.
+        """
+        pieces: list[Piece] = []
+        streams: list[Stream] = []
+        parts: list[StateShard] = []
+        for optimizer, held in zip(self._optimizers, self._assignment.held, strict=True):
+            ready, sharded = state_pieces(optimizer, held, self_contained=self_contained)
+            pieces += ready
+            parts += sharded
+        if self._shards.pieces:
+            gathered = yield from gathered_pieces(
+                parts, self._shards, self._owners, world, self._device, self._names
+            )
+            pieces += gathered.pieces
+            streams.append(gathered.stream)
+            self._traffic += gathered.traffic
+        values = {
+            "optimizers": [settings(optimizer) for optimizer in self._optimizers],
+            "schedulers": [scheduler_values(scheduler) for scheduler in self._schedulers],
+        }
+        return pieces, streams, values
+
+    def average(self, group: Group, talk: Group) -> Steps[None]:
+        """Replicas that have taken independent steps get the same state. Arguments: of `average_state`."""
+        for optimizer, held in zip(self._optimizers, self._assignment.held, strict=True):
+            self._traffic += yield from average_state(optimizer, held, group, talk)
+
+    def load(self, read: Read, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
+        """Restore what `save` gave on all ranks together, under any plan.
+
+        read: of (key, start, stop), elements of a saved tensor, flat. shapes: every saved key and the full
+            shape behind it.
+        """
+        take, finish = self.loading(values)
+        for key, shape in shapes.items():
+            take(key, shape, read)
+        finish()
+
+    def loading(
+        self, values: Mapping[str, Any]
+    ) -> tuple[Callable[[str, Sequence[int], Read], None], Callable[[], None]]:
+        """`load` key by key: what takes each, of the arguments of `state_loader`, and what is to be called
+        after the last one."""
+        for what, here in (("optimizers", self._optimizers), ("schedulers", self._schedulers)):
+            if len(values[what]) != len(here):
+                raise CheckpointError(
+                    f"The checkpoint has {len(values[what])} {what} and the job {len(here)}. Resume with what was saved, or start a new run."
+                )
+
+        def finish() -> None:
+            for optimizer, saved in zip(self._optimizers, values["optimizers"], strict=True):
+                load_settings(optimizer, saved)
+            if self._assignment.from_shards:
+                self._assignment.from_shards.invalidate()
+            for scheduler, saved in zip(self._schedulers, values["schedulers"], strict=True):
+                scheduler.load_state_dict(from_json(saved))
+
+        return state_loader(list(zip(self._optimizers, self._assignment.held, strict=True))), finish
+
+    def expected_bytes(self) -> ExpectedBytes:
+        """Of all that was saved and averaged so far."""
+        return ExpectedBytes(so_far=self._traffic)
