@@ -14,7 +14,8 @@ from thread_groups import threaded_groups
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
-from meshloom.comm.network.hosts import HostsGroup, HostsParts
+from meshloom.comm.network.hosts import HostsGroup
+from meshloom.comm.network.two_level import HostsParts
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def hosts_groups(hosts: Sequence[Sequence[int]]) -> Generator[list[HostsGroup]]:
         for index, rank in enumerate(ranks):
             first, last, post = (groups[index] for groups in inside[host])
             parts = HostsParts(
-                first=first, last=last, post=post, across=across[index][host], whole=whole[rank]
+                first=first, last=last, messages=post, across=across[index][host], all_ranks=whole[rank]
             )
             found[rank] = HostsGroup(hosts, parts, [f"rank {number}" for number in range(size)])
     try:

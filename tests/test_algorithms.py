@@ -320,7 +320,7 @@ def test_nothing_else_may_come_in_between():
 def test_a_rank_that_does_not_come_is_waited_for_with_an_error():
     groups = [spelled_out(group, "tree") for group in simulated_groups(2)]
     with pytest.raises(
-        CollectiveError, match=r"all_reduce of 12 bytes on rank 0 waits for messages that will not come\."
+        CollectiveError, match=r"all_reduce of 12 B on rank 0 waits for messages that will not come\."
     ):
         groups[0].all_reduce(torch.ones(3)).wait()
 
@@ -329,7 +329,7 @@ def test_after_an_abort_nothing_can_be_started():
     with _in_threads("ring", 2) as groups:
         groups[0].abort()
         with pytest.raises(
-            PeerLostError, match=r"rank 0 has aborted its group: all_reduce of 8 bytes cannot run\."
+            PeerLostError, match=r"rank 0 has aborted its group: all_reduce of 8 B cannot run\."
         ):
             groups[0].all_reduce(torch.ones(2))
 
@@ -339,7 +339,7 @@ def test_who_waits_looks_for_a_rank_that_left():
     group = spelled_out(threaded_groups(2)[0], "ring", name="rank 0 (dp=0)", who_left=lambda: "rank 1 (dp=1)")
     with pytest.raises(
         PeerLostError,
-        match=r"rank 0 \(dp=0\) lost rank 1 \(dp=1\), which has aborted, in all_reduce of 8 bytes\.",
+        match=r"rank 0 \(dp=0\) lost rank 1 \(dp=1\), which has aborted, in all_reduce of 8 B\.",
     ):
         group.all_reduce(torch.ones(2)).wait()
     group.abort()

@@ -180,6 +180,6 @@ def test_who_loses_a_rank_says_so(through: str):
     for rank in (0, 2):
         assert (
             answers[rank].startswith(f"rank {rank} (dp={rank}) lost ")
-            and "all_reduce of 400000 bytes" in answers[rank]
+            and "all_reduce of 391 KiB" in answers[rank]
         )
         assert "waiting for another rank" in answers[rank]

@@ -17,7 +17,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.objects import agree, collect, scatter_objects, share
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
-from meshloom.comm.torch import c10d
+from meshloom.comm.torch import c10d_operations
 from meshloom.comm.torch.c10d import C10dGroup
 from meshloom.core.errors import CollectiveError, MeshloomError, PeerLostError
 
@@ -156,7 +156,7 @@ def test_reduction_is_bit_identical_on_all_ranks_and_near_the_simulated_one():
 
 
 def _many_at_once() -> tuple[list[int], bool]:
-    c10d._COPIED_BYTES = 2 * 4000  # of which two operations fit
+    c10d_operations._COPIED_BYTES = 2 * 4000  # of which two operations fit
     group = _join()
     sums, everyone = [torch.empty(500) for _ in range(6)], [torch.empty(1000) for _ in range(6)]
     works: list[Any] = []
@@ -184,7 +184,7 @@ def _one_after_another() -> int:
     whole = torch.empty(2)
     for _ in range(100):
         group.all_gather(whole, torch.ones(1)).wait()
-    kept = len(group._copied)
+    kept = len(group._operations._copied)
     dist.destroy_process_group()
     return kept
 
@@ -248,12 +248,12 @@ def _one_aborts() -> object:
 def test_abort_fails_operations_of_all_ranks_within_seconds():
     first, aborted, third = on_ranks(_one_aborts, 3)
     assert [(kind, text) for kind, text, _ in aborted] == [
-        (PeerLostError, "rank 1 (dp=1) has aborted its group: all_reduce of 12 bytes cannot run."),
+        (PeerLostError, "rank 1 (dp=1) has aborted its group: all_reduce of 12 B cannot run."),
         (PeerLostError, "rank 1 (dp=1) has aborted its group: barrier cannot run."),
     ]
     assert first[0] is third[0] is PeerLostError
-    assert first[1] == "rank 0 (dp=0) lost rank 1 (dp=1), which has aborted, in all_reduce of 12 bytes."
-    assert third[1] == "rank 2 (dp=2) lost rank 1 (dp=1), which has aborted, in all_reduce of 12 bytes."
+    assert first[1] == "rank 0 (dp=0) lost rank 1 (dp=1), which has aborted, in all_reduce of 12 B."
+    assert third[1] == "rank 2 (dp=2) lost rank 1 (dp=1), which has aborted, in all_reduce of 12 B."
     assert max(first[2], third[2]) < 5
 
 
@@ -274,8 +274,8 @@ def _one_is_killed() -> object:
 def test_a_killed_process_fails_operations_of_the_others_at_once():
     first, _, third = on_ranks(_one_is_killed, 3, may_die=[1])
     for rank, operation, (kind, text, seconds) in (
-        (0, "all_reduce of 20 bytes", first),
-        (2, "recv of 8 bytes from rank 1 (dp=1)", third),
+        (0, "all_reduce of 20 B", first),
+        (2, "recv of 8 B from rank 1 (dp=1)", third),
     ):
         assert kind is PeerLostError
         assert text.startswith(f"rank {rank} (dp={rank}) lost one of rank ") and f" in {operation}: " in text
@@ -296,5 +296,5 @@ def _never_comes() -> object:
 def test_a_rank_that_does_not_come_ends_the_wait_at_the_timeout():
     (kind, text, seconds), _ = on_ranks(_never_comes, 2)
     assert kind is PeerLostError
-    assert text.startswith("rank 0 (dp=0) waited too long for rank 1 (dp=1) in all_reduce of 12 bytes: ")
+    assert text.startswith("rank 0 (dp=0) waited too long for rank 1 (dp=1) in all_reduce of 12 B: ")
     assert 2 < seconds < 15

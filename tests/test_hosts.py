@@ -14,7 +14,8 @@ from thread_groups import on_threads, threaded_groups
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.network.hosts import HostsGroup, HostsParts
+from meshloom.comm.network.hosts import HostsGroup
+from meshloom.comm.network.two_level import HostsParts
 from meshloom.core.errors import CollectiveError, PeerLostError
 
 NAMES = [
@@ -128,12 +129,12 @@ def test_a_rank_sends_a_kth_of_the_bytes_between_hosts():
     with hosts_groups([[0, 1, 2], [3, 4, 5]]) as groups:
         for group in groups:
             parts = group._parts
-            group._parts = HostsParts(
+            group._two_level._parts = HostsParts(
                 first=parts.first,
                 last=parts.last,
-                post=parts.post,
+                messages=parts.messages,
                 across=Counted(parts.across),
-                whole=parts.whole,
+                all_ranks=parts.all_ranks,
             )  # type: ignore[arg-type]
         on_threads([lambda group=group: group.all_reduce(torch.ones(302)).wait() for group in groups])
     # 302 = 3 * 100 + 2 elements of 4 bytes; the first rank of a host has the rest
@@ -148,14 +149,14 @@ def test_a_failed_phase_is_told_with_the_operation_that_it_was_a_part_of():
             raise CollectiveError("rank 0 and rank 1 call different operations.")
 
     parts = HostsParts(
-        first=Failing(), last=Failing(), post=Failing(), across=Failing(), whole=threaded_groups(4)[0]
+        first=Failing(), last=Failing(), messages=Failing(), across=Failing(), all_ranks=threaded_groups(4)[0]
     )  # type: ignore[arg-type]
     group = HostsGroup([[0, 1], [2, 3]], parts, ["rank 0", "rank 1", "rank 2", "rank 3"])
     try:
         for _ in range(2):
             with pytest.raises(
                 CollectiveError,
-                match=r"^rank 0 and rank 1 call different operations. This was a part of all_reduce of 32 bytes.$",
+                match=r"^rank 0 and rank 1 call different operations. This was a part of all_reduce of 32 B.$",
             ):
                 group.all_reduce(torch.ones(8)).wait()
     finally:
@@ -166,7 +167,9 @@ def test_a_failed_phase_is_told_with_the_operation_that_it_was_a_part_of():
 def test_a_rank_that_has_left_ends_the_wait_of_the_others():
     whole = threaded_groups(4)
     inside, across = threaded_groups(2), threaded_groups(2)
-    parts = HostsParts(first=inside[0], last=inside[0], post=inside[0], across=across[0], whole=whole[0])
+    parts = HostsParts(
+        first=inside[0], last=inside[0], messages=inside[0], across=across[0], all_ranks=whole[0]
+    )
     group = HostsGroup(
         [[0, 1], [2, 3]],
         parts,
@@ -175,7 +178,7 @@ def test_a_rank_that_has_left_ends_the_wait_of_the_others():
     )
     with pytest.raises(
         PeerLostError,
-        match=r"rank 0 \(dp=0\) lost rank 3 \(dp=3\), which has aborted, in all_reduce of 12 bytes.",
+        match=r"rank 0 \(dp=0\) lost rank 3 \(dp=3\), which has aborted, in all_reduce of 12 B.",
     ):
         group.all_reduce(torch.ones(3)).wait()
     group.abort()
@@ -186,5 +189,7 @@ def test_uneven_hosts_are_refused():
     one = threaded_groups(3)[0]
     with pytest.raises(CollectiveError, match="need the same number on each"):
         HostsGroup(
-            [[0, 1], [2]], HostsParts(first=one, last=one, post=one, across=one, whole=one), ["", "", ""]
+            [[0, 1], [2]],
+            HostsParts(first=one, last=one, messages=one, across=one, all_ranks=one),
+            ["", "", ""],
         )

@@ -128,7 +128,7 @@ def test_who_loses_a_rank_says_which_one_where_it_shared_a_host(killed: bool):
     answers = on_ranks(_one_goes, 4, "aabb", victim, killed, may_die=[victim])
     for rank in (0, 2, 3):
         text, doing, _ = answers[rank]
-        assert text.startswith(f"rank {rank} (dp={rank}) ") and "all_reduce of 4000 bytes" in text
+        assert text.startswith(f"rank {rank} (dp={rank}) ") and "all_reduce of 3.91 KiB" in text
         assert "waiting for another rank" in doing
     assert "lost rank 1 (dp=1)" in answers[0][0]
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from meshloom.comm.collectives.explicit import SpelledOutGroup, spelled_out
 from meshloom.comm.group import Group
 from meshloom.comm.liveness.activity import Activity
-from meshloom.comm.network.hosts import HostsGroup, HostsParts
+from meshloom.comm.network.hosts import HostsGroup
+from meshloom.comm.network.two_level import HostsParts
 from meshloom.comm.shm.shared_memory import ShmGroup
 from meshloom.comm.torch.c10d import C10dGroup
 from meshloom.core.mesh import Mesh
@@ -149,9 +150,9 @@ class RankGroups:
             HostsParts(
                 first=self._within_host(here, "first", in_background),
                 last=self._within_host(here, "last", in_background),
-                post=self._within_host(here, "post", activity),
+                messages=self._within_host(here, "post", activity),
                 across=between,
-                whole=whole,
+                all_ranks=whole,
             ),
             self._names(ranks),
             activity,

@@ -31,6 +31,7 @@ from meshloom.comm.patience import Patience
 from meshloom.comm.simulated import SimulatedGroup
 from meshloom.core.costs import ALGORITHMS
 from meshloom.core.errors import CollectiveError
+from meshloom.core.units import format_bytes
 
 _END_SECONDS = 5.0  # that the thread is given to end
 _KEPT = 256  # lists of moves: a training job has as many as buckets
@@ -118,7 +119,9 @@ class SpelledOutGroup(Group):
         chunks = self._planned(
             f"all_reduce {mean}", flat, lambda: self._all_reduce_moves(flat.numel()).moves(mean=mean)
         )
-        return self._start(f"all_reduce of {flat.nbytes} bytes", carry_out(self._group, chunks, flat, op))
+        return self._start(
+            f"all_reduce of {format_bytes(flat.nbytes)}", carry_out(self._group, chunks, flat, op)
+        )
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         if self.algorithm not in ("ring", "halving"):
@@ -133,7 +136,7 @@ class SpelledOutGroup(Group):
             mine = sums[first : first + own.numel()]
             own.copy_(mine / self.size if op == "avg" else mine)
 
-        return self._start(f"reduce_scatter of {given.nbytes} bytes", steps())
+        return self._start(f"reduce_scatter of {format_bytes(given.nbytes)}", steps())
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         if self.algorithm not in ("ring", "halving"):
@@ -146,7 +149,7 @@ class SpelledOutGroup(Group):
             whole[first : first + own.numel()] = own
             yield from carry_out(self._group, chunks, whole, "sum")
 
-        return self._start(f"all_gather of {own.nbytes} bytes", steps())
+        return self._start(f"all_gather of {format_bytes(own.nbytes)}", steps())
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         if self.algorithm != "tree":
@@ -156,7 +159,7 @@ class SpelledOutGroup(Group):
             f"broadcast {source}", flat, lambda: tree_broadcast(self.rank, self.size, flat.numel(), source)
         )
         return self._start(
-            f"broadcast of {flat.nbytes} bytes from rank {source}",
+            f"broadcast of {format_bytes(flat.nbytes)} from rank {source}",
             carry_out(self._group, chunks, flat, "sum"),
         )
 

@@ -1,0 +1,190 @@
+"""Operations of a torch.distributed process group: started, waited for, and their errors put into words.
+
+When a rank's process ends, its connections close and operations under way fail on all ranks. A rank that is
+alive and calls `abort()` leaves a note in the group's store, which waiting ranks check once a second.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from meshloom.comm.group import Work
+from meshloom.comm.liveness.activity import Activity
+from meshloom.comm.liveness.notes import Notes
+from meshloom.core.errors import ABORTED, CollectiveError, PeerLostError
+
+_POLL = timedelta(seconds=1)
+# Gloo copies what it scatters or gathers until somebody has waited for it. With more bytes under way the oldest
+# operations are waited for first.
+_COPIED_BYTES = 64 << 20
+
+# Fragments of messages of Gloo, NCCL and the store, in lower case.
+_LOST = (
+    "connection",
+    "closed",
+    "reset by peer",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "abort",
+    "remote",
+    "nccl",
+    "socket",
+    "store",
+)
+_TIMED_OUT = ("timed out", "timeout")
+_UNEQUAL = ("op.preamble", "size mismatch", "must be same", "nbytes")
+
+
+class C10dOperations:
+    """Operations of one process group, as this rank starts them.
+
+    members: name of each rank in errors. activity: where this rank notes that it waits.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, members: Sequence[str], activity: Activity) -> None:
+        self._members, self._member = members, members[process_group.rank()]
+        self._activity = activity
+        self._notes = Notes(process_group.get_group_store)
+        self._aborted = False
+        self._copied: deque[_C10dWork] = deque()  # under way, of which the backend holds a copy
+
+    def start(
+        self,
+        what: str,
+        tensors: Sequence[Tensor],
+        start: Callable[[], dist.Work | None],
+        finish: Callable[[], None] | None = None,
+        *,
+        is_message: bool = False,
+        copied_bytes: int = 0,
+    ) -> Work:
+        """Call `start` and return its work. Raises `PeerLostError`, `CollectiveError`.
+
+        what: describes it in errors. tensors: kept alive until somebody has waited. finish: called after the
+        wait. is_message: a wait cannot be interrupted to check the store. copied_bytes: of CPU tensors that the
+        backend copies until the wait.
+        """
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+        copied_bytes = copied_bytes if on_cpu else 0
+        self._make_room(copied_bytes)
+        with self._explained(what):
+            self._check_aborted(what)
+            work = start()
+        if work is None:
+            raise CollectiveError(f"{self._member} takes no part in {what}.")
+        started = _C10dWork(self, work, what, tensors, finish, on_cpu and not is_message, copied_bytes)
+        if copied_bytes:
+            self._copied.append(started)
+        return started
+
+    def wait_for(self, work: dist.Work, what: str, poll: bool) -> None:
+        """Wait for a started operation. poll: check once a second whether a rank has aborted."""
+        self._activity.waits()
+        with self._explained(what):
+            self._wait(work, what, poll)
+        self._activity.goes_on()
+
+    def abort(self) -> bool:
+        """Start nothing more, and leave a note for the other ranks; False: that was done before."""
+        if self._aborted:
+            return False
+        self._aborted = True
+        self._notes.leave(self._member)
+        return True
+
+    def who_left(self) -> str | None:
+        """The member that has aborted, if one has and its note can be read."""
+        return self._notes.who_left()
+
+    def _make_room(self, copied_bytes: int) -> None:
+        """Wait for the oldest operations if the backend's copies would become too many bytes."""
+        if not copied_bytes:
+            return
+        self._copied = deque(each for each in self._copied if each.copied_bytes)
+        while self._copied and sum(each.copied_bytes for each in self._copied) + copied_bytes > _COPIED_BYTES:
+            self._copied.popleft().wait()
+
+    def _wait(self, work: dist.Work, what: str, poll: bool) -> None:
+        while poll:
+            self._check_aborted(what)
+            try:
+                work.wait(_POLL)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise  # the operation itself failed; otherwise only this wait timed out
+                if left := self.who_left():
+                    raise PeerLostError(f"{self._member} lost {left}, {ABORTED}, in {what}.") from None
+        self._check_aborted(what)
+        work.wait()
+
+    def _check_aborted(self, what: str) -> None:
+        if self._aborted:
+            raise PeerLostError(f"{self._member} has aborted its group: {what} cannot run.")
+
+    @contextmanager
+    def _explained(self, what: str) -> Generator[None]:
+        """Turn a backend's error into one that says which rank and operation it is about."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).lower()
+            here = self._member
+            if any(fragment in text for fragment in _UNEQUAL):
+                raise CollectiveError(
+                    f"{what} on {here} met another operation or size on another rank: {_first_line(error)}"
+                ) from error
+            if not any(fragment in text for fragment in _LOST):
+                raise
+            others = [member for member in self._members if member != here]
+            peer = self.who_left() or (others[0] if len(others) == 1 else f"one of {', '.join(others)}")
+            how = "waited too long for" if any(fragment in text for fragment in _TIMED_OUT) else "lost"
+            raise PeerLostError(f"{here} {how} {peer} in {what}: {_first_line(error)}") from error
+
+
+class _C10dWork(Work):
+    """copied_bytes: of which the backend holds a copy; 0 once somebody has waited for it."""
+
+    def __init__(
+        self,
+        operations: C10dOperations,
+        work: dist.Work,
+        what: str,
+        tensors: Sequence[Tensor],
+        finish: Callable[[], None] | None,
+        poll: bool,
+        copied_bytes: int,
+    ) -> None:
+        self.copied_bytes = copied_bytes
+        self._operations, self._what, self._poll = operations, what, poll
+        self._work: dist.Work | None = work  # with what the backend has copied
+        self._tensors = tensors  # kept alive while the backend uses their memory
+        self._finish = finish
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        self._operations.wait_for(self._work, self._what, self._poll)
+        if self._finish:
+            self._finish()
+        self._work = None
+        self._tensors = ()
+        self.copied_bytes = 0
+
+    def is_finished(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
+def _first_line(error: Exception) -> str:
+    """The backend's message, without the position in its source and its advice."""
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if line.startswith("["):
+        line = line.partition("] ")[2] or line
+    return line.partition(". ")[0].rstrip(".") + "."
