@@ -9,7 +9,6 @@ Plans with tp, pp or recomputation run so; with pp=1 there is one stage.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -56,8 +55,9 @@ from meshloom.replica.gathered_tensors import GatheredTensors
 from meshloom.replica.gradient_completion import GradientCompletion
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.not_finite import locate_nan
+from meshloom.replica.team_sums import TeamSums
 from meshloom.telemetry.timings import Timings
-from meshloom.telemetry.traffic import ExpectedBytes, Traffic
+from meshloom.telemetry.traffic import ExpectedBytes
 from meshloom.tensor_parallel.division import Division
 
 
@@ -78,19 +78,13 @@ class ProgramEngine(Engine):
         self.tp: Group | None = seat.groups["tp"] if plan.tp > 1 else None
         if self.tp is not None:
             limits: Any = {"memory_bytes": plan.memory_bytes or None, "num_stages": plan.pp}
-            self.division = Division(
-                self.tp,
-                rules=job.rules,
-                placements=plan.tp_placements,
-                timings=timings,
-                stored=stored,
-                **limits,
-            )
+            given: Any = {"rules": job.rules, "placements": plan.tp_placements}
+            self.division = Division(self.tp, timings=timings, stored=stored, **given, **limits)
         self.programs = ProgramStore(
             job, plan, team, self.division, dtype=dtype, timings=timings, stored=stored
         )
         self.cutter = self.programs.cutter
-        self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}
+        self._sums = TeamSums(self.pp, self.tp)
         self.stages: tuple[Stage, ...] = ()  # of this rank, as first cut
         self.homes: Homes
         self.microbatches: Microbatches
@@ -136,7 +130,7 @@ class ProgramEngine(Engine):
                 several=several,
                 changing=stage.changing,
                 followed=stage.program.in_place,
-                unite=self._of_any,
+                unite=self._sums.union,
             )
         self._gathered = GatheredTensors(model, self.homes, self.shards, self.pp, self.tp, self.seat.device)
 
@@ -189,7 +183,7 @@ class ProgramEngine(Engine):
             parameter.grad = None
         if batches:
             listener = Both(activity, recorder) if recorder else activity
-            self._count(
+            self._sums.count(
                 self.microbatches.train(
                     batches,
                     finish=finish_of(chunks, scope, tally),
@@ -198,23 +192,17 @@ class ProgramEngine(Engine):
                 )
             )
         yield from self._completion.finish(
-            self._parameters, partial(self.add_up, "tp"), computed=bool(batches)
+            self._parameters, partial(self._sums.add_up, "tp"), computed=bool(batches)
         )
         tally.close()
         # which the last stage's rank knows, and the others have as zeros
-        yield from self.add_up("pp", tally.sums)
+        yield from self._sums.add_up("pp", tally.sums)
         # On a communicator of its own: gradients have started to travel, on some replicas more than on
         # others.
         tally.start(self.seat.statistics)
 
     def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
-        group = self.pp if axis == "pp" else self.tp
-        if group is None or group.size == 1:
-            return
-        work = group.all_reduce(sums)
-        self._sent[axis]["all_reduce"] += sums.nbytes
-        yield
-        work.wait()
+        yield from self._sums.add_up(axis, sums)
 
     def evaluate(self, batch: Any, metric: LossFunction, take: Callable[[Any], None]) -> Steps[None]:
         if metric in self._outside:
@@ -222,7 +210,7 @@ class ProgramEngine(Engine):
         yield from self.programs.ready(batch, loss=metric, training=False)
         if metric not in self._outside:
             self._outside[metric] = Outside(metric, self._model)
-        self._count(self.microbatches.evaluate(batch, metric, take))
+        self._sums.count(self.microbatches.evaluate(batch, metric, take))
 
     def refresh_borrowed(self) -> Steps[None]:
         yield from self.homes.lend(self._parameters)
@@ -244,8 +232,7 @@ class ProgramEngine(Engine):
         return (yield from first_difference_in_replica(self._model, self.shards, self._team, self.plan))
 
     def expected_bytes(self) -> ExpectedBytes:
-        computed = ExpectedBytes(so_far=Traffic({**self._sent}))
-        return computed + self.homes.expected_bytes() + self._gathered.expected_bytes()
+        return self._sums.expected_bytes() + self.homes.expected_bytes() + self._gathered.expected_bytes()
 
     @property
     def readings(self) -> str | None:
@@ -269,17 +256,6 @@ class ProgramEngine(Engine):
             )
 
         return around
-
-    def _count(self, sent: Mapping[Axis, Mapping[str, int]]) -> None:
-        for axis, kinds in sent.items():
-            self._sent[axis].update(kinds)
-
-    def _of_any(self, flags: Tensor) -> Tensor:
-        """Flags of the ranks along tp, each set where one of them has it."""
-        if self.tp is not None:
-            self._sent["tp"]["all_reduce"] += flags.nbytes
-            self.tp.all_reduce(flags).wait()
-        return flags
 
 
 def finish_of(chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums) -> Callable[[int, Any], Tensor]:

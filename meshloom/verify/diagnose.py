@@ -20,7 +20,8 @@ from torch import Tensor
 
 from meshloom.core.plan import Plan
 from meshloom.core.units import plural
-from meshloom.verify.compare import FLOOR, Comparison, filled
+from meshloom.verify.compare import FLOOR, Comparison
+from meshloom.verify.compare_chunks import filled
 from meshloom.verify.reference.mistakes import Cause, Evidence, mistakes, thin, thinned
 from meshloom.verify.reference.step_records import ChunkRecord, StepRecord
 

@@ -16,7 +16,8 @@ from functools import reduce
 import torch
 from torch import nn
 
-from meshloom.verify.compare import GradientErrors, add_outputs, output_differs
+from meshloom.verify.compare import GradientErrors
+from meshloom.verify.compare_chunks import add_outputs, output_differs
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import whole_batch
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord

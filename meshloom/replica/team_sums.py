@@ -1,0 +1,47 @@
+"""Sums over the ranks of one replica, and the bytes that they and its programs hand over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.comm.steps import Steps
+from meshloom.core.mesh import Axis
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
+
+
+class TeamSums:
+    """Over the ranks along pp and along tp; tp None: there is one."""
+
+    def __init__(self, pp: Group, tp: Group | None) -> None:
+        self._groups: dict[Axis, Group | None] = {"pp": pp, "tp": tp}
+        self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}
+
+    def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
+        """Add `sums` up in place; nothing where there is one rank."""
+        group = self._groups[axis]
+        if group is None or group.size == 1:
+            return
+        work = group.all_reduce(sums)
+        self._sent[axis]["all_reduce"] += sums.nbytes
+        yield
+        work.wait()
+
+    def union(self, flags: Tensor) -> Tensor:
+        """Flags of the ranks along tp, each set where one of them has it, in place."""
+        if (group := self._groups["tp"]) is not None:
+            self._sent["tp"]["all_reduce"] += flags.nbytes
+            group.all_reduce(flags).wait()
+        return flags
+
+    def count(self, sent: Mapping[Axis, Mapping[str, int]]) -> None:
+        """Bytes that programs handed to each kind of operation."""
+        for axis, kinds in sent.items():
+            self._sent[axis].update(kinds)
+
+    def expected_bytes(self) -> ExpectedBytes:
+        """Of everything so far."""
+        return ExpectedBytes(so_far=Traffic({**self._sent}))

@@ -1,0 +1,94 @@
+"""What two records of a step say of its chunks: their data, their draws, and the outputs of modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+from meshloom.core.plan import Plan
+from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
+
+
+def facts_of(ours: StepRecord, one: StepRecord, plan: Plan) -> Iterator[str]:
+    """What is wrong although every tensor may agree."""
+    if len(set(ours.replicas)) > 1:
+        odd = next(replica for replica, digest in enumerate(ours.replicas) if digest != ours.replicas[0])
+        yield f"Replicas 0 and {odd} hold different parameters or buffers after step {ours.step}."
+    if len(ours.chunks) == len(one.chunks) or not plan.sync_batch_norm:
+        yield from _data_facts(ours, one)
+    yield from _draw_facts(one)
+
+
+def _data_facts(ours: StepRecord, one: StepRecord) -> Iterator[str]:
+    here, there = filled(ours.chunks), filled(one.chunks)
+    for index in sorted({*here, *there}):
+        a, b = here.get(index), there.get(index)
+        if a is None or b is None or a.samples != b.samples:
+            yield f"Chunk {index} has {a.samples if a else 0} samples, and {b.samples if b else 0} on one device."
+        elif a.data != b.data:
+            yield f"Chunk {index} has other data than on one device."
+
+
+def _draw_facts(one: StepRecord) -> Iterator[str]:
+    """Chunks of one device that draw from one seed: a mistake both sides share, which no difference would
+    show."""
+    seeds: dict[int, ChunkRecord] = {}
+    for chunk in one.chunks:
+        if chunk.draws and (other := seeds.setdefault(chunk.seed, chunk)) is not chunk:
+            yield f"Chunks {other.index} and {chunk.index} draw the same random numbers, on one device too."
+
+
+def filled(chunks: Sequence[ChunkRecord]) -> dict[int, ChunkRecord]:
+    """Chunks with samples, by index."""
+    return {chunk.index: chunk for chunk in chunks if chunk.samples}
+
+
+def first_module(
+    ours: StepRecord, one: StepRecord, wrong: Collection[str], tolerance: float, plan: Plan
+) -> str | None:
+    """The first module whose output differs; else the last one of those that own the gradients in `wrong`."""
+    outputs = list(zip(_outputs(ours, plan), _outputs(one, plan), strict=False))
+    for here, there in outputs:
+        if output_differs(here, there, tolerance):
+            return there.name or "the whole model"
+    # Every output agrees, so the gradient went wrong: backward runs from the last module to the first.
+    modules = [there.name for _, there in reversed(outputs)]
+    owners = {name.rpartition(".")[0] for name in wrong}
+    return next(
+        (module or "the whole model" for module in modules if module in owners),
+        next(iter(sorted(owners)), None) or None,
+    )
+
+
+def _outputs(record: StepRecord, plan: Plan) -> list[ModuleOutput]:
+    """In order of execution; of chunks that are one forward on one device, the sums over the chunks."""
+    chunks = [chunk for chunk in sorted(record.chunks, key=lambda chunk: chunk.index) if chunk.modules]
+    if not plan.sync_batch_norm:
+        return [output for chunk in chunks for output in chunk.modules]
+    total: list[ModuleOutput] = []
+    for j in range(plan.microbatches):
+        sums: dict[tuple[str, int], ModuleOutput] = {}
+        for chunk in chunks:
+            for output in chunk.modules if chunk.index % plan.microbatches == j else ():
+                key = output.name, output.call
+                sums[key] = add_outputs(sums[key], output) if key in sums else output
+        total += sums.values()
+    return total
+
+
+def add_outputs(a: ModuleOutput, b: ModuleOutput) -> ModuleOutput:
+    """The output of one module on the rows of both."""
+    return ModuleOutput(
+        name=a.name, call=a.call, total=a.total + b.total, square=a.square + b.square, count=a.count + b.count
+    )
+
+
+def output_differs(a: ModuleOutput, b: ModuleOutput, tolerance: float) -> bool:
+    """Whether two outputs differ by more than rounding, as far as their sums tell."""
+    if (a.name, a.call, a.count) != (b.name, b.call, b.count):
+        return True
+    if not (math.isfinite(a.square) and math.isfinite(b.square)):  # a mask of -inf, or a mistake
+        return (str(a.total), str(a.square)) != (str(b.total), str(b.square))
+    size = math.sqrt(b.square)
+    norm, total = abs(math.sqrt(a.square) - size), abs(a.total - b.total) / math.sqrt(max(b.count, 1))
+    return not (max(norm, total) <= tolerance * size)  # NaN differs
