@@ -26,6 +26,7 @@ from meshloom.asynchronous.state.parameters import Content, Parameters
 from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.asynchronous.state.settings import AsynchronousSettings, refuse_common_steps
 from meshloom.asynchronous.state.snapshot_evaluation import Inspection
+from meshloom.asynchronous.state.worker_model import WorkerModel
 from meshloom.asynchronous.state.worker_replica import worker_replica_here
 from meshloom.core.errors import DeviceError, JobError
 from meshloom.core.job import Job
@@ -65,15 +66,8 @@ class AsynchronousRun:
         if start.note:
             listener.note(start.note)
         self.next_step = start.version
-        self._storages = [
-            Storage(
-                snapshots={start.version: start.snapshot(self._replica.whole_model, number)},
-                newest=start.version,
-            )
-            for number in range(plan.servers)
-        ]
+        self._servers = _Servers(job, plan, settings, self._replica.whole_model, self._device, start)
         self._newest = start.version, start.state  # snapshot that all servers have
-        self._held: dict[int, Parameters] = {}
         self._cluster = self._build_cluster()
         self._account = RunAccount(job, plan, settings.steps)
         listener.started(f"plan {plan} on {world.why}, on a virtual clock")
@@ -128,7 +122,7 @@ class AsynchronousRun:
                     pass  # one that was looked at before
                 case Expelled():
                     raise AssertionError("simulated workers look at what they push")
-        self._inspection.load(self._contents(self._newest[0]))
+        self._inspection.load(self._servers.contents(self._newest[0]))
         for line in self.account():
             self._listener.note(line)
         return self.summary(time.monotonic() - self._account.began, evaluation, saved)
@@ -139,12 +133,12 @@ class AsynchronousRun:
 
     def evaluate(self) -> dict[str, float]:
         """Every metric of the job's `Evaluate` over all of its data, at the newest snapshot."""
-        return self._inspection.evaluate(self._contents(self._newest[0]))
+        return self._inspection.evaluate(self._servers.contents(self._newest[0]))
 
     def save(self) -> Path:
         """Write the newest snapshot as a checkpoint into `out`; its path."""
         version, state = self._newest
-        return self._inspection.save(version, self._contents(version), state)
+        return self._inspection.save(version, self._servers.contents(version), state)
 
     def account(self) -> list[str]:
         """What a reader should know at the end: virtual time, the workers' shares of it, ages, losses. A
@@ -196,32 +190,12 @@ class AsynchronousRun:
         plan, settings = self._plan, self._settings
         rules = settings.rules(self._job, plan)
 
-        def store(number: int) -> Store:
-            return Store(number, self._storages[number], lambda content: self._hold(number, content))
-
-        parts = Parts(head=lambda incarnation: Head(rules, incarnation), store=store, compute=self._compute)
-        return VirtualCluster(parts, settings.circumstances, num_servers=plan.servers, num_workers=plan.dp)
-
-    def _hold(self, number: int, content: Content | None) -> Parameters:
-        parameters = Parameters(
-            self._job,
-            number,
-            self._plan.servers,
-            whole=self._replica.whole_model.whole,
-            device=self._device,
-            dtype=self._settings.dtype,
-            content=content,
+        parts = Parts(
+            head=lambda incarnation: Head(rules, incarnation),
+            store=self._servers.store,
+            compute=self._compute,
         )
-        others = [
-            self._replica.model,
-            *(held.model for server, held in self._held.items() if server != number),
-        ]
-        if any(parameters.model is model for model in others):
-            raise JobError(
-                "Job(model=...) returned the same module twice. Let the function build a new one at every call: servers and workers have their own."
-            )
-        self._held[number] = parameters
-        return parameters
+        return VirtualCluster(parts, settings.circumstances, num_servers=plan.servers, num_workers=plan.dp)
 
     def _compute(self, worker: int, task: Task) -> Computed:
         account = self._account
@@ -241,7 +215,7 @@ class AsynchronousRun:
     def _updated(self, update: Update) -> None:
         self.next_step = update.version
         self._account.updated(update)
-        rates = self._held[0].learning_rates()
+        rates = self._servers.parameters[0].learning_rates()
         self._listener.step(
             self._account.progress(
                 update,
@@ -253,14 +227,58 @@ class AsynchronousRun:
 
     def _restored(self, event: Restored) -> None:
         if self._account.num_updates == 0 and not event.lost:
-            for note in self._held[0].notes():
+            for note in self._servers.parameters[0].notes():
                 self._listener.note(note)
             return  # the start
         said = self._account.restored(event.version, event.lost)
         self._listener.note(f"at {self._cluster.seconds:g} s a server was back, and {said}")
 
-    def _contents(self, version: int) -> list[Content]:
+
+class _Servers:
+    """The servers of a simulated run. model: of the workers. parameters: what each server holds."""
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        settings: AsynchronousSettings,
+        model: WorkerModel,
+        device: torch.device,
+        start: Start,
+    ) -> None:
+        self.parameters: dict[int, Parameters] = {}
+        self._job, self._plan, self._settings, self._model, self._device = job, plan, settings, model, device
+        self._storages = [
+            Storage(snapshots={start.version: start.snapshot(model, number)}, newest=start.version)
+            for number in range(plan.servers)
+        ]
+
+    def store(self, number: int) -> Store:
+        """The state machine of server `number`, as it starts."""
+        return Store(number, self._storages[number], lambda content: self._hold(number, content))
+
+    def contents(self, version: int) -> list[Content]:
+        """The snapshot after update `version`, by server."""
         return [storage.snapshots[version][1] for storage in self._storages]
+
+    def _hold(self, number: int, content: Content | None) -> Parameters:
+        model = self._model.model
+        parameters = Parameters(
+            self._job,
+            number,
+            self._plan.servers,
+            whole=self._model.whole,
+            device=self._device,
+            dtype=self._settings.dtype,
+            content=content,
+        )
+        others = [model, *(held.model for server, held in self.parameters.items() if server != number)]
+        if any(parameters.model is other for other in others):
+            raise JobError(
+                "Job(model=...) returned the same module twice. Let the function build a new one at every call: servers and workers have their own."
+            )
+        self.parameters[number] = parameters
+        return parameters
 
 
 def _num_bytes(tensors: Any) -> int:

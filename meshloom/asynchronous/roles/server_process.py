@@ -10,13 +10,11 @@ makes no sense is refused, counted, and has no other effect.
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 import zmq
 
 from meshloom.asynchronous.messaging.codec import (
@@ -24,7 +22,6 @@ from meshloom.asynchronous.messaging.codec import (
     FROM_WORKERS,
     TO_SERVERS,
     TO_WORKERS,
-    ServerState,
     decode,
     encode,
     limits_for,
@@ -32,12 +29,9 @@ from meshloom.asynchronous.messaging.codec import (
 from meshloom.asynchronous.messaging.handshake import (
     Ask,
     Hello,
-    RunDescription,
     Terms,
     Welcome,
     WorkerSeconds,
-    digest_of,
-    facts_of,
 )
 from meshloom.asynchronous.messaging.outbox import Outbox
 from meshloom.asynchronous.protocol.head import STARTS, Head
@@ -55,23 +49,21 @@ from meshloom.asynchronous.protocol.messages import (
     SnapshotKept,
 )
 from meshloom.asynchronous.protocol.store import Storage, Store
+from meshloom.asynchronous.roles.admitted_workers import AdmittedWorkers
 from meshloom.asynchronous.roles.reports import Reports, Tell
-from meshloom.asynchronous.state.checkpoints import Start
+from meshloom.asynchronous.roles.served_job import ServedJob
 from meshloom.asynchronous.state.parameters import Content, Parameters, what_is_not_finite
-from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.snapshots import MappedNumbers, SnapshotFiles
-from meshloom.asynchronous.state.worker_model import WorkerModel
 from meshloom.comm.messaging.connections import Connections
 from meshloom.comm.messaging.endpoint import Endpoint
 from meshloom.comm.messaging.keys import read_server_key, read_worker_key
 from meshloom.comm.messaging.sockets import Joined, Lost, ReceivedMessage, SocketLimits
-from meshloom.core.errors import JobError, MessageError
+from meshloom.core.errors import MessageError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.processes.elastic import HEAD_KEYS, SERVER_KEY
 from meshloom.launch.role import Role
-from meshloom.parameters.model import build_model
 
 _LOOK_SECONDS = 0.1  # between looks at signals
 MOST_FOR_WORKERS = 100  # messages that wait for one: it is sent one share at a time, and hears little else
@@ -93,26 +85,16 @@ class ServerProcess:
     ) -> None:
         self._role, self._job, self._plan, self._settings, self._stop = role, job, plan, settings, stop
         self._number = role.number
-        shares = PushShares(job, plan)
-        replica = WorkerModel(job, plan, build_model(job, torch.device("cpu"), settings.dtype))
-        self._whole = replica.whole
-        self._first_model = weakref.ref(replica.model)
-        self._holdings = ServerState.of(replica.division, dict(replica.model.named_buffers()))
-        self._holding = self._holdings[self._number]
-        facts = facts_of(job, plan, replica.model, shares.num_samples)
-        self._digest = digest_of(facts)
-        ports = [int(address.rpartition(":")[2]) for address in role.addresses]
-        self._description = RunDescription(plan=str(plan), facts=facts, ports=ports)
-        start = Start.find(settings, job, plan, shares, replica.model)
+        self._served = served = ServedJob(role, job, plan, settings)
         directory = role.path / f"server-{self._number}"
-        files = SnapshotFiles(directory, (start.version, *start.snapshot(replica, self._number)))
+        files = SnapshotFiles(directory, (served.start.version, *served.first))
         self._numbers = MappedNumbers(directory / "numbers")
-        self._storage = Storage(snapshots=files, newest=max(start.version, self._numbers.newest))
-        self._held: Parameters | None = None
+        self._storage = Storage(snapshots=files, newest=max(served.start.version, self._numbers.newest))
+        self._noted = False  # whether the launcher has the job's notes
         self._store = Store(self._number, self._storage, self._hold)
-        self._head = Head(settings.rules(job, plan), role.start * STARTS) if self._number == 0 else None
-        self._workers: dict[int, int] = {}  # worker -> its peer
-        self._known: dict[int, int] = {}  # peer -> worker
+        first = self._number == 0
+        self._head = Head(settings.rules(job, plan), role.start * STARTS) if first else None
+        self._workers = AdmittedWorkers(served.digest, self._numbers if first else None)
         self._servers: dict[int, int] = {}  # server -> its peer, of server 0
         self._reports = Reports(tell, role.path, plan.servers, job, settings)
 
@@ -121,7 +103,7 @@ class ServerProcess:
         role = self._role
         with ExitStack() as stack:
             stack.callback(self._numbers.close)
-            limits = limits_for(FROM_WORKERS | TO_WORKERS, [self._holding])
+            limits = limits_for(FROM_WORKERS | TO_WORKERS, [self._served.state])
             outer = stack.enter_context(
                 Endpoint(
                     role.addresses[self._number],
@@ -133,18 +115,7 @@ class ServerProcess:
             self._outer, self._to_workers = outer, Outbox(outer, MOST_FOR_WORKERS)
             self._inner: Endpoint | Connections | None = None
             if self._plan.servers > 1:
-                limits = limits_for(FROM_SERVERS | TO_SERVERS)
-                if self._head is not None:
-                    key = read_server_key(role.path / HEAD_KEYS[0])
-                    self._inner = stack.enter_context(
-                        Endpoint(role.head, key, limits, _HEAD_PATIENCE, listening=role.listening[1])
-                    )
-                else:
-                    self._inner = stack.enter_context(
-                        Connections(
-                            [role.head], read_worker_key(role.path / HEAD_KEYS[1]), limits, _HEAD_PATIENCE
-                        )
-                    )
+                self._inner = stack.enter_context(_between_servers(role, is_head=self._head is not None))
                 self._to_servers = Outbox(self._inner)
             self._reports.serving()
             if self._head is not None:
@@ -153,7 +124,7 @@ class ServerProcess:
                 self._wait()
                 self._look()
             deadline = time.monotonic() + _LAST_WORDS_SECONDS
-            while self._known and time.monotonic() < deadline:
+            while len(self._workers) and time.monotonic() < deadline:
                 self._wait()
                 self._look()
             self._tell_counts(now=True)
@@ -195,7 +166,7 @@ class ServerProcess:
         if self._storage.newest != self._numbers.newest:
             self._numbers.newest = self._storage.newest
         if self._head is not None:
-            self._reports.events(self._head, self._held.learning_rates() if self._held is not None else [])
+            self._reports.events(self._head, self._served.learning_rates)
         self._tell_counts()
 
     def _tell_counts(self, now: bool = False) -> None:
@@ -207,10 +178,10 @@ class ServerProcess:
 
     def _from_worker(self, event: ReceivedMessage) -> None:
         try:
-            message = decode(event.header, event.tensors, self._holding)
-            worker = self._known.get(event.peer)
+            message = decode(event.header, event.tensors, self._served.state)
+            worker = self._workers.worker(event.peer)
             if isinstance(message, Ask) and self._head is not None:
-                self._to_workers.send(event.peer, *encode(Terms(text=self._description.to_json())))
+                self._to_workers.send(event.peer, *encode(Terms(text=self._served.description.to_json())))
             elif isinstance(message, Hello):
                 self._welcome(event.peer, message)
             elif (
@@ -227,22 +198,10 @@ class ServerProcess:
             self._outer.refused.message(str(error))
 
     def _welcome(self, peer: int, hello: Hello) -> None:
-        if hello.digest != self._digest:
-            raise MessageError("A Hello of a worker with another job.")
-        number = hello.worker
-        if self._head is not None:
-            if number is None:
-                number = self._numbers.next_worker
-                self._numbers.next_worker = number + 1
-            elif number >= self._numbers.next_worker:
-                raise MessageError(f"A Hello of worker {number}, which there has not been.")
-        if number is None or peer in self._known:
-            raise MessageError("A Hello without a number, or a second one.")
-        if (older := self._workers.get(number)) is not None:  # its connection has ended without a word
-            del self._known[older]
-            self._to_workers.forget(older)
-            self._outer.drop(older)
-        self._workers[number], self._known[peer] = peer, number
+        number, earlier = self._workers.admit(peer, hello)
+        if earlier is not None:
+            self._to_workers.forget(earlier)
+            self._outer.drop(earlier)
         self._to_workers.send(peer, *encode(Welcome(worker=number)))
 
     def _take(self, message: WorkerSeconds | Join | Leave | Push) -> None:
@@ -268,11 +227,8 @@ class ServerProcess:
 
     def _lose_worker(self, peer: int) -> None:
         self._to_workers.forget(peer)
-        worker = self._known.pop(peer, None)
-        if worker is None:
-            return
-        del self._workers[worker]
-        if self._head is not None:
+        worker = self._workers.remove(peer)
+        if self._head is not None and worker is not None:
             self._send(self._head.lost(worker))
             self._reports.gone(worker, "lost")
 
@@ -303,27 +259,24 @@ class ServerProcess:
                 self._to_servers.send(peer, *encode(message))
 
     def _send_worker(self, worker: int, message: Any) -> None:
-        peer = self._workers.get(worker)
+        peer = self._workers.peer(worker)
         if peer is not None:
             if isinstance(message, ParametersPart):
                 self._reports.carried("pull", message.values, message.buffers)
-            self._to_workers.send(peer, *encode(message, self._holding))
+            self._to_workers.send(peer, *encode(message, self._served.state))
 
     def _hold(self, content: Content | None) -> Parameters:
-        held = Parameters(
-            self._job,
-            self._number,
-            self._plan.servers,
-            whole=self._whole,
-            device=torch.device("cpu"),
-            dtype=self._settings.dtype,
-            content=content,
-        )
-        if held.model is self._first_model() or (self._held is not None and held.model is self._held.model):
-            raise JobError(
-                "Job(model=...) returned the same module twice. Let the function build a new one at every call: servers and workers have their own."
-            )
-        if self._head is not None and self._held is None:
+        held = self._served.hold(content)
+        if self._head is not None and not self._noted:
+            self._noted = True
             self._reports.notes(held.notes())
-        self._held = held
         return held
+
+
+def _between_servers(role: Role, *, is_head: bool) -> Endpoint | Connections:
+    """What servers communicate over with the head, with keys that workers do not have."""
+    limits = limits_for(FROM_SERVERS | TO_SERVERS)
+    if is_head:
+        key = read_server_key(role.path / HEAD_KEYS[0])
+        return Endpoint(role.head, key, limits, _HEAD_PATIENCE, listening=role.listening[1])
+    return Connections([role.head], read_worker_key(role.path / HEAD_KEYS[1]), limits, _HEAD_PATIENCE)

@@ -76,6 +76,33 @@ class _Peer:
     address: str
 
 
+class _KeyCheck:
+    """Answers ZeroMQ's question whom to let in (its RFC 27): who has shown the workers' key, and nobody
+    else."""
+
+    def __init__(self, context: zmq.Context[Any], workers_public: str) -> None:
+        self._workers_key = z85.decode(workers_public.encode())
+        self.socket: zmq.Socket[Any] = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def answer(self) -> int:
+        """Answer all questions; how many had another key."""
+        refused = 0
+        while (frames := receive(self.socket, 8)) is not None:
+            request = [frame.bytes for frame in frames]
+            known = (
+                len(request) == 7
+                and request[5] == b"CURVE"
+                and request[2] == _DOMAIN.encode()
+                and request[6] == self._workers_key
+            )
+            refused += not known
+            answer = [b"200", b"", b"worker", b""] if known else [b"400", b"", b"", b""]
+            self.socket.send_multipart([b"1.0", request[1] if len(request) > 1 else b"", *answer])
+        return refused
+
+
 class Endpoint:
     """Listens at exactly the address given (HOST:PORT; port 0 lets the kernel choose) from its making until
     `close`. Raises `EndpointError`.
@@ -95,7 +122,6 @@ class Endpoint:
         host, port, six = locate(address)
         self.limits = limits
         self.refused = Refused()
-        self._workers_key = z85.decode(key.workers_public.encode())
         self._peers: dict[int, _Peer] = {}
         self._numbers: dict[bytes, int] = {}
         self._at: dict[int, int] = {}  # descriptor of a connection -> peer
@@ -107,9 +133,7 @@ class Endpoint:
         self._context: zmq.Context[Any] = zmq.Context()
         self._patience = patience or SocketLimits()
         # before anybody can connect: without it, every key would do
-        self._keys_shown: zmq.Socket[Any] = self._context.socket(zmq.REP)
-        self._keys_shown.setsockopt(zmq.LINGER, 0)
-        self._keys_shown.bind("inproc://zeromq.zap.01")
+        self._keys = _KeyCheck(self._context, key.workers_public)
         self._router = open_socket(self._context, zmq.ROUTER, limits, self._patience)
         self._router.setsockopt(zmq.IPV6, six)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -122,7 +146,7 @@ class Endpoint:
             self._router.setsockopt(zmq.USE_FD, listening)
         self._watch = Watch(self._context, self._router)
         # for a poller that waits for other things too
-        self.sockets = [self._keys_shown, self._router, self._watch.socket]
+        self.sockets = [self._keys.socket, self._router, self._watch.socket]
         self._poller = zmq.Poller()
         for each in self.sockets:
             self._poller.register(each, zmq.POLLIN)
@@ -171,7 +195,7 @@ class Endpoint:
         and reads some 16 messages at most."""
         deadline = time.monotonic() + timeout_seconds
         while True:
-            self._look_at_keys()
+            self.refused.keys += self._keys.answer()
             self._look_at_connections()
             self._read()
             if self._events:
@@ -187,7 +211,7 @@ class Endpoint:
         if self._context.closed:
             return
         self._watch.close()
-        self._keys_shown.close()
+        self._keys.socket.close()
         self._router.close(linger=round(linger_seconds * 1000))
         self._context.destroy()
         self._peers.clear()
@@ -199,20 +223,6 @@ class Endpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(1.0 if kind is None else 0.0)
-
-    def _look_at_keys(self) -> None:
-        """Answer who asks to be let in (ZeroMQ's RFC 27): only the workers' key is."""
-        while (frames := receive(self._keys_shown, 8)) is not None:
-            request = [frame.bytes for frame in frames]
-            known = (
-                len(request) == 7
-                and request[5] == b"CURVE"
-                and request[2] == _DOMAIN.encode()
-                and request[6] == self._workers_key
-            )
-            self.refused.keys += not known
-            answer = [b"200", b"", b"worker", b""] if known else [b"400", b"", b"", b""]
-            self._keys_shown.send_multipart([b"1.0", request[1] if len(request) > 1 else b"", *answer])
 
     def _look_at_connections(self) -> None:
         for event, descriptor in self._watch.events():

@@ -53,6 +53,45 @@ class RoleCommand:
     words: tuple[str, ...] = ()
 
 
+class ServerSockets:
+    """The sockets on which servers listen: the launcher holds them, so that a server that is started again has
+    its address. A context manager.
+
+    addresses: of the servers, as `listen` names the host. reached: the same as this machine reaches them.
+    head: where server 0 listens for the others; "" if there are none.
+    """
+
+    def __init__(self, listen: str, num_servers: int) -> None:
+        self._stack = ExitStack()
+        with ExitStack() as building:
+            host, port = locate(listen)[:2]
+            self._listening = [
+                building.enter_context(_listen(host, port + number if port else 0))
+                for number in range(num_servers)
+            ]
+            self._head = building.enter_context(_listen(host, 0)) if num_servers > 1 else None
+            self._stack = building.pop_all()
+        ports = [each.getsockname()[1] for each in self._listening]
+        shown = listen.rpartition(":")[0]
+        here = shown
+        if shown in _WILDCARDS:
+            here = "127.0.0.1" if shown == _WILDCARDS[0] else "[::1]"
+        self.addresses = tuple(f"{shown}:{port}" for port in ports)
+        self.reached = tuple(f"{here}:{port}" for port in ports)
+        self.head = f"{here}:{self._head.getsockname()[1]}" if self._head is not None else ""
+
+    def descriptors(self, number: int) -> tuple[int, ...]:
+        """Those that server `number` gets."""
+        own = [self._listening[number], *([self._head] if self._head is not None and number == 0 else [])]
+        return tuple(each.fileno() for each in own)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
 class ElasticProcesses:
     """A context manager. directory: of this run alone. listen: HOST:PORT of server 0; server k has the k-th
     port after it, if that is not 0.
@@ -93,23 +132,23 @@ class ElasticProcesses:
         with self._stack as building:
             guard.removes(directory.resolve())
             _write_keys(directory)
-            host, port = locate(listen)[:2]
-            self._listening = [
-                building.enter_context(_listen(host, port + number if port else 0))
-                for number in range(num_servers)
-            ]
-            self._head = building.enter_context(_listen(host, 0)) if num_servers > 1 else None
+            self._sockets = building.enter_context(ServerSockets(listen, num_servers))
             self._stack = building.pop_all()
-        shown = listen.rpartition(":")[0]
-        self.addresses = tuple(f"{shown}:{each.getsockname()[1]}" for each in self._listening)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """HOST:PORT of every server."""
+        return self._sockets.addresses
 
     def start(self) -> None:
         """All servers, and the workers."""
-        for number in range(len(self._listening)):
+        for number in range(len(self.addresses)):
             self._start_server(number)
         for number in range(self._num_workers):
             self._workers.append(
-                self._start("a worker", "[worker]", self._role("worker", number, 1, self._reached(), ""), ())
+                self._start(
+                    "a worker", "[worker]", self._role("worker", number, 1, self._sockets.reached, ""), ()
+                )
             )
 
     @property
@@ -197,12 +236,9 @@ class ElasticProcesses:
         self._running[number] = time.monotonic()
         self._starts[number] += 1
         self._since_update[number] += 1
-        sockets = [self._listening[number], *([self._head] if self._head is not None and number == 0 else [])]
-        descriptors = tuple(each.fileno() for each in sockets)
-        head = f"{self._host()}:{self._head.getsockname()[1]}" if self._head is not None else ""
-        role = replace(
-            self._role("server", number, self._starts[number], self.addresses, head), listening=descriptors
-        )
+        descriptors = self._sockets.descriptors(number)
+        role = self._role("server", number, self._starts[number], self.addresses, self._sockets.head)
+        role = replace(role, listening=descriptors)
         self._servers[number] = self._start(f"server {number}", f"[server {number}]", role, descriptors)
 
     def _role(
@@ -253,16 +289,6 @@ class ElasticProcesses:
         self._notes.append(f"server {number} {server.how_it_ended}; it is started again")
         self._children.remove(server)
         self._start_server(number)
-
-    def _host(self) -> str:
-        """The host at which this machine reaches what listens."""
-        host = self.addresses[0].rpartition(":")[0]
-        if host in _WILDCARDS:
-            return "127.0.0.1" if host == _WILDCARDS[0] else "[::1]"
-        return host
-
-    def _reached(self) -> tuple[str, ...]:
-        return tuple(f"{self._host()}:{each.rpartition(':')[2]}" for each in self.addresses)
 
 
 def _write_keys(directory: Path) -> None:

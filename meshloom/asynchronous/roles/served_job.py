@@ -1,0 +1,68 @@
+"""What a server knows of its job: the slices that it holds, what workers must agree with, where the run
+begins."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from meshloom.asynchronous.messaging.codec import ServerState
+from meshloom.asynchronous.messaging.handshake import RunDescription, digest_of, facts_of
+from meshloom.asynchronous.state.checkpoints import Start
+from meshloom.asynchronous.state.parameters import Content, Parameters
+from meshloom.asynchronous.state.push_shares import PushShares
+from meshloom.asynchronous.state.settings import AsynchronousSettings
+from meshloom.asynchronous.state.worker_model import WorkerModel
+from meshloom.core.errors import JobError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.launch.role import Role
+from meshloom.parameters.model import build_model
+
+
+class ServedJob:
+    """The part of server `role.number`.
+
+    state: names, shapes and dtypes of what it holds. digest, description: by which workers are compared, and
+        what they are told. start, first: where the run begins, and this server's snapshot then.
+    """
+
+    def __init__(self, role: Role, job: Job, plan: Plan, settings: AsynchronousSettings) -> None:
+        self._number, self._job, self._plan, self._settings = role.number, job, plan, settings
+        shares = PushShares(job, plan)
+        workers = WorkerModel(job, plan, build_model(job, torch.device("cpu"), settings.dtype))
+        self._whole = workers.whole
+        self._first_model = weakref.ref(workers.model)
+        self._parameters: Parameters | None = None
+        self.state = ServerState.of(workers.division, dict(workers.model.named_buffers()))[self._number]
+        facts = facts_of(job, plan, workers.model, shares.num_samples)
+        self.digest = digest_of(facts)
+        ports = [int(address.rpartition(":")[2]) for address in role.addresses]
+        self.description = RunDescription(plan=str(plan), facts=facts, ports=ports)
+        self.start = Start.find(settings, job, plan, shares, workers.model)
+        self.first = self.start.snapshot(workers, self._number)
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """Of every group of every optimizer that has one; none before there are parameters."""
+        return self._parameters.learning_rates() if self._parameters is not None else []
+
+    def hold(self, content: Content | None) -> Parameters:
+        """The parameters of a snapshot; None: as the job builds them. They take the place of those before."""
+        held = Parameters(
+            self._job,
+            self._number,
+            self._plan.servers,
+            whole=self._whole,
+            device=torch.device("cpu"),
+            dtype=self._settings.dtype,
+            content=content,
+        )
+        before = self._parameters.model if self._parameters is not None else None
+        if held.model is self._first_model() or held.model is before:
+            raise JobError(
+                "Job(model=...) returned the same module twice. Let the function build a new one at every call: servers and workers have their own."
+            )
+        self._parameters = held
+        return held
