@@ -12,23 +12,20 @@ from typing import NoReturn
 import torch
 
 from meshloom.checkpoint.checkpoint import passed_over
-from meshloom.comm.steps import Steps
-from meshloom.core.errors import JobError, TrainingError
+from meshloom.core.errors import TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.data.data import Reader, open_reader
 from meshloom.data.shares import Shares
-from meshloom.data.team_data import open_team_reader
 from meshloom.launch.events import tell
 from meshloom.launch.failure import report_stop
 from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import World
 from meshloom.parameters.model import check_dense_buffers
-from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import check_identical, check_team, settle
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.telemetry.summary import Summary
 from meshloom.telemetry.timings import Timings
+from meshloom.train.batch_readers import BatchReaders
 from meshloom.train.contract import Batch
 from meshloom.train.evaluation import TeamEvaluation
 from meshloom.train.idle_ranks import idle_lines_of
@@ -39,7 +36,6 @@ from meshloom.train.step_meter import StepMeter
 from meshloom.train.timeline_recording import TimelineRecording
 
 CHECK_EVERY = 100  # steps between comparisons of the replicas' bits
-_LOOP = "for batch in trainer.batches(): loss = trainer.step(batch)"
 
 
 class SynchronousRun:
@@ -53,7 +49,6 @@ class SynchronousRun:
         self._job, self._plan, self._world, self._shares, self._timings = job, plan, world, shares, timings
         self._steps, self._out, self._leave = steps, out, leave
         self._listener = listener = listener if world.main else QUIET
-        self._readers: list[Reader] = []
         self._stop_requests = StopRequests()
         self._stopping = self._closed = False  # stopping: all ranks know that some of them was asked to stop
         self.next_step = 0
@@ -70,6 +65,7 @@ class SynchronousRun:
                 job, plan, shares, self.replicas, out, resume=resume, overwrite=overwrite
             )
             self.replicas.together(lambda replica: replica.prepare())
+            self._data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
             if out:
                 check_dense_buffers(first.model, "checkpoints hold only dense buffers")
             self._measurement = ShareMeasurement(
@@ -102,7 +98,7 @@ class SynchronousRun:
     def close(self) -> None:
         """End reader processes, take the hooks off the models."""
         self._closed = True
-        self._close_readers()
+        self._data.close()
         self._stack.close()
 
     def fit(self) -> Summary:
@@ -134,15 +130,14 @@ class SynchronousRun:
         try:
             if self._out:
                 self._stop_requests.open()
-            self.replicas.enter("reading", self.next_step)
-            with self._timings.of("data"):
-                self._readers = self.replicas.together(self._open_reader)
+            self._data.open(self.next_step)
             while self.next_step < self._steps:
                 if self._stopping or (
                     self._stop_requests.received and len(self.replicas.all) == self._plan.mesh.size
                 ):
                     self._stop()
-                batch = self._read()
+                with self._meter.reading():
+                    batch = self._data.read(self.next_step)
                 yield batch
                 if self.next_step == batch.step and not self._closed:
                     raise TrainingError(
@@ -150,11 +145,11 @@ class SynchronousRun:
                     )
         finally:
             self._stop_requests.close()
-            self._close_readers()
+            self._data.close()
 
     def step(self, batch: Batch) -> float:
         """Train on a batch that `batches()` gave; the mean loss of the whole global batch."""
-        self._check_batch(batch)
+        self._data.check(batch, self.next_step)
         if self._out and not self._stop_requests.armed:
             self._stop_requests.arm()
             tell({"event": "saves"}) if self._stop_requests.armed else None
@@ -238,41 +233,3 @@ class SynchronousRun:
             self._listener.note(said)
         self._measurement.go_on_with(checkpoint)
         self.next_step = checkpoint.step
-
-    def _read(self) -> Batch:
-        self.replicas.enter("reading", self.next_step)
-        with self._meter.reading():
-            with self._timings.of("data"):
-                shares = self.replicas.together(
-                    lambda replica: self._readers[self.replicas.all.index(replica)].read(self.next_step)
-                )
-            self.replicas.enter("between steps", self.next_step)
-        return Batch(self.next_step, shares)
-
-    def _open_reader(self, replica: Replica) -> Steps[Reader]:
-        seat = replica.seat
-        if seat.team is None:
-            return open_reader(self._job, self._plan, seat.readers, self.next_step, self._steps, self._shares)
-        return open_team_reader(
-            self._job, self._plan, seat.readers, seat.team, self.next_step, self._steps, self._shares
-        )
-
-    def _close_readers(self) -> None:
-        for reader in self._readers:
-            reader.close()
-        self._readers = []
-
-    def _check_batch(self, batch: Batch) -> None:
-        if not isinstance(batch, Batch):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise JobError(
-                f"Trainer.step takes a batch that Trainer.batches() gave, not a {type(batch).__name__}. Write: {_LOOP}."
-            )
-        here = len(self.replicas.all)
-        if len(batch.shares) != here:
-            raise JobError(
-                f"This batch is for {len(batch.shares)} ranks in this process, and here are {here}. Write: {_LOOP}."
-            )
-        if batch.step != self.next_step:
-            raise TrainingError(
-                f"This is the batch of step {batch.step + 1}, and the next step is {self.next_step + 1}: each batch is trained once, in order. Write: {_LOOP}."
-            )

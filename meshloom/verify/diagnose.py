@@ -1,7 +1,6 @@
-"""Why a plan's step differs from one device's: the usual cause that explains the numbers, in one sentence
-each.
+"""Names the usual cause that explains why a plan's step differs from one device's, in one sentence.
 
-Everything is told from the two records and, once something differs, from each chunk's own gradient
+Everything is derived from the two records and, once something differs, from each chunk's own gradient
 (`mistakes.py`). Order:
 
     draws, data, weights      facts of the chunks: what went in is different
