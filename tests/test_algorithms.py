@@ -26,7 +26,13 @@ from meshloom.comm.collectives.ring import ring, scatter_reduce
 from meshloom.comm.collectives.tree import tree
 from meshloom.comm.moves import AllReduceMoves, Move
 from meshloom.comm.simulated import simulated_groups
-from meshloom.core.costs import ALGORITHMS, choose_algorithm, halving_seconds, ring_seconds, tree_seconds
+from meshloom.core.all_reduce_costs import (
+    ALGORITHMS,
+    choose_algorithm,
+    halving_seconds,
+    ring_seconds,
+    tree_seconds,
+)
 from meshloom.core.errors import CollectiveError, MachineError, PeerLostError
 
 SPELLED_OUT = ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshloom.comm.collectives.explicit import SpelledOutGroup
 from meshloom.comm.shm.native_engine import why_not
-from meshloom.core.costs import ALGORITHMS
+from meshloom.core.all_reduce_costs import ALGORITHMS
 from meshloom.core.errors import PeerLostError
 from meshloom.core.mesh import Mesh
 from meshloom.launch import transport

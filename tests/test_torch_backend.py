@@ -133,7 +133,7 @@ def test_mistakes_are_told_in_a_sentence_and_are_runtime_errors():
     assert first["beside"] == second["beside"] == ([2.0, 2.0], "ProcessGroupGloo", True)
     assert (
         first["device"]
-        == "This group has no backend for cpu tensors, it was made with 'cuda:shm'; add 'cpu:shm' to it."
+        == "This group has no backend for cpu tensors, it was created with 'cuda:shm'; add 'cpu:shm' to it."
     )
     for rank, each in enumerate((first, second)):
         own, other = (f"all_reduce sum of float32[{2 + either}]" for either in (rank, 1 - rank))

@@ -26,7 +26,8 @@ class Evaluate:
         exact mean over all of the data.
     every: steps between evaluations; there is one after the last step too.
 
-    >>> Evaluate(data=lambda: range(100), metrics={"loss": lambda model, batch: model(batch).mean()}, every=50).every
+    >>> accuracy = lambda model, batch: (model(batch["x"]).argmax(1) == batch["y"]).float().mean()
+    >>> Evaluate(data=lambda: range(100), metrics={"accuracy": accuracy}, every=50).every
     50
     """
 
@@ -68,8 +69,8 @@ class Job:
     seed: determines initial parameters, sample order and every random draw.
     collate: makes a batch from a list of samples; called once per chunk. Default: torch's `default_collate`.
     num_workers: data-loading processes per rank; 0 loads in the rank itself.
-    shuffle, drop_last: of map-style data: whether each epoch has a random order, whether a short last batch is
-        dropped.
+    shuffle, drop_last: of map-style data: whether each epoch has a random order, whether a short last batch
+        is dropped.
     scheduler: of what `optimizer` returned; returns a learning-rate scheduler or a list of them, stepped once
         per step (`ReduceLROnPlateau` with the step's training loss).
     clip_grad_norm: maximum 2-norm of the gradient of the whole model; None: no clipping.
@@ -78,15 +79,15 @@ class Job:
     checkpoint_every: steps between checkpoints; there is one after the last step too.
     keep_checkpoints: number of newest checkpoints that are kept.
     elementwise: whether the optimizer updates each element from the history of that element alone (Adam does,
-        Muon does not); None: determined by a trial on small tensors. True for an optimizer that does not gives
-        wrong updates.
+        Muon does not); None: determined by a trial on small tensors. True for an optimizer that does not
+        gives wrong updates.
     rules: sharding rules of custom operators: operator -> its dims, like
         `{"mylib::swiglu": "b* f, b* f -> b* f"}` (docs/rules.md).
 
-    Modules train in the mode in which `model` returned them, in every step and under every plan: a submodule in
-    evaluation mode (batch norm with frozen statistics) stays so. A model that is itself in evaluation mode, as
-    `from_pretrained` returns it, is put into training mode as a whole, as by `model.train()`. To keep parts of
-    it in evaluation mode, call `model.train()` in the function, then `eval()` on those parts.
+    Modules train in the mode in which `model` returned them, in every step and under every plan: a submodule
+    in evaluation mode (batch norm with frozen statistics) stays so. A model that is itself in evaluation mode,
+    as `from_pretrained` returns it, is put into training mode as a whole, as by `model.train()`. To keep parts
+    of it in evaluation mode, call `model.train()` in the function, then `eval()` on those parts.
 
     >>> import torch
     >>> job = Job(

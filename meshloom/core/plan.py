@@ -42,7 +42,7 @@ class Plan:
         accumulated.
 
     Gradients and updates:
-    zero: 0 replicates the optimizer state; 1 shards it over dp: each replica updates one dp-th of the elements.
+    zero: 0 replicates the optimizer state; 1 shards it over dp: each replica updates one dp-th of it.
     overlap: whether gradients are exchanged while backward is still computing earlier layers.
     bucket_bytes: size, in bytes, of the buckets in which gradients are exchanged (approximate).
     exchange: how replicas agree. `all_reduce` sums the gradients, and every replica makes the same update;
@@ -66,13 +66,13 @@ class Plan:
     Computation:
     sync_batch_norm: batch statistics over microbatch j of all replicas instead of over each replica's own.
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
-    recompute: activations that backward recomputes: `none`, `full` (block by block) or `selective` (the cheap).
+    recompute: activations that backward recomputes: `none`, `full` (by blocks) or `selective` (cheap ones).
     memory_bytes: limit, in bytes, of what a rank along pp and tp holds of parameters, gradients, optimizer
         state and saved activations; cuts and sharding are chosen to fit. 0: no limit. Text may have a unit:
         `memory_bytes=8GiB`.
-    tp_placements: pattern of module names -> how the parameters of matching modules, and of all modules inside
-        them, are sharded over tp: `column` (output features), `row` (input features), `vocabulary`, `heads`,
-        `channels`, `experts`, `dim0`, `dim1`, ..., or `replicated`. All others are chosen by cost.
+    tp_placements: pattern of module names -> how the parameters of matching modules, and of all modules
+        inside them, are sharded over tp: `column` (output features), `row` (input features), `vocabulary`,
+        `heads`, `channels`, `experts`, `dim0`, `dim1`, ..., or `replicated`. All others are chosen by cost.
     schedule: order in which the ranks along pp compute: `gpipe`, `1f1b`, `interleaved`, `zb-h1` or `zb-v`.
     virtual_stages: stages on each rank along pp; 0: the schedule's minimum.
     cuts: names of the modules that begin the stages after the first, in order. Empty: chosen so that the
@@ -115,29 +115,22 @@ class Plan:
 
     def __post_init__(self) -> None:
         if isinstance(self.tp_placements, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # it may come from JSON
-            self._set("tp_placements", Pairs(self.tp_placements))
+            object.__setattr__(self, "tp_placements", Pairs(self.tp_placements))
         if isinstance(self.cuts, list):
-            self._set("cuts", tuple(self.cuts))
+            object.__setattr__(self, "cuts", tuple(self.cuts))
         for name, default in DEFAULTS.items():
             if isinstance(default, float) and type(getattr(self, name)) is int:
-                self._set(name, float(getattr(self, name)))
+                object.__setattr__(self, name, float(getattr(self, name)))
             check_type(name, getattr(self, name), default)
-        _check_sizes(self)
-        for pattern, placement in self.tp_placements.items():
-            check_placement(pattern, placement)
-        _check_sharding(self)
-        check_pipeline(self, DEFAULTS)
-        self._set("compress", complete_compress(self.compress))
+        _check_computation(self)
+        object.__setattr__(self, "compress", complete_compress(self.compress))
         if self.exchange == "async" and self.staleness == 0:  # no worker is ahead of another
-            self._set("exchange", "server")
-            self._set("staleness", None)
+            object.__setattr__(self, "exchange", "server")
+            object.__setattr__(self, "staleness", None)
         check_exchange(self, DEFAULTS)
-        self._set("shares", complete_shares(self.shares))
+        object.__setattr__(self, "shares", complete_shares(self.shares))
         check_shares(self)
         _check_batch_norm(self)
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
 
     @property
     def mesh(self) -> Mesh:
@@ -239,7 +232,7 @@ class Plan:
 DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Plan)}
 
 
-def _check_sizes(plan: Plan) -> None:
+def _check_computation(plan: Plan) -> None:
     for name in ("dp", "pp", "tp", "microbatches", "bucket_bytes"):
         if getattr(plan, name) < 1:
             raise PlanError(f"{name}={getattr(plan, name)} must be 1 or more.")
@@ -249,9 +242,8 @@ def _check_sizes(plan: Plan) -> None:
         raise PlanError(
             f"zero={plan.zero} is not available. Use zero=0 (replicated) or zero=1 (optimizer state sharded over dp)."
         )
-
-
-def _check_sharding(plan: Plan) -> None:
+    for pattern, placement in plan.tp_placements.items():
+        check_placement(pattern, placement)
     if plan.tp_placements and plan.tp == 1:
         raise PlanError(
             f"tp_placements={text_of(plan.tp_placements)} shards over tp, and tp=1. Use tp=2 or more, or leave tp_placements out."
@@ -261,6 +253,7 @@ def _check_sharding(plan: Plan) -> None:
             f"memory_bytes={plan.memory_bytes} limits how a model is split over pp or tp, and both are 1. "
             "Use pp=2 or tp=2 or more, or leave it out."
         )
+    check_pipeline(plan, DEFAULTS)
 
 
 def _check_batch_norm(plan: Plan) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshloom.core.costs import ring_seconds, server_seconds
+from meshloom.core.all_reduce_costs import ring_seconds, server_seconds
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_bytes, format_seconds

@@ -29,7 +29,7 @@ from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.moves import AllReduceMoves, Move, divided
 from meshloom.comm.patience import Patience
 from meshloom.comm.simulated import SimulatedGroup
-from meshloom.core.costs import ALGORITHMS
+from meshloom.core.all_reduce_costs import ALGORITHMS
 from meshloom.core.errors import CollectiveError
 from meshloom.core.units import format_bytes
 

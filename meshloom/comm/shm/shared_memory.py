@@ -147,8 +147,7 @@ class ShmGroup(Group):
     ) -> Work:
         check_sizes(self._here("all_to_all"), output, tensor, output_sizes, sizes, self._size)
         source, target = readable(tensor), writable(output)
-        full, into = source.tensor, target.tensor
-        check_cpu(full, into)
+        check_cpu(full := source.tensor, into := target.tensor)
         engine, handle = self._engine.opened()
         number = engine.start_all_to_all(
             handle, dtype_number(tensor), full.data_ptr(), into.data_ptr(), tuple(sizes), tuple(output_sizes)
@@ -185,8 +184,7 @@ class ShmGroup(Group):
     def recv(self, tensor: Tensor, source: int | None, tag: int = 0) -> RecvWork:
         """Fill `tensor` with what rank `source` (None: any rank) sent under that tag."""
         memory = writable(tensor)
-        flat = memory.tensor
-        check_cpu(flat)
+        check_cpu(flat := memory.tensor)
         engine, handle = self._engine.opened()
         peer = _ANY_RANK if source is None else source
         number = engine.receive(

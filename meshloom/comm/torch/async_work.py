@@ -1,4 +1,4 @@
-"""A started operation as torch.distributed hands it out: to be waited for, asked, or turned into a future."""
+"""The work object of torch.distributed for started operations: a wait, a query, or a future."""
 
 from __future__ import annotations
 
@@ -14,50 +14,45 @@ from torch import Tensor
 from torch.futures import Future
 
 from meshloom.comm.group import Work
-from meshloom.comm.torch.host_copies import StandIns
+from meshloom.comm.torch.host_copies import HostCopies
 from meshloom.core.errors import MeshloomError
 
 _DistWork: Any = dist.Work
-_NO_LIMIT = timedelta(0)  # how C++ says that a wait has none of its own
-_GLANCE_SECONDS = 0.0005
+_NO_LIMIT = timedelta(0)  # passed by C++ for a wait without a timeout of its own
+_POLL_SECONDS = 0.0005
 _CLOSE_SECONDS = 1.0
 
 
 class TransportError(MeshloomError, dist.DistBackendError):
-    """What went wrong between the ranks; a RuntimeError too, as callers of torch.distributed expect."""
+    """A failure between ranks; a RuntimeError too, as callers of torch.distributed expect."""
 
 
 class ShmWork(_DistWork):
-    """Operations that were started together, and what there is to do once they are over.
+    """Operations that were started together, and what remains to be done once they have finished.
 
-    what: for errors. near: brings the results back. result: the tensors that the operation fills.
-    limit: how long `wait` may take; None: as long as the group's own timeout allows. completer: waits where
-        nobody else does.
+    what: describes them in errors. copies: copies the results back. result: the tensors that are filled.
+    completer: waits for them when a future is requested. limit: how long `wait` may take; None: the group's own
+    timeout. finish: called once they have finished.
     """
 
-    in_order = True  # whether operations of its group are over in the order in which they started
+    in_order = True  # whether operations of its group finish in the order in which they start
 
     def __init__(
         self,
         what: str,
         parts: Sequence[Work],
-        near: StandIns,
+        copies: HostCopies,
         result: Sequence[Tensor],
         completer: Completer,
         limit: timedelta | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
-        self._what, self._parts, self._near, self._completer, self._finish = (
-            what,
-            parts,
-            near,
-            completer,
-            finish,
-        )
+        self._what, self._parts, self._copies, self._finish = what, parts, copies, finish
+        self._completer = completer
         self._limit = limit
         self._result = list(result)
-        self._lock = threading.Lock()  # who waits for a future does it in another thread
+        self._lock = threading.Lock()  # a future is waited for in another thread
         self._settled = False
         self._error: Exception | None = None
         self._future: Future[list[Tensor]] | None = None
@@ -68,7 +63,7 @@ class ShmWork(_DistWork):
         self._settle(None if limit is None else time.monotonic() + limit.total_seconds(), limit)
         if self._error:
             raise self._error
-        self._near.follow()
+        self._copies.follow()
         return True
 
     def synchronize(self) -> None:
@@ -76,7 +71,7 @@ class ShmWork(_DistWork):
 
     def is_completed(self) -> bool:
         if not self._settled and all(part.is_finished() for part in self._parts):
-            self._settle(None, None)  # at once
+            self._settle(None, None)  # does not wait
         return self._settled
 
     def is_success(self) -> bool:
@@ -90,9 +85,9 @@ class ShmWork(_DistWork):
         return self._result
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A future of `result`. If the operation is under way, another thread waits for it."""
+        """A future of `result`. Another thread waits for an operation that has not finished."""
         if self._future is None:
-            devices: Any = [self._near.device] if self._near.device else None
+            devices: Any = [self._copies.device] if self._copies.device else None
             self._future = Future(devices=devices)
             if self.is_completed():
                 self.complete()
@@ -105,10 +100,10 @@ class ShmWork(_DistWork):
         future: Any = self._future
         try:
             self.wait()
-        except Exception as error:  # raised by whoever asks the future
+        except Exception as error:  # raised to whoever waits for the future
             future.set_exception(error)
         else:
-            self._near.on_stream(lambda: future.set_result(self._result))
+            self._copies.on_stream(lambda: future.set_result(self._result))
 
     def _settle(self, deadline: float | None, limit: timedelta | None) -> None:
         if not self._lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
@@ -119,7 +114,7 @@ class ShmWork(_DistWork):
             while deadline is not None and not all(part.is_finished() for part in self._parts):
                 if time.monotonic() >= deadline:
                     raise self._too_long(limit)
-                time.sleep(_GLANCE_SECONDS)
+                time.sleep(_POLL_SECONDS)
             self._take()
         finally:
             self._lock.release()
@@ -130,7 +125,7 @@ class ShmWork(_DistWork):
                 part.wait()
             if self._finish:
                 self._finish()
-            self._near.bring_back()
+            self._copies.bring_back()
         except MeshloomError as error:
             self._error = TransportError(str(error))
             self._error.__cause__ = error
@@ -147,7 +142,7 @@ class ShmWork(_DistWork):
 
 
 class ShmReceived(ShmWork):
-    """A message under way."""
+    """A started receive."""
 
     in_order = False
 
@@ -162,10 +157,10 @@ class ShmReceived(ShmWork):
 
 
 class Completer:
-    """A thread that waits for works in the order in which they were started, and one for each that knows no
-    order; there is none until it is needed.
+    """Threads that complete futures: one for works that finish in the order of their start, and one for each
+    other work. They are started when needed.
 
-    The threads are daemons: what a rank that is gone has left unfinished does not keep this process alive.
+    The threads are daemons: an operation that a lost rank left unfinished does not keep this process alive.
     """
 
     def __init__(self) -> None:
@@ -186,7 +181,7 @@ class Completer:
             self._begin(work.complete)
 
     def close(self) -> bool:
-        """Let the threads end after what they were given; whether they have."""
+        """Let the threads end after the works submitted so far; whether they have."""
         self._closed = True
         self._works.put(None)
         deadline = time.monotonic() + _CLOSE_SECONDS

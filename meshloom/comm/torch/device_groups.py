@@ -1,8 +1,7 @@
-"""Which groups carry the tensors of other devices, where a process group was made with several backends, as
-in "cpu:shm,cuda:nccl".
+"""The groups for tensors of other devices, in a process group with several backends ("cpu:shm,cuda:nccl").
 
-torch.distributed lets a process group of Python stand alone: it makes no second backend beside it. So the
-group does, when the first tensor of such a device comes, which is at the same call on all ranks.
+torch.distributed creates no second backend beside a process group written in Python. So the group creates it
+itself, with the first tensor of such a device, which comes in the same call on all ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ _c10d: Any = dist.distributed_c10d
 
 
 class OtherBackends:
-    """Those beside shm in `group`.
+    """The backends beside shm in `group`.
 
-    options: with which torch.distributed made the group (`_DistributedBackendOptions`).
+    options: with which torch.distributed created the group (`_DistributedBackendOptions`).
     """
 
     def __init__(self, group: Any, options: Any) -> None:
@@ -29,7 +28,7 @@ class OtherBackends:
         self._groups: dict[str, Any] = {}
 
     def devices(self) -> list[torch.device]:
-        """All that the group carries tensors of."""
+        """The types of devices whose tensors the group carries."""
         return [torch.device(device) for device in self._backends()]
 
     def group_of(self, device: str) -> Any:
@@ -38,12 +37,12 @@ class OtherBackends:
         if name is None:
             known = ",".join(f"{each}:{backend}" for each, backend in self._names.items())
             raise DeviceError(
-                f"This group has no backend for {device} tensors, it was made with '{known}'; add '{device}:shm' to it."
+                f"This group has no backend for {device} tensors, it was created with '{known}'; add '{device}:shm' to it."
             )
         if name == "shm":
             return None
         if device not in self._groups:
-            self._groups[device] = self._make(device, name)
+            self._groups[device] = self._create(device, name)
         return self._groups[device]
 
     def shutdown(self) -> None:
@@ -57,12 +56,12 @@ class OtherBackends:
     def _backends(self) -> dict[str, str]:
         if not self._names:
             text = _c10d._world.pg_backend_config.get(self._group)
-            if text is None:  # still being made
+            if text is None:  # still being created
                 return {"cpu": "shm", "cuda": "shm"}
             self._names = dict(each.split(":") for each in text.split(","))
         return self._names
 
-    def _make(self, device: str, name: str) -> Any:
+    def _create(self, device: str, name: str) -> Any:
         options = self._options
         rank, size = options.group_rank, options.group_size
         store = dist.PrefixStore(f"beside shm/{device}", options.store)
@@ -78,7 +77,7 @@ class OtherBackends:
             kind = dist.ProcessGroup.BackendType.GLOO
         else:
             raise DeviceError(
-                f"The shm backend cannot stand beside '{name}' for {device} tensors; use nccl, gloo or shm for them."
+                f"The shm backend cannot be combined with '{name}' for {device} tensors; use nccl, gloo or shm for them."
             )
         backend._set_sequence_number_for_group()
         group: Any = dist.ProcessGroup(store, rank, size)

@@ -1,14 +1,14 @@
-"""Host tensors in the place of tensors on a GPU, for a transport that knows no others.
+"""Copies in pinned host memory of tensors on a GPU, for a transport of CPU tensors.
 
-    near = StandIns()
-    host = near.changed(tensor)      the tensor itself, if it is on the CPU; else a copy in pinned memory
-    near.arrive()                    what was copied from GPUs is there
+    copies = HostCopies()
+    host = copies.changed(tensor)    the tensor itself if it is on the CPU; otherwise a copy
+    copies.arrive()                  copies from GPUs have finished
     ...                              the transport reads and writes `host`
-    near.bring_back()                what was written goes where it belongs
+    copies.bring_back()              what was written is copied to `tensor`
 
-Copies from and to a GPU run on the stream that was current when the stand-in was made: what was enqueued
-there before is read, and what is enqueued there after `bring_back`, or on a stream that calls `follow`, finds
-the results.
+Copies from and to a GPU run on the stream that was current when the first copy was made. They read what was
+enqueued there before. What is enqueued there after `bring_back`, or on a stream that calls `follow`, sees the
+results.
 """
 
 from __future__ import annotations
@@ -20,65 +20,65 @@ import torch
 from torch import Tensor
 
 
-class StandIns:
-    """Those of one call. All its tensors lie on one device, as torch.distributed demands."""
+class HostCopies:
+    """The copies of one call, whose tensors are all on one device, as torch.distributed requires."""
 
     def __init__(self) -> None:
-        self._back: list[tuple[Tensor, Tensor]] = []  # where it belongs, and what was written in its place
+        self._back: list[tuple[Tensor, Tensor]] = []  # (tensor, its copy) to copy back
         self._stream: Any = None
 
     def read(self, tensor: Tensor) -> Tensor:
-        """`tensor`, to be read."""
+        """`tensor` to read."""
         return tensor if tensor.is_cpu else self._empty(tensor.shape, tensor).copy_(tensor, non_blocking=True)
 
     def changed(self, tensor: Tensor) -> Tensor:
-        """`tensor`, to be read and written."""
+        """`tensor` to read and write."""
         tensor = tensor.detach()
         return tensor if tensor.is_cpu else self._returned(tensor, self.read(tensor))
 
     def written(self, tensor: Tensor, apart_from: Tensor | Sequence[Tensor] = ()) -> Tensor:
-        """`tensor`, to be written only; not in memory that `apart_from` is read from."""
+        """`tensor` to write only; not in memory from which `apart_from` is read."""
         tensor, others = tensor.detach(), [apart_from] if isinstance(apart_from, Tensor) else apart_from
         if tensor.is_cpu and not any(_overlap(tensor, other) for other in others):
             return tensor
         return self._returned(tensor, self._empty(tensor.shape, tensor))
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """All elements of `tensors` behind each other, to be read: flat."""
+        """The elements of `tensors`, concatenated and flat, to read."""
         flat = self._empty([sum(each.numel() for each in tensors)], tensors[0])
         for part, tensor in zip(flat.split([each.numel() for each in tensors]), tensors, strict=True):
             part.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
         return flat
 
     def parted(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Flat, to be written: what will be all elements of `tensors` behind each other."""
+        """A flat tensor to write: the elements of `tensors`, concatenated."""
         flat = self._empty([sum(each.numel() for each in tensors)], tensors[0])
         for part, tensor in zip(flat.split([each.numel() for each in tensors]), tensors, strict=True):
             self._returned(tensor.detach(), part.view(tensor.shape))
         return flat
 
     def arrive(self) -> None:
-        """Wait for the copies from a GPU."""
+        """Wait for copies from a GPU."""
         if self._stream:
             self._stream.synchronize()
 
     def bring_back(self) -> None:
-        """Copy what was written."""
+        """Copy what was written to where it belongs."""
         self.on_stream(lambda: [tensor.copy_(host, non_blocking=True) for tensor, host in self._back])
         self._back = []
 
     def follow(self) -> None:
-        """What the current stream runs next comes after what was brought back."""
+        """Order the current stream after the copies that were brought back."""
         if self._stream:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     @property
     def device(self) -> torch.device | None:
-        """The GPU whose tensors take part, if there is one."""
+        """The GPU of the tensors; None: the CPU."""
         return self._stream.device if self._stream else None
 
     def on_stream(self, act: Callable[[], object]) -> None:
-        """`act()` while this call's stream is current."""
+        """Call `act` while this call's stream is current."""
         if self._stream:
             with torch.cuda.stream(self._stream):
                 act()
@@ -96,7 +96,7 @@ class StandIns:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether both lie in one storage: pieces of it that do not touch are told apart only if they are
+    """Whether both may share elements of one storage; disjoint parts are recognized only if they are
     contiguous."""
     if one.device != other.device or one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False

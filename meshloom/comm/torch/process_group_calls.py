@@ -1,5 +1,4 @@
-"""How torch.distributed calls a process group: the options it leaves out, the reductions it asks for, the
-errors it expects."""
+"""The conventions by which torch.distributed calls a process group: default options, reductions, errors."""
 
 from __future__ import annotations
 
@@ -41,11 +40,10 @@ _OPS = {
 def collective(
     options: Callable[[], Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For methods that carry tensors.
+    """A decorator of a process group's methods that take tensors.
 
-    They hand the call to the backend of the tensors' device, and raise what callers of torch.distributed
-    expect.
-    options: makes the last argument, where the caller has left it out.
+    The call goes to the backend of the tensors' device, and errors become those that callers of
+    torch.distributed expect. options: constructs the last argument where the caller omits it.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +54,8 @@ def collective(
             if options and len(arguments) + len(named) < num_arguments:
                 named["opts"] = options()
             try:
-                other = self.carrier_of(_first_tensor(arguments))
+                tensor = _first_tensor(arguments)
+                other = None if tensor is None else self.carrier_of(tensor.device.type)
                 return (
                     _named(other, method.__name__)(*arguments, **named)
                     if other
@@ -75,11 +74,12 @@ def _named(group: Any, name: str) -> Any:
 
 
 def op_of(kind: Any) -> Op:
+    """The reduction of a `dist.ReduceOp`."""
     return cast(Op, _OPS[kind.__getstate__()[0]])
 
 
 def scaled(tensor: Tensor, kind: Any) -> Tensor:
-    """What PREMUL_SUM sums."""
+    """A summand of a `dist.ReduceOp`: `tensor`, scaled for PREMUL_SUM."""
     factor = kind.__getstate__()[1]
     return (
         tensor

@@ -1,5 +1,4 @@
-"""The sum of sparse tensors over the ranks of a group: all ranks' indices and values are gathered, then added
-up by each."""
+"""The sum of sparse tensors over ranks: each gathers the indices and values of all, and adds them up."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ class SparseSum:
         self._counts: list[int] = []
 
     def start(self) -> list[Work]:
-        """Waits until all ranks have started, to learn how many elements each has."""
+        """Gather the number of elements of each rank, then start gathering them."""
         n, mine = self._group.size, self._tensor.detach().cpu().coalesce()
         counts = torch.empty(n, dtype=torch.int64)
         self._group.all_gather(counts, torch.tensor([mine._nnz()])).wait()
