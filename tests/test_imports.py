@@ -285,6 +285,21 @@ def test_only_comm_and_launch_name_torch_distributed():
     assert not wrong, "\n".join(wrong)
 
 
+def test_processes_are_started_and_ranks_are_made_in_one_place():
+    """Three rooms had their own calls of Popen, and three built a rank's groups."""
+    homes = {"Popen": "launch/processes/child.py", "LocalRank": "launch/world.py"}
+    called = {
+        (
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""),
+            name_of(path),
+        )
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    }
+    assert {(name, place) for name, place in called if name in homes} == set(homes.items())
+
+
 def test_only_one_file_of_launch_reads_the_environment():
     names = {"os.environ", "os.getenv", "os.environb", "os.putenv"}
     wrong = [

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -18,9 +18,9 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from meshloom.comm.group import Group
 from meshloom.comm.liveness.activity import PAGE_BYTES, Activity, is_page
 from meshloom.comm.network.signed_store import SignedStore
-from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.shm.native_engine import why_not
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import DeviceError, PeerLostError
@@ -38,9 +38,9 @@ from meshloom.launch.environment import (
 )
 from meshloom.launch.events import STACK_SIGNAL, tell
 from meshloom.launch.failure import leave, report_failure
-from meshloom.launch.names import rank_name, used_axes, visible_gpus
+from meshloom.launch.names import rank_name, visible_gpus
 from meshloom.launch.transport import agreed_transports
-from meshloom.launch.world import LocalRank, World
+from meshloom.launch.world import CARRIES_TENSORS, LocalRank, Use, World, connect_rank
 from meshloom.machine.cores import cores
 
 FAREWELL_SECONDS = 5.0  # how long a rank that is done waits for the others before its connections close
@@ -103,22 +103,12 @@ def join(
             activity,
             signed.key("groups"),
         )
-        connect = connections.connect
-        world = connect([tuple(range(mesh.size))], "gloo")
-        local = LocalRank(
-            rank=seat.rank,
-            place=mesh.place(seat.rank),
-            device=device,
-            groups={
-                axis: RecordedGroup(connect(mesh.groups(axis), both, algorithm if axis == "dp" else ""), axis)
-                for axis in used_axes(mesh)
-            },
-            statistics=RecordedGroup(connect(mesh.groups("dp"), both), "dp"),
-            world=world,
-            team=connect(mesh.teams(), "gloo") if mesh.size > mesh.dp else None,
-            readers=connect(mesh.groups("dp"), "gloo") if mesh.size > mesh.dp else world,
-            activity=activity,
-        )
+
+        def connect(members: Sequence[Sequence[int]], use: Use) -> Group:
+            backend = both if use in CARRIES_TENSORS else "gloo"
+            return connections.connect(members, backend, algorithm if use == "dp" else "")
+
+        local = connect_rank(mesh, seat.rank, device, connect, activity)
     except (RuntimeError, OSError) as error:
         how = " ".join(str(error).split())[:300]
         raise PeerLostError(

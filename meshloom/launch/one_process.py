@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 
 from meshloom.comm.collectives.explicit import spelled_out
 from meshloom.comm.group import Group
-from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import DeviceError
-from meshloom.core.mesh import Axis, Mesh
+from meshloom.core.mesh import Mesh
 from meshloom.core.units import format_count
 from meshloom.launch.devices import Kind
-from meshloom.launch.names import rank_name, used_axes, visible_gpus
-from meshloom.launch.world import LocalRank, World
+from meshloom.launch.names import rank_name, visible_gpus
+from meshloom.launch.world import LocalRank, Use, World, connect_rank
 
 
 def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "") -> World:
@@ -51,38 +53,35 @@ def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "") -> World
     )
     why = f"{kind}: {format_count(mesh.size, 'rank')} in this process on {used} ({reason})"
 
+    def wrap(made: Sequence[Group], members: Sequence[int], use: Use) -> Sequence[Group]:
+        if use != "dp" or not algorithm:
+            return made
+        hosts = [number // 2 for number in range(len(members))]
+        return [
+            spelled_out(group, algorithm, hosts=hosts, name=rank_name(rank, mesh))
+            for rank, group in zip(members, made, strict=True)
+        ]
+
     turns = Turns()
-    everyone = simulated_groups(mesh.size, turns)
-    groups: dict[tuple[Axis, int], Group] = {}
-    statistics: dict[int, Group] = {}
-    for axis in used_axes(mesh):
-        for members in mesh.groups(axis):
-            made: list[Group] = [*simulated_groups(len(members), turns)]
-            if algorithm and axis == "dp":
-                hosts = [number // 2 for number in range(len(members))]
-                made = [
-                    spelled_out(group, algorithm, hosts=hosts, name=rank_name(rank, mesh))
-                    for rank, group in zip(members, made, strict=True)
-                ]
-            groups.update(zip([(axis, rank) for rank in members], made, strict=True))
-    readers: dict[int, Group] = {}
-    teams: dict[int, Group] = {}
-    for members in mesh.groups("dp"):
-        statistics.update(zip(members, simulated_groups(len(members), turns), strict=True))
-        readers.update(zip(members, simulated_groups(len(members), turns), strict=True))
-    for members in mesh.teams() if mesh.size > mesh.dp else ():
-        teams.update(zip(members, simulated_groups(len(members), turns), strict=True))
-    local = [
-        LocalRank(
-            rank=rank,
-            place=mesh.place(rank),
-            device=where[rank],
-            groups={axis: RecordedGroup(groups[axis, rank], axis) for axis in used_axes(mesh)},
-            statistics=RecordedGroup(statistics[rank], "dp"),
-            world=everyone[rank],
-            team=teams.get(rank),
-            readers=readers[rank] if mesh.size > mesh.dp else everyone[rank],
-        )
-        for rank in range(mesh.size)
-    ]
-    return World(mesh, local, kind, why, turns)
+    return World(mesh, simulated_ranks(mesh, where, turns, wrap), kind, why, turns)
+
+
+def simulated_ranks(
+    mesh: Mesh,
+    devices: Sequence[torch.device],
+    turns: Turns,
+    wrap: Callable[[Sequence[Group], Sequence[int], Use], Sequence[Group]],
+) -> list[LocalRank]:
+    """All ranks of `mesh`, in this process. devices: of each.
+
+    wrap: what ranks use in place of simulated groups; given these, the ranks that they connect, and what for.
+    """
+    made: dict[tuple[Use, tuple[int, ...]], Sequence[Group]] = {}
+
+    def connect(rank: int, members: Sequence[Sequence[int]], use: Use) -> Group:
+        mine = next(tuple(each) for each in members if rank in each)
+        if (use, mine) not in made:
+            made[use, mine] = wrap(simulated_groups(len(mine), turns), mine, use)
+        return made[use, mine][mine.index(rank)]
+
+    return [connect_rank(mesh, rank, device, partial(connect, rank)) for rank, device in enumerate(devices)]

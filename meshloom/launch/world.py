@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Literal
 
 import torch
 
@@ -16,6 +17,12 @@ from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.steps import Turns
 from meshloom.core.mesh import Axis, Mesh, MeshCoordinates
 from meshloom.launch.devices import Kind
+from meshloom.launch.names import used_axes
+
+# What a group is for: tensors along an axis, batch statistics along dp; or control messages among all ranks,
+# those of a replica, and those along dp.
+Use = Axis | Literal["statistics", "world", "team", "readers"]
+CARRIES_TENSORS = ("dp", "pp", "tp", "statistics")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +46,33 @@ class LocalRank:
     team: Group | None
     readers: Group
     activity: Activity = field(default_factory=Activity)
+
+
+def connect_rank(
+    mesh: Mesh,
+    rank: int,
+    device: torch.device,
+    connect: Callable[[Sequence[Sequence[int]], Use], Group],
+    activity: Activity | None = None,
+) -> LocalRank:
+    """`rank` with all its groups, whatever they are made of.
+
+    connect: makes a group of each of some sets of ranks, and returns the one that `rank` is in. It is called
+        for the same sets in the same order on all ranks.
+    """
+    several = mesh.size > mesh.dp  # ranks in a replica
+    world = connect([tuple(range(mesh.size))], "world")
+    return LocalRank(
+        rank=rank,
+        place=mesh.place(rank),
+        device=device,
+        groups={axis: RecordedGroup(connect(mesh.groups(axis), axis), axis) for axis in used_axes(mesh)},
+        statistics=RecordedGroup(connect(mesh.groups("dp"), "statistics"), "dp"),
+        world=world,
+        team=connect(mesh.teams(), "team") if several else None,
+        readers=connect(mesh.groups("dp"), "readers") if several else world,
+        activity=activity or Activity(),
+    )
 
 
 class World:

@@ -30,6 +30,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.launch.allocator import keep_freed_memory
+from meshloom.launch.processes.child import start_child
 from meshloom.machine.cores import cores
 from meshloom.planner.advise import Advice, advise
 from meshloom.planner.measure.contention_factors import powers_and_most
@@ -199,13 +200,7 @@ class _Companion:
             *words,
         ]
         try:
-            self.process = subprocess.Popen(
-                command,
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            self.process = start_child(command, passed=descriptors, own_session=False)
         finally:
             os.close(their_orders)
             os.close(their_answers)

@@ -6,6 +6,7 @@ start -> listen, bury_ended, listen, ... -> close
 from __future__ import annotations
 
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -13,6 +14,8 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from meshloom.core.mesh import Mesh
+from meshloom.launch.environment import rank_environment
 from meshloom.launch.processes.guard import Guard
 from meshloom.launch.processes.rank_process import RankProcess
 
@@ -79,17 +82,24 @@ class Children:
             self._selector.close()
 
 
-def open_store() -> tuple[dist.Store, int]:
-    """A store in this process, and its port of this machine, where ranks that are started here meet. It goes
+def rank_environments(
+    mesh: Mesh, devices: str, plan_text: str, transport: str = "auto"
+) -> tuple[dist.Store, list[dict[str, str]]]:
+    """The store in this process in which the ranks of `mesh` meet, and the environment of each. The store goes
     when nobody holds it any more."""
-    # It takes over a socket that is bound already, to this machine alone.
+    secret = secrets.token_hex(32)
+    # the store takes over a socket that is bound already, to this machine alone
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        return dist.TCPStore(
+        store = dist.TCPStore(
             "127.0.0.1",
             port,
             None,
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=os.dup(listener.fileno()),
-        ), port
+        )
+    return store, [
+        rank_environment(rank, mesh.size, port, secret, devices, plan_text, transport)
+        for rank in range(mesh.size)
+    ]

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from meshloom.launch.processes.child import start_child
+
 # Reads "+group", "-group" and "/" with a directory's bytes in hexadecimal, for a name may have any
 # characters.
 # When the pipe closes, kills the groups that are left, then removes the directories.
@@ -38,14 +40,7 @@ class Guard:
     """A process that outlives this one for long enough to kill the ranks."""
 
     def __enter__(self) -> Guard:
-        # A session of its own: Ctrl-C in the terminal and a signal to this process's group do not reach it.
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _GUARD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._process = start_child([sys.executable, "-I", "-S", "-c", _GUARD], stdin=subprocess.PIPE)
         return self
 
     def tell(self, sign: Literal["+", "-"], group: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import signal
 import sys
 import tempfile
@@ -13,9 +12,9 @@ from pathlib import Path
 
 from meshloom.core.errors import ABORTED
 from meshloom.core.mesh import Mesh
-from meshloom.launch.environment import SCRATCH, rank_environment
+from meshloom.launch.environment import SCRATCH
 from meshloom.launch.names import capital, rank_name
-from meshloom.launch.processes.children import Children, open_store
+from meshloom.launch.processes.children import Children, rank_environments
 from meshloom.launch.processes.guard import Guard
 from meshloom.launch.processes.hang import DEFAULT_SECONDS, LOOK_SECONDS, HangWatch, process_state
 from meshloom.launch.processes.rank_process import RankProcess
@@ -97,13 +96,11 @@ class _Ranks:
         self, command: list[str], mesh: Mesh, devices: str, plan_text: str, transport: str, signals: list[int]
     ) -> _Outcome | None:
         """Start all ranks, and see to it that they are ended; what stopped that, if anything did."""
-        self._store, port = open_store()
-        secret = secrets.token_hex(32)
-        for number in range(mesh.size):
+        self._store, environments = rank_environments(mesh, devices, plan_text, transport)
+        for number, environment in enumerate(environments):
             if outcome := _stopped(signals):
                 return outcome
             try:
-                environment = rank_environment(number, mesh.size, port, secret, devices, plan_text, transport)
                 self._children.start(
                     rank_name(number, mesh),
                     f"[rank {number}]" if number else None,

@@ -18,6 +18,7 @@ from meshloom.comm.liveness.activity import PAGE_BYTES, ActivitySnapshot, new_pa
 from meshloom.launch.environment import with_report
 from meshloom.launch.events import STACK_SIGNAL
 from meshloom.launch.failure import Failure
+from meshloom.launch.processes.child import start_child
 
 CHUNK_BYTES = 1 << 16
 PIPE_BYTES = 1 << 20  # what a pipe can hold at most, as Linux is usually set
@@ -58,14 +59,11 @@ class RankProcess:
         here, there = os.pipe()
         try:
             self._memory = mmap.mmap(page, PAGE_BYTES)
-            self._process = subprocess.Popen(
+            self._process = start_child(
                 command,
-                stdin=subprocess.DEVNULL,
-                stdout=None if prefix is None else subprocess.PIPE,
-                stderr=None if prefix is None else subprocess.STDOUT,
-                env=with_report(environment, there, page),
-                pass_fds=[there, page, *passed],
-                start_new_session=True,
+                environment=with_report(environment, there, page),
+                passed=[there, page, *passed],
+                output=None if prefix is None else subprocess.PIPE,
             )
         except BaseException:
             os.close(here)

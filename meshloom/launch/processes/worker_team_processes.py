@@ -10,18 +10,17 @@ told to the run's launcher.
 
 from __future__ import annotations
 
-import secrets
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 
 from meshloom.core.mesh import Mesh
-from meshloom.launch.environment import rank_environment, with_role
+from meshloom.launch.environment import with_role
 from meshloom.launch.events import tell
 from meshloom.launch.failure import EndedError
 from meshloom.launch.names import rank_name
-from meshloom.launch.processes.children import Children, open_store
+from meshloom.launch.processes.children import Children, rank_environments
 from meshloom.launch.processes.guard import Guard
 from meshloom.launch.processes.launcher import CAUSE_SECONDS
 from meshloom.launch.processes.rank_process import RankProcess
@@ -57,14 +56,10 @@ class _Team:
 
     def start(self, command: Sequence[str], role: Role, mesh: Mesh, plan_text: str) -> None:
         """One process for each rank; they meet in a store of this process."""
-        self._store, port = open_store()
-        secret = secrets.token_hex(32)
-        for number in range(mesh.size):
-            environment = with_role(
-                rank_environment(number, mesh.size, port, secret, "cpu", plan_text),
-                replace(role, rank=number),
-            )
-            self._children.start(rank_name(number, mesh), None, command, environment)
+        self._store, environments = rank_environments(mesh, "cpu", plan_text)
+        for number, environment in enumerate(environments):
+            mine = with_role(environment, replace(role, rank=number))
+            self._children.start(rank_name(number, mesh), None, command, mine)
 
     def watch(self, signals: Sequence[int]) -> None:
         """Pass on what rank 0 tells until all have ended."""

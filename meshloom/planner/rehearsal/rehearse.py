@@ -8,7 +8,7 @@ each on a clock of its own (`own_clock.py`), so one core is enough to know what 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,19 +17,18 @@ from typing import TypeVar
 import torch
 
 from meshloom.comm.group import Group
-from meshloom.comm.liveness.activity import Activity
-from meshloom.comm.recording import RecordedGroup
-from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, Turns
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
-from meshloom.core.mesh import AXES, Axis, Mesh, MeshCoordinates
+from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes
 from meshloom.data.chunks import Chunk
 from meshloom.data.data import open_reader
 from meshloom.data.team_data import open_team_reader
+from meshloom.launch.one_process import simulated_ranks
+from meshloom.launch.world import CARRIES_TENSORS, LocalRank, Use
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
 from meshloom.planner.memory.saved_bytes import SavedBytes
@@ -75,7 +74,7 @@ def rehearse(
             return Rehearsal(
                 plan=plan,
                 threads=threads,
-                places=tuple(rank.place for rank in ranks.all),
+                places=tuple(rank.seat.place for rank in ranks.all),
                 steps=tuple(zip(*(each.steps for each in timed), strict=True)),
                 held=tuple(
                     _held(replica, each.kept, optimizer_factor)
@@ -90,23 +89,11 @@ def rehearse(
 
 @dataclass(kw_only=True)
 class _Rank:
-    """A `Seat`, its clock, and its replica."""
+    """A rank, its clock, and its replica."""
 
-    number: int
-    place: MeshCoordinates
-    groups: Mapping[Axis, RecordedGroup]
-    statistics: RecordedGroup
-    world: Group
-    team: Group | None
-    readers: Group
+    seat: LocalRank
     clock: OwnClock
-    device: torch.device
-    activity: Activity = field(default_factory=Activity)
     replica: Replica = field(init=False)
-
-    @property
-    def rank(self) -> int:
-        return self.number
 
 
 @dataclass(kw_only=True)
@@ -145,8 +132,8 @@ def _ranks(job: Job, plan: Plan, common_memory: bool) -> Iterator[_Ranks]:
     ranks = _Ranks(_seats(plan.mesh, turns, common_memory), turns)
     try:
         for rank in ranks.all:
-            rank.replica = Replica(job, plan, rank, share=True)
-            _check_room(rank.replica, plan.mesh.size - rank.number)
+            rank.replica = Replica(job, plan, rank.seat, share=True)
+            _check_room(rank.replica, plan.mesh.size - rank.seat.rank)
         ranks.run(lambda rank: rank.replica.prepare())
         yield ranks
     finally:
@@ -156,48 +143,27 @@ def _ranks(job: Job, plan: Plan, common_memory: bool) -> Iterator[_Ranks]:
 
 
 def _seats(mesh: Mesh, turns: Turns, common_memory: bool) -> list[_Rank]:
-    clocks = [OwnClock(torch.device("cpu")) for _ in range(mesh.size)]
+    cpu = torch.device("cpu")
+    clocks = [OwnClock(cpu) for _ in range(mesh.size)]
 
-    def along(axis: Axis) -> dict[int, RecordedGroup]:
-        found: dict[int, RecordedGroup] = {}
-        for members in mesh.groups(axis):
-            common = CommonMemory(len(members)) if common_memory else None
-            for rank, group in zip(members, simulated_groups(len(members), turns), strict=True):
-                found[rank] = RecordedGroup(RehearsedGroup(group, axis, clocks[rank], common), axis)
-        return found
+    def wrap(groups: Sequence[Group], members: Sequence[int], use: Use) -> Sequence[Group]:
+        if use not in CARRIES_TENSORS:
+            return groups
+        axis = "dp" if use == "statistics" else use
+        common = CommonMemory(len(members)) if common_memory else None
+        return [
+            RehearsedGroup(group, axis, clocks[rank], common)
+            for rank, group in zip(members, groups, strict=True)
+        ]
 
-    def among(sets: Sequence[Sequence[int]]) -> dict[int, Group]:
-        return {
-            rank: group
-            for members in sets
-            for rank, group in zip(members, simulated_groups(len(members), turns), strict=True)
-        }
-
-    axes: dict[Axis, dict[int, RecordedGroup]] = {
-        axis: along(axis) for axis in AXES if axis == "dp" or getattr(mesh, axis) > 1
-    }
-    statistics, readers, world = along("dp"), among(mesh.groups("dp")), among([range(mesh.size)])
-    teams = among(mesh.teams()) if mesh.size > mesh.dp else {}
-    return [
-        _Rank(
-            number=rank,
-            place=mesh.place(rank),
-            groups={axis: groups[rank] for axis, groups in axes.items()},
-            statistics=statistics[rank],
-            world=world[rank],
-            team=teams.get(rank),
-            readers=readers[rank],
-            clock=clocks[rank],
-            device=torch.device("cpu"),
-        )
-        for rank in range(mesh.size)
-    ]
+    seats = simulated_ranks(mesh, [cpu] * mesh.size, turns, wrap)
+    return [_Rank(seat=seat, clock=clock) for seat, clock in zip(seats, clocks, strict=True)]
 
 
 def _take_part(job: Job, plan: Plan, rank: _Rank, timed: Sequence[_Timed]) -> Steps[None]:
     """All steps of one rank, in one thread: kernels and pools of threads that a thread has made are its own.
     timed: [rank]."""
-    mine = timed[rank.number]
+    mine = timed[rank.seat.rank]
     chunks = yield from _read(job, plan, rank)
     mine.num_filled = sum(1 for chunk in chunks if chunk.samples)
     mine.kept = yield from _watched_step(rank, chunks)
@@ -205,15 +171,16 @@ def _take_part(job: Job, plan: Plan, rank: _Rank, timed: Sequence[_Timed]) -> St
         yield from rank.replica.step(step, chunks)
     while not timed[0].are_enough(len(mine.steps)):
         mine.steps.append((yield from _timed_step(rank, WARM_UP_STEPS + len(mine.steps), chunks)))
-        rank.world.barrier().wait()  # so that all ranks decide by the same steps
+        rank.seat.world.barrier().wait()  # so that all ranks decide by the same steps
 
 
 def _read(job: Job, plan: Plan, rank: _Rank) -> Steps[list[Chunk]]:
     """The rank's share of the first batch."""
-    if rank.team is None:
-        reader = yield from open_reader(job, plan, rank.readers, 0, 1)
+    seat = rank.seat
+    if seat.team is None:
+        reader = yield from open_reader(job, plan, seat.readers, 0, 1)
     else:
-        reader = yield from open_team_reader(job, plan, rank.readers, rank.team, 0, 1)
+        reader = yield from open_team_reader(job, plan, seat.readers, seat.team, 0, 1)
     try:
         return (yield from reader.read(0))
     finally:
@@ -230,7 +197,7 @@ def _watched_step(rank: _Rank, chunks: Sequence[Chunk]) -> Steps[int]:
 
 def _timed_step(rank: _Rank, number: int, chunks: Sequence[Chunk]) -> Steps[RankStep]:
     rank.clock.begin()
-    recorder = rank.replica.recorder = Recorder(rank.device, rank.clock.nanoseconds)
+    recorder = rank.replica.recorder = Recorder(rank.seat.device, rank.clock.nanoseconds)
     yield from rank.replica.step(number, chunks)
     rank.clock.stop()
     seconds, spans = rank.clock.seconds, recorder.take()
