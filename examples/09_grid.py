@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import meshloom as ml
+from meshloom.replica.replica_state import full_state
 from meshloom.report.terminal import Terminal
 from meshloom.telemetry.progress import Listener, Progress
 
@@ -129,10 +130,10 @@ def compare(plan: str) -> None:
         draw(trainer)
         before = {
             name: each.clone()
-            for name, each in trainer.together(lambda replica: replica.whole_state())[0].items()
+            for name, each in trainer.together(full_state)[0].items()
         }
         summary = trainer.fit()
-        after = trainer.together(lambda replica: replica.whole_state())[0]
+        after = trainer.together(full_state)[0]
     value, norm, parameters = step_of_one_device(before)
     moved = max(float((each - before[name]).abs().max()) for name, each in parameters.items())
     apart = max(float((each - after[name]).abs().max()) for name, each in parameters.items())

@@ -118,7 +118,7 @@ def test_gradients_of_a_divided_worker_are_not_lost(monkeypatch: pytest.MonkeyPa
     """Planted: the first rank forgets what the last stage computed. The comparison above finds it."""
     from meshloom.asynchronous.state import worker_replica
 
-    original = worker_replica.whole_gradients
+    original = worker_replica.full_gradients
 
     def forgetful(replica, found):
         whole = yield from original(replica, found)
@@ -126,7 +126,7 @@ def test_gradients_of_a_divided_worker_are_not_lost(monkeypatch: pytest.MonkeyPa
         return {name: None if name in last else each for name, each in whole.items()}
 
     job = make_job("mlp", "sgd", steps=3)
-    monkeypatch.setattr(worker_replica, "whole_gradients", forgetful)
+    monkeypatch.setattr(worker_replica, "full_gradients", forgetful)
     wrong = run(job, "pp=2,exchange=async")
     monkeypatch.undo()
     with pytest.raises(AssertionError):

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from meshloom.core.job import Job
 from meshloom.program.operators.convolutions import GatheredConvolutions
-from meshloom.replica.replica_state import whole_state
+from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from tests.division import at_random, compare, subject_of
 
@@ -86,7 +86,7 @@ def test_ranks_that_talk_as_they_compute_train_like_one_device(
         with Trainer(job_of(2), plan, devices="simulated", dtype=torch.float64) as trainer:
             for batch in trainer.batches():
                 trainer.step(batch)
-            states.append(trainer.together(whole_state)[0])
+            states.append(trainer.together(full_state)[0])
             division = trainer.replicas[0].engine.division
         if division:
             assert (

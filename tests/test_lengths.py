@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
-from meshloom.replica.replica_state import whole_state
+from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
@@ -40,7 +40,7 @@ def trained(job: Job, plan: str, **settings: Any) -> tuple[dict[str, Tensor], li
         job, plan, devices="simulated", dtype=torch.float64, listener=listener, **settings
     ) as trainer:
         trainer.fit()
-        return trainer.together(whole_state)[0], notes
+        return trainer.together(full_state)[0], notes
 
 
 def check_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

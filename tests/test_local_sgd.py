@@ -18,7 +18,7 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.exchange.local_sgd import TakeMean
-from meshloom.replica.replica_state import whole_state
+from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few
@@ -38,7 +38,7 @@ def trained(job: Job, plan: str, **settings: Any) -> Parameters:
 
 def whole(trainer: Trainer) -> Parameters:
     """Copies of the whole parameters and buffers."""
-    return {name: each.clone() for name, each in trainer.together(whole_state)[0].items()}
+    return {name: each.clone() for name, each in trainer.together(full_state)[0].items()}
 
 
 def assert_near(found: Parameters, expected: Parameters, rtol: float = 1e-11) -> None:

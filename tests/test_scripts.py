@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
-from meshloom.replica.replica_state import whole_state
+from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
@@ -111,7 +111,7 @@ def fitted(job: Job, plan: str) -> Trained:
     )
     with Trainer(job, plan, devices="simulated", dtype=torch.float64, listener=listener) as trainer:
         trainer.fit()
-        weights = trainer.together(whole_state)[0]
+        weights = trainer.together(full_state)[0]
     return Trained(losses=losses, evaluations=evaluations, weights=weights)
 
 
@@ -178,7 +178,7 @@ def with_moving_average(plan: str) -> Trained:
                 with mixed_images.with_averages(models, averages):
                     evaluations.append(trainer.evaluate())
         with mixed_images.with_averages(models, averages):
-            weights = {name: each.clone() for name, each in trainer.together(whole_state)[0].items()}
+            weights = {name: each.clone() for name, each in trainer.together(full_state)[0].items()}
     return Trained(losses=losses, evaluations=evaluations, weights=weights)
 
 

@@ -20,7 +20,7 @@ from meshloom.core.errors import JobError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.exchange import sparse_gradients as sparse
-from meshloom.replica.replica_state import whole_state
+from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
@@ -200,7 +200,7 @@ def test_models_that_are_read_have_the_same_numbers_dense(plan: str) -> None:
 def trained_whole(the_job: Job, plan: str) -> dict[str, Tensor]:
     with Trainer(the_job, plan, devices="simulated", dtype=torch.float64, listener=QUIET) as trainer:
         trainer.fit()
-        return dict(trainer.together(whole_state)[0])
+        return dict(trainer.together(full_state)[0])
 
 
 @pytest.mark.long

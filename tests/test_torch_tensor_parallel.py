@@ -36,7 +36,7 @@ from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.linears import GatheredLinears
 from meshloom.program.run.execute import run_program
-from meshloom.replica.replica_state import whole_state
+from meshloom.replica.replica_state import full_state
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.layout.placement import INVARIANT
 from meshloom.tensor_parallel.partition import partition
@@ -546,7 +546,7 @@ def trained(job: Job, plan: Plan, devices: str = "simulated") -> tuple[list[floa
         losses = [trainer.step(batch) for batch in trainer.batches()]
         divided = [name for replica in trainer.replicas if replica.shards for name in replica.shards.pieces]
         assert divided
-        return losses, trainer.together(whole_state)[0]
+        return losses, trainer.together(full_state)[0]
 
 
 def make(name: str) -> tuple[Job, dict[str, str]]:

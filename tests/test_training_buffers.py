@@ -14,7 +14,7 @@ from meshloom.asynchronous.state.worker_replica import worker_replica_here
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.replica.buffers import chunk_writes, recurrence
-from meshloom.replica.replica_state import whole_state
+from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.buffer_jobs import CASES, Annealed, Sliced, Trained, by_the_rule, job_of
@@ -42,7 +42,7 @@ def trained(case: str, plan: str) -> Trained:
         for batch in trainer.batches():
             losses.append(trainer.step(batch))
             metrics.append(trainer.evaluate()["loss"])
-        state = {name: each.clone() for name, each in trainer.together(whole_state)[0].items()}
+        state = {name: each.clone() for name, each in trainer.together(full_state)[0].items()}
     return Trained(losses, metrics, state)
 
 

@@ -1,5 +1,4 @@
-"""What surrounds the forward of a chunk: its seed, its draws, the buffers that it writes, and who looks
-on."""
+"""The context of a chunk's forward: its seed, its random draws, the buffers that it writes, and observers."""
 
 from __future__ import annotations
 
@@ -21,23 +20,24 @@ from meshloom.replica.buffers.merged_buffers import RunningStatistics
 
 
 class Observer(Protocol):
-    """Who looks on while a step runs (verification does)."""
+    """Observes the chunks of a step, for verification."""
 
     def watch(self, chunk: Chunk, model: nn.Module) -> AbstractContextManager[list[str] | None]:
-        """Entered around a chunk's forward and backward; yields a list to receive the digests of its random
+        """Context around a chunk's forward and backward; yields a list that receives the digests of its
+        random
         draws."""
         ...
 
     def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
-        """A chunk went forward and backward."""
+        """After a chunk's forward and backward."""
         ...
 
 
 class ChunkScope:
     """The chunks of one rank of a replica.
 
-    dtype: that data is lifted to; None: it stays as it is. statistics: stage -> the buffers that its forward
-        writes; the engine fills it.
+    dtype: the precision that data is converted to; None: no conversion. statistics: stage -> the buffers that
+        its forward writes, set by the engine.
     """
 
     def __init__(
@@ -48,49 +48,50 @@ class ChunkScope:
         self.observer: Observer | None = None
 
     def data(self, chunk: Chunk) -> Any:
-        """Its batch, where it is computed."""
+        """The chunk's batch on the computing device."""
         return to_device(chunk.data, self._seat.device, self._dtype)
 
     @contextmanager
     def forward(
-        self, chunk: Chunk, again: Callable[[], Any], *, stage: int = 0, observed: bool = True
+        self, chunk: Chunk, rerun: Callable[[], Any], *, stage: int = 0, observed: bool = True
     ) -> Iterator[None]:
-        """Around a chunk's forward on a stage; this rank's chunks in order. again: that forward once more,
-        which returns what leaves it."""
+        """Context of a chunk's forward on a stage, this rank's chunks in order. rerun: runs that forward
+        again
+        and returns its outputs."""
         with ExitStack() as around:
-            around.enter_context(self.statistics[stage].chunk(partial(self._once_more, chunk, again)))
+            around.enter_context(self.statistics[stage].chunk(partial(self._rerun, chunk, rerun)))
             self._seed(chunk, around, self.observer if observed else None)
             yield
 
     @contextmanager
     def draws(self, chunk: Chunk) -> Iterator[None]:
-        """The chunk's draws and nothing else, for a forward of which nothing is kept."""
+        """The chunk's seed and random draws only, for a forward whose effects are discarded."""
         with ExitStack() as around:
             self._seed(chunk, around, None)
             yield
 
     def done(self, chunk: Chunk, weight: torch.Tensor | float, loss_sum: torch.Tensor) -> None:
-        """The chunk went through; its loss is known."""
+        """After a chunk, once its loss is known."""
         if self.observer:
             self.observer.chunk_done(chunk, float(weight), float(loss_sum.detach()))
 
     def finish(self) -> Steps[None]:
-        """After the step's last chunk: buffers have the same values on all replicas."""
+        """After the step's last chunk: merge buffers over chunks and replicas."""
         for statistics in self.statistics.values():
             yield from statistics.finish()
 
     def take_notes(self) -> list[str]:
-        """What the user should be told of buffers, each once; empties the list."""
+        """Notes for the user about buffers, each once; clears them."""
         return [note for statistics in self.statistics.values() for note in statistics.take_notes()]
 
-    def _once_more(self, chunk: Chunk, again: Callable[[], Any]) -> Any:
+    def _rerun(self, chunk: Chunk, rerun: Callable[[], Any]) -> Any:
         with self.draws(chunk):
-            return again()
+            return rerun()
 
     def _seed(self, chunk: Chunk, around: ExitStack, observer: Observer | None) -> None:
-        # With synchronised statistics microbatch j of all replicas is one chunk, of which this replica
-        # computes some rows. Keyed draws are the same rows of that chunk's draws; without keys every replica
-        # draws for itself, or all would draw the same.
+        # With synchronised batch statistics, microbatch j of all replicas is one chunk, of which this replica
+        # computes some rows. Keyed draws give it the same rows of that chunk's draws; without keys every
+        # replica needs a seed of its own, or all would draw the same numbers.
         plan, index, rows = self._plan, chunk.index, None
         if plan.sync_batch_norm and plan.keyed_draws:
             m = plan.microbatches

@@ -1,11 +1,11 @@
-"""The contract of an engine: what a rank computes of its replica's chunks, and what it holds of the model for
-that.
+"""The contract of an engine: it computes a replica's chunks on one rank and holds the rank's share of the
+model.
 
     ModuleEngine    runs the user's module as it is; the rank holds all of it          (dp alone)
     ProgramEngine   runs programs captured from the loss; the rank holds some stages along pp, its shard of them along tp
 
-In order: `open`, `parameters`, `connect` to the exchange of those; then for every step `run`, and
-`refresh_borrowed` after its update.
+Order of calls: `open`, `parameters`, `connect`; then in every step `run`, and `refresh_borrowed` after its
+update.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ TakeTensor = Callable[[str, Tensor | None], None]
 
 
 class Engine(ABC):
-    """How one rank computes. All ranks of a replica have the same kind, and call the same methods in the same
-    order.
+    """What computes on one rank. All ranks of a replica have the same kind and call the same methods in the
+    same order.
 
-    shards: what this rank holds along tp of what is divided. division: how that was chosen; None: nothing is.
+    shards: this rank's shards along tp. division: how the model was sharded; None: it is not.
     """
 
     shards: Shards
@@ -48,8 +48,8 @@ class Engine(ABC):
 
     @abstractmethod
     def open(self, model: nn.Module, scope: ChunkScope) -> Steps[None]:
-        """Decide who holds what of `model`, which is whole, and let go of the rest; tell `scope` which
-        buffers training writes here."""
+        """Take this rank's share of the full `model` and release the rest; register in `scope` the buffers
+        that training writes here."""
 
     @property
     @abstractmethod
@@ -59,30 +59,36 @@ class Engine(ABC):
     @property
     @abstractmethod
     def replicated(self) -> Sequence[str]:
-        """Names of those that other ranks of the replica hold too."""
+        """Names of the parameters that other ranks of the replica hold, too."""
 
     @abstractmethod
     def sparse(self, optimizers: Sequence[Optimizer]) -> Sparse:
-        """Which of them get sparse gradients."""
+        """The parameters that get sparse gradients."""
 
     @abstractmethod
     def connect(self, exchange: Exchange) -> ExitStack:
-        """From now on `exchange` is told of gradients that are complete. Closing what is returned ends it."""
+        """Report complete gradients to `exchange` from now on, until the returned stack is closed."""
 
     @abstractmethod
     def run(
-        self, chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums, recorder: Recorder | None = None
+        self,
+        chunks: Sequence[Chunk],
+        scope: ChunkScope,
+        loss_sums: LossSums,
+        recorder: Recorder | None = None,
     ) -> Steps[None]:
-        """Forward and backward of this replica's chunks that have samples. Then gradients are complete, and
-        `tally` is on its way over the replicas."""
+        """Forward and backward of this replica's non-empty chunks. Afterwards gradients are complete and the
+        all-reduce of `loss_sums` over the replicas has started."""
 
     @abstractmethod
     def evaluate(self, batch: Any, metric: LossFunction, take: Callable[[Any], None]) -> Steps[None]:
-        """What `metric` returns for a batch in evaluation mode, to `take`, on the ranks that have it."""
+        """Evaluate `metric` on a batch in evaluation mode; `take` receives the result on the ranks that
+        compute
+        it."""
 
     @abstractmethod
     def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
-        """Add `sums` up over the replica's ranks along pp or tp; nothing where there is one."""
+        """Sum in place over the replica's ranks along pp or tp."""
 
     @abstractmethod
     def refresh_borrowed(self) -> Steps[None]:
@@ -91,27 +97,26 @@ class Engine(ABC):
 
     @abstractmethod
     def gather(self, mine: Callable[[Give], Steps[None]], take: TakeTensor) -> Steps[None]:
-        """Hand `take`, on the replica's first rank, whole tensors of all ranks' parts, one after another;
-        None where the owner has none.
+        """Gather full tensors on the replica's first rank, where `take` receives them one after another; None
+        where the owner has none.
 
-        mine: gives this rank's parameters and buffers, some of them, or their gradients, by name. The same
-            kind on all ranks.
+        mine: yields this rank's parameters, buffers or gradients by name; the same kind on all ranks.
         """
 
     @abstractmethod
     def weights(self) -> Stream | dict[str, Any]:
-        """The model's `state_dict` in whole shapes, one by one where it is divided; all of it on the
-        replica's first rank."""
+        """The model's full `state_dict` on the replica's first rank, one tensor at a time where it is
+        sharded."""
 
     @abstractmethod
     def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
-        """Where a step's loss became no number, as [stage, text]; None if it was not here. It runs the chunks
-        once more."""
+        """Where a step's loss became NaN or infinite, as [stage, text]; None if not on this rank. Reruns the
+        chunks."""
 
     @abstractmethod
-    def check_alike(self) -> Steps[str | None]:
-        """What is wrong if a parameter or buffer that several ranks of the replica hold whole is not the same
-        on all of them."""
+    def check_replicated(self) -> Steps[str | None]:
+        """Describes a difference between ranks of the replica that hold the same parameter or buffer; None if
+        there is none."""
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes that this rank hands over along pp and tp."""
@@ -119,19 +124,19 @@ class Engine(ABC):
 
     @property
     def readings(self) -> str | None:
-        """How often the loss was captured, and for which sizes of batches; None: once, or not at all."""
+        """How often the loss was captured and for which batch sizes; None: at most once."""
         return None
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know before the first step."""
+        """Notes for the user before the first step."""
         return []
 
     @property
     def holders(self) -> Mapping[str, tuple[int, ...]] | None:
-        """Parameter or buffer -> the ranks along pp that hold it; None: there is one rank along pp."""
+        """Parameter or buffer -> the ranks along pp that hold it; None without a pipeline."""
         return None
 
     def schedule(self, num_microbatches: int) -> Schedule | None:
-        """What the ranks along pp do in a step of so many microbatches; None: there are no stages."""
+        """The pipeline's schedule for so many microbatches; None without a pipeline."""
         return None

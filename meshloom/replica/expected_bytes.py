@@ -1,4 +1,4 @@
-"""The bytes that a rank's steps hand over, added up over all that takes part in them."""
+"""The bytes that a rank's steps should send, added up over the parts of a replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshloom.telemetry.traffic import ExpectedBytes
 
 
 def expected_bytes(replica: Replica) -> ExpectedBytes:
-    """Bytes that this rank hands over along every axis, of all that takes part in its steps."""
+    """Of this rank along every axis."""
     parts = [
         ExpectedBytes(once=replica.copied, so_far=replica.saved),
         replica.engine.expected_bytes(),

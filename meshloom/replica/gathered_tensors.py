@@ -1,5 +1,5 @@
-"""Brings whole tensors of a replica together on its first rank: of all parts along tp, from all owners along
-pp, one after another."""
+"""Gathers full tensors of a replica on its first rank, one at a time: shards along tp, then owners along
+pp."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class GatheredTensors:
-    """What one rank does for it. pp, tp: the ranks along these axes; tp None: there is one."""
+    """One rank's part of gathering. pp, tp: the groups along these axes; tp None: size 1."""
 
     def __init__(
         self, model: nn.Module, homes: Homes, shards: Shards, pp: Group, tp: Group | None, device: torch.device

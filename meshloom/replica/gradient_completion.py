@@ -1,4 +1,4 @@
-"""When a gradient is complete on ranks that share a replica's parameters, so that the exchange may take it."""
+"""Reports gradients to the exchange once they are complete on ranks that share a replica's parameters."""
 
 from __future__ import annotations
 

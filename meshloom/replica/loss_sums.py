@@ -1,4 +1,4 @@
-"""A step's loss over the chunks that a rank has computed, as sums that add up over ranks."""
+"""A step's loss as sums over chunks, which add up over ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class LossSums:
-    """sums: loss, weight, chunks, chunks whose loss was a mean over samples, ranks that were asked to stop;
-    float64 [5].
+    """sums: float64 [5]: loss, weight, number of chunks, of chunks whose loss was a mean over samples, of
+    ranks that were asked to stop.
 
-    stopping: whether any was, once the sums are those of all ranks. keeps_own: whether `own_divisor` will be
-        asked for.
+    stopping: whether some rank was asked to stop, once the sums are global. keeps_own: whether `own_divisor`
+        is needed.
     """
 
     def __init__(self, device: torch.device, *, keeps_own: bool = False) -> None:
@@ -36,16 +36,18 @@ class LossSums:
         }
 
     def begin(self, stop_requests: Sequence[int] | None = None) -> None:
-        """A new step. stop_requests: the signals that have asked this rank to stop, if ranks agree on that;
-        more may come."""
+        """Start a step. stop_requests: the signals that this rank has received so far, a live list; None:
+        stopping
+        is not agreed on."""
         self.sums = torch.zeros_like(self.sums)
         self._stop_requests = stop_requests
 
     def add(self, returned: Any, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | float]:
-        """Of what the loss returned for a chunk: where backward starts, the sum and its weight.
+        """Add what the loss returned for a chunk; returns the root of its backward, the loss sum and its
+        weight.
 
-        Of means over samples the whole batch's weight is known at once, and dividing a number is cheaper than
-        a gradient.
+        For a mean over samples the global weight is known in advance, and dividing the loss is cheaper than
+        dividing the gradients.
         """
         loss, weight = as_sum(returned, chunk.samples)
         is_mean = not isinstance(returned, tuple)
@@ -55,37 +57,37 @@ class LossSums:
         return (loss / chunk.batch if is_mean else loss), loss, weight
 
     def close(self) -> None:
-        """This rank adds no further chunk. Once a step, with what is added up anyway, it says that it was
-        asked to stop: so all ranks know after the same step."""
+        """End this rank's chunks. A request to stop travels with the sums, so that all ranks know of it after
+        the
+        same step."""
         if self._stop_requests:
             self.sums[4] = 1
 
     def start(self, group: Group) -> None:
-        """The sums are those of this replica; start to make them those of all replicas, the ranks of
-        `group`."""
+        """Start the all-reduce of this replica's sums over `group`, the replicas."""
         if self._keeps_own:
             self._own = self.sums.clone()
         self._work = group.all_reduce(self.sums) if group.size > 1 else None
 
     def wait(self) -> None:
-        """Until they are. Between `start` and this other ranks have their turn."""
+        """Wait for that all-reduce; simulated ranks need their turn between `start` and this."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
     def expected_bytes(self) -> ExpectedBytes:
-        """Of steps of several replicas."""
+        """Bytes of a step of several replicas."""
         return ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self.sums.nbytes))
 
     def own_divisor(self, batch: int) -> Tensor:
-        """What this replica's gradients are still to be divided by to be the mean over its own share; 1 where
-        the share has no weight."""
+        """The number to divide this replica's gradients by for the mean over its own share; 1 for a share
+        without weight."""
         _, weight, _, num_means, _ = self._own.tolist()
         return torch.tensor(weight / batch if num_means else weight or 1.0, dtype=torch.float64)
 
     def result(self, batch: int) -> tuple[float, float, Tensor]:
-        """When the sums are those of all ranks: loss, weight, and what gradients are still to be divided by.
-        batch: samples of the global batch."""
+        """The global loss and weight, and the number to divide gradients by, once the sums are global. batch:
+        samples of the global batch."""
         total, weight, num_chunks, num_means, num_stops = self.sums.tolist()
         self.stopping = num_stops > 0
         if num_means not in (0, num_chunks):

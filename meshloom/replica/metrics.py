@@ -23,8 +23,8 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 def evaluate(replica: Replica, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
     """Mean of every metric over all replicas' chunks, in evaluation mode.
 
-    Within a round of local steps it is the mean of the replicas' parameters that is evaluated; afterwards
-    each goes on from its own.
+    Within a round of local steps the mean of the replicas' parameters is evaluated; afterwards each replica
+    continues from its own.
     """
     if replica.exchange.settled:
         return (yield from _evaluate(replica, chunks))
@@ -41,7 +41,7 @@ def evaluate(replica: Replica, chunks: Iterable[Chunk]) -> Steps[dict[str, float
 def _evaluate(replica: Replica, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
     assert replica.job.evaluate
     metrics = replica.job.evaluate.metrics
-    tally = MetricSums(metrics, replica.seat.device)
+    sums = MetricSums(metrics, replica.seat.device)
     with replica.modes.evaluation(), torch.no_grad():
         for chunk in chunks:
             if not chunk.samples:
@@ -49,13 +49,13 @@ def _evaluate(replica: Replica, chunks: Iterable[Chunk]) -> Steps[dict[str, floa
             data = replica.scope.data(chunk)
             for name, metric in metrics.items():
                 with naming(name):
-                    yield from replica.engine.evaluate(data, metric, partial(tally.add, name, chunk))
-    yield from replica.engine.add_up("pp", tally.sums)
+                    yield from replica.engine.evaluate(data, metric, partial(sums.add, name, chunk))
+    yield from replica.engine.add_up("pp", sums.sums)
     if replica.plan.dp > 1:
-        work = replica.replicas.all_reduce(tally.sums)
+        work = replica.replicas.all_reduce(sums.sums)
         yield
         work.wait()
-    return tally.means()
+    return sums.means()
 
 
 class MetricSums:
@@ -66,11 +66,10 @@ class MetricSums:
         self._rows = dict(zip(metrics, self.sums, strict=True))
 
     def add(self, name: str, chunk: Chunk, returned: Any) -> None:
-        """What a metric returned for a chunk; a plain number, as `.item()` gives it, is as good as a scalar
-        tensor."""
+        """Add what a metric returned for a chunk: a scalar tensor or a number, or (sum, weight)."""
         value, weight = as_sum(_as_tensor(returned), chunk.samples, needs_gradient=False, who="The metric")
         both = [value.double(), torch.as_tensor(weight, dtype=torch.float64, device=value.device)]
-        self._rows[name] += torch.stack(both).to(self.sums.device)  # a plain number lies nowhere
+        self._rows[name] += torch.stack(both).to(self.sums.device)  # a plain number has no device
 
     def means(self) -> dict[str, float]:
         """By name; nan where there is no weight."""
@@ -93,7 +92,7 @@ def _as_tensor(returned: Any) -> Any:
 
 @contextmanager
 def naming(metric: str) -> Iterator[None]:
-    """Around one metric's computation: errors say which it was."""
+    """Names the metric in errors of its computation."""
     try:
         yield
     except (JobError, CaptureError) as error:
@@ -108,7 +107,7 @@ def naming(metric: str) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Afterwards the model's buffers, its modules' modes and all generators are as they were."""
+    """Restores the model's buffers, its modules' modes and all random generators."""
     modules = list(model.modules())
     modes = [module.training for module in modules]
     buffers = [dict(module.named_buffers(recurse=False)) for module in modules]

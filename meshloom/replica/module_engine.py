@@ -1,5 +1,6 @@
-"""Runs the user's module as it is, chunk after chunk: the engine of plans of dp alone, where every rank holds
-the whole model."""
+"""Runs the user's unchanged module, chunk after chunk: the engine of data-parallel plans, where every rank
+holds
+the full model."""
 
 from __future__ import annotations
 
@@ -68,20 +69,24 @@ class ModuleEngine(Engine):
         return undo
 
     def run(
-        self, chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums, recorder: Recorder | None = None
+        self,
+        chunks: Sequence[Chunk],
+        scope: ChunkScope,
+        loss_sums: LossSums,
+        recorder: Recorder | None = None,
     ) -> Steps[None]:
         for chunk in chunks:
             self._seat.activity.enter("chunk", chunk.step, chunk.index)
             data = scope.data(chunk)
-            with scope.forward(chunk, partial(self._again_alone, chunk, data)):
-                root, loss, weight = tally.add(self._job.loss(self._model, data), chunk)
-                if chunk is chunks[-1]:  # what travels does so during its backward
-                    self._complete(tally)
+            with scope.forward(chunk, partial(self._rerun_alone, chunk, data)):
+                root, loss, weight = loss_sums.add(self._job.loss(self._model, data), chunk)
+                if chunk is chunks[-1]:  # communication overlaps with its backward
+                    self._complete(loss_sums)
                     self._exchange.begin_last_chunk()
                 root.backward()
             scope.done(chunk, weight, loss)
         if not chunks:
-            self._complete(tally)
+            self._complete(loss_sums)
         return
         yield
 
@@ -112,24 +117,24 @@ class ModuleEngine(Engine):
     def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
         def loss_of(chunk: Chunk) -> Tensor:
             with scope.draws(chunk):
-                return self._again(chunk, scope.data(chunk))
+                return self._rerun(chunk, scope.data(chunk))
 
         where = find_not_finite(self._model, chunks, loss_of)
         return [0, where] if where else None
         yield
 
-    def check_alike(self) -> Steps[str | None]:
+    def check_replicated(self) -> Steps[str | None]:
         return None
         yield
 
-    def _complete(self, tally: LossSums) -> None:
-        tally.close()
-        tally.start(self._seat.groups["dp"])
+    def _complete(self, loss_sums: LossSums) -> None:
+        loss_sums.close()
+        loss_sums.start(self._seat.groups["dp"])
 
-    def _again(self, chunk: Chunk, data: Any) -> Tensor:
+    def _rerun(self, chunk: Chunk, data: Any) -> Tensor:
         return as_sum(self._job.loss(self._model, data), chunk.samples, needs_gradient=False)[0]
 
-    def _again_alone(self, chunk: Chunk, data: Any) -> Tensor:
-        """The same without the other replicas."""
+    def _rerun_alone(self, chunk: Chunk, data: Any) -> Tensor:
+        """The same without synchronising batch statistics with other replicas."""
         with unsynchronised(self._model) if self._plan.sync_batch_norm else nullcontext():
-            return self._again(chunk, data)
+            return self._rerun(chunk, data)

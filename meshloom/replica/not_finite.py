@@ -78,7 +78,7 @@ def locate_nan(
     for number, chunk in enumerate(chunks):
         microbatches.look(
             scope.data(chunk),
-            lambda stage, microbatch, again: scope.draws(chunk),  # noqa: B023
+            lambda stage, microbatch, rerun: scope.draws(chunk),  # noqa: B023
             partial(look, number),
         )
     return found

@@ -1,10 +1,9 @@
-"""Runs programs captured from the loss: the engine of ranks that hold some stages along pp, and their shard
-of them along tp.
+"""Runs programs captured from the loss: the engine of plans with tp, pp or recomputation, where a rank holds
+its
+stages' shard of the model.
 
-    capture the loss on one rank -> divide it over tp -> cut it into stages -> every rank lets go of what it
-    does not hold
-
-Plans with tp, pp or recomputation run so; with pp=1 there is one stage.
+    capture the loss on one rank -> shard it over tp -> cut it into stages -> every rank releases what it does
+    not hold
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from meshloom.tensor_parallel.division import Division
 
 
 class ProgramEngine(Engine):
-    """One rank's stages of `job`'s loss under `plan`, and what it holds for them."""
+    """One rank's stages of `job`'s loss under `plan`, and their parameters and buffers."""
 
     def __init__(
         self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, timings: Timings | None = None,
@@ -155,7 +154,7 @@ class ProgramEngine(Engine):
         self._completion = GradientCompletion(
             self.parameters, self.homes, self.shards, self.programs.summed, exchange.gradient_ready
         )
-        # With one chunk and one replica autograd already puts a gradient where it belongs.
+        # With a single chunk autograd already writes gradients in place.
         landing = InPlace(exchange.room) if self.plan.num_chunks > 1 else None
         self.microbatches = Microbatches(
             self.programs,
@@ -170,7 +169,11 @@ class ProgramEngine(Engine):
         return self._completion.watch(self.microbatches.arrived)
 
     def run(
-        self, chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums, recorder: Recorder | None = None
+        self,
+        chunks: Sequence[Chunk],
+        scope: ChunkScope,
+        loss_sums: LossSums,
+        recorder: Recorder | None = None,
     ) -> Steps[None]:
         self._exchange.begin_last_chunk()
         activity = self.seat.activity
@@ -186,7 +189,7 @@ class ProgramEngine(Engine):
             self._sums.count(
                 self.microbatches.train(
                     batches,
-                    finish=finish_of(chunks, scope, tally),
+                    finish=finish_of(chunks, scope, loss_sums),
                     around=self._around(chunks, scope),
                     listener=listener,
                 )
@@ -194,12 +197,11 @@ class ProgramEngine(Engine):
         yield from self._completion.finish(
             self._parameters, partial(self._sums.add_up, "tp"), computed=bool(batches)
         )
-        tally.close()
-        # which the last stage's rank knows, and the others have as zeros
-        yield from self._sums.add_up("pp", tally.sums)
-        # On a communicator of its own: gradients have started to travel, on some replicas more than on
-        # others.
-        tally.start(self.seat.statistics)
+        loss_sums.close()
+        # known to the last stage's rank, zeros on the others
+        yield from self._sums.add_up("pp", loss_sums.sums)
+        # On a communicator of its own: replicas may have started different numbers of gradient all-reduces.
+        loss_sums.start(self.seat.statistics)
 
     def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
         yield from self._sums.add_up(axis, sums)
@@ -228,7 +230,7 @@ class ProgramEngine(Engine):
             )
         )
 
-    def check_alike(self) -> Steps[str | None]:
+    def check_replicated(self) -> Steps[str | None]:
         return (yield from first_difference_in_replica(self._model, self.shards, self._team, self.plan))
 
     def expected_bytes(self) -> ExpectedBytes:
@@ -250,19 +252,21 @@ class ProgramEngine(Engine):
         return self.cutter.schedule(num_microbatches)
 
     def _around(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Around:
-        def around(stage: int, microbatch: int, again: Callable[[], Any]) -> AbstractContextManager[None]:
+        def around(stage: int, microbatch: int, rerun: Callable[[], Any]) -> AbstractContextManager[None]:
             return scope.forward(
-                chunks[microbatch], again, stage=stage, observed=stage == self.plan.num_stages - 1
+                chunks[microbatch], rerun, stage=stage, observed=stage == self.plan.num_stages - 1
             )
 
         return around
 
 
-def finish_of(chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums) -> Callable[[int, Any], Tensor]:
-    """Microbatch and what the loss returned for it, on the last stage -> where backward starts."""
+def finish_of(
+    chunks: Sequence[Chunk], scope: ChunkScope, loss_sums: LossSums
+) -> Callable[[int, Any], Tensor]:
+    """(microbatch, what the loss returned for it) -> the root of its backward, on the last stage."""
 
     def finish(microbatch: int, returned: Any) -> Tensor:
-        root, loss, weight = tally.add(returned, chunks[microbatch])
+        root, loss, weight = loss_sums.add(returned, chunks[microbatch])
         scope.done(chunks[microbatch], weight, loss)
         return root
 

@@ -1,5 +1,13 @@
-"""One rank of a replica: its model, its engine, the exchange and the optimizer path, and its part in steps and
-evaluations."""
+"""One rank's training step: its chunks forward and backward, the exchange, the update.
+
+A step is a generator that yields where it waits for other ranks: a process runs it to its end, simulated
+ranks
+run in lockstep (`comm/steps.py`). Backward runs on the *sum* of each chunk's loss, which is divided once, by
+the
+weight of the whole global batch, so that uneven and empty shares keep the exact mean: before backward where
+all
+ranks know that weight (means over samples), else by `Exchange.finish`.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +56,10 @@ from meshloom.telemetry.traffic import Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """What a step came to before its update.
+    """The result of a step's first half.
 
-    of_owned: gradient of each slice that the exchange owns here; None was not used. loss: mean over the
-        global batch. weight: of it. samples: in it.
+    of_owned: gradient of each slice that this rank owns in the exchange; None: unused. loss: mean over the
+        global batch of `samples` samples. weight: of the batch.
     """
 
     step: int
@@ -63,10 +71,10 @@ class Gradients:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step came to: loss (mean over the global batch), its weight, its samples, the gradient's norm if
-    clipping is on.
+    """The result of a step: loss (mean over the global batch), its weight, its samples, and the gradient norm
+    if clipping is on.
 
-    stopping: whether some rank was asked to stop; the same on all.
+    stopping: whether some rank was asked to stop; equal on all.
     """
 
     step: int
@@ -78,11 +86,10 @@ class StepResult:
 
 
 class Replica:
-    """A model on one rank, or what the rank holds of it.
+    """A replica's model on one rank, or the rank's share of it, with engine, exchange and updater.
 
-    share: whether the replicas of a host may have one copy of the parameters, where their ranks can have
-        memory in common.
-    stored: readings and choices of earlier runs, for the rank that reads.
+    share: whether replicas of a host may have one copy of the parameters in shared memory.
+    stored: programs and choices of earlier runs, for the rank that captures.
     updates: whether it updates its parameters; a worker of an asynchronous run only computes gradients.
     """
 
@@ -101,8 +108,8 @@ class Replica:
         self.replicas = seat.groups["dp"]
         # the signals that have asked this rank to stop, if ranks agree on that
         self.stop_requests: Sequence[int] | None = None
-        self.recorder: Recorder | None = None  # who notes when a pipeline's actions begin and end
-        # when each of the newest steps had nothing left to compute before the exchange
+        self.recorder: Recorder | None = None  # of a pipeline's timeline
+        # when the newest steps ended their computation and waited for the exchange
         self.arrivals: deque[float] = deque(maxlen=1000)
         self.pace = Pace([self.replicas, seat.statistics], seat.device) if plan.shares == "measured" else None
         with self.timings.of("building the model"):
@@ -130,9 +137,8 @@ class Replica:
         self.updater: Updater
 
     def prepare(self) -> Steps[None]:
-        """Make sure all ranks hold the same job, start from rank 0's values, and build what the step
-        needs."""
-        with self.timings.of("copying values"):  # after who has built it sooner has waited
+        """Check that all ranks have the same job, copy rank 0's values, and build the parts of a step."""
+        with self.timings.of("copying values"):  # includes waiting for ranks that build more slowly
             yield from agree(self.seat.world, facts(self.job, self.plan, self.model))
             num_bytes = sum(
                 tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values()
@@ -197,7 +203,7 @@ class Replica:
         )
 
     def update(self, found: Gradients) -> Steps[StepResult]:
-        """The second half of a step: clip, update, and make the new parameters known."""
+        """The second half of a step: clip, update, publish the new parameters."""
         step, doing = found.step, self.seat.activity
         doing.enter("updating", step)
         self.updating = True  # until all ranks have updated
@@ -221,26 +227,26 @@ class Replica:
 
     @property
     def shards(self) -> Shards:
-        """What this rank holds along tp of what is divided."""
+        """This rank's shards along tp."""
         return self.engine.shards
 
     @property
     def stage_group(self) -> Group | None:
-        """The ranks along pp; None: there is one."""
+        """The group along pp; None: size 1."""
         return self.seat.groups["pp"] if self.plan.pp > 1 else None
 
     def notes(self) -> list[str]:
-        """What the user should know before the first step."""
+        """Notes for the user before the first step."""
         return [*self.updater.notes(), *self.engine.notes, *self.exchange.notes()]
 
     def take_notes(self) -> Steps[list[str]]:
-        """What the user should be told of buffers, of all ranks of the replica, each once."""
+        """Notes about buffers from all ranks of the replica, each once."""
         mine = self.scope.take_notes()
         everyone: list[list[str]] = (yield from collect(self.seat.team, mine)) if self.seat.team else [mine]
         return list(dict.fromkeys(note for notes in everyone for note in notes))
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         self._undo.close()
 
     def _span(self, kind: SpanKind) -> AbstractContextManager[None]:

@@ -1,5 +1,6 @@
-"""A replica's state between steps: parameters, gradients and optimizer state unsharded, compared, saved and
-resumed. Every rank calls these together."""
+"""A replica's state between steps: gathered into full tensors, compared, saved and resumed. All ranks call
+these
+functions together."""
 
 from __future__ import annotations
 
@@ -24,29 +25,27 @@ from meshloom.replica.replica import Gradients, Replica
 
 
 def settle(replica: Replica) -> Steps[None]:
-    """End a round of local steps, so that all replicas hold the same parameters; nothing if they do.
-    Every rank calls it."""
+    """End a round of local steps, so that all replicas hold the same parameters."""
     if (yield from replica.exchange.settle(early=True)):
         replica.updater.parameters_changed()
         yield from replica.engine.refresh_borrowed()
 
 
 def weights(replica: Replica) -> Stream | dict[str, Any]:
-    """The model's `state_dict` in whole shapes, one by one where it is divided; all of it on the
-    replica's first rank.
+    """The model's full `state_dict` on the replica's first rank, one tensor at a time where it is sharded.
 
-    Raises `CheckpointError` if the newest step broke off while parameters were being updated.
+    Raises `CheckpointError` if the newest step failed while parameters were being updated.
     """
     if replica.updating:
         raise CheckpointError(
-            "The newest step broke off in the middle of its update, so there is nothing whole to save. Resume from a checkpoint."
+            "The newest step failed in the middle of its update, so there is no consistent state to save. Resume from a checkpoint."
         )
     return replica.engine.weights()
 
 
 def optimizer_state(replica: Replica) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
-    """As `OptimizerState.save`. Replicas that take independent steps are one before: parameters by ending the
-    round, the optimizer's state by its mean."""
+    """As `OptimizerState.save`, after replicas that take independent local steps have been averaged:
+    parameters by ending the round, optimizer state by its mean."""
     yield from settle(replica)
     if replica.exchange.independent:
         yield from replica.updater.state.average(replica.replicas, replica.seat.readers)
@@ -64,11 +63,9 @@ def optimizer_state(replica: Replica) -> Steps[tuple[list[Piece], list[Stream], 
 
 
 def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None]) -> Steps[Checkpoint]:
-    """Go on from the checkpoint in `directory`, which rank 0 reads for all, if `check` refuses it on no
-    rank.
+    """Load the checkpoint in `directory`, which rank 0 reads for all, unless `check` raises on some rank.
 
-    What travels goes over the ranks' own group, as all that concerns no step, and is not counted as the
-    plan's.
+    The bytes go over the world's own group and are not counted as the plan's.
     """
     world = replica.seat.world
     checkpoint = yield from open_together(directory, world)
@@ -86,8 +83,9 @@ def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None
 
 
 def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Steps[None]:
-    """Hand `take` every parameter and buffer, whole, tied ones once, one after another: all of them on
-    the replica's first rank. Every rank calls it."""
+    """Gather every parameter and buffer, tied ones once; `take` receives the full tensors one after another
+    on
+    the replica's first rank."""
 
     def mine(give: Give) -> Steps[None]:
         for name, tensor in held(state_of(replica.model).items()).items():
@@ -96,18 +94,18 @@ def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Step
     yield from replica.engine.gather(mine, cast(Any, take))
 
 
-def whole_state(replica: Replica) -> Steps[dict[str, Tensor]]:
-    """The same at once, by name, in the model's order."""
-    whole: dict[str, Tensor] = {}
-    yield from each_of_state(replica, whole.__setitem__)
-    return {name: whole[name] for name in state_of(replica.model) if name in whole}
+def full_state(replica: Replica) -> Steps[dict[str, Tensor]]:
+    """All of them by name, in the model's order."""
+    full: dict[str, Tensor] = {}
+    yield from each_of_state(replica, full.__setitem__)
+    return {name: full[name] for name in state_of(replica.model) if name in full}
 
 
 def each_gradient(
     replica: Replica, found: Gradients, take: Callable[[str, Tensor | None], None]
 ) -> Steps[None]:
-    """Hand `take` the averaged gradient of every trainable parameter, whole, one after another: all of
-    them on the replica's first rank."""
+    """Gather the averaged gradient of every trainable parameter; `take` receives the full tensors one after
+    another on the replica's first rank."""
 
     def mine(give: Give) -> Steps[None]:
         yield from replica.exchange.each_gradient(found.of_owned, give)
@@ -115,11 +113,11 @@ def each_gradient(
     yield from replica.engine.gather(mine, take)
 
 
-def whole_gradients(replica: Replica, found: Gradients) -> Steps[dict[str, Tensor | None]]:
-    """The same at once, by name, in the model's order."""
-    whole: dict[str, Tensor | None] = {}
-    yield from each_gradient(replica, found, whole.__setitem__)
-    return {name: whole[name] for name in state_of(replica.model) if name in whole}
+def full_gradients(replica: Replica, found: Gradients) -> Steps[dict[str, Tensor | None]]:
+    """All of them by name, in the model's order."""
+    full: dict[str, Tensor | None] = {}
+    yield from each_gradient(replica, found, full.__setitem__)
+    return {name: full[name] for name in state_of(replica.model) if name in full}
 
 
 def check_identical(replica: Replica, step: int) -> Steps[None]:
@@ -134,9 +132,10 @@ def check_identical(replica: Replica, step: int) -> Steps[None]:
 
 
 def check_team(replica: Replica, step: int) -> Steps[None]:
-    """Raise `TrainingError` naming the first parameter or buffer that several ranks of the replica hold
-    whole, and not alike."""
-    wrong = yield from replica.engine.check_alike()
+    """Raise `TrainingError` naming the first parameter or buffer that differs between ranks of the replica
+    that
+    hold it unsharded."""
+    wrong = yield from replica.engine.check_replicated()
     if wrong is not None:
         raise TrainingError(
             f"After step {step}, {wrong}: something in the model or optimizer is not deterministic."

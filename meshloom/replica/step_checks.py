@@ -1,4 +1,4 @@
-"""Checks of a step: its loss is a number, frozen parameters stayed frozen."""
+"""Checks of a step: its loss is finite, frozen parameters have stayed frozen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_finite(
     total: float,
     weight: float,
 ) -> Steps[None]:
-    """Raise the same error on all ranks when the loss of the global batch is no number."""
+    """Raise the same error on all ranks when the loss of the global batch is not finite or has no weight."""
     if math.isfinite(total) and weight > 0:
         return
     if math.isfinite(total):

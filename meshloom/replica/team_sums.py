@@ -1,4 +1,4 @@
-"""Sums over the ranks of one replica, and the bytes that they and its programs hand over."""
+"""All-reduces over the ranks of one replica, and the bytes that they and its programs send."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class TeamSums:
-    """Over the ranks along pp and along tp; tp None: there is one."""
+    """Over the groups along pp and tp; tp None: size 1."""
 
     def __init__(self, pp: Group, tp: Group | None) -> None:
         self._groups: dict[Axis, Group | None] = {"pp": pp, "tp": tp}
         self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}
 
     def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
-        """Add `sums` up in place; nothing where there is one rank."""
+        """Sum in place."""
         group = self._groups[axis]
         if group is None or group.size == 1:
             return
@@ -31,17 +31,17 @@ class TeamSums:
         work.wait()
 
     def union(self, flags: Tensor) -> Tensor:
-        """Flags of the ranks along tp, each set where one of them has it, in place."""
+        """Logical or of flags over tp, in place."""
         if (group := self._groups["tp"]) is not None:
             self._sent["tp"]["all_reduce"] += flags.nbytes
             group.all_reduce(flags).wait()
         return flags
 
     def count(self, sent: Mapping[Axis, Mapping[str, int]]) -> None:
-        """Bytes that programs handed to each kind of operation."""
+        """Add bytes that programs sent, by kind of operation."""
         for axis, kinds in sent.items():
             self._sent[axis].update(kinds)
 
     def expected_bytes(self) -> ExpectedBytes:
-        """Of everything so far."""
+        """Bytes so far."""
         return ExpectedBytes(so_far=Traffic({**self._sent}))

@@ -257,6 +257,6 @@ def _digests(replica: Replica) -> Steps[list[list[int]]]:
 
 def _unlike(replica: Replica) -> Steps[list[str]]:
     """What ranks of a replica should hold alike and do not: for the report to say."""
-    mine = yield from replica.engine.check_alike()
+    mine = yield from replica.engine.check_replicated()
     everyone: list[str | None] = yield from collect(replica.seat.world, mine)
     return list(dict.fromkeys(each for each in everyone if each))

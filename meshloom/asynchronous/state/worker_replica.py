@@ -41,7 +41,7 @@ from meshloom.parameters.model import build_model, state_of
 from meshloom.replica.expected_bytes import expected_bytes
 from meshloom.replica.metrics import evaluate
 from meshloom.replica.replica import Replica
-from meshloom.replica.replica_state import whole_gradients, whole_state
+from meshloom.replica.replica_state import full_gradients, full_state
 from meshloom.telemetry.traffic import Traffic
 
 T = TypeVar("T")
@@ -163,9 +163,9 @@ class WorkerReplica:
         if command.what == "compute":
             chunks: Any = command.chunks
             found = yield from replica.gradients(chunks[0].step, chunks)
-            loss, gradients = found.loss, (yield from whole_gradients(replica, found))
+            loss, gradients = found.loss, (yield from full_gradients(replica, found))
             names = {name for name, _ in replica.model.named_buffers()}
-            whole: Mapping[str, Tensor | None] = yield from whole_state(replica)
+            whole: Mapping[str, Tensor | None] = yield from full_state(replica)
             buffers = {name: each for name, each in whole.items() if name in names and each is not None}
         elif command.what == "evaluate":
             metrics = yield from evaluate(replica, command.chunks)

@@ -34,10 +34,10 @@ MOST_KEPT = 64  # shapes of a step's microbatches, together, for which runs are 
 
 
 class Around(Protocol):
-    """What is entered around every forward."""
+    """The context of every forward."""
 
-    def __call__(self, stage: int, microbatch: int, again: Callable[[], Any]) -> AbstractContextManager[Any]:
-        """again: runs that forward anew, with what came in, and returns what leaves."""
+    def __call__(self, stage: int, microbatch: int, rerun: Callable[[], Any]) -> AbstractContextManager[Any]:
+        """rerun: runs that forward again on the same inputs and returns its outputs."""
         ...
 
 
