@@ -128,10 +128,7 @@ def compare(plan: str) -> None:
     listener = Listener(started=lambda text: None, step=told.append)
     with ml.Trainer(job, plan, devices="simulated", dtype=torch.float64, listener=listener) as trainer:
         draw(trainer)
-        before = {
-            name: each.clone()
-            for name, each in trainer.together(full_state)[0].items()
-        }
+        before = {name: each.clone() for name, each in trainer.together(full_state)[0].items()}
         summary = trainer.fit()
         after = trainer.together(full_state)[0]
     value, norm, parameters = step_of_one_device(before)

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from thread_groups import on_threads, threaded_groups
 
 import meshloom.comm.collectives.explicit
-from meshloom.comm.carrying import in_chunks
-from meshloom.comm.collectives.explicit import SpelledOutGroup, spelled_out
+from meshloom.comm.chunked_moves import in_chunks
+from meshloom.comm.collectives.explicit import ExplicitGroup, explicit_group
 from meshloom.comm.collectives.halving import halving
 from meshloom.comm.collectives.hierarchical import hierarchical
-from meshloom.comm.collectives.ring import ring, scatter_reduce
+from meshloom.comm.collectives.ring import reduce_scatter, ring
 from meshloom.comm.collectives.tree import tree
 from meshloom.comm.moves import AllReduceMoves, Move
 from meshloom.comm.simulated import simulated_groups
@@ -69,7 +69,7 @@ def test_simulated_ranks_compute_what_one_process_does(
     hosts = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
     calls = data.draw(_calls(size, ALL))
     groups = [
-        spelled_out(group, algorithm, hosts=hosts, chunk_bytes=chunk_bytes)
+        explicit_group(group, algorithm, hosts=hosts, chunk_bytes=chunk_bytes)
         for group in simulated_groups(size)
     ]
     started = [[call.start(group) for call in calls] for group in groups]  # all under way at once
@@ -84,7 +84,9 @@ def test_simulated_ranks_compute_what_one_process_does(
 @contextmanager
 def _in_threads(algorithm: str, size: int, hosts: Sequence[int] | None = None):
     """Ranks that are threads, so that each group has a thread of its own behind it, as in processes."""
-    groups = [spelled_out(group, algorithm, hosts=hosts, chunk_bytes=40) for group in threaded_groups(size)]
+    groups = [
+        explicit_group(group, algorithm, hosts=hosts, chunk_bytes=40) for group in threaded_groups(size)
+    ]
     try:
         yield groups
     finally:
@@ -116,7 +118,7 @@ def test_sums_have_the_same_bits_on_all_ranks(algorithm: str, size: int, op: Any
     given = [torch.randn(1009, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
     tensors = [each.clone() for each in given]
     groups = [
-        spelled_out(group, algorithm, hosts=[0] + [1] * (size - 1), chunk_bytes=256)
+        explicit_group(group, algorithm, hosts=[0] + [1] * (size - 1), chunk_bytes=256)
         for group in simulated_groups(size)
     ]
     for work in [group.all_reduce(tensor, op) for group, tensor in zip(groups, tensors, strict=True)]:
@@ -247,7 +249,7 @@ def test_a_chunk_goes_on_before_the_next_one_is_there():
 
 
 def test_what_is_sent_is_counted():
-    groups = [spelled_out(group, "ring") for group in simulated_groups(4)]
+    groups = [explicit_group(group, "ring") for group in simulated_groups(4)]
     for work in [group.all_reduce(torch.ones(100)) for group in groups]:
         work.wait()
     # 2 (N-1) messages, 2 (N-1)/N of 400 bytes
@@ -255,7 +257,7 @@ def test_what_is_sent_is_counted():
 
 
 def _largest_error(size: int, algorithm: str, op: Any, count: int = 50) -> float:
-    groups = [spelled_out(group, algorithm, chunk_bytes=40) for group in simulated_groups(size)]
+    groups = [explicit_group(group, algorithm, chunk_bytes=40) for group in simulated_groups(size)]
     call = Call("all_reduce", count, torch.float64, op)
     started = [call.start(group) for group in groups]
     for works, _ in started:
@@ -270,7 +272,7 @@ def _wrong_piece(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def shifted(place: int, ranks: Sequence[int], offsets: Sequence[int]) -> list[Move]:
         n, size = offsets[-1], offsets[1] - offsets[0]
-        moves = scatter_reduce(place, ranks, offsets)
+        moves = reduce_scatter(place, ranks, offsets)
         return [
             *moves[:-2],
             *(
@@ -281,7 +283,7 @@ def _wrong_piece(monkeypatch: pytest.MonkeyPatch) -> None:
             ),
         ]
 
-    monkeypatch.setattr("meshloom.comm.collectives.ring.scatter_reduce", shifted)
+    monkeypatch.setattr("meshloom.comm.collectives.ring.reduce_scatter", shifted)
 
 
 def _skipped_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +311,7 @@ def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, plant: Callable
 
 def test_nothing_else_may_come_in_between():
     """Messages of the user's own keep their place among those of a collective between the same two ranks."""
-    groups = [spelled_out(group, "ring", chunk_bytes=8) for group in simulated_groups(2)]
+    groups = [explicit_group(group, "ring", chunk_bytes=8) for group in simulated_groups(2)]
     sums, letter, arrived = [torch.ones(10) for _ in groups], torch.full((3,), 7.0), torch.zeros(3)
     works = [
         groups[0].all_reduce(sums[0]),
@@ -324,7 +326,7 @@ def test_nothing_else_may_come_in_between():
 
 
 def test_a_rank_that_does_not_come_is_waited_for_with_an_error():
-    groups = [spelled_out(group, "tree") for group in simulated_groups(2)]
+    groups = [explicit_group(group, "tree") for group in simulated_groups(2)]
     with pytest.raises(
         CollectiveError, match=r"all_reduce of 12 B on rank 0 waits for messages that will not come\."
     ):
@@ -342,7 +344,9 @@ def test_after_an_abort_nothing_can_be_started():
 
 @pytest.mark.long
 def test_who_waits_looks_for_a_rank_that_left():
-    group = spelled_out(threaded_groups(2)[0], "ring", name="rank 0 (dp=0)", who_left=lambda: "rank 1 (dp=1)")
+    group = explicit_group(
+        threaded_groups(2)[0], "ring", name="rank 0 (dp=0)", who_left=lambda: "rank 1 (dp=1)"
+    )
     with pytest.raises(
         PeerLostError,
         match=r"rank 0 \(dp=0\) lost rank 1 \(dp=1\), which has aborted, in all_reduce of 8 B\.",
@@ -368,11 +372,11 @@ def test_who_waits_looks_for_a_rank_that_left():
 )
 def test_what_cannot_be_spelled_out_is_refused(settings: dict[str, Any], words: str):
     with pytest.raises(CollectiveError, match=words):
-        spelled_out(simulated_groups(2)[0], **settings)
+        explicit_group(simulated_groups(2)[0], **settings)
 
 
 def test_what_has_no_order_cannot_be_the_largest():
-    group: SpelledOutGroup = spelled_out(simulated_groups(1)[0], "ring")
+    group: ExplicitGroup = explicit_group(simulated_groups(1)[0], "ring")
     with pytest.raises(
         CollectiveError, match=r"complex64 cannot be reduced by max with ring\. Use exchange=all_reduce\."
     ):

@@ -14,7 +14,7 @@ from hosts_worlds import Call
 from processes import on_ranks
 from torch import Tensor
 
-from meshloom.comm.collectives.explicit import SpelledOutGroup
+from meshloom.comm.collectives.explicit import ExplicitGroup
 from meshloom.comm.shm.native_engine import why_not
 from meshloom.core.all_reduce_costs import ALGORITHMS
 from meshloom.core.errors import PeerLostError
@@ -96,7 +96,7 @@ def test_bytes_are_as_predicted(plan: str):
             trainer.step(batch)
         summary = trainer.summary(0.0, {}, None)
         assert summary.predicted == summary.counted
-        assert isinstance(trainer.replicas[0].replicas.group, SpelledOutGroup)
+        assert isinstance(trainer.replicas[0].replicas.group, ExplicitGroup)
         assert trainer.replicas[0].replicas.group.sent_messages > 0
 
 
@@ -105,7 +105,7 @@ def _all_calls(algorithm: str, through: str, hosts: str) -> list[Tensor]:
         transport.host_identity = lambda: hosts[int(os.environ["RANK"])]  # type: ignore[assignment]  # this process ends with the test
     with open_world(Mesh(dp=int(os.environ["WORLD_SIZE"])), "cpu", 30, through, algorithm) as world:
         group = world.local[0].groups["dp"]
-        assert isinstance(group.group, SpelledOutGroup)
+        assert isinstance(group.group, ExplicitGroup)
         open_ = [call.start(group) for call in CALLS]  # all in flight at once
         for works, _ in reversed(open_):
             for work in works:

@@ -34,7 +34,7 @@ class ThreadedGroup:
             with self._changed:
                 work = getattr(self._group, name)(*arguments)
                 self._changed.notify_all()
-            return work and ThreadedWork(work, self._changed, lambda: self._group._meeting.aborted)
+            return work and ThreadedWork(work, self._changed, lambda: self._group._rendezvous.aborted)
 
         return call
 

@@ -25,7 +25,7 @@ class OneProcess:
     def __init__(self, group: Group) -> None:
         inner = group.group if isinstance(group, RecordedGroup) else group
         assert isinstance(inner, SimulatedGroup)
-        self._size, self._windows, self._next = inner.size, self._made.setdefault(inner._meeting, []), 0
+        self._size, self._windows, self._next = inner.size, self._made.setdefault(inner._rendezvous, []), 0
 
     def window(self, num_bytes: int, owner: int | None = None) -> Pieces:
         """The next one of this rank."""

@@ -19,7 +19,7 @@ from ranks import on_hosts
 from servers import Star
 from torch import Tensor
 
-from meshloom.comm.collectives.explicit import spelled_out
+from meshloom.comm.collectives.explicit import explicit_group
 from meshloom.comm.group import Group
 from meshloom.core.all_reduce_costs import (
     ALGORITHMS,
@@ -145,7 +145,7 @@ def _reducing(name: str, group: Group, places: Sequence[int], closing: ExitStack
     """Whose all_reduce is the algorithm. None: servers."""
     if name not in ALGORITHMS:
         return None if name == "server" else group
-    made = spelled_out(group, name, hosts=places)
+    made = explicit_group(group, name, hosts=places)
     closing.callback(made.close)
     return made
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshloom.comm.carrying import CHUNK_BYTES
-from meshloom.comm.collectives.explicit import ALGORITHMS, SpelledOutGroup, spelled_out
+from meshloom.comm.chunked_moves import CHUNK_BYTES
+from meshloom.comm.collectives.explicit import ALGORITHMS, ExplicitGroup, explicit_group
 from meshloom.comm.group import Group
 from meshloom.comm.torch.c10d import C10dGroup
 
@@ -84,7 +84,7 @@ def _rank(rank: int, size: int, port: int, request: argparse.Namespace, queue: A
     for algorithm in request.algorithms:
         for chunk in request.chunks:
             name = algorithm if len(request.chunks) == 1 else f"{algorithm} {chunk >> 10} KiB"
-            systems[name] = spelled_out(gloo(), algorithm, chunk_bytes=chunk)
+            systems[name] = explicit_group(gloo(), algorithm, chunk_bytes=chunk)
     records = [
         record for num_bytes in request.bytes for record in _compare(systems, num_bytes, request.rounds)
     ]
@@ -92,7 +92,7 @@ def _rank(rank: int, size: int, port: int, request: argparse.Namespace, queue: A
         queue.put(records)
     dist.barrier()
     for group in systems.values():
-        if isinstance(group, SpelledOutGroup):
+        if isinstance(group, ExplicitGroup):
             group.close()
     dist.destroy_process_group()
 

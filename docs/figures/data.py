@@ -45,7 +45,7 @@ def batch_split() -> Page:
 
 
 def ring() -> Page:
-    """Four ranks, each tensor in four parts. What each rank's part is the sum of is found by carrying out the product's own moves."""
+    """Four ranks, each tensor in four parts. What each rank's part is the sum of is computed by running the package's own moves."""
     ranks = 4
     lists = [
         steps_of_ring(rank, ranks, ranks).moves(mean=False) for rank in range(ranks)

@@ -1,12 +1,9 @@
-"""The contract of a group: how a set of ranks talk.
+"""The contract of a group: collectives and point-to-point messages of a set of ranks.
 
-Every call starts an operation and returns a `Work`; nothing may be read from an output, nor an input be
-changed, before
-`wait()`. Operations of one group are numbered as they start and run first in, first out; every rank starts
-the same
-operations in the same order, and across groups too. Ranks are numbered within the group, 0 to size - 1.
-Tensors are
-dense and contiguous, on the group's device. "bytes" in reports are those of the tensor that a rank hands in.
+Every call starts an operation and returns a `Work`. Before `wait()` has returned, outputs may not be read and
+inputs may not be changed. Operations of one group run first in, first out. All ranks start the same operations
+in the same order, across groups too. Ranks are numbered within the group, from 0 to size - 1. Tensors are dense
+and contiguous, on the group's device. Reports count the bytes of the tensor that a rank passes in.
 """
 
 from __future__ import annotations
@@ -25,15 +22,18 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when the outputs may be read (on GPUs: by work enqueued from now on)."""
+        """Return when the outputs may be read (on GPUs: by kernels that are enqueued from now on)."""
 
     @abstractmethod
     def is_finished(self) -> bool:
-        """Whether the operation is over, so that `wait` would return at once; never waits."""
+        """Whether `wait` would return, or raise, immediately. Does not wait."""
 
 
 class Group(ABC):
-    """A set of ranks that talk to each other. Raises `PeerLostError` when one of them goes away."""
+    """A set of ranks that communicate. Any call and any wait raises `PeerLostError` if one of them is lost.
+
+    An example that runs is `simulated_groups` (`comm/simulated.py`).
+    """
 
     @property
     @abstractmethod
@@ -48,62 +48,61 @@ class Group(ABC):
     @property
     @abstractmethod
     def secret(self) -> bytes:
-        """What its ranks know and the network between them does not, to sign with; b"": nothing, or there is
-        no network."""
+        """The key with which its ranks sign what they send over a network; b"": none, or no network."""
 
     @property
     def is_in_place(self) -> bool:
-        """Whether slice r of the whole tensor may be rank r's output of `reduce_scatter`, which then leaves
-        nothing in the others, and its part in `all_gather`."""
+        """Whether rank r may pass slice r of the full tensor as `output` of `reduce_scatter`, which then
+        overwrites the other slices, and as `tensor` of `all_gather`."""
         return False
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """Replace `tensor` (any shape, the same on all ranks) by its reduction over the ranks, bit-identical
-        on all."""
+        """Replace `tensor` (any shape, equal on all ranks) by its reduction over the ranks, with equal bits on
+        all of them."""
 
     @abstractmethod
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """Rank r's `output` [n] becomes the reduction of slice r of every rank's `tensor` [size * n]."""
+        """Fill rank r's `output` [n] with the reduction of slice r of every rank's `tensor` [size * n]."""
 
     @abstractmethod
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        """`output` [size * n] becomes all ranks' `tensor` [n], in rank order. `tensor` may be a part of
-        `output` only if `is_in_place`."""
+        """Fill `output` [size * n] with the `tensor` [n] of every rank, in rank order. `tensor` may be a slice
+        of `output` only if `is_in_place`."""
 
     @abstractmethod
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
     ) -> Work:
-        """Send `sizes[r]` elements of flat `tensor`, in order, to rank r; receive `output_sizes[r]` from rank
-        r into flat `output`."""
+        """Send the next `sizes[r]` elements of flat `tensor` to rank r, for each r in order; receive
+        `output_sizes[r]` elements from rank r into flat `output`."""
 
     @abstractmethod
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
-        """On rank `destination`, `outputs[r]` becomes rank r's `tensor`; the others pass None. Shapes are
-        equal."""
+        """Fill `outputs[r]` of rank `destination` with rank r's `tensor`; other ranks pass None. All shapes
+        are equal."""
 
     @abstractmethod
     def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        """`output` becomes `tensors[rank]` of rank `source`; the others pass None. Shapes are equal."""
+        """Fill `output` with `tensors[rank]` of rank `source`; other ranks pass None. All shapes are equal."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        """Replace `tensor` by rank `source`'s."""
+        """Fill `tensor` with that of rank `source`; shapes are equal."""
 
     @abstractmethod
     def send(self, tensor: Tensor, destination: int) -> Work:
-        """Send to a rank, which must call `recv` with the same shape and dtype. In order per pair of
-        ranks."""
+        """Send `tensor` to a rank, which calls `recv` with the same shape and dtype. Messages between two
+        ranks keep their order."""
 
     @abstractmethod
     def recv(self, tensor: Tensor, source: int) -> Work:
-        """Fill `tensor` with what rank `source` sent."""
+        """Fill `tensor` with the next one that rank `source` sends."""
 
     @abstractmethod
     def barrier(self) -> Work:
-        """Wait returns once every rank has started its barrier."""
+        """Finished once every rank has started its barrier."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Leave at once: operations under way fail here and on the other ranks."""
+        """Fail all operations under way, here and on the other ranks, with `PeerLostError`."""

@@ -1,7 +1,7 @@
-"""What a rank sends and receives in a collective, as a list: the same list is counted, drawn and carried out.
+"""The moves of a rank in a collective: a list that is counted, drawn and run.
 
-Every element is summed up on one rank, in one order, and goes from there to the others, so that all ranks
-hold the same bits.
+Each element is summed on one rank, in one order, and sent from there to the others, so that all ranks have equal
+bits.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["send", "add", "receive", "divide"]
+MoveKind = Literal["send", "add", "receive", "divide"]
 
 
 @dataclass(frozen=True)
 class Move:
-    """One thing that a rank does with elements `start` to `stop` of its flat tensor.
+    """An action on elements `start` to `stop` of a rank's flat tensor.
 
-    kind: send them to `peer`, add what `peer` sends to them (or take the larger, the smaller), receive them
-        from `peer`, or divide them by the number of ranks, which has no peer.
+    kind: `send` them to `peer`; `add` (or reduce otherwise) what `peer` sends; `receive` them from `peer`; or
+        `divide` them by the number of ranks, without a peer.
     """
 
-    kind: Kind
+    kind: MoveKind
     peer: int
     start: int
     stop: int
@@ -35,10 +35,11 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceMoves:
-    """A rank's part in an all-reduce.
+    """The moves of one rank in an all-reduce.
 
-    reduce: until every element's sum is on one rank. owned: the elements (start, stop) whose sums this rank
-    then has; none if they are equal. gather: until every rank has all of them.
+    reduce: until the sum of each element is complete on one rank.
+    owned: range (start, stop) of the elements whose sums are then on this rank; it may be empty.
+    gather: until every rank has all sums.
     """
 
     reduce: Sequence[Move]
@@ -46,12 +47,12 @@ class AllReduceMoves:
     gather: Sequence[Move]
 
     def moves(self, *, mean: bool) -> list[Move]:
-        """All, in order; sums are divided where they are made, once."""
+        """All moves in order. mean: divide each sum once, where it is complete."""
         return [*self.reduce, *(moved("divide", -1, *self.owned) if mean else ()), *self.gather]
 
 
-def moved(kind: Kind, peer: int, start: int, stop: int) -> list[Move]:
-    """One move, or none where there is nothing to move.
+def moved(kind: MoveKind, peer: int, start: int, stop: int) -> list[Move]:
+    """A list of one move, or of none if there are no elements.
 
     >>> [str(move) for move in moved("send", 2, 0, 4) + moved("send", 3, 4, 4)]
     ['send [0:4] to 2']
@@ -60,7 +61,7 @@ def moved(kind: Kind, peer: int, start: int, stop: int) -> list[Move]:
 
 
 def divided(start: int, stop: int, parts: int) -> list[int]:
-    """Where `parts` parts of almost equal size begin, and the end: parts + 1 offsets. Larger ones come first.
+    """The parts + 1 offsets of `parts` parts of almost equal size, larger ones first.
 
     >>> divided(0, 10, 4), divided(5, 7, 3)
     ([0, 3, 6, 8, 10], [5, 6, 7, 7])

@@ -1,4 +1,4 @@
-"""A group that counts what goes through it: calls, bytes and blocked seconds of every kind of operation."""
+"""A group that counts its traffic: calls, bytes and blocked seconds of each kind of operation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from meshloom.core.mesh import Axis
 
 @dataclass(frozen=True)
 class Count:
-    """What one rank spent on one kind of operation.
+    """The traffic of one rank by one kind of operation.
 
     calls: operations started.
-    bytes: payload that this rank handed in (of a scatter, the source alone hands in; a receiver hands in
-        nothing).
-    seconds: time for which the caller was held up, starting and waiting; not the time for which the operation
-        was under way.
+    bytes: payload that this rank passed in (of a scatter, only the source does; of a receive, none).
+    seconds: time for which the caller was blocked, starting and waiting; an operation may take longer.
     """
 
     calls: int = 0
@@ -35,7 +33,9 @@ class Count:
 
 
 class RecordedGroup(Group):
-    """Does what `group` does, and adds it up in `counts`, by the name of the method.
+    """A wrapper of `group` that counts in `counts`, by the name of the method.
+
+    axis: of the mesh, along which the group's ranks lie.
 
     >>> from meshloom.comm.simulated import simulated_groups
     >>> import torch
@@ -88,8 +88,8 @@ class RecordedGroup(Group):
         return self._start("gather", tensor.nbytes, lambda: self.group.gather(outputs, tensor, destination))
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        handed_in = sum(tensor.nbytes for tensor in tensors or ())
-        return self._start("scatter", handed_in, lambda: self.group.scatter(output, tensors, source))
+        passed_in = sum(tensor.nbytes for tensor in tensors or ())
+        return self._start("scatter", passed_in, lambda: self.group.scatter(output, tensors, source))
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return self._start("broadcast", tensor.nbytes, lambda: self.group.broadcast(tensor, source))

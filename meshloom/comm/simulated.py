@@ -1,8 +1,7 @@
-"""Groups of ranks that live in one process: an operation is done when the last rank has started it.
+"""The group of simulated ranks in one process: the last rank to start an operation runs it for all.
 
-Nothing is sent. The tensors that the ranks handed in may lie on different devices (one process over several
-GPUs); sums
-are taken in rank order on the first rank's device.
+Tensors of different ranks may be on different devices (one process with several GPUs). Sums are computed in rank
+order on the first rank's device.
 """
 
 from __future__ import annotations
@@ -15,17 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.comm.carrying import Waits
+from meshloom.comm.chunked_moves import Waits
 from meshloom.comm.group import Group, ReduceOp, Work
+from meshloom.comm.reductions import combine
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import CollectiveError, PeerLostError
 from meshloom.core.units import plural
 
 
 def simulated_groups(size: int, turns: Turns | None = None) -> list[SimulatedGroup]:
-    """One connected group, as seen by each of its `size` ranks."""
-    meeting = _Meeting(size, turns or Turns())
-    return [SimulatedGroup(meeting, rank) for rank in range(size)]
+    """One group, as each of its `size` ranks sees it.
+
+    >>> first, second = simulated_groups(2)
+    >>> tensors = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    >>> works = first.all_reduce(tensors[0]), second.all_reduce(tensors[1])
+    >>> works[0].wait()
+    >>> tensors[0]
+    tensor([4., 6.])
+    """
+    rendezvous = _Rendezvous(size, turns or Turns())
+    return [SimulatedGroup(rendezvous, rank) for rank in range(size)]
 
 
 @dataclass(frozen=True)
@@ -38,8 +46,8 @@ class _Call:
         return f"{self.name}({', '.join(str(argument) for argument in self.arguments)})"
 
 
-class _Meeting:
-    """Where the calls of all ranks come together."""
+class _Rendezvous:
+    """The calls of all ranks, matched by their number."""
 
     def __init__(self, size: int, turns: Turns) -> None:
         self.size = size
@@ -49,13 +57,13 @@ class _Meeting:
         self.open: dict[int, list[_Call | None]] = {}
         # (source, destination) -> sent, not yet received
         self.mail: dict[tuple[int, int], deque[Tensor]] = {}
-        # and where it is to go, in the order asked for
+        # posted receives: the tensor to fill, and a list that is not empty once it is filled
         self.expected: dict[tuple[int, int], deque[tuple[Tensor, list[bool]]]] = {}
-        # of each rank, in the order of their start
-        self.under_way: list[deque[_UnderWay]] = [deque() for _ in range(size)]
+        # operations of each rank, in the order of their start
+        self.under_way: list[deque[_RunningSteps]] = [deque() for _ in range(size)]
 
     def join(self, rank: int, call: _Call, run: Callable[[list[Any]], None]) -> Work:
-        """Add a rank's call to its number; the last rank to come runs it."""
+        """Add a rank's next call; the last rank's call runs the operation."""
         if self.aborted:
             raise PeerLostError("Another rank of this group has aborted.")
         number = self.started[rank]
@@ -74,8 +82,7 @@ class _Meeting:
         return _SimulatedWork(self, rank, lambda: number not in self.open, lambda: self._missing(number))
 
     def advance(self) -> None:
-        """Let the operations that take several messages go on, the first of each rank, until none of them
-        can."""
+        """Advance the first operation of several messages of each rank, until none of them can advance."""
         moved = True
         with torch.no_grad():
             while moved:
@@ -95,15 +102,15 @@ class _Meeting:
 
 class _SimulatedWork(Work):
     def __init__(
-        self, meeting: _Meeting, rank: int, ready: Callable[[], bool], what: Callable[[], str]
+        self, rendezvous: _Rendezvous, rank: int, ready: Callable[[], bool], what: Callable[[], str]
     ) -> None:
-        self._meeting, self._rank, self._ready, self._what = meeting, rank, ready, what
+        self._rendezvous, self._rank, self._ready, self._what = rendezvous, rank, ready, what
 
     def wait(self) -> None:
         if self._ready():
             return
-        if self._meeting.turns.active:
-            self._meeting.turns.wait_for(self._ready, self._what)
+        if self._rendezvous.turns.active:
+            self._rendezvous.turns.wait_for(self._ready, self._what)
         else:
             raise CollectiveError(self._what())
 
@@ -111,14 +118,14 @@ class _SimulatedWork(Work):
         return self._ready()
 
 
-class _UnderWay:
+class _RunningSteps:
     def __init__(self, steps: Waits) -> None:
         self.over = False
         self._steps = steps
         self._needed: Work | None = None
 
     def advanced(self) -> bool:
-        """Go on to the next work that is needed, unless the one before it is not over yet."""
+        """Whether the operation has advanced to the next work that it needs: the previous one is over."""
         if self._needed is not None:
             if not self._needed.is_finished():
                 return False
@@ -129,10 +136,10 @@ class _UnderWay:
 
 
 class SimulatedGroup(Group):
-    """One rank's view of a group inside this process."""
+    """One rank's view of a group in this process."""
 
-    def __init__(self, meeting: _Meeting, rank: int) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: _Rendezvous, rank: int) -> None:
+        self._rendezvous = rendezvous
         self._rank = rank
 
     @property
@@ -141,7 +148,7 @@ class SimulatedGroup(Group):
 
     @property
     def size(self) -> int:
-        return self._meeting.size
+        return self._rendezvous.size
 
     @property
     def secret(self) -> bytes:
@@ -213,12 +220,12 @@ class SimulatedGroup(Group):
         return self._join("barrier", (), None, lambda _: None)
 
     def send(self, tensor: Tensor, destination: int) -> Work:
-        self._meeting.mail.setdefault((self._rank, destination), deque()).append(tensor.clone())
-        return _SimulatedWork(self._meeting, self._rank, lambda: True, str)
+        self._rendezvous.mail.setdefault((self._rank, destination), deque()).append(tensor.clone())
+        return _SimulatedWork(self._rendezvous, self._rank, lambda: True, str)
 
     def recv(self, tensor: Tensor, source: int) -> Work:
-        mail = self._meeting.mail.setdefault((source, self._rank), deque())
-        expected = self._meeting.expected.setdefault((source, self._rank), deque())
+        mail = self._rendezvous.mail.setdefault((source, self._rank), deque())
+        expected = self._rendezvous.expected.setdefault((source, self._rank), deque())
         done: list[bool] = []
         expected.append((tensor, done))
 
@@ -230,46 +237,40 @@ class SimulatedGroup(Group):
             return bool(done)
 
         return _SimulatedWork(
-            self._meeting,
+            self._rendezvous,
             self._rank,
             ready,
             lambda: f"rank {self._rank} waits for a message that rank {source} will not send.",
         )
 
-    def go_on(self, what: str, steps: Waits) -> Work:
-        """Begin an operation of several messages. It goes on, after this rank's before it, whenever any rank
+    def start_steps(self, what: str, steps: Waits) -> Work:
+        """Start an operation of several messages. It runs after this rank's earlier ones, whenever any rank
         of the group waits."""
-        operation = _UnderWay(steps)
-        self._meeting.under_way[self._rank].append(operation)
+        operation = _RunningSteps(steps)
+        self._rendezvous.under_way[self._rank].append(operation)
 
         def ready() -> bool:
-            self._meeting.advance()
+            self._rendezvous.advance()
             return operation.over
 
         return _SimulatedWork(
-            self._meeting,
+            self._rendezvous,
             self._rank,
             ready,
             lambda: f"{what} on rank {self._rank} waits for messages that will not come.",
         )
 
     def abort(self) -> None:
-        self._meeting.aborted = True
+        self._rendezvous.aborted = True
 
     def _join(
         self, name: str, arguments: tuple[Any, ...], tensors: Any, run: Callable[[list[Any]], None]
     ) -> Work:
-        return self._meeting.join(self._rank, _Call(name, arguments, tensors), run)
+        return self._rendezvous.join(self._rank, _Call(name, arguments, tensors), run)
 
 
 def _reduce(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
     total = tensors[0].clone()
     for other in tensors[1:]:
-        other = other.to(total.device)
-        if op in ("sum", "avg"):
-            total += other
-        elif op == "max":
-            torch.maximum(total, other, out=total)
-        else:
-            torch.minimum(total, other, out=total)
+        combine(total, other.to(total.device), op)
     return total / len(tensors) if op == "avg" else total

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from meshloom.comm.collectives.explicit import SpelledOutGroup, spelled_out
+from meshloom.comm.collectives.explicit import ExplicitGroup, explicit_group
 from meshloom.comm.group import Group
 from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.network.hosts import HostsGroup
@@ -49,7 +49,7 @@ class RankGroups:
         )
         self._device, self._timeout, self._activity = device, timeout, activity
         self.process_groups: list[dist.ProcessGroup] = []
-        self._open: list[ShmGroup | HostsGroup | SpelledOutGroup] = []
+        self._open: list[ShmGroup | HostsGroup | ExplicitGroup] = []
         self._rounds = 0
 
     def connect(self, members: Iterable[Sequence[int]], backend: str, algorithm: str = "") -> Group:
@@ -75,7 +75,7 @@ class RankGroups:
             if made is not None:
                 mine, mine_of = made, ranks
         assert mine
-        return self._spelled_out(mine, mine_of, algorithm) if algorithm and mine.size > 1 else mine
+        return self._explicit(mine, mine_of, algorithm) if algorithm and mine.size > 1 else mine
 
     def close(self) -> None:
         """End what is not of torch.distributed. No rank waits for another here."""
@@ -114,13 +114,13 @@ class RankGroups:
         self._open.append(group)
         return group
 
-    def _spelled_out(
+    def _explicit(
         self, group: C10dGroup | ShmGroup | HostsGroup, ranks: Sequence[int], algorithm: str
-    ) -> SpelledOutGroup:
+    ) -> ExplicitGroup:
         at = {
             number: host for host, numbers in enumerate(self._transports.layout(ranks)) for number in numbers
         }
-        made = spelled_out(
+        made = explicit_group(
             group,
             algorithm,
             hosts=[at[number] for number in range(len(ranks))],

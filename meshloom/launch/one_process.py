@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from meshloom.comm.collectives.explicit import spelled_out
+from meshloom.comm.collectives.explicit import explicit_group
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
@@ -58,7 +58,7 @@ def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "") -> World
             return made
         hosts = [number // 2 for number in range(len(members))]
         return [
-            spelled_out(group, algorithm, hosts=hosts, name=rank_name(rank, mesh))
+            explicit_group(group, algorithm, hosts=hosts, name=rank_name(rank, mesh))
             for rank, group in zip(members, made, strict=True)
         ]
 

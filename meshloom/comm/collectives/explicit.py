@@ -1,13 +1,13 @@
-"""A group whose all-reduce is spelled out: as a ring, a tree, by halving or by hosts, on `send` and `recv` of
-the group underneath.
+"""The group with explicit collectives: ring, tree, halving or hierarchical, on `send` and `recv` of the group
+underneath.
 
-    ring           reduce_scatter and all_gather too
-    tree           broadcast too
-    halving        reduce_scatter and all_gather too
-    hierarchical
+    ring           all_reduce, reduce_scatter, all_gather
+    tree           all_reduce, broadcast
+    halving        all_reduce, reduce_scatter, all_gather
+    hierarchical   all_reduce
 
-Every other call goes through. All pass one line, first in, first out, which goes on by itself: on processes
-in a thread, on simulated ranks whenever one of them waits.
+Every other call is passed on. All of them run first in, first out, in the background: on processes in a thread,
+on simulated ranks whenever one of them waits.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from meshloom.comm.carrying import CHUNK_BYTES, Waits, carry_out, combine, in_chunks
-from meshloom.comm.collectives.background import Background
+from meshloom.comm.background import Background, Patience
+from meshloom.comm.chunked_moves import CHUNK_BYTES, Waits, in_chunks, run_moves
 from meshloom.comm.collectives.halving import doubling_all_gather, halving, halving_reduce_scatter
 from meshloom.comm.collectives.hierarchical import hierarchical
 from meshloom.comm.collectives.ring import all_gather as ring_all_gather
-from meshloom.comm.collectives.ring import ring, scatter_reduce
+from meshloom.comm.collectives.ring import reduce_scatter as ring_reduce_scatter
+from meshloom.comm.collectives.ring import ring
 from meshloom.comm.collectives.tree import tree, tree_broadcast
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.moves import AllReduceMoves, Move, divided
-from meshloom.comm.patience import Patience
+from meshloom.comm.reductions import combine
 from meshloom.comm.simulated import SimulatedGroup
 from meshloom.core.all_reduce_costs import ALGORITHMS
 from meshloom.core.errors import CollectiveError
 from meshloom.core.units import format_bytes
 
-_END_SECONDS = 5.0  # that the thread is given to end
-_KEPT = 256  # lists of moves: a training job has as many as buckets
+_END_SECONDS = 5.0  # that the thread has to end
+_MAX_LISTS = 256  # of moves that are cached; a training job has as many as buckets
 
 
-def spelled_out(
+def explicit_group(
     group: Group,
     algorithm: str,
     *,
@@ -46,15 +47,15 @@ def spelled_out(
     name: str = "",
     activity: Activity | None = None,
     who_left: Callable[[], str | None] = lambda: None,
-) -> SpelledOutGroup:
-    """`group` with collectives of `algorithm`, one of `ALGORITHMS`. Whoever makes it closes it, before
-    `group`, which nobody else uses meanwhile.
+) -> ExplicitGroup:
+    """`group` with the collectives of `algorithm`, one of `ALGORITHMS`.
+
+    Whoever calls this closes the result, before `group`, which has no other user meanwhile.
 
     hosts: the host of each rank, for `hierarchical`; None: all are on one.
-    chunk_bytes: what is sent at once, at most.
-    name, activity, who_left: what to call this rank in errors, where it writes that it waits, and who has
-    aborted, if anybody has. Raises `CollectiveError` for an algorithm that is not known, or hosts that are
-    not the ranks'.
+    chunk_bytes: maximum size of a message.
+    name: of this rank in errors. activity: where it notes that it waits. who_left: the name of a rank that has
+    aborted, or None. Raises `CollectiveError` for an unknown algorithm or a wrong number of hosts.
     """
     if algorithm not in ALGORITHMS:
         raise CollectiveError(f"An all-reduce by {algorithm!r} is not known. Use {', '.join(ALGORITHMS)}.")
@@ -67,14 +68,14 @@ def spelled_out(
         raise CollectiveError(f"chunk_bytes={chunk_bytes} must be 1 or more.")
     activity = activity or Activity()
     patience = Patience(name or f"rank {group.rank}", activity, who_left)
-    return SpelledOutGroup(group, algorithm, hosts, chunk_bytes, patience, activity)
+    return ExplicitGroup(group, algorithm, hosts, chunk_bytes, patience, activity)
 
 
-class SpelledOutGroup(Group):
-    """Made by `spelled_out`.
+class ExplicitGroup(Group):
+    """Constructed by `explicit`.
 
     algorithm: one of `ALGORITHMS`.
-    sent_messages, sent_bytes: what this rank sent for the collectives that are spelled out, so far.
+    sent_messages, sent_bytes: sent so far by this rank, for explicit collectives.
     """
 
     def __init__(
@@ -93,10 +94,10 @@ class SpelledOutGroup(Group):
         self._hosts = hosts
         self._chunk_bytes = chunk_bytes
         self._activity = activity
-        # by operation, elements and elements in a chunk
+        # by operation, number of elements, and elements of a chunk
         self._chunks: dict[tuple[str, int, int], list[Move]] = {}
         self._line = (
-            _InTurns(group)
+            _SimulatedBackground(group)
             if isinstance(group, SimulatedGroup)
             else Background(f"{algorithm} of {patience.member}", patience)
         )
@@ -120,34 +121,34 @@ class SpelledOutGroup(Group):
             f"all_reduce {mean}", flat, lambda: self._all_reduce_moves(flat.numel()).moves(mean=mean)
         )
         return self._start(
-            f"all_reduce of {format_bytes(flat.nbytes)}", carry_out(self._group, chunks, flat, op)
+            f"all_reduce of {format_bytes(flat.nbytes)}", run_moves(self._group, chunks, flat, op)
         )
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         if self.algorithm not in ("ring", "halving"):
             return self._pass("reduce_scatter", lambda: self._group.reduce_scatter(output, tensor, op))
-        given, own = self._flat(tensor, op), output.detach().view(-1)
-        n, first = given.numel(), self.rank * own.numel()
-        chunks = self._planned("reduce_scatter", given, lambda: self._reduce_scatter_moves(n))
+        full, own = self._flat(tensor, op), output.detach().view(-1)
+        n, first = full.numel(), self.rank * own.numel()
+        chunks = self._planned("reduce_scatter", full, lambda: self._reduce_scatter_moves(n))
 
         def steps() -> Waits:
-            sums = given.clone()  # what is handed in stays as it is
-            yield from carry_out(self._group, chunks, sums, op)
+            sums = full.clone()  # the input is not changed
+            yield from run_moves(self._group, chunks, sums, op)
             mine = sums[first : first + own.numel()]
             own.copy_(mine / self.size if op == "avg" else mine)
 
-        return self._start(f"reduce_scatter of {format_bytes(given.nbytes)}", steps())
+        return self._start(f"reduce_scatter of {format_bytes(full.nbytes)}", steps())
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         if self.algorithm not in ("ring", "halving"):
             return self._pass("all_gather", lambda: self._group.all_gather(output, tensor))
-        whole, own = output.detach().view(-1), tensor.detach().view(-1)
+        full, own = output.detach().view(-1), tensor.detach().view(-1)
         first = self.rank * own.numel()
-        chunks = self._planned("all_gather", whole, lambda: self._all_gather_moves(whole.numel()))
+        chunks = self._planned("all_gather", full, lambda: self._all_gather_moves(full.numel()))
 
         def steps() -> Waits:
-            whole[first : first + own.numel()] = own
-            yield from carry_out(self._group, chunks, whole, "sum")
+            full[first : first + own.numel()] = own
+            yield from run_moves(self._group, chunks, full, "sum")
 
         return self._start(f"all_gather of {format_bytes(own.nbytes)}", steps())
 
@@ -160,7 +161,7 @@ class SpelledOutGroup(Group):
         )
         return self._start(
             f"broadcast of {format_bytes(flat.nbytes)} from rank {source}",
-            carry_out(self._group, chunks, flat, "sum"),
+            run_moves(self._group, chunks, flat, "sum"),
         )
 
     def all_to_all(
@@ -188,8 +189,8 @@ class SpelledOutGroup(Group):
         self._group.abort()
 
     def close(self) -> None:
-        """End this group's thread, once what was started is over; what other ranks do not join within seconds
-        never will be."""
+        """End this group's thread once the started operations are over; abort if other ranks do not join
+        those within seconds."""
         if not self._line.close(_END_SECONDS):
             self.abort()
 
@@ -200,7 +201,7 @@ class SpelledOutGroup(Group):
 
     def _reduce_scatter_moves(self, n: int) -> list[Move]:
         if self.algorithm == "ring":
-            return scatter_reduce(self.rank, range(self.size), divided(0, n, self.size))
+            return ring_reduce_scatter(self.rank, range(self.size), divided(0, n, self.size))
         return halving_reduce_scatter(self.rank, self.size, n)
 
     def _all_gather_moves(self, n: int) -> list[Move]:
@@ -209,7 +210,7 @@ class SpelledOutGroup(Group):
         return doubling_all_gather(self.rank, self.size, n)
 
     def _flat(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        """`tensor` in one dimension. Raises `CollectiveError` for a dtype that cannot be reduced so."""
+        """`tensor` [n], flat. Raises `CollectiveError` for a dtype without that reduction."""
         flat = tensor.detach().view(-1)
         try:
             combine(torch.empty_like(flat[:0]), flat[:0], op)
@@ -220,11 +221,11 @@ class SpelledOutGroup(Group):
         return flat
 
     def _planned(self, operation: str, flat: Tensor, moves: Callable[[], list[Move]]) -> list[Move]:
-        """The moves in chunks, and count what they send."""
+        """The moves in chunks; counts what they send."""
         chunk = max(1, self._chunk_bytes // flat.element_size())
         key = operation, flat.numel(), chunk
         if key not in self._chunks:
-            if len(self._chunks) == _KEPT:
+            if len(self._chunks) == _MAX_LISTS:
                 self._chunks.clear()
             self._chunks[key] = in_chunks(moves(), chunk)
         chunks = self._chunks[key]
@@ -248,7 +249,7 @@ class SpelledOutGroup(Group):
 
 
 class _Passed(Work):
-    """An operation of the group underneath, which starts when those before it are over."""
+    """An operation of the group underneath, started once the earlier ones are over."""
 
     def __init__(self, starting: Work, started: Sequence[Work], activity: Activity) -> None:
         self._starting, self._started, self._activity = starting, started, activity
@@ -263,14 +264,14 @@ class _Passed(Work):
         return self._starting.is_finished() and bool(self._started) and self._started[0].is_finished()
 
 
-class _InTurns:
-    """The line of a simulated rank, which has no thread."""
+class _SimulatedBackground:
+    """`Background` for a simulated rank, which has no thread."""
 
     def __init__(self, group: SimulatedGroup) -> None:
         self._group = group
 
     def start(self, what: str, steps: Waits) -> Work:
-        return self._group.go_on(what, steps)
+        return self._group.start_steps(what, steps)
 
     def abort(self) -> None:
         pass

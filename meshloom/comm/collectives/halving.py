@@ -1,15 +1,15 @@
-"""All-reduce by recursive halving and doubling: partners at half the distance exchange half as much, then
-back.
+"""All-reduce by recursive halving and doubling: in each step, partners at half the distance exchange half as
+much; then the reverse.
 
 N = 4, pieces a b c d:
 
     distance 2   0 <-> 2  ab for cd        1 <-> 3  ab for cd         0 has the sums of two in a b, 2 in c d
     distance 1   0 <-> 1  a for b          2 <-> 3  c for d           0 has a, 1 has b, 2 has c, 3 has d
-    and the same way back, now sending what is summed
+    then the same steps in reverse, sending sums
 
 2 log2 N steps move 2(N-1)/N of the elements (Rabenseifner; Thakur et al., 2005). With P < N < 2P ranks, P a
-power of two, the first N - P pairs are folded: the second of a pair gives all it has to the first, which
-takes part for both.
+power of two, the first N - P pairs are folded: the second rank of a pair sends all its elements to the first,
+which takes part for both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshloom.comm.moves import AllReduceMoves, Move, divided, moved
 
 
 def halving(rank: int, size: int, num_elements: int) -> AllReduceMoves:
-    """Of `rank` among `size` ranks.
+    """The all-reduce moves of `rank` among `size` ranks.
 
     >>> [str(move) for move in halving(1, 2, 8).moves(mean=False)]
     ['send [0:4] to 0', 'add [4:8] from 0', 'send [4:8] to 0', 'receive [0:4] from 0']
@@ -45,7 +45,7 @@ def halving(rank: int, size: int, num_elements: int) -> AllReduceMoves:
 
 
 def halving_reduce_scatter(rank: int, size: int, num_elements: int) -> list[Move]:
-    """Until rank r has the sums of the r-th of `size` equal pieces of `num_elements`."""
+    """The moves of `rank` after which each rank r has the sums of the r-th of `size` equal pieces."""
     power, folded = _folding(size)
     piece = num_elements // size
     place = _place(rank, folded)
@@ -63,7 +63,7 @@ def halving_reduce_scatter(rank: int, size: int, num_elements: int) -> list[Move
 
 
 def doubling_all_gather(rank: int, size: int, num_elements: int) -> list[Move]:
-    """Until every rank has all of `size` equal pieces of `num_elements`, of which rank r had the r-th."""
+    """The moves of `rank` after which every rank has all of `size` equal pieces, of which rank r had the r-th."""
     power, folded = _folding(size)
     piece = num_elements // size
     place = _place(rank, folded)
@@ -84,7 +84,7 @@ def doubling_all_gather(rank: int, size: int, num_elements: int) -> list[Move]:
 
 
 def _folding(size: int) -> tuple[int, int]:
-    """The largest power of two that is not above `size`, and how many ranks there are besides.
+    """The largest power of two up to `size`, and the number of remaining ranks.
 
     >>> _folding(8), _folding(7)
     ((8, 0), (4, 3))
@@ -94,7 +94,7 @@ def _folding(size: int) -> tuple[int, int]:
 
 
 def _place(rank: int, folded: int) -> int | None:
-    """This rank's number among those that halve; None: it is the second of a pair.
+    """This rank's index among those that halve; None for the second rank of a pair.
 
     >>> [_place(rank, 2) for rank in range(6)]
     [0, None, 1, None, 2, 3]
@@ -109,13 +109,13 @@ def _rank(place: int, folded: int) -> int:
 
 
 def _firsts(power: int, folded: int) -> list[int]:
-    """The first rank at each place, and the number of ranks."""
+    """The first rank at each index, and the number of ranks."""
     return [_rank(place, folded) for place in range(power)] + [power + folded]
 
 
 def _halve(place: int, power: int, folded: int, offsets: Sequence[int]) -> list[Move]:
     moves: list[Move] = []
-    low, distance = 0, power // 2  # this place still has to do with pieces low to low + 2 * distance
+    low, distance = 0, power // 2  # this rank still reduces pieces low to low + 2 * distance
     while distance:
         partner = _rank(place ^ distance, folded)
         upper = place & distance
@@ -129,7 +129,7 @@ def _halve(place: int, power: int, folded: int, offsets: Sequence[int]) -> list[
 
 def _double(place: int, power: int, folded: int, offsets: Sequence[int]) -> list[Move]:
     moves: list[Move] = []
-    low, distance = place, 1  # this place has pieces low to low + distance
+    low, distance = place, 1  # this rank has pieces low to low + distance
     while distance < power:
         partner = _rank(place ^ distance, folded)
         theirs = low ^ distance

@@ -1,13 +1,13 @@
-"""All-reduce on a binomial tree: sums go to rank 0, and from there to all.
+"""All-reduce on a binomial tree: a reduction to rank 0, then a broadcast from it.
 
-N = 6, distances 1, 2, 4 on the way to rank 0, and back:
+N = 6, distances 1, 2, 4 to rank 0; the broadcast is the reverse:
 
     1 -> 0   3 -> 2   5 -> 4
     2 -> 0
     4 -> 0
 
 2 log2 N messages one after another, each of all elements (Thakur et al., "Optimization of collective
-communication operations in MPICH", 2005). They are 2(N-1) in all, the fewest there can be, where halving has
+communication operations in MPICH", 2005). All ranks together send 2(N-1) messages, the minimum; halving sends
 N log2 N or more.
 """
 
@@ -17,7 +17,7 @@ from meshloom.comm.moves import AllReduceMoves, Move, moved
 
 
 def tree(rank: int, size: int, num_elements: int) -> AllReduceMoves:
-    """Of `rank` in a tree of all ranks, rank 0 at its root.
+    """The all-reduce moves of `rank` in a tree with rank 0 at its root.
 
     >>> [str(move) for move in tree(2, 4, 5).moves(mean=False)]
     ['add [0:5] from 3', 'send [0:5] to 0', 'receive [0:5] from 0', 'send [0:5] to 3']
@@ -31,7 +31,7 @@ def tree(rank: int, size: int, num_elements: int) -> AllReduceMoves:
 
 
 def tree_broadcast(rank: int, size: int, num_elements: int, source: int) -> list[Move]:
-    """Of `rank` in a tree with `source` at its root: log2 N messages one after another."""
+    """The broadcast moves of `rank` in a tree with `source` at its root: log2 N messages one after another."""
     parent, children = _family((rank - source) % size, size)
     moves = [] if parent is None else moved("receive", (parent + source) % size, 0, num_elements)
     for child in reversed(children):  # the largest subtree first
@@ -40,7 +40,7 @@ def tree_broadcast(rank: int, size: int, num_elements: int, source: int) -> list
 
 
 def _family(number: int, size: int) -> tuple[int | None, list[int]]:
-    """Parent and children, the nearest first, of a number in a binomial tree with 0 at its root.
+    """Parent and children (the nearest first) of a number in a binomial tree with 0 at its root.
 
     >>> _family(0, 6), _family(4, 6)
     ((None, [1, 2, 4]), (0, [5]))

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from meshloom.comm.background import BackgroundWork, Patience
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.network.phases import PhasedLine, Phases
 from meshloom.comm.network.two_level import HostsParts, TwoLevel
-from meshloom.comm.patience import BackgroundWork, Patience
 from meshloom.core.errors import CollectiveError
 from meshloom.core.units import format_bytes
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshloom.comm.fifo_thread import FifoThread
+from meshloom.comm.background import FifoThread
 from meshloom.comm.group import Work
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, ReduceOp, Work
-from meshloom.comm.mean import divide
 from meshloom.comm.network.phases import Phases
+from meshloom.comm.reductions import divide
 
 
 @dataclass(frozen=True, kw_only=True)

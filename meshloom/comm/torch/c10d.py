@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.liveness.activity import Activity
-from meshloom.comm.mean import divide
+from meshloom.comm.reductions import divide
 from meshloom.comm.torch.c10d_operations import C10dOperations
 from meshloom.core.units import format_bytes
 

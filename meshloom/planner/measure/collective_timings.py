@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.comm.collectives.explicit import spelled_out
+from meshloom.comm.collectives.explicit import explicit_group
 from meshloom.comm.group import Group
 from meshloom.comm.network.hosts import HostsGroup
 from meshloom.comm.recording import RecordedGroup
@@ -73,7 +73,7 @@ def measure_algorithms(
     pool = _Pool(_filled(POOL_BYTES, device))
     links: list[Link] = []
     for algorithm in SPELLED_OUT:
-        made = spelled_out(group, algorithm)
+        made = explicit_group(group, algorithm)
         try:
             measured = _measured(
                 group,
