@@ -105,7 +105,7 @@ def test_every_parameter_is_owned_once_and_the_rest_is_let_go():
             held = {name for name, each in replica.model.named_parameters() if not each.is_meta}
             assert len(held) < len(whole)
         assert all(len(ranks) == 1 for ranks in owners.values())
-        lent = trainer.replicas[0].engine.homes.lent  # type: ignore[union-attr]
+        lent = trainer.replicas[0].engine.ownership.lent  # type: ignore[union-attr]
         assert lent == ["embed.weight"]  # tied to the head
 
 
@@ -195,8 +195,8 @@ def test_ranks_that_drift_apart_are_found():
         borrowed = dict(trainer.replicas[1].model.named_parameters())["embed.weight"]
         with torch.no_grad():
             borrowed.view(-1)[0] += 1e-9
-        trainer.replicas[1].engine.homes.lend = lambda parameters: iter(())  # type: ignore[union-attr, assignment, method-assign]
-        trainer.replicas[0].engine.homes.lend = lambda parameters: iter(())  # type: ignore[union-attr, assignment, method-assign]
+        trainer.replicas[1].engine.ownership.lend = lambda parameters: iter(())  # type: ignore[union-attr, assignment, method-assign]
+        trainer.replicas[0].engine.ownership.lend = lambda parameters: iter(())  # type: ignore[union-attr, assignment, method-assign]
         with pytest.raises(
             TrainingError,
             match=r"embed.weight differs between ranks pp=0 and pp=1, which both hold all of it",

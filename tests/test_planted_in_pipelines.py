@@ -15,7 +15,7 @@ import meshloom.pipeline.runtime.stage
 import meshloom.program.ir.callables
 from meshloom.core.errors import TrainingError
 from meshloom.core.plan import Plan
-from meshloom.parameters.pipeline_ownership import Homes
+from meshloom.parameters.pipeline_ownership import PipelineOwnership
 from meshloom.pipeline.runtime.gradient_readiness import Readiness
 from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.verify.findings import Report
@@ -29,24 +29,24 @@ Plant = Callable[[Patch], None]
 
 def tied_gradient_stays(patch: Patch) -> None:
     """Who borrows a parameter keeps its gradient for itself."""
-    patch.setattr(Homes, "return_gradients", lambda self, parameters: iter(()))
+    patch.setattr(PipelineOwnership, "return_gradients", lambda self, parameters: iter(()))
 
 
 def tied_gradient_overwrites(patch: Patch) -> None:
-    returned = Homes.return_gradients
+    returned = PipelineOwnership.return_gradients
 
-    def overwrite(self: Homes, parameters: Any) -> Any:
+    def overwrite(self: PipelineOwnership, parameters: Any) -> Any:
         for name in self.lent:
             if self.owns(name):
                 parameters[name].grad = None
         yield from returned(self, parameters)
 
-    patch.setattr(Homes, "return_gradients", overwrite)
+    patch.setattr(PipelineOwnership, "return_gradients", overwrite)
 
 
 def borrowed_value_stays(patch: Patch) -> None:
     """The head goes on with the embedding of the step before."""
-    patch.setattr(Homes, "lend", lambda self, parameters: iter(()))
+    patch.setattr(PipelineOwnership, "lend", lambda self, parameters: iter(()))
 
 
 def last_gradient_only(patch: Patch) -> None:

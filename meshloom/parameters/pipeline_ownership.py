@@ -23,7 +23,7 @@ from meshloom.parameters.model import replace_tensors
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
-class Homes:
+class PipelineOwnership:
     """Who holds what along pp, as one rank sees it.
 
     holders: parameter or buffer -> ranks along pp that hold it, the owner first. group: the ranks along pp.

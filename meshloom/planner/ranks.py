@@ -106,7 +106,7 @@ def rank_shares(
     kept = [kept_bytes_of(stage, plan.tp) for stage in stages]
     schedule = schedule_of(plan, num_microbatches)
     moments = held_by_stage(schedule)
-    homes = {
+    ownership = {
         name: tuple(dict.fromkeys(schedule.ranks[stage] for stage in users))
         for name, users in users_of(stages).items()
     }
@@ -123,11 +123,11 @@ def rank_shares(
                 )
                 for moment in moments
             ),
-            homes,
+            ownership,
             plan,
             optimizer_factor,
             sent_by_rank(between, rank),
-            num_microbatches * _over_tp(stages, rank, schedule.ranks) + _at_the_end(part, homes, rank)
+            num_microbatches * _over_tp(stages, rank, schedule.ranks) + _at_the_end(part, ownership, rank)
             if part
             else 0,
         )
@@ -139,21 +139,21 @@ def _share(
     rank: int,
     stages: Sequence[Stage],
     kept: int,
-    homes: Mapping[str, Sequence[int]],
+    ownership: Mapping[str, Sequence[int]],
     plan: Plan,
     factor: float,
     over_pp: int,
     over_tp: int,
 ) -> RankShare:
     program = stages[0].program  # all of a rank's stages know all parameters
-    held = {name: each.meta for name, each in program.parameters.items() if rank in homes[name]}
+    held = {name: each.meta for name, each in program.parameters.items() if rank in ownership[name]}
     trained = {name: meta.num_bytes for name, meta in held.items() if meta.requires_grad}
-    owned = sum(size for name, size in trained.items() if homes[name][0] == rank)
+    owned = sum(size for name, size in trained.items() if ownership[name][0] == rank)
     per_replica = -(-owned // plan.dp) if plan.zero else owned
     lent = sum(
-        size * (len(homes[name]) - 1 if homes[name][0] == rank else 1)
+        size * (len(ownership[name]) - 1 if ownership[name][0] == rank else 1)
         for name, size in trained.items()
-        if len(homes[name]) > 1
+        if len(ownership[name]) > 1
     )
     exchanged = (owned + per_replica if plan.zero else owned) if plan.dp > 1 else 0
     sent: dict[Axis, int] = {"dp": exchanged, "pp": over_pp + lent, "tp": over_tp}
@@ -163,7 +163,9 @@ def _share(
             parameters=sum(meta.num_bytes for meta in held.values()),
             gradients=sum(trained.values()) + (per_replica if plan.zero and plan.dp > 1 else 0),
             optimizer=round(factor * per_replica),
-            buffers=sum(each.meta.num_bytes for name, each in program.buffers.items() if rank in homes[name]),
+            buffers=sum(
+                each.meta.num_bytes for name, each in program.buffers.items() if rank in ownership[name]
+            ),
             kept=kept,
         ),
         num_bytes={axis: count for axis, count in sent.items() if count},
@@ -174,9 +176,9 @@ def _over_tp(stages: Sequence[Stage], rank: int, ranks: Sequence[int]) -> int:
     return sum(sent_over_tp((stage for stage in stages if ranks[stage.number] == rank), 0).values())
 
 
-def _at_the_end(part: Partition, homes: Mapping[str, Sequence[int]], rank: int) -> int:
+def _at_the_end(part: Partition, ownership: Mapping[str, Sequence[int]], rank: int) -> int:
     """Of gradients that several ranks hold parts of, added up once a step where they are owned."""
     return sum(
         each.num_bytes
-        for each in sent_at_the_end(part, 0, [name for name in part.summed if homes[name][0] == rank])
+        for each in sent_at_the_end(part, 0, [name for name in part.summed if ownership[name][0] == rank])
     )

@@ -153,14 +153,14 @@ class _Reader:
         sizes: Sequence[int],
         size: int,
         rates: Rates,
-        homes: dict[str, tuple[int, ...]] | None = None,
+        ownership: dict[str, tuple[int, ...]] | None = None,
     ) -> CutChoice:
         reading = self._readings.of(size)
-        stored = self._readings.stored if homes is None and size == sizes[0] else None
+        stored = self._readings.stored if ownership is None and size == sizes[0] else None
 
         def choice() -> CutChoice:
             return choose_stages(
-                reading.program, reading.costs, plan, rates, sizes, homes, self._line(plan, size, rates)
+                reading.program, reading.costs, plan, rates, sizes, ownership, self._line(plan, size, rates)
             )
 
         return cut_before(stored, reading.program, rates, choice, plan=plan, sizes=sizes)

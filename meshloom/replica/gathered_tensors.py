@@ -13,7 +13,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.exchange.exchange import Give
 from meshloom.parameters.model import state_of
-from meshloom.parameters.pipeline_ownership import Homes
+from meshloom.parameters.pipeline_ownership import PipelineOwnership
 from meshloom.parameters.shards import Shards
 from meshloom.replica.engine import TakeTensor
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -23,9 +23,9 @@ class GatheredTensors:
     """One rank's part of gathering. pp, tp: the groups along these axes; tp None: size 1."""
 
     def __init__(
-        self, model: nn.Module, homes: Homes, shards: Shards, pp: Group, tp: Group | None, device: torch.device
+        self, model: nn.Module, ownership: PipelineOwnership, shards: Shards, pp: Group, tp: Group | None, device: torch.device
     ) -> None:  # fmt: skip
-        self._model, self._homes, self._shards = model, homes, shards
+        self._model, self._ownership, self._shards = model, ownership, shards
         self._pp, self._device = pp, device
         self._gathered = self._sent = 0  # bytes along tp, along pp
         self._moves = tp is None or tp.rank == 0  # whether this rank sends along pp
@@ -36,7 +36,7 @@ class GatheredTensors:
         names, moves = list(tensors), self._moves
 
         def give(name: str, tensor: Tensor | None) -> Steps[None]:
-            if not self._homes.owns(name):
+            if not self._ownership.owns(name):
                 return
             if tensor is not None:
                 self._gathered += self._shards.gather_bytes(name, tensor.dtype)
@@ -104,12 +104,12 @@ class GatheredTensors:
         def run(take: Callable[[str, Tensor], None]) -> Steps[None]:
             for each in entries:
                 whole: Tensor | None = None
-                if self._homes.owns(each.name):
+                if self._ownership.owns(each.name):
                     self._gathered += self._shards.gather_bytes(each.name, each.dtype)
                     self._sent += each.num_bytes if moves and self._pp.rank else 0
                     whole = yield from self._shards.gather(each.name, state[each.name])
                 if moves:
-                    whole = yield from self._homes.bring(
+                    whole = yield from self._ownership.bring(
                         each.name, whole, each.shape, each.dtype, self._device
                     )
                 if first:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshloom.comm.pieces import place
 from meshloom.comm.steps import Steps
 from meshloom.core.job import NamedParameters
-from meshloom.parameters.pipeline_ownership import Homes
+from meshloom.parameters.pipeline_ownership import PipelineOwnership
 from meshloom.parameters.shards import Shards
 
 Ready = Callable[[nn.Parameter], None]
@@ -26,10 +26,15 @@ class GradientCompletion:
     """
 
     def __init__(
-        self, owned: NamedParameters, homes: Homes, shards: Shards, summed: Sequence[str], ready: Ready
+        self,
+        owned: NamedParameters,
+        ownership: PipelineOwnership,
+        shards: Shards,
+        summed: Sequence[str],
+        ready: Ready,
     ) -> None:
-        lent, in_parts = set(homes.lent), set(summed)
-        self._homes, self._shards, self._ready = homes, shards, ready
+        lent, in_parts = set(ownership.lent), set(summed)
+        self._ownership, self._shards, self._ready = ownership, shards, ready
         self._summed = [(name, each) for name, each in owned if name in in_parts]
         self._lent = [each for name, each in owned if name in lent and name not in in_parts]
         self._at_once = [each for name, each in owned if name not in lent and name not in in_parts]
@@ -57,7 +62,7 @@ class GradientCompletion:
     ) -> Steps[None]:
         """After the backwards. parameters: all that this rank holds. add_up: over tp. computed: whether the
         replica had chunks."""
-        yield from self._homes.return_gradients(parameters)
+        yield from self._ownership.return_gradients(parameters)
         self._tell(self._lent)
         if computed and self._summed:
             yield from sum_over_tp(self._summed, self._shards, add_up)

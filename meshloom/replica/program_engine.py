@@ -33,7 +33,7 @@ from meshloom.data.data import to_device
 from meshloom.data.samples import first_batches
 from meshloom.exchange.exchange import Exchange, Give
 from meshloom.optimizer.sparse_parameters import Sparse, refuse_sparse_adam
-from meshloom.parameters.pipeline_ownership import Homes
+from meshloom.parameters.pipeline_ownership import PipelineOwnership
 from meshloom.parameters.replica_check import first_difference_in_replica
 from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.microbatches import Around, Microbatches
@@ -85,7 +85,7 @@ class ProgramEngine(Engine):
         self.cutter = self.programs.cutter
         self._sums = TeamSums(self.pp, self.tp)
         self.stages: tuple[Stage, ...] = ()  # of this rank, as first cut
-        self.homes: Homes
+        self.ownership: PipelineOwnership
         self.microbatches: Microbatches
         self._compiled: list[str] = []  # modules that torch.compile would have compiled
         self._team = team
@@ -114,8 +114,8 @@ class ProgramEngine(Engine):
             CaptureError,
         )
         self.stages = tuple(stage for stage in stages if self.cutter.ranks[stage.number] == self.pp.rank)
-        self.homes = Homes(self.cutter.holders, self.pp)
-        self.homes.release(model)
+        self.ownership = PipelineOwnership(self.cutter.holders, self.pp)
+        self.ownership.release(model)
         self.shards = Shards(self.programs.pieces, self.tp)
         self.shards.divide(model)
         self._model = model
@@ -131,14 +131,16 @@ class ProgramEngine(Engine):
                 followed=stage.program.in_place,
                 unite=self._sums.union,
             )
-        self._gathered = GatheredTensors(model, self.homes, self.shards, self.pp, self.tp, self.seat.device)
+        self._gathered = GatheredTensors(
+            model, self.ownership, self.shards, self.pp, self.tp, self.seat.device
+        )
 
     @property
     def parameters(self) -> NamedParameters:
         return [
             (name, each)
             for name, each in self._parameters.items()
-            if each.requires_grad and self.homes.owns(name)
+            if each.requires_grad and self.ownership.owns(name)
         ]
 
     @property
@@ -152,7 +154,7 @@ class ProgramEngine(Engine):
     def connect(self, exchange: Exchange) -> ExitStack:
         self._exchange = exchange
         self._completion = GradientCompletion(
-            self.parameters, self.homes, self.shards, self.programs.summed, exchange.gradient_ready
+            self.parameters, self.ownership, self.shards, self.programs.summed, exchange.gradient_ready
         )
         # With a single chunk autograd already writes gradients in place.
         landing = InPlace(exchange.room) if self.plan.num_chunks > 1 else None
@@ -215,7 +217,7 @@ class ProgramEngine(Engine):
         self._sums.count(self.microbatches.evaluate(batch, metric, take))
 
     def refresh_borrowed(self) -> Steps[None]:
-        yield from self.homes.lend(self._parameters)
+        yield from self.ownership.lend(self._parameters)
 
     def gather(self, mine: Callable[[Give], Steps[None]], take: TakeTensor) -> Steps[None]:
         yield from self._gathered.gather(mine, take)
@@ -234,7 +236,7 @@ class ProgramEngine(Engine):
         return (yield from first_difference_in_replica(self._model, self.shards, self._team, self.plan))
 
     def expected_bytes(self) -> ExpectedBytes:
-        return self._sums.expected_bytes() + self.homes.expected_bytes() + self._gathered.expected_bytes()
+        return self._sums.expected_bytes() + self.ownership.expected_bytes() + self._gathered.expected_bytes()
 
     @property
     def readings(self) -> str | None:

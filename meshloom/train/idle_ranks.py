@@ -15,12 +15,12 @@ def idle_lines(
     batch_size: int,
     parameters: Collection[str] = (),
     *,
-    homes: Mapping[str, Collection[int]] | None = None,
+    ownership: Mapping[str, Collection[int]] | None = None,
     divided: int | None = None,
 ) -> list[str]:
     """For who asked for more ranks than there is work.
 
-    parameters: names of the model's. homes: name -> ranks along pp that hold it, with pp. divided: how many
+    parameters: names of the model's. ownership: name -> ranks along pp that hold it, with pp. divided: how many
         of them are divided over tp, with tp.
 
     >>> idle_lines(Plan(dp=8), 6)
@@ -31,7 +31,7 @@ def idle_lines(
     ['A batch of 8 samples leaves 2 of dp=4 replicas without any: they compute nothing. Use at most 2 microbatches, or dp=2.']
     >>> idle_lines(Plan(tp=8), 6, ["a.weight"], divided=0)
     ['tp=8 divides no parameter of the model: every rank along tp holds all of them. Use tp=1; meshloom describe says why.']
-    >>> idle_lines(Plan(pp=3), 6, ["a.weight"], homes={"a.weight": (0,)})
+    >>> idle_lines(Plan(pp=3), 6, ["a.weight"], ownership={"a.weight": (0,)})
     ['pp=3 leaves 2 ranks along pp (1, 2) without any parameters: the model has too little to divide. Use pp=1.']
     """
     found: list[str] = []
@@ -54,8 +54,8 @@ def idle_lines(
         found.append(
             f"tp={plan.tp} divides no parameter of the model: every rank along tp holds all of them. Use tp=1; meshloom describe says why."
         )
-    if homes is not None and parameters:
-        used = {rank for name in parameters for rank in homes.get(name, ())}
+    if ownership is not None and parameters:
+        used = {rank for name in parameters for rank in ownership.get(name, ())}
         empty = [rank for rank in range(plan.pp) if rank not in used]
         if empty:
             ranks = f"{format_count(len(empty), 'rank')} along pp ({', '.join(map(str, empty))})"
@@ -69,7 +69,11 @@ def idle_lines_of(replica: Replica, plan: Plan, batch_size: int) -> list[str]:
     """For a replica that is built."""
     division = replica.engine.division
     divided = sum(not each.is_whole for each in division.first.parameters.values()) if division else None
-    homes = replica.engine.holders
+    ownership = replica.engine.holders
     return idle_lines(
-        plan, batch_size, [name for name, _ in replica.model.named_parameters()], homes=homes, divided=divided
+        plan,
+        batch_size,
+        [name for name, _ in replica.model.named_parameters()],
+        ownership=ownership,
+        divided=divided,
     )

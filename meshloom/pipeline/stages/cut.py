@@ -28,7 +28,7 @@ from meshloom.program.ir.program import Program
 from meshloom.tensor_parallel.search.costs import HELD_COPIES
 
 UNEVEN = 1.25
-Homes = Mapping[str, Collection[int]]
+PipelineOwnership = Mapping[str, Collection[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def choose_cuts(
     in_flight: Sequence[Sequence[int]] = (),
     state_factor: float = HELD_COPIES,
     ranks: Sequence[int] = (),
-    homes: Homes | None = None,
+    homes: PipelineOwnership | None = None,
     work: Mapping[str, OperatorSeconds] | None = None,
     kept: Mapping[str, Sequence[SavedTensor]] | None = None,
     step_seconds: Callable[[Sequence[StageCost]], float] | None = None,
@@ -134,7 +134,7 @@ def line_of(
     return Intervals(program, work, kept, link_bytes_per_second=speed, state_factor=state_factor)
 
 
-def where_used(program: Program, homes: Homes, ranks: Sequence[int]) -> dict[str, list[int]]:
+def where_used(program: Program, homes: PipelineOwnership, ranks: Sequence[int]) -> dict[str, list[int]]:
     """Parameter or buffer -> the stages that may use it: those that hold it, and others of their ranks.
 
     A buffer that changes stays in its stages, each of which merges what its chunks write.
@@ -154,7 +154,7 @@ def _stages(line: Intervals, cuts: Sequence[int]) -> list[StageCost]:
     return [line.stage(start, end) for start, end in pairwise([0, *cuts, line.num_nodes])]
 
 
-def _forbidden(line: Intervals, homes: Homes, num_stages: int) -> dict[int, list[int]]:
+def _forbidden(line: Intervals, homes: PipelineOwnership, num_stages: int) -> dict[int, list[int]]:
     """Stage -> operators that use what other stages hold."""
     found: dict[int, list[int]] = {}
     for name, uses in line.uses.items():
@@ -164,7 +164,7 @@ def _forbidden(line: Intervals, homes: Homes, num_stages: int) -> dict[int, list
     return found
 
 
-def _best(line: Intervals, limits: Limits, homes: Homes) -> list[int]:
+def _best(line: Intervals, limits: Limits, homes: PipelineOwnership) -> list[int]:
     count = limits.num_stages
     if len(line.places) < count - 1:
         raise PlanError(
@@ -182,7 +182,7 @@ def _best(line: Intervals, limits: Limits, homes: Homes) -> list[int]:
     return found
 
 
-def _check_homes(line: Intervals, homes: Homes, num_stages: int) -> None:
+def _check_homes(line: Intervals, homes: PipelineOwnership, num_stages: int) -> None:
     """Raise `PlanError` naming the first operator that can be in no stage: its parameters are elsewhere than
     what runs before it."""
     places = {0, *line.places}
@@ -233,7 +233,7 @@ def _hint(cut: str, paths: Collection[str]) -> str:
     return f"Did you mean {near[0]}?" if near else f"There are {', '.join(beside[:8])}."
 
 
-def _given(line: Intervals, cuts: Sequence[str], limits: Limits, homes: Homes) -> list[int]:
+def _given(line: Intervals, cuts: Sequence[str], limits: Limits, homes: PipelineOwnership) -> list[int]:
     nodes = line.program.nodes
     if len(cuts) != limits.num_stages - 1:
         raise PlanError(

@@ -80,9 +80,9 @@ class Folding:
         self._owners = {id(vars(each)): each for each in modules}
         self._paths = {id(vars(each)): path for path, each in model.named_modules()}
         kinds = {type(each) for each in modules if each is not model and any(True for _ in each.children())}
-        homes = {home for kind in kinds if (home := _home_of_forward(kind)) is not None}
+        ownership = {home for kind in kinds if (home := _home_of_forward(kind)) is not None}
         with ExitStack() as around_all:
-            for home in homes:
+            for home in ownership:
                 around_all.enter_context(replaced(home, "forward", self._wrapped(vars(home)["forward"])))
             around_all.enter_context(replaced(nn.Module, "__getattribute__", self._looking()))
             yield
