@@ -287,7 +287,7 @@ def test_only_comm_and_launch_name_torch_distributed():
 
 def test_processes_are_started_and_ranks_are_made_in_one_place():
     """Three rooms had their own calls of Popen, and three built a rank's groups."""
-    ownership = {"Popen": "launch/processes/child.py", "LocalRank": "launch/world.py"}
+    homes = {"Popen": "launch/processes/child.py", "LocalRank": "launch/world.py"}
     called = {
         (
             node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""),
@@ -297,7 +297,7 @@ def test_processes_are_started_and_ranks_are_made_in_one_place():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
     }
-    assert {(name, place) for name, place in called if name in ownership} == set(ownership.items())
+    assert {(name, place) for name, place in called if name in homes} == set(homes.items())
 
 
 def test_only_one_file_of_launch_reads_the_environment():
