@@ -125,26 +125,26 @@ REFUSED: dict[str, tuple[Extra, Any, str]] = {
     "words": (
         lambda x: {"n": [f"w{int(each * 100)}" for each in x[:, 0].tolist()]},
         of_scaled(lambda b: torch.tensor([[int(word[1:]) / 100] for word in b["n"]])),
-        "looks at n of the batch, a list of 6, in Python, and it differs in the next batch",
+        "reads n of the batch, a list of 6, in Python, and it differs in the next batch",
     ),
     "a number that Python computes with": (
         lambda x: {"n": number(x)},
         of_scaled(lambda b: math.sqrt(b["n"])),
-        "looks at n of the batch, a float, in Python, and it differs in the next batch",
+        "reads n of the batch, a float, in Python, and it differs in the next batch",
     ),
     "an object": (
         lambda x: {"n": Opaque(number(x))},
         of_scaled(lambda b: b["n"].value),
-        "looks at n of the batch, a Opaque, an object that meshloom cannot compare",
+        "reads n of the batch, a Opaque, an object that meshloom cannot compare",
     ),
     "tensors in an object": (
         lambda x: {"n": Opaque(x)},  # type: ignore[arg-type]
         of_scaled(lambda b: b["n"].value),
-        "looks at n of the batch, a Opaque, an object that meshloom cannot compare",
+        "reads n of the batch, a Opaque, an object that meshloom cannot compare",
     ),
     "an array": (
         lambda x: {"n": x.numpy().copy()},
         of_scaled(lambda b: torch.from_numpy(b["n"]).abs()),
-        "looks at n of the batch, a ndarray, in Python, and it differs",
+        "reads n of the batch, a ndarray, in Python, and it differs",
     ),
 }

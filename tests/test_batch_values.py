@@ -132,7 +132,7 @@ def test_reading_for_ever_is_refused():
         )
     with pytest.raises(
         CaptureError,
-        match=f"looks at step of the batch, a int, in Python, and it has had {MOST} values so far",
+        match=f"reads step of the batch, a int, in Python, and it has had {MOST} values so far",
     ):
         read(programs, batches[-1])
 

@@ -139,7 +139,7 @@ def fails(y: Tensor) -> Tensor:
         (
             lambda y: y * (1 + torch.compiler.is_exporting()),
             batches(),
-            "The program read from the model is not the model",
+            "The captured program differs from the model",
         ),
         (
             fails,

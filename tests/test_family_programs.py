@@ -151,7 +151,7 @@ def test_a_program_that_is_not_the_model_is_found(planted: str):
     check_against_eager(program, job, batches_of(job, RUN_ON))
     wrong = change(program)
     assert differs_by(wrong, family, way) > 1e-4 > limit_of(family, way)
-    with pytest.raises(CaptureError, match="The program read from the model is not the model"):
+    with pytest.raises(CaptureError, match="The captured program differs from the model"):
         check_against_eager(wrong, job, batches_of(job, RUN_ON))
 
 

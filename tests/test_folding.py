@@ -27,13 +27,13 @@ pytestmark = pytest.mark.usefixtures("silent_export")
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A name for every call that was not read."""
     found: list[str] = []
-    stand_in = Folding._as
+    stand_in = Folding._repeat
 
     def noted(self: Folding, other: Any, block: Any, leaves: Any) -> Any:
         found.append(type(block.parts[""]).__name__)
         return stand_in(self, other, block, leaves)
 
-    monkeypatch.setattr(Folding, "_as", noted)
+    monkeypatch.setattr(Folding, "_repeat", noted)
     return found
 
 

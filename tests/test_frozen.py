@@ -287,7 +287,7 @@ def test_a_loss_that_reads_what_an_earlier_forward_logged_is_refused(plan: str):
 
     for model in (Contrasts, Smooths):
         job = replace(make_job("mlp", "sgd"), model=lambda model=model: model(7, 5))
-        with pytest.raises(CaptureError, match="The program read from the model is not the model"):
+        with pytest.raises(CaptureError, match="The captured program differs from the model"):
             Trainer(job, plan, devices="simulated")
 
 

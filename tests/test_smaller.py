@@ -153,7 +153,7 @@ def test_a_program_that_is_not_eager_is_refused_all_the_same(
         return program
 
     monkeypatch.setattr(module, "capture_module", wrong)
-    with pytest.raises(CaptureError, match="The program read from the model is not the model"):
+    with pytest.raises(CaptureError, match="The captured program differs from the model"):
         CapturedLoss(job_of()).capture(batches(), model=Model(with_places))
     assert sizes[0] == 32 and TOKENS in sizes
 

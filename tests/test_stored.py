@@ -97,8 +97,8 @@ class Runs:
         self.notes: list[str] = []
 
     def read(self, job: Job | None = None, given: list[Any] | None = None) -> bool:
-        """Whether the loss was captured, and not taken from an earlier run. What it gives is in both cases the
-        program that a reading gives."""
+        """Whether the loss was captured, and not taken from an earlier run. What it gives is in both cases
+        the program that a reading gives."""
         timings, job, given = Timings(), job or job_of(), given or batches()
         program = CapturedLoss(job, stored=Stored(Cache(self.directory), timings), timings=timings).capture(
             given
@@ -377,7 +377,7 @@ def test_a_second_description_reads_and_chooses_nothing_and_says_the_same(
         "planner.readings.costs",
     ]
     kept += [
-        "program.capture.shapes.read_once",
+        "program.capture.shapes.export_once",
         "planner.divided.choose",
         "planner.staged_plan.choose_stages",
         "planner.describe.predict_memory",

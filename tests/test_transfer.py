@@ -305,7 +305,7 @@ def test_what_cannot_be_sent_is_refused_by_the_sender():
         match=r"mul.Tensor at a line that could not be found: The program holds a Generator, which cannot be sent",
     ):
         pack(with_node(args=(torch.Generator(),)))
-    with pytest.raises(CaptureError, match="has no name to be sent to another rank by"):
+    with pytest.raises(CaptureError, match="has no name by which it can be sent to another rank"):
         pack(with_node(target=print_hashes))
     with pytest.raises(
         CaptureError,

@@ -20,14 +20,14 @@ from meshloom.program.trace.build import build
 from meshloom.program.trace.export import Exported, context_of
 from meshloom.program.trace.frozen import check_equal, equal_bits
 from meshloom.program.trace.precision import build_model, in_precision
-from meshloom.program.trace.reading import (
+from meshloom.program.trace.repeated_export import (
+    capturing,
     check_tensors,
     device_of,
+    export_once,
+    export_twice,
     folded,
     one_thread,
-    read_once,
-    read_twice,
-    reading,
 )
 
 
@@ -81,13 +81,13 @@ def capture_module(
     def read(leaves: Sequence[Leaves], fold: bool) -> Program:
         if once:
             return build(
-                read_once(model, loss, leaves[0], fold=fold),
+                export_once(model, loss, leaves[0], fold=fold),
                 model,
                 leaves[0].tensors,
                 device_of(model, leaves[0]),
                 dtype,
             )
-        exported = read_twice(model, loss, (leaves[0], leaves[1]), fold=fold)
+        exported = export_twice(model, loss, (leaves[0], leaves[1]), fold=fold)
         device = device_of(model, leaves[0])
         same = _same(*exported) and all(
             one.stride() == leaves[1].tensors[name].stride() for name, one in leaves[0].tensors.items()
@@ -97,7 +97,7 @@ def capture_module(
             check_equal(program, build(exported[1], model, leaves[1].tensors, device, dtype))
         return program
 
-    with reading(dtype):
+    with capturing(dtype):
         program, others = read_values(
             given,
             lambda leaves: folded(partial(read, leaves)) if fold else read(leaves, False),

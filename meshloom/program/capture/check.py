@@ -21,9 +21,9 @@ from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.program import Program
 from meshloom.program.run.execute import run_program
-from meshloom.program.trace.attributes import plain_values, whole_attributes
+from meshloom.program.trace.attributes import attributes_restored, plain_values
 from meshloom.program.trace.precision import build_model, default_precision, in_precision
-from meshloom.program.trace.reading import one_thread
+from meshloom.program.trace.repeated_export import one_thread
 
 # The same operators run in the same order; only the order in which gradients of one tensor add up may differ.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -104,7 +104,7 @@ def check_against_module(
             if not difference.error <= limit:
                 where = _first_difference(program, model, loss, batch, parameters, mirror, seed, limit)
                 raise CaptureError(
-                    f"The program read from the model is not the model: {difference.what} differs by {difference.error:.1e} (limit {limit:.0e}); {where}. {WAY_OUT}"
+                    f"The captured program differs from the model: {difference.what} differs by {difference.error:.1e} (limit {limit:.0e}); {where}. {WAY_OUT}"
                 )
     return replace(worst, telling=finite and all(moved.values()))
 
@@ -136,7 +136,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with whole_attributes(model):
+        with attributes_restored(model):
             yield
     finally:
         for (path, name), value in plain.items():

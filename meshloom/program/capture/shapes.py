@@ -29,7 +29,7 @@ from meshloom.program.ir.sparse_constants import empty_like
 from meshloom.program.trace.build import build
 from meshloom.program.trace.on_cpu import fake_mode
 from meshloom.program.trace.precision import build_model
-from meshloom.program.trace.reading import check_tensors, device_of, folded, read_once, reading
+from meshloom.program.trace.repeated_export import capturing, check_tensors, device_of, export_once, folded
 
 SMALL = 4096  # elements
 Built = tuple[nn.Module, FakeTensorMode]
@@ -65,7 +65,7 @@ def capture_shapes(
     def build_here() -> Built:
         return model_by_shapes(job, dtype, training=training, small=small)
 
-    with reading(dtype), on_cpu(where):
+    with capturing(dtype), on_cpu(where):
         model, mode = built(build_here) if built else build_here()
         shapes = Leaves(
             {name: fake_of(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild
@@ -74,7 +74,7 @@ def capture_shapes(
         def read() -> Program:
             program = folded(
                 lambda fold: build(
-                    read_once(model, job.loss, shapes, fold=fold),
+                    export_once(model, job.loss, shapes, fold=fold),
                     model,
                     shapes.tensors,
                     device_of(model, shapes),
@@ -120,7 +120,7 @@ def _build(job: Job, mode: FakeTensorMode, small: int, *, training: bool) -> nn.
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CaptureError(
             f"The model cannot be built by shapes alone at {describe_line(line_of_error(error.__traceback__))}: {type(error).__name__}: {first[:160]}. "
-            "Build it without reading the values of large tensors (.item(), .numpy(), SciPy), or capture it from real batches."
+            "Build it without capturing the values of large tensors (.item(), .numpy(), SciPy), or capture it from real batches."
         ) from error
 
 

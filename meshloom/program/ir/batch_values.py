@@ -193,7 +193,7 @@ def refused_value(name: str, value: Any, why: str) -> CaptureError:
     """The error for a value that changes too often for one program per value."""
     kind = type(value).__name__ + (f" of {len(value)}" if isinstance(value, list | tuple | Mapping) else "")
     return CaptureError(
-        f"The loss looks at {name} of the batch, a {kind}, in Python, and {why}: a program is specialized to the value it was captured with. "
+        f"The loss reads {name} of the batch, a {kind}, in Python, and {why}: a program is specialized to the value it was captured with. "
         f"Make a tensor of it in collate. {WAY_OUT}"
     )
 
@@ -267,7 +267,7 @@ def _check_stable(name: str, value: Any) -> None:
             "a dataclass" if is_dataclass(value) else "an object that meshloom cannot compare for equality"
         )
         raise CaptureError(
-            f"The loss looks at {name} of the batch, a {kind}: a program would keep its value in the first batch for ever. "
+            f"The loss reads {name} of the batch, a {kind}: a program would keep its value in the first batch for ever. "
             f"Put its tensors and numbers into the batch themselves, in dicts, lists or dataclasses. {WAY_OUT}"
         )
 

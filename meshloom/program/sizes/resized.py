@@ -20,7 +20,7 @@ from meshloom.program.capture.shapes import fake_of, model_by_shapes, moved_to, 
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.sizes.forms import alike
-from meshloom.program.trace.reading import reading
+from meshloom.program.trace.repeated_export import capturing
 
 Capture = Callable[[nn.Module, tuple[Any, Any]], Program]
 
@@ -33,7 +33,7 @@ def resized(known: Program, job: Job, batches: tuple[Any, Any], capture: Capture
         two batches.
     """
     try:
-        with reading(known.precision), on_cpu(known.device):
+        with capturing(known.precision), on_cpu(known.device):
             model, mode = model_by_shapes(job, known.precision, training=known.training)
             first, second = (
                 leaves.rebuild([fake_of(each, mode) for each in leaves.tensors.values()])

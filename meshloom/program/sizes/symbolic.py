@@ -26,7 +26,7 @@ from meshloom.program.capture.shapes import model_by_shapes, on_cpu
 from meshloom.program.ir.batch_values import stand_ins
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
-from meshloom.program.trace.reading import reading
+from meshloom.program.trace.repeated_export import capturing
 
 Dim = tuple[str, int]  # a tensor of the batch, and which of its dims
 Expression = Any  # a number, ["size", tensor, dim], or [operator, operands...]: what JSON can say
@@ -71,7 +71,7 @@ def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
 
     calls = _Calls()
     try:
-        with reading(program.precision), on_cpu(program.device):
+        with capturing(program.precision), on_cpu(program.device):
             model, mode = model_by_shapes(job, program.precision, training=program.training)
             env: Any = mode.shape_env
             tensors, symbols = _symbolic(leaves, mode)

@@ -23,7 +23,7 @@ from meshloom.program.sizes.resized import resized
 from meshloom.program.sizes.smaller import Smaller, is_large, smaller
 from meshloom.program.store.stored import Stored, StoredEntry
 from meshloom.program.trace.precision import build_model, default_precision
-from meshloom.program.trace.reading import one_thread
+from meshloom.program.trace.repeated_export import one_thread
 from meshloom.telemetry.timings import Timings
 
 

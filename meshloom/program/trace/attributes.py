@@ -1,4 +1,4 @@
-"""The plain Python attributes of a model's modules: numbers, text and lists of them, which a program cannot
+"""The plain Python attributes of a model's modules: numbers, texts and lists of them, which a program cannot
 change."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TORCHS_OWN = set(vars(nn.Module())) - {"training"}
 
 
 def plain_attributes(model: nn.Module) -> dict[tuple[str, str], str]:
-    """(module, attribute) -> its value as text, for all that are plain values."""
+    """(module, attribute) -> text of its value, for all plain values."""
     return {
         (name, attribute): text
         for name, module in model.named_modules()
@@ -29,7 +29,7 @@ def plain_attributes(model: nn.Module) -> dict[tuple[str, str], str]:
 
 
 def plain_values(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """The same values themselves; lists and the like are copies."""
+    """(module, attribute) -> its value; containers are copied."""
     return {
         (name, attribute): copy.copy(vars(model.get_submodule(name))[attribute])
         for name, attribute in plain_attributes(model)
@@ -37,16 +37,16 @@ def plain_values(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 @contextmanager
-def whole_attributes(model: nn.Module) -> Iterator[None]:
-    """Tensors that the forward leaves in plain attributes, or in lists and dictionaries that lie there, are
-    gone afterwards: they hold no values."""
+def attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Removes tensors without values that the forward leaves in plain attributes, or in containers there."""
     kept = [(module, dict(vars(module))) for module in model.modules()]
     containers = list(
         _containers(
             [value for _, attributes in kept for name, value in attributes.items() if name not in TORCHS_OWN]
         )
     )
-    held = [({id(leaf) for leaf in _tensors_in(container)}, copy.copy(container)) for container in containers]
+    tensors_before = [{id(leaf) for leaf in _tensors_in(container)} for container in containers]
+    contents = [copy.copy(container) for container in containers]
     try:
         yield
     finally:
@@ -57,19 +57,18 @@ def whole_attributes(model: nn.Module) -> Iterator[None]:
                         vars(module)[name] = attributes[name]
                     else:
                         del vars(module)[name]
-        for container, (tensors, content) in zip(containers, held, strict=True):
-            # a log that the forward wrote into
+        for container, tensors, content in zip(containers, tensors_before, contents, strict=True):
+            # the forward has added tensors
             if any(id(leaf) not in tensors for leaf in _tensors_in(container)):
                 container.clear()
-                container.extend(content) if isinstance(container, list | deque) else container.update(
-                    content
-                )
+                extend = container.extend if isinstance(container, list | deque) else container.update
+                extend(content)
 
 
 def changed_attributes(
     before: dict[tuple[str, str], str], after: dict[tuple[str, str], str]
 ) -> list[Changed]:
-    """What differs; an attribute that was not there before is not a change, as nothing can have read it."""
+    """The differences. A new attribute is no change, as nothing can have read it."""
     return [
         (*place, text, after.get(place, "nothing"))
         for place, text in before.items()
@@ -111,7 +110,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _containers(values: Iterable[Any], depth: int = 0) -> Iterator[Any]:
-    """The lists, dictionaries, sets and queues among `values`; those inside of others first."""
+    """The lists, dicts, sets and deques among `values`, inner ones first."""
     for value in values if depth <= _DEPTH else ():
         if isinstance(value, dict | list | deque | set | tuple):
             yield from _containers(list(value.values() if isinstance(value, dict) else value), depth + 1)

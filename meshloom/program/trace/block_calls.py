@@ -1,10 +1,9 @@
-"""Operators that stand in a graph for calls of modules, while a loss is being read (`folding.py`); no program
-is left with them (`unfold.py`).
+"""Operators that stand for calls of modules while a loss is exported (`folding.py`); `unfold.py` removes
+them.
 
-enter(given, state, 3, path)       here begins what call 3 computes, of the tensors it was given and of its module's parameters and buffers
-...
-leave(made, 3)                     here it ends
-y = alike(given, state, 3, path, ...)    a call of another module that is like call 3, and was not read
+enter(inputs, state, 3, path)      call 3 begins, with the tensors passed to it and its module's parameters
+and buffers ... leave(results, 3)                  call 3 ends y = repeat(inputs, state, 3, path, ...)    a
+call identical to call 3 with another module, which was not traced
 """
 
 from __future__ import annotations
@@ -20,39 +19,37 @@ from meshloom.core.errors import CaptureError
 from meshloom.program.ir.nodes import Node
 
 
-class NotAlikeError(CaptureError):
-    """Calls were taken for alike, and what was read does not bear it out: the loss is to be read as it is."""
+class FoldingError(CaptureError):
+    """Folded calls turned out to differ: the loss must be exported without folding."""
 
 
 _AS = "str path, int[] ranks, int[] sizes, int[] strides, ScalarType[] dtypes"
 
 _library = torch.library.Library("meshloom", "DEF")
-_library.define("enter(Tensor[] given, Tensor[] state, int call, str path) -> ()")
-_library.define("leave(Tensor[] made, int call) -> ()")
-_library.define(f"alike(Tensor[] given, Tensor[] state, int call, {_AS}) -> Tensor")
-_library.define(f"alike_several(Tensor[] given, Tensor[] state, int call, {_AS}) -> Tensor[]")
+_library.define("enter(Tensor[] inputs, Tensor[] state, int call, str path) -> ()")
+_library.define("leave(Tensor[] results, int call) -> ()")
+_library.define(f"repeat(Tensor[] inputs, Tensor[] state, int call, {_AS}) -> Tensor")
+_library.define(f"repeat_several(Tensor[] inputs, Tensor[] state, int call, {_AS}) -> Tensor[]")
 
 _ops: Any = torch.ops
 ENTER, LEAVE = _ops.meshloom.enter.default, _ops.meshloom.leave.default
-ALIKE, ALIKE_SEVERAL = _ops.meshloom.alike.default, _ops.meshloom.alike_several.default
-STAND_INS = frozenset({ENTER, LEAVE, ALIKE, ALIKE_SEVERAL})
+REPEAT, REPEAT_SEVERAL = _ops.meshloom.repeat.default, _ops.meshloom.repeat_several.default
 
 
 def path_of_call(node: Node) -> str:
-    """Of `enter` or `alike`: the module that is called. Its own place where only its forward was called,
-    around which torch notes nothing."""
+    """The module called in an `enter` or `repeat` node; the node's own path if only the module's forward was
+    called, which torch does not record."""
     path: str = node.args[3]
     return node.path if node.path.rpartition(".")[2] == path.rpartition(".")[2] else path
 
 
-def like(made: Sequence[Tensor]) -> tuple[list[int], list[int], list[int], list[torch.dtype]]:
-    """The arguments of `alike` that say what it gives: tensors as these."""
-    sizes = [size for each in made for size in each.shape]
+def layouts_of(results: Sequence[Tensor]) -> tuple[list[int], list[int], list[int], list[torch.dtype]]:
+    """The arguments of `repeat` that describe its results: the shapes, strides and dtypes of these."""
     return (
-        [each.ndim for each in made],
-        sizes,
-        [stride for each in made for stride in each.stride()],
-        [each.dtype for each in made],
+        [each.ndim for each in results],
+        [size for each in results for size in each.shape],
+        [stride for each in results for stride in each.stride()],
+        [each.dtype for each in results],
     )
 
 
@@ -60,8 +57,8 @@ def _nothing(*args: Any) -> None:
     return None
 
 
-def _made(
-    given: Sequence[Tensor],
+def _results(
+    inputs: Sequence[Tensor],
     state: Sequence[Tensor],
     call: int,
     path: str,
@@ -70,28 +67,26 @@ def _made(
     strides: Any,
     dtypes: Any,
 ) -> list[Tensor]:
-    made: list[Tensor] = []
+    device = (*inputs, *state)[0].device
+    results: list[Tensor] = []
     at = 0
     for rank, dtype in zip(ranks, dtypes, strict=True):
-        made.append(
-            torch.empty_strided(
-                sizes[at : at + rank], strides[at : at + rank], dtype=dtype, device=(*given, *state)[0].device
-            )
-        )
+        shape, stride = sizes[at : at + rank], strides[at : at + rank]
+        results.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
         at += rank
-    return made
+    return results
 
 
-def _made_one(*args: Any) -> Tensor:
-    (made,) = _made(*args)
-    return made
+def _result(*args: Any) -> Tensor:
+    (result,) = _results(*args)
+    return result
 
 
 for _name, _body in (
     ("enter", _nothing),
     ("leave", _nothing),
-    ("alike", _made_one),
-    ("alike_several", _made),
+    ("repeat", _result),
+    ("repeat_several", _results),
 ):
     torch.library.register_fake(f"meshloom::{_name}", _body, lib=_library)
 for _operator in (ENTER, LEAVE):

@@ -1,5 +1,5 @@
-"""From an exported graph to a program: in-place operators away, draws numbered, tied parameters one, defaults
-written out."""
+"""Builds a program from an exported graph: no in-place operators, numbered draws, tied parameters merged,
+explicit dtypes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def build(
     device: torch.device,
     precision: torch.dtype | None,
 ) -> Program:
-    """The program of an exported loss. leaves: the batch's tensors, as they were exported."""
+    """The program of an exported loss. leaves: the batch's tensors, as exported."""
     parameters = _variables(model.named_parameters(remove_duplicate=False))
     buffers = _variables(model.named_buffers(remove_duplicate=False))
     tensors: dict[str, Tensor] = dict(exported.constants)
-    first: dict[str, str] = {}  # placeholder -> first name of its tensor, however it is tied
+    first: dict[str, str] = {}  # placeholder -> first name of its tensor, also if tied
     values: dict[str, str] = {}  # placeholder -> name of its value
     for prefix, names, variables in (
         ("p", exported.parameters, parameters),
@@ -45,21 +45,21 @@ def build(
     pure = without_mutation(exported, likes)
     inferred = pure.inferred or infer(pure.graph, likes)
     nodes: list[Any] = list(pure.graph.nodes)
-    named: dict[fx.Node, str] = {node: str(values.get(node.name, node.name)) for node in nodes}
+    names_of: dict[fx.Node, str] = {node: str(values.get(node.name, node.name)) for node in nodes}
     output = next(node for node in nodes if node.op == "output")
     used = {node.name for node in nodes if node.op == "placeholder" and node.users}
     program = Program(
-        parameters=_described(parameters, "p"),
-        buffers=_described(buffers, "b"),
+        parameters=_with_aliases(parameters, "p"),
+        buffers=_with_aliases(buffers, "b"),
         constants={name: constant for name, constant in exported.constants.items() if name in used},
         inputs=tuple(
             Input(value=value, name=name, meta=_meta(likes[value]))
             for value, name in zip(exported.inputs, leaves, strict=True)
         ),
-        nodes=tuple(_nodes(pure.graph, inferred, named)),
-        outputs=tuple(_value(each, named) for each in output.args[0]),
+        nodes=tuple(_nodes(pure.graph, inferred, names_of)),
+        outputs=tuple(_value(each, names_of) for each in output.args[0]),
         out_spec=exported.out_spec,
-        updates={first[value]: Ref(named[node]) for value, node in pure.updates.items()},
+        updates={first[value]: Ref(names_of[node]) for value, node in pure.updates.items()},
         in_place=frozenset(first[value] for value in pure.in_place),
         device=device,
         training=model.training,
@@ -68,13 +68,13 @@ def build(
     return unfolded(program)
 
 
-def _variables(named: Any) -> dict[str, tuple[str, Tensor]]:
-    """Every name -> the first name of the same tensor, and the tensor."""
+def _variables(names_of: Any) -> dict[str, tuple[str, Tensor]]:
+    """Name -> the first name of the same tensor, and the tensor."""
     first: dict[int, str] = {}
-    return {name: (first.setdefault(id(tensor), name), tensor) for name, tensor in named}
+    return {name: (first.setdefault(id(tensor), name), tensor) for name, tensor in names_of}
 
 
-def _described(variables: Mapping[str, tuple[str, Tensor]], prefix: str) -> dict[str, Variable]:
+def _with_aliases(variables: Mapping[str, tuple[str, Tensor]], prefix: str) -> dict[str, Variable]:
     aliases: dict[str, list[str]] = {}
     for name, (first, _) in variables.items():
         aliases.setdefault(first, []).extend([name] if name != first else [])
@@ -90,7 +90,7 @@ def _described(variables: Mapping[str, tuple[str, Tensor]], prefix: str) -> dict
 
 
 def _identifier(name: str) -> str:
-    """A module's name as one that Python accepts, different for different names.
+    """A module's name as a Python identifier, different for different names.
 
     >>> _identifier("blocks.0.w_1")
     'blocks_0_w__1'
@@ -101,7 +101,7 @@ def _identifier(name: str) -> str:
     )
 
 
-def _nodes(graph: fx.Graph, inferred: Inferred, named: Mapping[fx.Node, str]) -> list[Node]:
+def _nodes(graph: fx.Graph, inferred: Inferred, names_of: Mapping[fx.Node, str]) -> list[Node]:
     nodes: list[Node] = []
     draw = 0
     for node in graph.nodes:
@@ -111,10 +111,10 @@ def _nodes(graph: fx.Graph, inferred: Inferred, named: Mapping[fx.Node, str]) ->
         kwargs = _explicit(node, inferred.shapes[node])
         nodes.append(
             Node(
-                name=named[node],
+                name=names_of[node],
                 target=node.target,
-                args=tuple(_value(each, named) for each in node.args),
-                kwargs={key: _value(each, named) for key, each in kwargs.items()},
+                args=tuple(_value(each, names_of) for each in node.args),
+                kwargs={key: _value(each, names_of) for key, each in kwargs.items()},
                 context=context_of(node),
                 path=path_of(node),
                 line=line_of(node),
@@ -128,8 +128,7 @@ def _nodes(graph: fx.Graph, inferred: Inferred, named: Mapping[fx.Node, str]) ->
 
 
 def _explicit(node: fx.Node, shapes: tuple[Shape, ...]) -> dict[str, Any]:
-    """Keyword arguments with the dtype that a constructor takes from torch's default, so that the program
-    does not depend on it."""
+    """Keyword arguments, with the dtype where a constructor would take torch's default."""
     schema = getattr(node.target, "_schema", None)
     if (
         schema is None
@@ -146,11 +145,11 @@ def _explicit(node: fx.Node, shapes: tuple[Shape, ...]) -> dict[str, Any]:
     return given
 
 
-def _value(value: Any, named: Mapping[fx.Node, str]) -> Any:
+def _value(value: Any, names_of: Mapping[fx.Node, str]) -> Any:
     if isinstance(value, fx.Node):
-        return Ref(named[value])
+        return Ref(names_of[value])
     if isinstance(value, list | tuple):
-        parts: Any = [_value(each, named) for each in value]
+        parts: Any = [_value(each, names_of) for each in value]
         return tuple(parts)
     return value
 

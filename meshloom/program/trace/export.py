@@ -1,10 +1,9 @@
-"""What `torch.export` saw of one loss: a flat graph in which every node knows its context and the user's
+"""Exports a loss with `torch.export`, as a flat graph in which every node has its context and the user's
 line.
 
-`torch.export` makes higher-order nodes of autocast and grad-mode regions, splits nested ones wrongly and
-loses grad modes that are set inside of autocast. So those regions are kept from it: entering and leaving them
-is noted here, and every node carries the
-context it was made in. The same hook notes the line.
+`torch.export` turns autocast and grad-mode regions into higher-order nodes, splits nested ones wrongly, and
+loses grad modes set inside of autocast. So these regions are hidden from it: entering and leaving them is
+recorded here, and every node gets the context in which it was created. The same hook records the line.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, SourcePlace, place_here, place_of_error
 from meshloom.program.trace.attributes import (
     Changed,
+    attributes_restored,
     changed_attributes,
     plain_attributes,
     plain_values,
-    whole_attributes,
 )
-from meshloom.program.trace.block_calls import NotAlikeError
+from meshloom.program.trace.block_calls import FoldingError
+from meshloom.program.trace.export_patches import ctc_loss_without_values, patched_for_export
 from meshloom.program.trace.folding import Folding
 from meshloom.program.trace.inner_gradients import InnerGradients, transforms_ended
-from meshloom.program.trace.readable import aligned_without_values, readable
 
-_torch: Any = torch  # for what torch keeps to itself
+_torch: Any = torch  # for private names
 META = "custom"  # the one key of node.meta that export carries through all of its passes
 
 
@@ -48,14 +47,13 @@ META = "custom"  # the one key of node.meta that export carries through all of i
 class Exported:
     """An exported loss.
 
-    graph: placeholders, then ATen calls, then the outputs. In-place operators are still there.
+    graph: placeholders, ATen calls (with in-place operators), outputs.
     parameters, buffers: placeholder -> name in the user's module.
-    constants: placeholder -> the tensor it always is.
+    constants: placeholder -> its tensor.
     inputs: placeholders of the batch's leaves, in order.
-    out_spec: how the outputs are arranged.
-    changed: plain attributes that the forward changed: (module, attribute, before, after).
-    left: what was in them before and after: (module, attribute, before, after). Export puts some of it back,
-        and some not.
+    out_spec: structure of the outputs.
+    changed: plain attributes that the forward changed, as texts: (module, attribute, before, after).
+    left: their values: (module, attribute, before, after). Export restores only some of them.
     """
 
     graph: fx.Graph
@@ -71,17 +69,16 @@ class Exported:
 def export(
     model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor], *, fold: bool = False
 ) -> Exported:
-    """Export `loss(model, leaves)`, where `loss` is a function of (model, leaves). fold: read calls that are
-    alike once (`folding.py`).
+    """Export `loss(model, leaves)`. fold: export identical calls once (`folding.py`).
 
-    Raises `CaptureError`; `NotAlikeError` if something was folded, so that it may be the reading's own fault.
+    Raises `CaptureError`; `FoldingError` if something was folded, as that may be the cause.
     """
     folding = Folding() if fold else None
     try:
         return _exported(model, loss, leaves, folding)
     except CaptureError as error:
         if folding is not None and folding.count:
-            raise NotAlikeError(str(error)) from error
+            raise FoldingError(str(error)) from error
         raise
 
 
@@ -90,10 +87,16 @@ def _exported(
 ) -> Exported:
     seen = _Seen(folding=folding)
     wrapper = _Loss(model, loss, seen)
-    copies = tuple(leaf.detach().clone() for leaf in leaves)  # two that were one tensor become two
+    copies = tuple(leaf.detach().clone() for leaf in leaves)  # the same tensor twice becomes two
     try:
-        with warnings.catch_warnings(), readable(), aligned_without_values(), _quiet(), transforms_ended():
-            warnings.simplefilter("ignore")  # about attributes, which are looked at here
+        with (
+            warnings.catch_warnings(),
+            patched_for_export(),
+            ctc_loss_without_values(),
+            _quiet(),
+            transforms_ended(),
+        ):
+            warnings.simplefilter("ignore")  # about attributes, which are checked here
             exported = torch.export.export(wrapper, copies, strict=False)
     except CaptureError:
         raise
@@ -102,36 +105,35 @@ def _exported(
         seen.gradients.refuse_transforms(error)
         raise CaptureError(_explain(error)) from error
     seen.gradients.check(exported.graph_module.graph)
-    return _read(exported, seen)
+    return _from_exported(exported, seen)
 
 
 def context_of(node: fx.Node) -> Context:
-    """The context a node was made in."""
+    """The context in which a node was created."""
     return node.meta.get(META, {}).get("context", Context())
 
 
 def line_of(node: fx.Node) -> SourceLine | None:
-    """The user's line that made a node."""
+    """The user's line that created a node."""
     place = node.meta.get(META, {}).get("place")
     return place.line if place else None
 
 
 def path_of(node: fx.Node) -> str:
-    """Name of the module whose forward made a node; '' for the model itself and the loss function."""
+    """Name of the module whose forward created a node; '' for the model itself and the loss function."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     return path.removeprefix("model").removeprefix(".")
 
 
 def describe_place(node: fx.Node) -> str:
-    """Where a node was made, for an error."""
+    """Where a node was created, for an error."""
     return str(node.meta.get(META, {}).get("place", SourcePlace(None, None)))
 
 
 @dataclass
 class _Seen:
-    """What the forward found out besides the graph; export puts attributes of modules back, so it lies
-    outside of them."""
+    """Findings of the forward besides the graph, outside of modules, whose attributes export restores."""
 
     out_spec: TreeSpec | None = None
     changed: list[Changed] = field(default_factory=list)
@@ -141,8 +143,8 @@ class _Seen:
 
 
 class _Loss(nn.Module):
-    """The loss as a module of the batch's leaves. The model is a submodule, so parameters keep their names
-    behind `model.`."""
+    """The loss as a module of the batch's leaves. The model is a submodule; its parameters have the prefix
+    `model.`."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any], seen: _Seen) -> None:
         super().__init__()
@@ -154,10 +156,10 @@ class _Loss(nn.Module):
     def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
         before, values = plain_attributes(self.model), plain_values(self.model)
         with (
-            _noting(self.model, self._seen.folding),
-            whole_attributes(self.model),
+            _recorded(self.model, self._seen.folding),
+            attributes_restored(self.model),
             _written_buffers(self.model),
-            self._seen.gradients.noted(),
+            self._seen.gradients.recorded(),
         ):
             value = self._loss(self.model, leaves)
         self._seen.changed = changed_attributes(before, plain_attributes(self.model))
@@ -170,17 +172,16 @@ class _Loss(nn.Module):
 
 
 @contextmanager
-def _noting(model: nn.Module, folding: Folding | None) -> Iterator[None]:
-    """Give every node that is made its context and line, keep regions out of the graph, and fold calls that
-    are alike."""
+def _recorded(model: nn.Module, folding: Folding | None) -> Iterator[None]:
+    """Records context and line of every node, hides regions from the graph, and folds identical calls."""
     modes = _torch.overrides._get_current_function_mode_stack()
     mode: Any = next((each for each in modes if isinstance(each, PreDispatchTorchFunctionMode)), None)
-    if mode is None:  # a run without tracing, which export makes of some modules
+    if mode is None:  # export also runs some modules without tracing
         yield
         return
     regions: list[Autocast] = []
     count = 0
-    made: dict[tuple[tuple[Autocast, ...], bool], Context] = {}
+    contexts: dict[tuple[tuple[Autocast, ...], bool], Context] = {}
 
     def function(
         self: Any, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -202,7 +203,7 @@ def _noting(model: nn.Module, folding: Folding | None) -> Iterator[None]:
     def create(*args: Any, **kwargs: Any) -> fx.Node:
         node = create_node(*args, **kwargs)
         key = tuple(regions), torch.is_grad_enabled()
-        context = made.setdefault(key, Context(autocast=key[0], grad=key[1]))
+        context = contexts.setdefault(key, Context(autocast=key[0], grad=key[1]))
         node.meta[META] = {"context": context, "place": place_here(2)}
         return node
 
@@ -210,7 +211,7 @@ def _noting(model: nn.Module, folding: Folding | None) -> Iterator[None]:
     caching = torch.is_autocast_cache_enabled()
     mode.__torch_function__ = types.MethodType(function, mode)
     mode.tracer.create_node = create
-    torch.set_autocast_cache_enabled(True)  # tracing turned it off, and regions read it
+    torch.set_autocast_cache_enabled(True)  # disabled while tracing, but regions record it
 
     def around() -> Any:
         return tuple(
@@ -218,7 +219,7 @@ def _noting(model: nn.Module, folding: Folding | None) -> Iterator[None]:
         ), torch.is_grad_enabled()
 
     try:
-        with folding.noted(model, around) if folding is not None else nullcontext():
+        with folding.folded_inside(model, around) if folding is not None else nullcontext():
             yield
     finally:
         torch.set_autocast_cache_enabled(caching)
@@ -227,8 +228,7 @@ def _noting(model: nn.Module, folding: Folding | None) -> Iterator[None]:
 
 @contextmanager
 def _written_buffers(model: nn.Module) -> Iterator[None]:
-    """A buffer that the forward puts another tensor in place of is written instead, at the end: what it was
-    is what a program is given."""
+    """Turns the replacement of a buffer by another tensor into a write to it at the end of the forward."""
     kept = [
         (module, name, buffer)
         for module in model.modules()
@@ -253,7 +253,7 @@ def _written_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Export prints and logs graphs that it could not finish; the error says what is needed of that."""
+    """Silences what export prints and logs about graphs that it could not finish."""
     loggers = [
         logging.getLogger(name)
         for name in ("torch.export", "torch.fx.experimental", "torch._dynamo", "torch._subclasses")
@@ -269,7 +269,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _read(exported: ExportedProgram, seen: _Seen) -> Exported:
+def _from_exported(exported: ExportedProgram, seen: _Seen) -> Exported:
     assert seen.out_spec is not None
     parameters: dict[str, str] = {}
     buffers: dict[str, str] = {}
@@ -289,13 +289,13 @@ def _read(exported: ExportedProgram, seen: _Seen) -> Exported:
             inputs.append(name)
         else:
             raise CaptureError(
-                f"The loss uses {spec.target}, which is neither a tensor nor a number, so it cannot be read. {WAY_OUT}"
+                f"The loss uses {spec.target}, which is neither a tensor nor a number, so it cannot be captured. {WAY_OUT}"
             )
     graph = exported.graph_module.graph
     for node in graph.nodes:
         if node.op == "get_attr" or isinstance(node.target, _torch._ops.HigherOrderOperator):
             raise CaptureError(
-                f"{node.target} at {describe_place(node)} is control flow or a kernel that a program cannot hold. {WAY_OUT}"
+                f"{node.target} at {describe_place(node)} is control flow or a kernel that a program cannot represent. {WAY_OUT}"
             )
     return Exported(
         graph=graph,
@@ -322,4 +322,4 @@ def _explain(error: Exception) -> str:
             f"What runs depends on the values in the batch at {place}, so no one program computes it: {first[:160]}. "
             f"Write the choice with torch.where. {WAY_OUT}"
         )
-    return f"The loss could not be read at {place}: {kind}: {first[:200]}. {WAY_OUT}"
+    return f"The loss could not be captured at {place}: {kind}: {first[:200]}. {WAY_OUT}"

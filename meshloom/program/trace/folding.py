@@ -1,14 +1,13 @@
-"""While a loss is read: a module's call that is like one before it is noted as such and not read again, so
-that alike blocks cost one reading.
+"""Traces identical calls of modules once, so that repeated blocks cost the export of one.
 
-Two calls are alike if their modules have the same structure, classes, shapes and modes, are given tensors
-that are alike and equal numbers, under the same autocast and grad mode, and if no plain attribute in which
-the modules differ (a layer's index, say) is looked at by the forward that is read. A call is read for itself,
-as without all this, if it has effects that another could not repeat: it writes what it is given or attributes
-of its modules, gives views of what it was given, or has hooks inside.
+Calls are identical if their modules have the same structure, classes, shapes and modes, get tensors of equal
+layouts and equal numbers, under the same autocast and grad mode, and if the traced forward reads no plain
+attribute in which the modules differ (a layer's index, say). A call is traced by itself if it has effects
+that another could not repeat: it writes to its inputs or to attributes of its modules, returns views of its
+inputs, or has hooks inside.
 
-What is noted are stand-ins (`block_calls.py`); `unfold.py` puts the operators of the call that was read in
-their place.
+Calls are recorded as operators (`block_calls.py`), which `unfold.py` replaces by copies of the traced call's
+nodes.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshloom.program.ir.sparse_constants import memory_of
 from meshloom.program.trace.attributes import TORCHS_OWN, plain_text
-from meshloom.program.trace.block_calls import ALIKE, ALIKE_SEVERAL, ENTER, LEAVE, like
-from meshloom.program.trace.readable import replaced
+from meshloom.program.trace.block_calls import ENTER, LEAVE, REPEAT, REPEAT_SEVERAL, layouts_of
+from meshloom.program.trace.export_patches import replaced
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CONTENTS = ("_parameters", "_buffers", "_modules")
@@ -33,8 +32,8 @@ _CONTENTS = ("_parameters", "_buffers", "_modules")
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """What is known of a module before it is called. parts: path below it -> module. structure: equal for
-    modules that may be alike."""
+    """Facts about a module before it is called. parts: path below it -> module. structure: equal for modules
+    that may have identical calls."""
 
     parts: Mapping[str, nn.Module]
     state: tuple[tuple[nn.Module, str, str], ...]  # module, `_parameters` or `_buffers`, name
@@ -42,13 +41,13 @@ class _Block:
 
 
 @dataclass(kw_only=True)
-class _Read:
-    """A call that was read. looked_at: attributes, by the module's dictionary. returned: leaves of what it
-    returned: tensors by place, or plain values."""
+class _TracedCall:
+    """A call that was traced. attributes_read: by the module's dict. returned: leaves of its result: tensors
+    by place, or plain values."""
 
     number: int
     block: _Block
-    looked_at: set[tuple[int, str]]
+    attributes_read: set[tuple[int, str]]
     writes_buffers: bool
     returned: list[Any]
     spec: Any
@@ -56,57 +55,59 @@ class _Read:
 
 
 class Folding:
-    """Of one reading. count: calls that were not read."""
+    """Folds the calls of one export. count: calls that were not traced."""
 
     def __init__(self) -> None:
         self.count = 0
         self._around: Callable[[], Any] = lambda: None
         self._paths: dict[int, str] = {}
-        # of a module's dictionary, which export's stand-ins for it share
+        # by a module's dict, which export's proxies of the module share
         self._owners: dict[int, nn.Module] = {}
         self._blocks: dict[int, _Block | None] = {}
         self._structures: dict[Any, int] = {}
-        self._read: dict[Any, list[_Read]] = {}
+        self._read: dict[Any, list[_TracedCall]] = {}
         self._called: set[int] = set()
         self._open: list[tuple[nn.Module, set[tuple[int, str]]]] = []
         self._numbers = 0
-        self._kept: list[Any] = []  # what keys name by identity
+        self._kept: list[Any] = []  # objects whose ids are in keys
 
     @contextmanager
-    def noted(self, model: nn.Module, around: Callable[[], Any]) -> Iterator[None]:
-        """While the loss runs. around: what surrounds a call: equal where it does the same."""
+    def folded_inside(self, model: nn.Module, around: Callable[[], Any]) -> Iterator[None]:
+        """Folds calls inside. around: the context of a call, equal where operators run alike."""
         self._around = around
         modules = list(model.modules())
         self._owners = {id(vars(each)): each for each in modules}
         self._paths = {id(vars(each)): path for path, each in model.named_modules()}
         kinds = {type(each) for each in modules if each is not model and any(True for _ in each.children())}
-        ownership = {home for kind in kinds if (home := _home_of_forward(kind)) is not None}
+        definers = {definer for kind in kinds if (definer := _definer_of_forward(kind)) is not None}
         with ExitStack() as around_all:
-            for home in ownership:
-                around_all.enter_context(replaced(home, "forward", self._wrapped(vars(home)["forward"])))
-            around_all.enter_context(replaced(nn.Module, "__getattribute__", self._looking()))
+            for definer in definers:
+                around_all.enter_context(
+                    replaced(definer, "forward", self._wrapped(vars(definer)["forward"]))
+                )
+            around_all.enter_context(replaced(nn.Module, "__getattribute__", self._recording_look_up()))
             yield
         self._read.clear()
         self._kept.clear()
 
-    def _looking(self) -> Any:
-        """Python's own look-up of a module's attribute, which notes it for the calls that are being read."""
+    def _recording_look_up(self) -> Any:
+        """Python's look-up of a module's attributes, recording them for the calls that are being traced."""
         look, open_calls = object.__getattribute__, self._open
 
-        def noting(module: Any, name: str) -> Any:
+        def recording(module: Any, name: str) -> Any:
             value = look(module, name)
             if open_calls and name not in TORCHS_OWN and name != "__dict__":
                 place = id(look(module, "__dict__")), name
-                for _, looked_at in open_calls:
-                    looked_at.add(place)
+                for _, attributes_read in open_calls:
+                    attributes_read.add(place)
             return value
 
-        return noting
+        return recording
 
     def _wrapped(self, forward: Any) -> Any:
         def folded(module: Any, *args: Any, **kwargs: Any) -> Any:
             owner = self._owners.get(id(vars(module)))
-            # a forward that calls that of its base class
+            # the forward of a base class, called by the module's own
             if owner is None or (self._open and self._open[-1][0] is owner):
                 return forward(module, *args, **kwargs)
             return self._call(owner, lambda: forward(module, *args, **kwargs), args, kwargs)
@@ -120,7 +121,7 @@ class Folding:
         again = id(module) in self._called
         self._called.add(id(module))
         if block is None:
-            return self._plainly(module, run)
+            return self._trace_unfolded(module, run)
         leaves, spec = tree_flatten((args, kwargs))
         key = (
             block.structure,
@@ -131,67 +132,73 @@ class Folding:
         try:
             known = self._read.setdefault(key, [])
         except TypeError:  # something in it has no hash
-            return self._plainly(module, run)
+            return self._trace_unfolded(module, run)
         for other in known:
             if not (again and other.writes_buffers) and _may_stand_for(other, block):
-                return self._as(other, block, leaves)
-        return self._reading(module, block, run, leaves, known)
+                return self._repeat(other, block, leaves)
+        return self._trace(module, block, run, leaves, known)
 
-    def _plainly(self, module: nn.Module, run: Callable[[], Any]) -> Any:
+    def _trace_unfolded(self, module: nn.Module, run: Callable[[], Any]) -> Any:
         self._open.append((module, set()))
         try:
             return run()
         finally:
             self._open.pop()
 
-    def _reading(
+    def _trace(
         self,
         module: nn.Module,
         block: _Block,
         run: Callable[[], Any],
         leaves: Sequence[Any],
-        known: list[_Read],
+        known: list[_TracedCall],
     ) -> Any:
-        """Read a call, and keep it for others if they can be like it."""
+        """Trace a call, and keep it for identical ones unless it cannot be repeated."""
         number = self._numbers = self._numbers + 1
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         state = _state(block)
         before, versions = _attributes(block), [each._version for each in (*given, *state)]  # pyright: ignore[reportPrivateUsage]
         ENTER(given, state, number, self._paths[id(vars(module))])
-        looked_at: set[tuple[int, str]] = set()
-        self._open.append((module, looked_at))
+        attributes_read: set[tuple[int, str]] = set()
+        self._open.append((module, attributes_read))
         try:
             result = run()
         finally:
             self._open.pop()
         now = [each._version for each in (*given, *state)]
-        unchanged = now[: len(given)] == versions[: len(given)] and _are_same(before, _attributes(block))
+        unchanged = now[: len(given)] == versions[: len(given)] and _are_unchanged(before, _attributes(block))
         found = _returned(result, given, state) if unchanged else None
         if found is not None:
             returned, spec, made = found
             LEAVE(made, number)
             writes = now != versions
             known.append(
-                _Read(number=number, block=block, looked_at=looked_at, writes_buffers=writes, returned=returned, spec=spec, made=made)
+                _TracedCall(number=number, block=block, attributes_read=attributes_read, writes_buffers=writes, returned=returned, spec=spec, made=made)
             )  # fmt: skip
         return result
 
-    def _as(self, other: _Read, block: _Block, leaves: Sequence[Any]) -> Any:
-        """What a call gives that is like one that was read."""
+    def _repeat(self, other: _TracedCall, block: _Block, leaves: Sequence[Any]) -> Any:
+        """The result of a call that is identical to a traced one."""
         self.count += 1
         here = {
             id(vars(one)): id(vars(part))
             for one, part in zip(other.block.parts.values(), block.parts.values(), strict=True)
         }
-        # calls around this one depend on what its forward would have looked at
-        for _, looked_at in self._open:
-            looked_at.update((here[owner], name) for owner, name in other.looked_at if owner in here)
+        # attributes that its forward would have read count for the calls around it
+        for _, attributes_read in self._open:
+            attributes_read.update(
+                (here[owner], name) for owner, name in other.attributes_read if owner in here
+            )
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        stand_in = ALIKE if len(other.made) == 1 else ALIKE_SEVERAL
+        stand_in = REPEAT if len(other.made) == 1 else REPEAT_SEVERAL
         made = stand_in(
-            given, _state(block), other.number, self._paths[id(vars(block.parts[""]))], *like(other.made)
+            given,
+            _state(block),
+            other.number,
+            self._paths[id(vars(block.parts[""]))],
+            *layouts_of(other.made),
         )
-        tensors = {"made": [made] if stand_in is ALIKE else made, "given": given}
+        tensors = {"made": [made] if stand_in is REPEAT else made, "given": given}
         return tree_unflatten(
             [tensors[each[0]][each[1]] if isinstance(each, _Place) else each for each in other.returned],
             other.spec,
@@ -203,7 +210,7 @@ class Folding:
         return self._blocks[id(module)]
 
     def _leaf(self, leaves: Sequence[Any], place: int) -> Any:
-        """What has to be equal of a leaf that a call is given."""
+        """Facts about an argument of a call that identical calls share."""
         leaf = leaves[place]
         if isinstance(leaf, Tensor):
             same = next(number for number, each in enumerate(leaves) if each is leaf)
@@ -223,18 +230,17 @@ class Folding:
 
 
 class _Place(tuple[str, int]):
-    """Where a tensor is that a call returned."""
+    """Where a returned tensor comes from: ("made" or "given", index)."""
 
 
-def _home_of_forward(kind: type) -> Any:
-    """The class that a module's class has its forward from; None: from torch's base class of all, which has
-    none."""
-    home = next((each for each in kind.__mro__ if "forward" in vars(each)), None)
-    return home if home is not nn.Module else None
+def _definer_of_forward(kind: type) -> Any:
+    """The class that defines the forward of a module's class; None if it is `nn.Module`, which has none."""
+    definer = next((each for each in kind.__mro__ if "forward" in vars(each)), None)
+    return definer if definer is not nn.Module else None
 
 
 def _block_of(module: nn.Module, structures: dict[Any, int]) -> _Block | None:
-    """None: something in it has hooks. structures: those seen, with their numbers."""
+    """None if a submodule has hooks. structures: known ones, with their numbers."""
     parts = dict(_parts(module, ""))
     if any(vars(each).get(name) for path, each in parts.items() if path for name in _HOOKS):
         return None
@@ -281,13 +287,13 @@ def _strides(tensor: Tensor) -> Any:
 
 
 def _state(block: _Block) -> list[Tensor]:
-    """Its parameters and buffers as they are now."""
+    """Its current parameters and buffers."""
     return [vars(module)[kind][name] for module, kind, name in block.state]
 
 
 def _attributes(block: _Block) -> list[dict[str, tuple[Any, str | None]]]:
-    """What its modules hold, and the text of what is plain. Their parameters, buffers and parts by their
-    names."""
+    """Attributes of its modules, with texts of plain ones; also parameters, buffers and submodules by
+    name."""
     return [
         {name: (value, plain_text(value)) for name, value in vars(part).items() if name not in TORCHS_OWN}
         | {f"{kind} {name}": (value, None) for kind in _CONTENTS for name, value in vars(part)[kind].items()}
@@ -295,7 +301,7 @@ def _attributes(block: _Block) -> list[dict[str, tuple[Any, str | None]]]:
     ]
 
 
-def _are_same(
+def _are_unchanged(
     before: Sequence[Mapping[str, tuple[Any, str | None]]],
     now: Sequence[Mapping[str, tuple[Any, str | None]]],
 ) -> bool:
@@ -306,14 +312,14 @@ def _are_same(
     )
 
 
-def _may_stand_for(read: _Read, block: _Block) -> bool:
-    """Whether nothing in which the two differ was looked at."""
+def _may_stand_for(read: _TracedCall, block: _Block) -> bool:
+    """Whether the traced call read no attribute in which the two differ."""
     if read.block is block:
         return True
     for one, other in zip(read.block.parts.values(), block.parts.values(), strict=True):
         mine, theirs = vars(one), vars(other)
         for name in mine.keys() | theirs.keys():
-            if name in TORCHS_OWN or (id(mine), name) not in read.looked_at:
+            if name in TORCHS_OWN or (id(mine), name) not in read.attributes_read:
                 continue
             if name not in mine or name not in theirs or not _same(mine[name], theirs[name]):
                 return False
@@ -330,8 +336,7 @@ def _same(one: Any, other: Any) -> bool:
 def _returned(
     result: Any, given: Sequence[Tensor], state: Sequence[Tensor]
 ) -> tuple[list[Any], Any, list[Tensor]] | None:
-    """The leaves of what a call returned, how they are arranged, and the tensors that it made. None: another
-    call could not give their like."""
+    """Leaves and structure of a call's result, and its new tensors. None if the call cannot be repeated."""
     leaves, spec = tree_flatten(result)
     made: list[Tensor] = []
     returned: list[Any] = []

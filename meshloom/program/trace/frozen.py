@@ -1,5 +1,5 @@
-"""What a program would freeze, found by reading the loss twice: Python's and NumPy's draws, and whatever else
-differs."""
+"""Refuses values that a program would freeze: draws of Python and NumPy, and differences between two
+exports."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from meshloom.program.ir.sparse_constants import dense_parts
 
 
 def check_draws() -> Callable[[Callable[[], Any]], None]:
-    """Note Python's and NumPy's generators; the function that is returned refuses if they moved, and calls
-    `again` to find out where."""
+    """Record the states of Python's and NumPy's generators. The returned function raises `CaptureError` if
+    they changed, after repeating the run to find the line."""
     kinds: dict[str, Callable[[], Any]] = {
         "random": random.getstate,
         "numpy.random": lambda: repr(numpy.random.get_state(legacy=False)),
@@ -40,7 +40,7 @@ def check_draws() -> Callable[[Callable[[], Any]], None]:
 
 
 def check_equal(first: Program, second: Program) -> None:
-    """Refuse if the two readings differ, naming the first line that does."""
+    """Raise `CaptureError` at the first difference of two exports."""
     for one, other in zip(first.nodes, second.nodes, strict=False):
         if _fact(one) != _fact(other):
             raise CaptureError(
@@ -92,7 +92,7 @@ def line_that_changes(run: Callable[[], Any], observe: Callable[[], Any]) -> str
     sys.settrace(look)
     try:
         run()
-    except Exception:  # the same run went through before; what matters is the line
+    except Exception:  # the run has succeeded before; only the line matters
         pass
     finally:
         sys.settrace(previous)
@@ -115,7 +115,7 @@ def _shown(node: Node, other: Node) -> str:
 
 
 def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether all elements are equal, also those that are not numbers."""
+    """Whether all elements are equal, NaNs included."""
     ours, theirs = dense_parts(one), dense_parts(other)
     return len(ours) == len(theirs) and all(
         torch.equal(_bits(mine), _bits(other)) for mine, other in zip(ours, theirs, strict=True)

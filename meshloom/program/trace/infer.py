@@ -1,5 +1,5 @@
-"""What every node of a graph gives, found by running it on fake tensors: shapes, dtypes, strides, who shares
-memory with whom."""
+"""Infers the results of every node of a graph by running it on fake tensors: shapes, dtypes, strides, shared
+memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshloom.program.ir.contexts import Context, Entered
 from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.sparse_constants import empty_like, is_sparse, memory_of, offset_of, strides_of
-from meshloom.program.trace.block_calls import ALIKE, ALIKE_SEVERAL, LEAVE, like
+from meshloom.program.trace.block_calls import LEAVE, REPEAT, REPEAT_SEVERAL, layouts_of
 from meshloom.program.trace.export import context_of, describe_place
 from meshloom.program.trace.on_cpu import AsOnCPU, fake_mode
 
@@ -25,8 +25,7 @@ from meshloom.program.trace.on_cpu import AsOnCPU, fake_mode
 class Shape:
     """A tensor without its values.
 
-    storage: equal for tensors that share memory.
-    offset: of its first element in that memory.
+    storage: equal for tensors that share memory. offset: of its first element in that memory.
     """
 
     shape: tuple[int, ...]
@@ -41,71 +40,71 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Inferred:
-    """shapes: node -> its tensors, in order (nothing for numbers). draws: node -> random ATen calls in it,
-    where there are some."""
+    """shapes: node -> its tensors, in order (none for numbers). draws: node -> its random ATen calls, if
+    any."""
 
     shapes: dict[fx.Node, tuple[Shape, ...]]
     draws: dict[fx.Node, int]
 
     def storage(self, node: fx.Node) -> int | None:
-        """The memory that a node's tensors lie in; None for numbers and for tensors that lie apart."""
+        """Memory shared by all of a node's tensors; None for numbers and for tensors in different memory."""
         found = {shape.storage for shape in self.shapes.get(node, ())}
         return found.pop() if len(found) == 1 else None
 
 
 def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
-    """Run `graph` without values. likes: placeholder -> what it will be."""
+    """Run `graph` without values. likes: placeholder -> its shape."""
     contexts = tuple(dict.fromkeys(context_of(node) for node in graph.nodes))
     shapes: dict[fx.Node, tuple[Shape, ...]] = {}
     draws: dict[fx.Node, int] = {}
-    values: dict[fx.Node, Any] = {}  # all of them until the end, so that no memory is used twice
-    made: dict[int, Any] = {}  # call that others are like -> what it gives
+    values: dict[fx.Node, Any] = {}  # all until the end, so that no memory is reused
+    repeated: dict[int, Any] = {}  # call -> its results
     fake = fake_mode()
     counter = CountDraws()
     with torch.enable_grad(), Entered((*contexts, Context())) as entered, fake, AsOnCPU(), counter:
         for node in graph.nodes:
             if node.op == "placeholder":
-                values[node] = _like(likes[node.name])
+                values[node] = _tensor_of(likes[node.name])
             elif node.op == "call_function":
                 entered.move_to(contexts.index(context_of(node)))
                 before = counter.count
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: values[each])
                 if node.target is LEAVE:
-                    made[args[1]] = args[0]
-                elif node.target in (ALIKE, ALIKE_SEVERAL):
-                    args = (*args[:4], *like(made[args[2]]))
+                    repeated[args[1]] = args[0]
+                elif node.target in (REPEAT, REPEAT_SEVERAL):
+                    args = (*args[:4], *layouts_of(repeated[args[2]]))
                 try:
                     values[node] = node.target(*args, **kwargs)
                 except Exception as error:
                     raise CaptureError(
-                        f"{node.target} at {describe_place(node)} could not be followed without values: {str(error).splitlines()[0]}. {WAY_OUT}"
+                        f"{node.target} at {describe_place(node)} could not run without values: {str(error).splitlines()[0]}. {WAY_OUT}"
                     ) from error
                 if counter.count > before:
                     draws[node] = counter.count - before
             tensors = [leaf for leaf in tree_leaves(values.get(node)) if isinstance(leaf, Tensor)]
             if not all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
                 raise CaptureError(
-                    f"The shape of what {node.target} gives at {describe_place(node)} depends on the values in the batch, "
+                    f"The shape of the result of {node.target} at {describe_place(node)} depends on the values in the batch, "
                     f"so no one program computes it. Keep the shape, with torch.where or a mask. {WAY_OUT}"
                 )
             if node.op == "call_function" and any(each.layout != torch.strided for each in tensors):
                 raise CaptureError(
-                    f"What {node.target} gives at {describe_place(node)} is a sparse tensor, and in a program only constants are sparse. "
-                    f"Make it once, outside of the forward, and keep it as a plain attribute. {WAY_OUT}"
+                    f"The result of {node.target} at {describe_place(node)} is a sparse tensor, and in a program only constants are sparse. "
+                    f"Create it once, outside of the forward, and keep it as a plain attribute. {WAY_OUT}"
                 )
             shapes[node] = tuple(map(shape_of, tensors))
     return Inferred(shapes=shapes, draws=draws)
 
 
-def _like(shape: Shape) -> Tensor:
+def _tensor_of(shape: Shape) -> Tensor:
     if shape.sparse is not None:
         return empty_like(shape.sparse, shape.device)
-    made = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=shape.device)
-    return made.requires_grad_(shape.requires_grad)
+    like = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=shape.device)
+    return like.requires_grad_(shape.requires_grad)
 
 
 def shape_of(tensor: Tensor) -> Shape:
-    """What a tensor is without its values."""
+    """The `Shape` of a tensor."""
     return Shape(
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,

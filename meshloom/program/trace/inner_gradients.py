@@ -1,5 +1,5 @@
-"""Where a loss takes gradients itself, noted while it is read: `torch.export` loses them, and says so without
-a line or not at all."""
+"""Records where a loss takes gradients itself: `torch.export` loses them, without an error or without its
+line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._functorch import eager_transforms, vmap
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.lines import WAY_OUT, SourcePlace, place_here
 
-_torch: Any = torch  # for what torch keeps to itself
+_torch: Any = torch  # for private names
 _TRANSFORM = "uses a transform of torch.func (grad, jacrev, jvp, vmap, ...)"
 _BEGIN = (
     (eager_transforms, "grad_increment_nesting"),
@@ -27,21 +27,21 @@ _ENTERED = ((_torch.autograd, "_engine_run_backward"), *_BEGIN)
 
 @dataclass
 class InnerGradients:
-    """What was noted. backward: where autograd ran (`torch.autograd.grad`, `backward`); transforms: where one
-    of `torch.func` began."""
+    """backward: where autograd ran (`torch.autograd.grad`, `backward`); transforms: where one of `torch.func`
+    began."""
 
     backward: list[SourcePlace] = field(default_factory=list[SourcePlace])
     transforms: list[SourcePlace] = field(default_factory=list[SourcePlace])
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Around the loss."""
+    def recorded(self) -> Iterator[None]:
+        """Records calls inside."""
         before = [(module, name, getattr(module, name)) for module, name in _ENTERED]
         for module, name, function in before:
             setattr(
                 module,
                 name,
-                _noting(function, self.backward if module is _torch.autograd else self.transforms),
+                _recording(function, self.backward if module is _torch.autograd else self.transforms),
             )
         try:
             yield
@@ -50,8 +50,8 @@ class InnerGradients:
                 setattr(module, name, function)
 
     def check(self, graph: fx.Graph | None = None) -> None:
-        """Raises `CaptureError` where a gradient was taken, whatever became of it, or if there are the steps
-        of a transform in the graph."""
+        """Raise `CaptureError` if a gradient was taken, even if unused, or if the graph has steps of a
+        transform."""
         if self.backward:
             raise _refused(self.backward[0], "takes a gradient itself (torch.autograd.grad or backward)")
         nodes = graph.nodes if graph is not None and self.transforms else ()
@@ -59,7 +59,7 @@ class InnerGradients:
             raise _refused(self.transforms[0], _TRANSFORM)
 
     def refuse_transforms(self, error: Exception) -> None:
-        """Raises `CaptureError` if it is one of `torch.func` that `error` came of."""
+        """Raise `CaptureError` if `error` comes from `torch.func`."""
         trace, inside = error.__traceback__, False
         while trace:
             inside |= "_functorch" in trace.tb_frame.f_code.co_filename
@@ -70,8 +70,7 @@ class InnerGradients:
 
 @contextmanager
 def transforms_ended() -> Iterator[None]:
-    """Transforms that an error left half-way are over afterwards; later ones, of whatever code, would take
-    themselves for a part of them."""
+    """Ends transforms that an error interrupted, which later transforms would take for outer ones."""
     functorch = _torch._C._functorch
     depth = functorch.get_dynamic_layer_stack_depth()
     try:
@@ -81,15 +80,15 @@ def transforms_ended() -> Iterator[None]:
             functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
-def _noting(function: Any, places: list[SourcePlace]) -> Any:
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        # else it is a part of the transform that was noted
+def _recording(function: Any, places: list[SourcePlace]) -> Any:
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        # otherwise it is a part of a transform that is already recorded
         if not _torch._C._functorch.get_dynamic_layer_stack_depth():
             places.append(place_here(2))
         return function(*args, **kwargs)
 
-    return noting
+    return recording
 
 
 def _refused(place: SourcePlace, what: str) -> CaptureError:
-    return CaptureError(f"The loss {what} at {place}, and a program cannot hold that. {WAY_OUT}")
+    return CaptureError(f"The loss {what} at {place}, which a program cannot represent. {WAY_OUT}")

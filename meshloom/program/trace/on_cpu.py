@@ -1,5 +1,4 @@
-"""Tensors without values: what the CPU's operators give where torch's own fakes of them give something
-else."""
+"""Fake tensors with the results of the CPU's operators, where torch's fakes differ from them."""
 
 from __future__ import annotations
 
@@ -13,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 
 def fake_mode(*, static_shapes: bool | None = None, allow_non_fake_inputs: bool = False) -> FakeTensorMode:
-    """Tensors made inside have no values; sizes that depend on values are symbols. Arguments as torch has
-    them."""
-    # takes half a second, which processes that read no loss do without
+    """A mode whose tensors have no values; sizes that depend on values are symbols. Arguments as in torch."""
+    # imported here: takes half a second, which most processes save
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(
@@ -24,8 +22,8 @@ def fake_mode(*, static_shapes: bool | None = None, allow_non_fake_inputs: bool 
 
 
 class AsOnCPU(TorchDispatchMode):
-    """Around fake tensors on a CPU: the workspace of a recurrent layer, the strides of a batch norm and of
-    views, the loss of an alignment (CTC)."""
+    """Corrects fake results on a CPU: the workspace of a recurrent layer, strides of batch norm and of views,
+    CTC loss."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -38,7 +36,7 @@ class AsOnCPU(TorchDispatchMode):
 
 
 def _with_workspace(args: Sequence[Any], value: Any) -> Any:
-    """The recurrent layer's workspace, which is empty in the fake."""
+    """Adds a recurrent layer's workspace, which is empty in the fake."""
     length, batch, features = args[0].shape
     num_bytes = (
         workspace_bytes(length, batch, features, hidden=args[10], itemsize=args[0].element_size())
@@ -48,9 +46,9 @@ def _with_workspace(args: Sequence[Any], value: Any) -> Any:
     return *value[:3], value[3].new_empty(num_bytes)
 
 
-def _made_contiguous(args: Sequence[Any], value: Any) -> Any:
-    """Batch norm of a transposed tensor gives a contiguous one; the fake has its input's strides, and what
-    follows would need no copy."""
+def _contiguous(args: Sequence[Any], value: Any) -> Any:
+    """Batch norm of a transposed tensor returns a contiguous one; the fake has its input's strides, so that
+    later copies would be missing."""
     x = args[0]
     if x.device.type != "cpu" or any(
         x.is_contiguous(memory_format=each) for each in _FORMATS.get(x.ndim, (torch.contiguous_format,))
@@ -60,8 +58,8 @@ def _made_contiguous(args: Sequence[Any], value: Any) -> Any:
 
 
 def _viewed(args: Sequence[Any], value: Any) -> Any:
-    """A view has strides for dims of one element, too, and by them kernels choose how their results lie in
-    memory; fakes have others."""
+    """Strides of a view for dims of size 1 differ in the fake, and kernels choose the layout of their results
+    by them."""
     if 1 not in value.shape:
         return value
     with _disable_current_modes():
@@ -74,11 +72,9 @@ def _viewed(args: Sequence[Any], value: Any) -> Any:
     )
 
 
-def alignment_loss(scores: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """scores [frames, batch, letters] or [frames, letters] -> losses [batch] or [], and what backward wants,
-    here as large as it can be.
-
-    torch has no fake of it, as the second depends on the labels.
+def fake_ctc_loss(scores: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """scores [frames, batch, letters] or [frames, letters] -> CTC losses [batch] or [], and the tensor saved
+    for backward, at its largest size, as it depends on the labels.
     """
     frames, batch = scores.shape[0], list(scores.shape[1:-1])
     return scores.new_empty(batch), scores.new_empty([*batch, frames, 2 * targets.shape[-1] + 1])
@@ -90,21 +86,21 @@ _FORMATS = {
 }
 _CORRECTIONS: Mapping[Any, Any] = {
     torch.ops.aten.mkldnn_rnn_layer.default: _with_workspace,
-    torch.ops.aten.native_batch_norm.default: _made_contiguous,
+    torch.ops.aten.native_batch_norm.default: _contiguous,
     torch.ops.aten.view.default: _viewed,
     torch.ops.aten._unsafe_view.default: _viewed,
 }
 _INSTEAD: Mapping[Any, Any] = dict.fromkeys(
-    (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor), alignment_loss
+    (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor), fake_ctc_loss
 )
 
 
 def workspace_bytes(length: int, batch: int, features: int, *, hidden: int, itemsize: int) -> int:
-    """Bytes that oneDNN's LSTM keeps from forward to backward: gates and states of one layer in one
-    direction, each on pages of its own.
+    """Bytes of the workspace that oneDNN's LSTM saves for backward: gates and states of one layer in one
+    direction, page-aligned.
 
-    Source: oneDNN, src/cpu/rnn/rnn_utils (sizes and offsets of the workspace); found equal to what torch 2.13
-        allocates.
+    Source: oneDNN, src/cpu/rnn/rnn_utils (sizes and offsets of the workspace); equals what torch 2.13
+    allocates.
     """
     width, rows, steps = max(features, hidden), 2 * (length + 1) * batch, length * batch
     parts = [
@@ -120,7 +116,7 @@ def workspace_bytes(length: int, batch: int, features: int, *, hidden: int, item
 
 
 def _row(num_elements: int, itemsize: int) -> int:
-    """Elements of a row: whole cache lines, one more where rows would fall onto each other in the cache."""
+    """Elements of a row: full cache lines, and one more to avoid conflicts of rows in the cache."""
     line = 64 // itemsize
     rounded = -(-num_elements // line) * line
     return rounded + line if rounded % 256 == 0 else rounded

@@ -1,4 +1,4 @@
-"""A job's model and batches in a precision other than its own."""
+"""Builds a job's model and converts batches, in the job's precision or another."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from meshloom.program.ir.leaves import leaves_of
 
 
 def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: Any = None) -> nn.Module:
-    """The job's model with its initial parameters, floating-point tensors as `dtype` if given; complex ones
-    stay as they are.
+    """The job's model with its initial parameters, floating-point tensors converted to `dtype` if given;
+    complex ones are not converted.
 
-    beside: a batch, on whose device it is put.
+    beside: a batch, to whose device it is moved.
     """
     with preserved_draws():
         seed_everything(model_seed(job.seed))
@@ -39,7 +39,7 @@ def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: 
 
 
 def in_precision(batch: Any, dtype: torch.dtype | None) -> Any:
-    """The batch with its floating-point tensors as `dtype`, if given.
+    """The batch with its floating-point tensors converted to `dtype`, if given.
 
     >>> in_precision({"x": torch.ones(1)}, torch.float64)
     {'x': tensor([1.], dtype=torch.float64)}
@@ -55,7 +55,7 @@ def in_precision(batch: Any, dtype: torch.dtype | None) -> Any:
 
 @contextmanager
 def default_precision(dtype: torch.dtype | None) -> Iterator[None]:
-    """New tensors are `dtype`, if given, where the code names none."""
+    """Sets torch's default dtype to `dtype`, if given."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:

@@ -1,8 +1,8 @@
-"""A program in which calls stand for blocks that were not read (`folding.py`) becomes the whole one: each
-gets a copy of the operators of its like.
+"""Replaces the operators that stand for folded calls (`folding.py`) by copies of the nodes of the traced
+call.
 
 enter([h], [w0, b0], 1);  a = linear(h, w0, b0);  leave([a], 1)        a = linear(h, w0, b0)
-y = alike([a], [w1, b1], 1)                                            y = linear(a, w1, b1)
+y = repeat([a], [w1, b1], 1)                                           y = linear(a, w1, b1)
 """
 
 from __future__ import annotations
@@ -22,16 +22,22 @@ from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.nodes import Node, Ref, refs_in
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import is_sparse
-from meshloom.program.trace.block_calls import ALIKE, ALIKE_SEVERAL, ENTER, LEAVE, NotAlikeError, path_of_call
+from meshloom.program.trace.block_calls import (
+    ENTER,
+    LEAVE,
+    REPEAT,
+    REPEAT_SEVERAL,
+    FoldingError,
+    path_of_call,
+)
 
 SMALL = 4096  # elements of a constant that is compared with others
 
 
 def unfolded(program: Program) -> Program:
-    """The program with every block in it. Names of its nodes, numbers of its draws and of its autocast
-    regions follow from their order.
+    """The program with all nodes. Names, draws and autocast regions are numbered in their order.
 
-    Raises `NotAlikeError`.
+    Raises `FoldingError`.
     """
     constants, instead = _distinct(program.constants)
     unfolding = _Unfolding(program, instead)
@@ -52,8 +58,7 @@ def unfolded(program: Program) -> Program:
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """A call that was read. given: what it was given, and its parameters and buffers. start, stop: of its
-    nodes. made: what it gives."""
+    """A traced call. given: its inputs, also its parameters and buffers. start, stop: of its nodes."""
 
     path: str
     context: Context
@@ -64,7 +69,7 @@ class _Block:
 
 
 class _Unfolding:
-    """nodes: all of them, without stand-ins. updates, in_place: of the program, with those of all blocks."""
+    """nodes: of the unfolded program. updates, in_place: likewise."""
 
     def __init__(self, program: Program, instead: Mapping[str, str]) -> None:
         self.nodes: list[Node] = []
@@ -75,9 +80,9 @@ class _Unfolding:
         self._there = {
             each.value for each in (*program.parameters.values(), *program.buffers.values())
         } | set(program.constants)
-        # stand-in, or what is picked of one, or a constant -> the value that it stands for
+        # result of a repeat, or an element of one, or a constant -> the value to use instead
         self._instead = dict(instead)
-        self._picks: dict[str, tuple[str, ...]] = {}  # stand-in for several values -> these
+        self._picks: dict[str, tuple[str, ...]] = {}  # repeat with several results -> these
         self._blocks: dict[int, _Block] = {}
         self._used: dict[int, _Block] = {}
         self._regions = itertools.count(
@@ -90,7 +95,7 @@ class _Unfolding:
             self._drop_unused()
 
     def of(self, value: Any) -> Any:
-        """A value without stand-ins."""
+        """A value, or what replaces it."""
         return _replaced(value, self._instead)
 
     def _walk(self, nodes: Sequence[Node]) -> None:
@@ -105,7 +110,7 @@ class _Unfolding:
                 self._blocks[call] = _Block(
                     path=path_of_call(enter), context=enter.context, given=given, start=start, stop=len(self.nodes), made=tuple(ref.name for ref in self.of(made))
                 )  # fmt: skip
-            elif node.target in (ALIKE, ALIKE_SEVERAL):
+            elif node.target in (REPEAT, REPEAT_SEVERAL):
                 self._copy(node)
             elif node.target is operator.getitem and node.args[0].name in self._picks:
                 self._instead[node.name] = self._picks[node.args[0].name][node.args[1]]
@@ -119,19 +124,19 @@ class _Unfolding:
                 )
 
     def _copy(self, stand_in: Node) -> None:
-        """Put the nodes of a block in, for a call like it."""
+        """Append copies of the nodes of a traced call."""
         block = self._blocks[stand_in.args[2]]
         given = [ref.name for ref in refs_in(self.of(stand_in.args[:2]))]
         names: dict[str, str] = {}
         if len(given) != len(block.given) or any(
             names.setdefault(one, other) != other for one, other in zip(block.given, given, strict=True)
         ):
-            raise NotAlikeError(
-                f"{path_of_call(stand_in)} and {block.path} share their tensors in unlike ways."
+            raise FoldingError(
+                f"{path_of_call(stand_in)} and {block.path} share their tensors in different ways."
             )
         nodes, path = self.nodes[block.start : block.stop], path_of_call(stand_in)
         if stand_in.args[2] not in self._used:
-            self._check_given(block, nodes)
+            self._check_inputs(block, nodes)
             self._used[stand_in.args[2]] = block
         self._copies += 1
         regions: dict[int, int] = {}
@@ -144,27 +149,28 @@ class _Unfolding:
                     name=names[node.name],
                     args=_replaced(node.args, names),
                     kwargs={key: _replaced(each, names) for key, each in node.kwargs.items()},
-                    path=_moved(node.path, block.path, path),
+                    path=_path_in_copy(node.path, block.path, path),
                     context=self._context(node.context, block.context, stand_in.context, regions),
                 )
             )
         self._update(state, names)
         made = tuple(names.get(name, name) for name in block.made)
-        if stand_in.target is ALIKE:
+        if stand_in.target is REPEAT:
             (self._instead[stand_in.name],) = made
         else:
             self._picks[stand_in.name] = made
 
-    def _check_given(self, block: _Block, nodes: Sequence[Node]) -> None:
-        """A block that is copied uses only what its call was given, and what is there for all."""
+    def _check_inputs(self, block: _Block, nodes: Sequence[Node]) -> None:
+        """Check that a copied call uses only its inputs and the program's variables."""
         known = {*block.given, *self._there, *(node.name for node in nodes)}
         for node in nodes:
             if any(ref.name not in known for ref in node.operands()):
-                raise NotAlikeError(f"{node.operator} in {block.path} uses what the call was not given.")
+                raise FoldingError(
+                    f"{node.operator} in {block.path} uses a value that is no input of the call."
+                )
 
     def _update(self, state: Mapping[str, str], names: Mapping[str, str]) -> None:
-        """Buffers that the copied block updates. state: value of the block that was read -> that of the
-        copy."""
+        """Buffers that the copy updates. state: value of the traced call -> that of the copy."""
         for value, other in state.items():
             name = self._buffers.get(value)
             if name is None or other not in self._buffers:
@@ -174,13 +180,13 @@ class _Unfolding:
             updated = self.of(self.updates[name]) if name in self.updates else None
             if updated is not None and updated.name in names:
                 if self._buffers[other] in self.updates:
-                    raise NotAlikeError(f"{self._buffers[other]} is written more than once.")
+                    raise FoldingError(f"{self._buffers[other]} is written more than once.")
                 self.updates[self._buffers[other]] = Ref(names[updated.name])
 
     def _context(
         self, context: Context, of_block: Context, of_copy: Context, regions: dict[int, int]
     ) -> Context:
-        """A context inside a block as one inside its copy; the regions that it opens are its own."""
+        """A context inside a traced call as one inside its copy, with autocast regions of its own."""
         opened = context.autocast[len(of_block.autocast) :]
         for each in opened:
             if each.number not in regions:
@@ -189,18 +195,17 @@ class _Unfolding:
         return replace(context, autocast=(*of_copy.autocast, *own))
 
     def _check_leaks(self) -> None:
-        """What lies inside of a block that others are like is used nowhere but there, besides what the call
-        gives."""
+        """Check that values inside a copied call are used only there, except its results."""
         for block in self._used.values():
             inside = {node.name for node in self.nodes[block.start : block.stop]} - set(block.made)
             outside = itertools.chain(self.nodes[: block.start], self.nodes[block.stop :])
             if any(ref.name in inside for node in outside for ref in node.operands()) or any(
                 ref.name in inside for ref in refs_in(self.of(self._program.outputs))
             ):
-                raise NotAlikeError(f"What lies inside of {block.path} is used outside of it.")
+                raise FoldingError(f"A value inside {block.path} is used outside of it.")
 
     def _drop_unused(self) -> None:
-        """What was only given to calls that did not look at it; what draws or updates a buffer stays."""
+        """Drop unused inputs of calls; nodes that draw or update a buffer stay."""
         program = self._program
         unread = {node.name for node in program.nodes} - {
             ref.name for node in program.nodes for ref in node.operands()
@@ -225,7 +230,7 @@ class _Unfolding:
 
 
 def _distinct(constants: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Constants of few elements each once, and for the others the first that is equal: alike blocks make
+    """Small constants, without equal ones, and name -> the equal one to use instead: identical calls create
     equal ones."""
     kept: dict[str, Tensor] = {}
     instead: dict[str, str] = {}
@@ -243,17 +248,17 @@ def _distinct(constants: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     return kept, instead
 
 
-def _moved(path: str, source: str, target: str) -> str:
+def _path_in_copy(path: str, source: str, target: str) -> str:
     """A path below `source` as one below `target`; others stay.
 
-    >>> _moved("h.0.mlp", "h.0", "h.7"), _moved("h.01", "h.0", "h.7")
+    >>> _path_in_copy("h.0.mlp", "h.0", "h.7"), _path_in_copy("h.01", "h.0", "h.7")
     ('h.7.mlp', 'h.01')
     """
     return target + path[len(source) :] if path == source or path.startswith(f"{source}.") else path
 
 
 def _replaced(value: Any, names: Mapping[str, str]) -> Any:
-    """Values by other names."""
+    """Values with their names replaced."""
     if isinstance(value, Ref):
         return Ref(names[value.name]) if value.name in names else value
     if isinstance(value, tuple):
@@ -262,7 +267,7 @@ def _replaced(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def _numbered(program: Program, nodes: Sequence[Node]) -> tuple[tuple[Node, ...], dict[str, str]]:
-    """The nodes, and their names before -> now."""
+    """The nodes with new names, draws and regions, and old name -> new name."""
     variables = (*program.parameters.values(), *program.buffers.values(), *program.inputs)
     taken = {each.value for each in variables} | set(program.constants)
     count: Counter[str] = Counter()
@@ -298,6 +303,6 @@ def _numbered(program: Program, nodes: Sequence[Node]) -> tuple[tuple[Node, ...]
 
 
 def _base(target: Any) -> str:
-    """What a node is named after: its operator, without the overload."""
+    """Base of a node's name: its operator, without the overload."""
     schema = getattr(target, "_schema", None)
     return schema.name.rpartition("::")[2] if schema is not None else target.__name__

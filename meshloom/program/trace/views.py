@@ -1,6 +1,6 @@
-"""Views backwards: what a tensor becomes when a view of it is written.
+"""Scatters writes to views back: the new value of a tensor after a write to a view of it.
 
-For a view `v = op(x)` and a new value of v, `written` adds the nodes that give the new value of x.
+For a view `v = op(x)` and a new value of v, `written` adds the nodes that compute the new value of x.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _SPLITS = {"split", "chunk", "split_with_sizes", "tensor_split", "hsplit", "vspl
 def written(
     graph: fx.Graph, view: fx.Node, source: fx.Node, of: Shape, was: Shape, new: fx.Node
 ) -> fx.Node | None:
-    """New value of the tensor that `view` is a view of; None if it cannot be given.
+    """New value of the tensor that `view` is a view of; None if it is not supported.
 
-    view: the node that made the view. source: the viewed tensor's value before, in `graph`.
+    view: the node that created the view. source: the viewed tensor before, in `graph`.
     of: the viewed tensor. was: the view. new: the view's new value, in `graph`.
     """
     if (

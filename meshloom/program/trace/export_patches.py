@@ -1,7 +1,7 @@
-"""What stands in the way of a trace and changes no value is set aside while a loss is read.
+"""Patches of torch during an export, which change no values.
 
-Checkpointed blocks are read as what they compute, autograd functions as operators, distributions do not check
-their arguments, and the loss of an alignment (CTC) has a shape.
+Checkpointed blocks are traced through, autograd functions become operators, distributions do not check their
+arguments, and the CTC loss has a shape.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from torch.utils import checkpoint
 
 from meshloom.program.ir.lines import place_here
 from meshloom.program.operators.autograd_functions import Applied, check_products, refusal, with_operators
-from meshloom.program.trace.on_cpu import alignment_loss
+from meshloom.program.trace.on_cpu import fake_ctc_loss
 
-_torch: Any = torch  # for what torch keeps to itself
+_torch: Any = torch  # for private names
 _impls: Any = fake_impls
 aten = torch.ops.aten
 
 
 @contextmanager
-def readable() -> Iterator[None]:
-    """Around a reading of a loss. It changes what all threads see of torch, so there is one reading at a
-    time."""
+def patched_for_export() -> Iterator[None]:
+    """The patches of all but fake tensors. They hold for all threads, so there is one export at a time."""
     applied: list[Applied] = []
     with ExitStack() as around:
         around.enter_context(
@@ -41,9 +40,8 @@ def readable() -> Iterator[None]:
 
 
 @contextmanager
-def aligned_without_values() -> Iterator[None]:
-    """Let fake tensors go through the loss of an alignment: only what it keeps for its backward has a shape
-    that depends on labels."""
+def ctc_loss_without_values() -> Iterator[None]:
+    """Gives the CTC loss a fake: only the shape of what it saves for backward depends on labels."""
     table, added = _impls.op_implementations_dict, (aten._ctc_loss.default, aten._ctc_loss.Tensor)
     before = {operator: table[operator] for operator in added if operator in table}
     table.update(dict.fromkeys(added, _fake_ctc_loss))
@@ -57,8 +55,7 @@ def aligned_without_values() -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of a class or a module is another one inside, and afterwards as it was, or not there if it
-    was not."""
+    """Replaces an attribute of a class or module, and restores it on exit."""
     before = owner.__dict__.get(name)
     setattr(owner, name, value)
     try:
@@ -71,10 +68,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _apply(applied: list[Applied]) -> Any:
-    """A graph does not show the backward of autograd functions. torch's own are in it as operators; the
-    others are noted in `applied`.
+    """Graphs do not show the backward of autograd functions. torch's own are in them as operators; the others
+    are recorded in `applied`.
 
-    What `Function.apply` calls, because `apply` itself may have been kept under another name long before.
+    Patched behind `Function.apply`, of which there may be other references.
     """
     apply = _torch._C._FunctionBase.__dict__["apply"]
 
@@ -93,8 +90,7 @@ def _apply(applied: list[Applied]) -> Any:
 
 
 def _ctc_loss(ctc_loss: Any) -> Any:
-    """With lengths in lists it makes a tensor of them where no trace can follow it; with lengths in tensors
-    it does the same sums."""
+    """Converts lengths in lists to tensors, which the CTC loss would do where they cannot be traced."""
 
     def read(
         scores: Tensor, targets: Tensor, scores_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
@@ -113,4 +109,4 @@ def _ctc_loss(ctc_loss: Any) -> Any:
 
 def _fake_ctc_loss(mode: Any, operator: Any, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
     with mode:
-        return alignment_loss(*args)
+        return fake_ctc_loss(*args)

@@ -1,4 +1,4 @@
-"""One loss read by export as often as it takes to know that a program of it is steady."""
+"""Exports a loss as often as needed to know that its program freezes nothing."""
 
 from __future__ import annotations
 
@@ -17,53 +17,51 @@ from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.trace.attributes import Changed
-from meshloom.program.trace.block_calls import NotAlikeError
+from meshloom.program.trace.block_calls import FoldingError
 from meshloom.program.trace.export import Exported, export
 from meshloom.program.trace.frozen import check_draws, line_that_changes
 from meshloom.program.trace.precision import default_precision
 
 T = TypeVar("T")
 _NUMBERS = (Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-# torch.export keeps what it is doing in globals, and so do Python's generators
+# torch.export has global state, and so have Python's generators
 _ONE_AT_A_TIME = threading.RLock()
 
 
 def one_thread() -> AbstractContextManager[Any]:
-    """Around all that builds and runs a model to read or compare it: it seeds generators that all threads
+    """A lock around all that builds and runs a model for its capture: it seeds generators that threads
     share."""
     return _ONE_AT_A_TIME
 
 
 @contextmanager
-def reading(dtype: torch.dtype | None) -> Iterator[None]:
-    """Around all that reads: one thread at a time, generators left as they were, new tensors as `dtype` where
-    the code names none."""
+def capturing(dtype: torch.dtype | None) -> Iterator[None]:
+    """The context of a capture: one thread, generators restored, `dtype` the default."""
     with _ONE_AT_A_TIME, preserved_draws(), default_precision(dtype):
         yield
 
 
 def folded(read: Callable[[bool], T]) -> T:
-    """What `read(True)` gives, which reads calls that are alike once; if that cannot be, then what
-    `read(False)` gives."""
+    """The result of `read(fold=True)`; of `read(fold=False)` if folded calls differ."""
     try:
         return read(True)
-    except NotAlikeError:
+    except FoldingError:
         return read(False)
 
 
-def read_twice(
+def export_twice(
     model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, fold: bool
 ) -> tuple[Exported, Exported]:
-    """Both readings, with plain attributes as a forward leaves them to the next one: what the first alone
-    sets up is no harm."""
-    steady, second = _read(model, loss, leaves, always=True, fold=fold)
+    """Both exports, the first with plain attributes as a forward leaves them: set-up in the first forward is
+    allowed."""
+    steady, second = _export_until_steady(model, loss, leaves, always=True, fold=fold)
     assert second is not None
     return steady, second
 
 
-def read_once(model: nn.Module, loss: LossFunction, leaves: Leaves, *, fold: bool) -> Exported:
-    """One reading; more only where the first sets up attributes for the next."""
-    return _read(model, loss, (leaves, leaves), always=False, fold=fold)[0]
+def export_once(model: nn.Module, loss: LossFunction, leaves: Leaves, *, fold: bool) -> Exported:
+    """One export, and more only if the first forward changes attributes."""
+    return _export_until_steady(model, loss, (leaves, leaves), always=False, fold=fold)[0]
 
 
 def device_of(model: nn.Module, leaves: Leaves) -> torch.device:
@@ -79,14 +77,14 @@ def device_of(model: nn.Module, leaves: Leaves) -> torch.device:
 
 
 def check_tensors(leaves: Leaves) -> None:
-    """Refuse a batch in which there is nothing to read."""
+    """Refuse a batch without tensors."""
     if not leaves.tensors:
         raise CaptureError(
-            f"The batch holds no tensors (its parts are mappings, lists, tuples, dataclasses or neither), so there is nothing to read. {WAY_OUT}"
+            f"The batch holds no tensors (its parts are mappings, lists, tuples, dataclasses or neither), so there is nothing to capture. {WAY_OUT}"
         )
 
 
-def _read(
+def _export_until_steady(
     model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, always: bool, fold: bool
 ) -> tuple[Exported, Exported | None]:
     def read(number: int) -> Exported:
@@ -143,6 +141,6 @@ def _refuse_attribute(model: nn.Module, changed: Changed, again: Callable[[], An
         )
     name = f"{path}.{attribute}" if path else attribute
     return CaptureError(
-        f"The forward changes the attribute {name} from {before} to {after} at {line}, which a program would not. "
+        f"The forward changes the attribute {name} from {before} to {after} at {line}, which a program would not do. "
         f"Make it a buffer (register_buffer) that is updated with torch. {WAY_OUT}"
     )
