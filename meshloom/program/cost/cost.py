@@ -1,12 +1,12 @@
-"""What every operator of a program costs: work, bytes moved, and what autograd keeps of it for the backward.
+"""Costs of every operator of a program: work, bytes moved, and tensors saved for the backward.
 
-The program's step is run once on fake tensors, forward and backward. Each ATen call is priced as it passes; a
-call in the backward belongs to the node whose forward recorded it, which autograd's sequence numbers tell:
+The program's step runs once on fake tensors, forward and backward, and each ATen call is counted. A call in
+the backward belongs to the node whose forward recorded it, which autograd's sequence numbers tell:
 
-    node        gelu     linear   sum          autograd nodes made: numbers [7, 8), [8, 10), [10, 11)
+    node        gelu     linear   sum          autograd nodes created: numbers [7, 8), [8, 10), [10, 11)
     backward    ... <--- 9, 8 <-- 10           a call under autograd node 9 belongs to `linear`
 
-Of blocks that are alike a few are run (`shortened.py`).
+Of identical blocks a few are run (`shortened.py`).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from meshloom.program.ir.sparse_constants import memory_of, storage_of
 class SavedTensor:
     """Memory that autograd keeps from forward to backward.
 
-    memory: the value that owns it: a parameter, buffer, input, constant or node, all by the name of the
-        value; `NODE:n` for further tensors of a node and for those made inside of it (a norm's statistics,
-        attention's log-sum-exp). What is kept through a view is the owner's.
-    num_bytes: all of that memory, also where a view sees a part of it.
+    memory: the value that owns it: a parameter, buffer, input, constant or node, by the name of the value;
+        `NODE:n` for further tensors of a node and for those created inside it (a norm's statistics,
+        attention's log-sum-exp). A view's memory is its owner's.
+    num_bytes: all of that memory, also if a view covers a part of it.
     """
 
     memory: str
@@ -58,15 +58,15 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One node's cost in a step.
+    """Cost of one node in a step.
 
-    flops, backward_flops: by the rules of `torch.utils.flop_counter`: matrix products, convolutions and
-        attention, two operations per multiply-add; elementwise operators are 0. Recomputation is not part of
-        it: checkpointed blocks are read as what they compute.
+    flops, backward_flops: by the formulas of `torch.utils.flop_counter`: matrix products, convolutions and
+        attention, two operations per multiply-add; elementwise operators are 0. Recomputation does not count:
+        checkpointed blocks are captured as what they compute.
     read_bytes, written_bytes: of all operands and results of its ATen calls in the forward, each element
-    once; views are 0. backward_read_bytes, backward_written_bytes: the same of its backward, the sums where
-    gradients meet included.
-    kept: what it makes autograd keep. Memory that two nodes keep is listed at both.
+    once; views are 0. backward_read_bytes, backward_written_bytes: of its backward, including the sums of
+    gradients.
+    kept: memory that autograd keeps because of it. Memory that two nodes keep is listed at both.
     """
 
     flops: int = 0
@@ -80,10 +80,10 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCost:
-    """What the module at a path costs with all that is inside of it.
+    """Cost of the module at a path, with its submodules.
 
-    parameters, parameter_bytes: counted once where tied. kept_bytes: activations, each memory once; without
-    parameters, buffers, constants and the batch, which are there anyway. nodes: how many operators.
+    parameters, parameter_bytes: tied ones count once. kept_bytes: activations, each memory once; without
+    parameters, buffers, constants and the batch. nodes: number of operators.
     """
 
     parameters: int
@@ -95,16 +95,15 @@ class ModuleCost:
 
 
 def costs(program: Program) -> dict[str, Cost]:
-    """Node name -> its cost, in the program's order. Needs no memory for tensors: the program may be of any
-    size."""
+    """Node name -> its cost, in the program's order. Allocates no tensors: the program may be of any size."""
     with fake_tensors():
         return node_by_node(program, _costs, _renamed)
 
 
 def by_module(program: Program, costs: Mapping[str, Cost], depth: int | None = None) -> dict[str, ModuleCost]:
-    """Module path -> sums over it and what is inside; '' is all. Ordered as the forward reaches them.
+    """Module path -> sums over the module and its submodules; '' is all. In the order of the forward.
 
-    depth: how many parts of a path to tell apart: 1 for the model's own children. None: all.
+    depth: largest number of parts of a path: 1 for the model's own children. None: all.
     """
     given = _given(program)
     totals: dict[str, _Total] = {"": _Total()}
@@ -160,7 +159,7 @@ class _Total:
 
 
 def _given(program: Program) -> frozenset[str]:
-    """Values that are there before the program runs."""
+    """Values that exist before the program runs."""
     state = (*program.parameters.values(), *program.buffers.values())
     return frozenset(
         [*(each.value for each in state), *program.constants, *(each.value for each in program.inputs)]
@@ -168,7 +167,7 @@ def _given(program: Program) -> frozenset[str]:
 
 
 def _prefixes(path: str, depth: int | None) -> list[str]:
-    """The path and those of all modules around it, outermost first.
+    """The path and those of all modules that contain it, outermost first.
 
     >>> _prefixes("a.b.c", None), _prefixes("a.b.c", 1)
     (['', 'a', 'a.b', 'a.b.c'], ['', 'a'])
@@ -206,7 +205,7 @@ def _costs(program: Program) -> dict[str, Cost]:
                 owners.setdefault(memory_of(tensor), f"{node.name}:{number}" if number else node.name)
             tensor = None
         loss = loss_of(program, values)
-    values.clear()  # what autograd saved for values that the loss does not need goes with them
+    values.clear()  # also frees what autograd saved for values on which the loss does not depend
     kept = _kept(program, (held for each in saved if (held := each()) is not None), owners)
     with _Meter(
         lambda: bisect_right(firsts, number) - 1 if (number := number_here()) is not None else None
@@ -230,7 +229,7 @@ def _costs(program: Program) -> dict[str, Cost]:
 
 
 def _renamed(cost: Cost, names: Mapping[str, str]) -> Cost:
-    """The cost of a node that is like another. names: value -> the one in its place."""
+    """The cost of a node in another block. names: value -> its counterpart there."""
     return (
         replace(
             cost, kept=tuple(replace(each, memory=_renamed_memory(each.memory, names)) for each in cost.kept)
@@ -246,7 +245,8 @@ def _renamed_memory(memory: str, names: Mapping[str, str]) -> str:
 
 
 class _Saved:
-    """A tensor that autograd saved while node number `index` ran. It lives as long as autograd wants it."""
+    """A tensor that autograd saved while node number `index` ran. It lives as long as autograd references
+    it."""
 
     def __init__(self, index: int, tensor: Tensor) -> None:
         self.index = index
@@ -254,7 +254,7 @@ class _Saved:
 
 
 class _Meter(TorchDispatchMode):
-    """Adds up what passes, by index of the node it belongs to; `here` tells which, None: the one before."""
+    """Adds up costs by index of the node; `here` returns the current index, None: the last one."""
 
     def __init__(self, here: Callable[[], int | None]) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class _Meter(TorchDispatchMode):
         if (device := device_asked(func, args)) is not None:
             return device
         value = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # questions, like which device
+        if func.namespace == "prim":  # queries, such as the device
             return value
         here = self._here()
         self._last = index = self._last if here is None else here
@@ -280,7 +280,7 @@ class _Meter(TorchDispatchMode):
 
 
 def _kept(program: Program, saved: Iterable[_Saved], owners: dict[int, str]) -> dict[int, dict[str, int]]:
-    """Index of the node -> memory -> bytes. Memory without an owner gets the name of the node that saved it
+    """Index of the node -> memory -> bytes. Memory without an owner is named after the node that saved it
     first."""
     kept: dict[int, dict[str, int]] = defaultdict(dict)
     inside: dict[int, int] = defaultdict(int)

@@ -1,5 +1,4 @@
-"""A program's step on fake tensors: its operators run with autograd as on real ones, and no memory is
-used."""
+"""Runs a program's step on fake tensors, with autograd and without memory."""
 
 from __future__ import annotations
 
@@ -18,18 +17,18 @@ from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import empty_like
 from meshloom.program.trace.on_cpu import AsOnCPU, fake_mode
 
-_torch: Any = torch  # for what torch keeps to itself
+_torch: Any = torch  # for private names
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Tensors made inside have no values; gradients are recorded."""
+    """Tensors created inside have no values; gradients are recorded."""
     with torch.enable_grad(), fake_mode(), AsOnCPU():
         yield
 
 
 def fake_parameters(program: Program) -> dict[str, Tensor]:
-    """User's name -> a parameter like the program's."""
+    """User's name -> a fake parameter."""
     return {
         name: torch.nn.Parameter(_like(each.meta, program.device), each.meta.requires_grad)
         for name, each in program.parameters.items()
@@ -37,24 +36,24 @@ def fake_parameters(program: Program) -> dict[str, Tensor]:
 
 
 def fake_buffers(program: Program) -> dict[str, Tensor]:
-    """User's name -> a tensor like the program's buffer."""
+    """User's name -> a fake buffer."""
     return {name: _like(each.meta, program.device) for name, each in program.buffers.items()}
 
 
 def fake_inputs(program: Program) -> list[Tensor]:
-    """The batch's tensors, in order."""
+    """Fake tensors of the batch, in order."""
     return [_like(each.meta, program.device) for each in program.inputs]
 
 
 def fake_constants(program: Program) -> dict[str, Tensor]:
-    """Value -> a tensor like that constant."""
+    """Value -> a fake constant."""
     return {name: empty_like(each, program.device) for name, each in program.constants.items()}
 
 
 def leaves(
     program: Program, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Name of the value -> tensor, for all that a program is given."""
+    """Name of the value -> tensor, for all inputs of a program."""
     values = {each.value: parameters[name] for name, each in program.parameters.items()}
     values |= {each.value: buffers[name] for name, each in program.buffers.items()}
     return (
@@ -65,10 +64,9 @@ def leaves(
 
 
 def run_nodes(program: Program, values: dict[str, Any], *, keep: bool) -> Iterator[Node]:
-    """Run node by node inside `fake_tensors`; yields each when its value is in `values`.
+    """Run node by node inside `fake_tensors`; yields each node when its value is in `values`.
 
-    keep: leave values there after their last use. Parameters, inputs and what the program returns stay in any
-        case.
+    keep: leave values there after their last use. Parameters, inputs and outputs always stay.
     """
     contexts = tuple(dict.fromkeys(node.context for node in program.nodes))
     number = {context: index for index, context in enumerate(contexts)}
@@ -87,20 +85,19 @@ def run_nodes(program: Program, values: dict[str, Any], *, keep: bool) -> Iterat
 
 
 def next_number() -> int:
-    """The sequence number that autograd's next node will have."""
+    """The sequence number of autograd's next node."""
     return _torch.autograd._get_sequence_nr()
 
 
 def number_here() -> int | None:
-    """Sequence number of the autograd node whose backward runs; None: gradients are stored."""
+    """Sequence number of the autograd node whose backward runs; None while gradients are accumulated."""
     node = _torch._C._current_autograd_node()
     number = node._sequence_nr() if node is not None else None
     return None if number is None or number >= 2**63 else number
 
 
 def device_asked(func: Any, args: Sequence[Any]) -> torch.device | None:
-    """The answer if this call only asks a fake tensor for its device; autograd does so as often as it calls
-    operators."""
+    """The device, if this call only queries a fake tensor's device, as autograd does for every operator."""
     asked = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
     return args[0].fake_device if asked else None
 
@@ -111,7 +108,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def loss_of(program: Program, values: Mapping[str, Any]) -> Tensor | None:
-    """What backward starts from: the sum of the first output, if it has a gradient."""
+    """The start of the backward: the sum of the first output, if it requires grad."""
     first = program.outputs[0] if program.outputs else None
     value = values.get(first.name) if isinstance(first, Ref) else None
     return value.sum() if isinstance(value, Tensor) and value.requires_grad else None

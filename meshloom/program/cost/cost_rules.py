@@ -1,5 +1,4 @@
-"""What one ATen call costs: floating-point operations by torch's own formulas, bytes that it reads and
-writes."""
+"""Cost of one ATen call: floating-point operations by torch's formulas, bytes read and written."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from meshloom.program.ir.sparse_constants import dense_parts, memory_of
 aten = torch.ops.aten
 _flop_counter: Any = flop_counter  # its formulas by operator have no types
 
-# Of their first tensor these read what they give, not all of it.
+# Of their first tensor these read as much as they return.
 _PICK = {"embedding", "index", "index_select", "gather", "take", "_index_put_impl"}
-# These write without looking at what was there.
+# These write without reading what was there.
 _OVERWRITE = {
     "copy_",
     "fill_",
@@ -36,7 +35,7 @@ _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 
 def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> int:
     """Floating-point operations of an ATen call: matrix products, convolutions, attention, fused recurrent
-    layers; 0 for all else."""
+    layers; 0 for others."""
     formula = _FORMULAS.get(func.overloadpacket) or _FORMULAS_BY_NAME.get(func.name())
     return int(formula(*args, **kwargs, out_val=value)) if formula else 0
 
@@ -44,7 +43,7 @@ def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any)
 def bytes_read_and_written(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any
 ) -> tuple[int, int]:
-    """Bytes that an ATen call reads and writes if every element of an operand is touched once. Views and
+    """Bytes that an ATen call reads and writes if every element of an operand is accessed once. Views and
     allocations cost nothing."""
     name = func.overloadpacket.__name__
     outputs = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
@@ -70,7 +69,7 @@ def bytes_read_and_written(
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Of its distinct elements: what is expanded counts once."""
+    """Bytes of its distinct elements: expanded ones count once."""
     total = 0
     for part in dense_parts(tensor):
         count = 1
@@ -103,8 +102,8 @@ def _recurrent_layer_backward(*args: Any, out_shape: Any = None, **kwargs: Any) 
 
 
 def _grouped_product(x: Any, w: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Rows of x [rows, features] times the matrix of their group in w [groups, features, outputs]; other ways
-    to group cost the same."""
+    """Rows of x [rows, features] times the matrix of their group in w [groups, features, outputs]; other
+    groupings cost the same."""
     return 2 * x[-2] * x[-1] * w[-1] * (x[0] if len(x) == len(w) == 3 else 1)
 
 
@@ -113,8 +112,8 @@ def _grouped_product_backward(x: Any, w: Any, *args: Any, out_shape: Any = None,
 
 
 def _trilinear(x: Any, w: Any, y: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """The sum of x w y, each with dims of 1 put in where the lists of dims behind them say: two products and
-    a sum per element."""
+    """The sum of x w y, each with dims of 1 inserted by the lists of dims after them: two products and a sum
+    per element."""
     shapes: list[list[int]] = []
     for shape, places in zip((x, w, y), args, strict=False):
         grown = list(shape)
@@ -124,7 +123,7 @@ def _trilinear(x: Any, w: Any, y: Any, *args: Any, out_shape: Any = None, **kwar
     return 3 * math.prod(map(max, *shapes))
 
 
-# What torch's table lacks: the attention and the recurrent layer that CPUs run.
+# Missing in torch's table: the attention and the recurrent layer of CPUs.
 _FORMULAS: Mapping[Any, Any] = {
     **_flop_counter.flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: _flop_counter.sdpa_flop,
@@ -134,7 +133,7 @@ _FORMULAS: Mapping[Any, Any] = {
     aten._trilinear: _flop_counter.shape_wrapper(_trilinear),
     aten._grouped_mm: _flop_counter.shape_wrapper(_grouped_product),
 }
-# Operators of libraries that register them when they are imported.
+# Operators that libraries register on import.
 _FORMULAS_BY_NAME: Mapping[str, Any] = {
     "transformers::grouped_mm_fallback": _flop_counter.shape_wrapper(_grouped_product),
     "transformers::grouped_mm_fallback_backward": _flop_counter.shape_wrapper(_grouped_product_backward),

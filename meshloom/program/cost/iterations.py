@@ -1,10 +1,9 @@
-"""Iterations of loops in a program: stretches of operators that follow each other several times.
+"""Finds iterations of loops in a program: sequences of operators that repeat.
 
     for t in range(4):                    select  mul  add   select  mul  add   select  mul  add   select  mul  add
         state = state * decay + x[:, t]      iteration 0        iteration 1        iteration 2        iteration 3
 
-Nothing in a program says that there was a loop. What repeats is found by its operators, their shapes and
-modules; indices may differ.
+A program does not record its loops. They are found by operators, shapes and modules; indices may differ.
 """
 
 from __future__ import annotations
@@ -17,30 +16,29 @@ import torch
 
 from meshloom.program.ir.nodes import Node, Ref
 
-LEAST = 4  # iterations: what happens to be there twice or three times is no loop
-PERIODS = 16  # that are tried where a stretch may begin: how often its first operator may be in it
+MIN_ITERATIONS = 4  # fewer repetitions may be there by chance
+MAX_PERIODS = 16  # tried at a start: occurrences of its first operator within an iteration
 
 
 def iterations_of(nodes: Sequence[Node]) -> list[list[Sequence[Node]]]:
-    """Loops in program order, as their iterations."""
+    """Loops in program order, as lists of iterations."""
     kinds: dict[Any, int] = {}
     row = [kinds.setdefault(_kind(node), len(kinds)) for node in nodes]
-    again = _again(row)
+    next_places = _next_places(row)
     loops: list[list[Sequence[Node]]] = []
     start = 0
     while start < len(row):
-        period, count = _longest(row, again, start)
-        if count >= LEAST:
+        period, count = _longest(row, next_places, start)
+        if count >= MIN_ITERATIONS:
             loops.append(
                 [nodes[start + turn * period : start + (turn + 1) * period] for turn in range(count)]
             )
-        start += period * count if count >= LEAST else 1
+        start += period * count if count >= MIN_ITERATIONS else 1
     return loops
 
 
 def constants_of(node: Node) -> object:
-    """Arguments of a node without references, and without an index that says which of several alike it
-    takes."""
+    """Arguments of a node without references, and without the index of a select or getitem."""
     args: tuple[Any, ...] = node.args
     if node.target is torch.ops.aten.select.int:
         args = args[:2]
@@ -58,13 +56,13 @@ def _constants(value: object) -> object:
 
 
 def _kind(node: Node) -> object:
-    """What is equal in all iterations."""
+    """Equal for the same operator in all iterations."""
     made = tuple((each.shape, each.dtype, each.requires_grad) for each in node.outputs)
     return node.target, node.path, node.context.grad, made, repr(constants_of(node))
 
 
-def _again(row: Sequence[int]) -> list[int]:
-    """For each place, the next one that has the same; one behind the end if there is none."""
+def _next_places(row: Sequence[int]) -> list[int]:
+    """For each place, the next one with the same entry; the end if there is none."""
     last: dict[int, int] = {}
     found = [len(row)] * len(row)
     for place in range(len(row) - 1, -1, -1):
@@ -73,17 +71,17 @@ def _again(row: Sequence[int]) -> list[int]:
     return found
 
 
-def _longest(row: Sequence[int], again: Sequence[int], start: int) -> tuple[int, int]:
-    """Period, and how often, of what repeats from `start` on and covers most; (1, 1): nothing does."""
+def _longest(row: Sequence[int], next_places: Sequence[int], start: int) -> tuple[int, int]:
+    """Period and number of the repetitions from `start` on that cover most; (1, 1): none."""
     best, place = (1, 1), start
-    for _ in range(PERIODS):
-        place = again[place]
+    for _ in range(MAX_PERIODS):
+        place = next_places[place]
         period = place - start
         if place + period > len(row):
             break
         count = 1
         while row[start : start + period] == row[start + count * period : start + (count + 1) * period]:
             count += 1
-        if count >= LEAST and count * period > best[0] * best[1]:
+        if count >= MIN_ITERATIONS and count * period > best[0] * best[1]:
             best = period, count
     return best

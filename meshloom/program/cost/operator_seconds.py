@@ -1,7 +1,8 @@
-"""Seconds of every operator of a program: forward, backward, and how much of the backward can wait.
+"""Seconds of every operator of a program: forward, backward, and the part of the backward that can be
+deferred.
 
-In a pipeline whose backward comes in two halves, gradients of weights wait until there is nothing else to do.
-Those of linear layers whose weights are parameters do; of the others' backward nothing can be put off.
+Schedules that split the backward compute gradients of weights when there is nothing else to do. This works
+for linear layers whose weights are parameters; the backward of other operators cannot be split.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorSeconds:
-    """Of one operator and one microbatch. later: what of `backward` is gradients of weights, which can wait.
+    """Of one operator and one microbatch. later: the part of `backward` that computes gradients of weights.
 
     >>> OperatorSeconds(forward=1.0, backward=2.0, later=1.0).total
     3.0
@@ -39,7 +40,7 @@ class OperatorSeconds:
 
 
 def work_of(program: Program, costs: Mapping[str, Cost], rates: Rates) -> dict[str, OperatorSeconds]:
-    """Node -> its seconds: on the curves of the machine, if they were measured, or else at these rates."""
+    """Node -> its seconds: by the machine's measured curves, if any, or else by these rates."""
     if rates.machine is None:
         return with_later(
             program,
@@ -52,8 +53,8 @@ def work_of(program: Program, costs: Mapping[str, Cost], rates: Rates) -> dict[s
 def with_later(program: Program, seconds: Mapping[str, tuple[float, float]]) -> dict[str, OperatorSeconds]:
     """Node -> its seconds. seconds: forward and backward of each.
 
-    Of a linear layer's backward half is its weights' gradient: both halves multiply as much. All of it is,
-    where its input needs no gradient.
+    Half of a linear layer's backward is its weights' gradient: both halves multiply as much. If its input
+    requires no grad, all of it is.
     """
     needing = {node.name for node in program.nodes if any(each.requires_grad for each in node.outputs)}
     waiting = weights_that_wait(program)
@@ -71,15 +72,16 @@ def with_later(program: Program, seconds: Mapping[str, tuple[float, float]]) -> 
 def computed_again(
     work: Mapping[str, OperatorSeconds], seconds: Mapping[str, float]
 ) -> dict[str, OperatorSeconds]:
-    """The same where backward begins by computing some operators again. seconds: node -> of that."""
+    """The same with seconds of recomputation added to the backward. seconds: node -> seconds of recomputing
+    it."""
     return {
         name: replace(each, backward=each.backward + seconds.get(name, 0.0)) for name, each in work.items()
     }
 
 
 def weights_that_wait(program: Program) -> frozenset[str]:
-    """Nodes whose weights' gradients can be computed apart: linear layers of parameters. Autocast regions
-    stay as they are."""
+    """Nodes whose weights' gradients can be computed separately: linear layers of parameters, outside of
+    autocast."""
     parameters = {each.value for each in program.parameters.values() if each.meta.requires_grad}
     return frozenset(node.name for node in program.nodes if _waits(node, parameters))
 

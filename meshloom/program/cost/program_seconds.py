@@ -11,8 +11,7 @@ from meshloom.program.cost.cost import Cost
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 
-# Operators by the first part of their name; what is in no list and has FLOPs is a matrix product, and what
-# has none is elementwise.
+# Operators by the first part of their name; others are matrix products if they have FLOPs, else elementwise.
 _NAMES: Mapping[Kind, frozenset[str]] = {
     "attention": frozenset({"scaled_dot_product_attention"}),
     "convolution": frozenset(
@@ -143,12 +142,12 @@ class Seconds:
 
 
 def program_seconds(program: Program, costs: Mapping[str, Cost], machine: Machine) -> Seconds:
-    """Of one chunk on one device. The optimizer and the exchange are not in it."""
+    """Seconds of one chunk on one device, without optimizer and exchange."""
     return sum_of(node_seconds(node, costs[node.name], machine) for node in program.nodes)
 
 
 def sum_of(parts: Iterable[Seconds]) -> Seconds:
-    """One after another."""
+    """The sum of seconds."""
     forward = backward = 0.0
     for each in parts:
         forward += each.forward
@@ -157,8 +156,8 @@ def sum_of(parts: Iterable[Seconds]) -> Seconds:
 
 
 def node_seconds(node: Node, cost: Cost, machine: Machine) -> Seconds:
-    """Of one operator. What moves nothing takes the time of a call; backward takes none where no gradient
-    goes through."""
+    """Seconds of one operator: the time of a call if it moves no bytes; no backward if its result requires no
+    grad."""
     kind = kind_of(node, cost)
     dtype = str(node.outputs[0].dtype).removeprefix("torch.") if node.outputs else "float32"
     forward_bytes, backward_bytes = (
@@ -178,7 +177,7 @@ def node_seconds(node: Node, cost: Cost, machine: Machine) -> Seconds:
 
 
 def kind_of(node: Node, cost: Cost) -> Kind:
-    """Which curve an operator is on."""
+    """The kind of an operator, which selects its curve."""
     name = node.operator if node.operator != "out_of_place" else str(node.args[0]).removeprefix("aten.")
     name = name.partition(".")[0]
     kind = KIND_OF.get(name, KIND_OF.get(name.removesuffix("_"), "elementwise"))

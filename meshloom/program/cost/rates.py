@@ -1,4 +1,4 @@
-"""What computing and talking take on the machine that a program is divided for."""
+"""Rates of computation and communication of a machine, by which sharding and stages are chosen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MANY = 2.0**26  # bytes, for the slope of a line
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSeconds:
-    """Seconds of a collective: latency_seconds + bytes that a rank hands in / bytes_per_second."""
+    """Seconds of a collective: latency_seconds + bytes of a rank's input / bytes_per_second."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -25,21 +25,20 @@ class LinearSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a rank does per second, and what a collective takes.
+    """What a rank computes per second, and the cost of collectives.
 
     flops_per_second, bytes_per_second: of operators; one takes as long as the slower of its two (the
-    roofline; Williams et al., 2009). start_seconds: of any collective, however small. latency_seconds: of
-        each message. link_bytes_per_second: of each rank's link. Collectives are rings of these: an
-        all-reduce sends 2(N-1) messages of S/N one after another (Patarasuk & Yuan, 2009).
-    measured: of collectives among the ranks in question, where they were measured, instead of these.
-    memory_price: what holding a byte of parameters, gradients and optimizer state is worth, in bytes sent per
-        step. Who asks for tp wants memory divided, and dividing the batch instead is what dp is for. With 0,
-        large batches of small models are divided by
-        samples, which leaves every parameter on every rank and a step of the benchmark GPT (batch 64, Gloo) 6
-        % shorter.
-    send: a message from one rank to another, where it was measured.
-    machine: what was measured of its operators, where it was.
-    source: where they are from, for people.
+        roofline; Williams et al., 2009). start_seconds: of any collective. latency_seconds: of each message.
+        link_bytes_per_second: of each rank's link. Collectives are rings of these: an all-reduce sends 2(N-1)
+        messages of S/N one after another (Patarasuk & Yuan, 2009).
+    measured: of collectives among these ranks, used instead of the above.
+    memory_price: cost of a byte of parameters, gradients and optimizer state, in bytes sent per step: tp is
+        used to shard memory, and dp to shard the batch. With 0, large batches of small models are sharded by
+        samples, which replicates all parameters and makes a step of the benchmark GPT (batch 64, Gloo) 6 %
+        shorter.
+    send: of a message from one rank to another, if measured.
+    machine: measurements of its operators, if any.
+    source: origin of the rates, for messages.
     """
 
     flops_per_second: float = 5e10
@@ -54,7 +53,7 @@ class Rates:
     source: str = "given"
 
     def collective_seconds(self, collective: Collective, num_bytes: float, num_ranks: int) -> float:
-        """Seconds of a collective to which every rank hands in `num_bytes`.
+        """Seconds of a collective with an input of `num_bytes` on every rank.
 
         >>> rates = Rates(start_seconds=1.0, latency_seconds=2.0, link_bytes_per_second=10.0)
         >>> rates.collective_seconds("all_reduce", 100.0, 2), rates.collective_seconds("all_gather", 50.0, 2)
@@ -99,10 +98,10 @@ class Rates:
 
 
 def rates_of(machine: Machine, num_ranks: int, dtype: str = "float32") -> Rates:
-    """What was measured of a machine: its largest matrix products and elementwise operators, and the
+    """The measured rates of a machine: its largest matrix products and elementwise operators, and the
     collectives of `num_ranks` ranks.
 
-    What no link was measured for is as `default_rates` says.
+    Links that were not measured have those of `default_rates`.
     """
     known = default_rates(machine.device)
     measured = {link.collective for link in machine.links}
@@ -142,15 +141,15 @@ def _line_of_sends(machine: Machine) -> LinearSeconds:
 
 
 def rates_here(device: str, num_ranks: int, dtype: str = "float32") -> Rates:
-    """Of this machine, as `meshloom calibrate` measured it, or else `default_rates`. Raises `MachineError` if
-    its file is broken."""
+    """Rates of this machine as measured by `meshloom calibrate`, or else `default_rates`. Raises
+    `MachineError` if its file is broken."""
     machine = this_machine(device)
     return rates_of(machine, num_ranks, dtype) if machine is not None else default_rates(device)
 
 
 def default_rates(device: str) -> Rates:
-    """Where nothing was measured. cpu: one core, and Gloo on one host. Others: a GPU of the last years in
-    mixed precision, and NCCL over NVLink."""
+    """Rates without measurements. cpu: one core, and Gloo on one host. Others: a recent GPU in mixed
+    precision, and NCCL over NVLink."""
     source = "default rates; meshloom calibrate measures this machine's"
     if device == "cpu":
         return Rates(source=source)

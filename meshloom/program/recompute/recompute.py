@@ -1,15 +1,14 @@
-"""Recomputation: what backward needs of forward is kept, or recomputed, segment by segment (full) or where
-that is cheap (selective).
+"""Recomputation of activations: segment by segment (full), or where it is cheap (selective).
 
     none         everything that autograd saves is kept
-    full         kept is what crosses the borders of segments (`segments.py`), and what ranks sent each other
-    selective    kept is also what is dear to compute. Operators that take longer to compute than to move their bytes (matrix products,
-                 convolutions) never run again, except attention; of the others so many that bytes kept and
-                 seconds paid, at a price, are least (`selective.py`)
+    full         values at the borders of segments are kept (`segments.py`), and received values
+    selective    values that are expensive to compute are kept, too. Operators that take longer to compute than to
+                 move their bytes (matrix products, convolutions) are never recomputed, except attention; of the
+                 others, those whose recomputation minimizes bytes kept and seconds, weighted (`selective.py`)
 
-Attention runs again although it is a product: kept, it would hold its result and its statistics, and written
-out, scores for every pair of positions, which are most of a block's memory and little of its time
-(Korthikanti et al., 2022, section 5).
+Attention is recomputed although it consists of products: keeping it means keeping its result and statistics,
+or, if not fused, scores for every pair of positions, which are most of a block's memory and little of its
+time (Korthikanti et al., 2022, section 5).
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from meshloom.program.recompute.saved_tensors import Save, Source, recomputation
 from meshloom.program.recompute.segments import Segment, is_view, segments_of
 from meshloom.program.recompute.selective import Candidate, cheapest_kept
 
-DEAR = 16.0  # bytes moved while a byte is recomputed that is just as well kept
+MOVED_PER_KEPT = 16.0  # bytes moved for recomputing a byte, above which it is kept
 _HOW = ("none", "full", "selective")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputed:
-    """What a microbatch takes under recomputation.
+    """Memory and time of a microbatch under recomputation.
 
     kept_bytes: of activations, from its forward to its backward; without parameters, buffers, constants and
         the batch.
-    seconds: of recomputing. again_bytes: most that is recomputed at one time, of one segment.
-    kept_of, seconds_of: the same by the node that made the memory, or that runs again. They add up to the
-        totals.
+    seconds: of recomputing. again_bytes: largest recomputed memory, of one segment at a time.
+    kept_of, seconds_of: the same by the node that owns the memory, or is recomputed. They add up to the
+    totals.
     """
 
     kept_bytes: int
@@ -51,11 +50,11 @@ class Recomputed:
 def with_recomputation(
     program: Program, how: str, *, costs_of: Mapping[str, Cost] | None = None, rates: Rates | None = None
 ) -> Program:
-    """The program, computing the same with less kept. how: none, full or selective.
+    """The program with recomputation. how: none, full or selective.
 
-    It may be done before a program is divided and cut, or after: division and cuts keep it. costs_of, rates:
-    what selective decides by; default: the costs of this program (which a program that is divided already
-    does not have: give those of the whole) and its device's default rates.
+    May be applied before or after a program is sharded and split into stages, which preserve it. costs_of,
+    rates: for the choices of selective; default: the costs of this program (for a sharded program, give those
+    of the unsharded one) and its device's default rates.
     """
     if how == "none":
         return replace(program, kept=None)
@@ -65,8 +64,7 @@ def with_recomputation(
 def recomputed(
     program: Program, costs_of: Mapping[str, Cost], how: str, rates: Rates | None = None
 ) -> Recomputed:
-    """What `program` keeps and what it recomputes under `how`. costs_of: node -> its cost
-    (`costs(program)`)."""
+    """What `program` keeps and recomputes under `how`. costs_of: node -> its cost (`costs(program)`)."""
     rates = rates or default_rates(program.device.type)
     kept = kept_values(program, costs_of, how, rates) if how != "none" else None
     facts = _Facts(program, costs_of)
@@ -113,8 +111,8 @@ def recomputed(
 def kept_values(
     program: Program, costs_of: Mapping[str, Cost] | None, how: str, rates: Rates | None = None
 ) -> frozenset[str]:
-    """Nodes whose results are kept where backward needs them, and `NODE:` for those of which is kept what is
-    made inside; besides borders and talk."""
+    """Nodes whose results are kept if backward needs them, and `NODE:` for nodes whose inner tensors are
+    kept; besides borders and received values."""
     if how not in _HOW:
         raise PlanError(f"recompute={how} is not known. Known: {', '.join(_HOW)}.")
     if how == "full":
@@ -136,16 +134,20 @@ def kept_values(
 
 
 def _price(node: Node, cost: Cost, rates: Rates) -> float | None:
-    """Bytes that are worth running a node again; None: it is not to run again."""
+    """Bytes that are worth recomputing a node; None: it is not recomputed."""
     if "attention" in node.operator:
         return 0.0
     moved = cost.read_bytes + cost.written_bytes
-    return None if cost.flops / rates.flops_per_second > moved / rates.bytes_per_second else moved / DEAR
+    return (
+        None
+        if cost.flops / rates.flops_per_second > moved / rates.bytes_per_second
+        else moved / MOVED_PER_KEPT
+    )
 
 
 class _Facts:
-    """What the costs of a program say of its memory, which is named as in `cost.Kept`. owner_of: node -> the
-    value in whose memory its result lies."""
+    """Facts about a program's memory from its costs, named as in `SavedTensor`. owner_of: node -> the value
+    that owns the memory of its result."""
 
     def __init__(self, program: Program, costs_of: Mapping[str, Cost]) -> None:
         self.owner_of: dict[str, str] = {}
@@ -171,7 +173,7 @@ class _Facts:
                 self._saved.add(_owner(memory))
 
     def candidate(self, node: Node, price: float | None) -> Candidate:
-        """The node, at that price."""
+        """The node, with that price."""
         return Candidate(
             price=price,
             result_bytes=sum(each.num_bytes for each in node.outputs),
@@ -185,7 +187,7 @@ class _Facts:
         return {self.owner_of[name] for name in segment.results}
 
     def saves(self, memories: Sequence[tuple[str, str]]) -> list[Save]:
-        """Of pairs of a node and a memory that it keeps."""
+        """Saves for pairs of a node and a memory that it keeps."""
         first: dict[str, int] = {}
         made: list[Save] = []
         for number, (node, memory) in enumerate(memories):
@@ -203,11 +205,11 @@ class _Facts:
         return made
 
     def _is_inside(self, memory: str) -> bool:
-        """Whether it is none of an operator's results."""
+        """Whether it is not an operator's result."""
         owner, _, number = memory.partition(":")
         return bool(number) and int(number) >= self._num_results.get(owner, 1)
 
 
 def _owner(memory: str) -> str:
-    """The value, or the node inside of which it was made."""
+    """The value, or the node that created it internally."""
     return memory.partition(":")[0]

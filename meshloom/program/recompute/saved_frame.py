@@ -1,4 +1,4 @@
-"""What the handles of one run of a segment share: what it is recomputed from, and that this is done once."""
+"""The shared state of the handles of one run of a segment, which is recomputed once for all of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from meshloom.core.errors import CaptureError
 class Frame:
     """One run of a segment. It lives as long as one of its handles does.
 
-    again: for every tensor that is saved, in order, whether it is recomputed. compute: from what is held and
-        a seed, those by number.
+    again: for every saved tensor, in order, whether it is recomputed. compute: from held values and a seed,
+        the recomputed tensors by number.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Frame:
         return handle
 
     def take_over(self, handles: Sequence[weakref.ref[Handle]]) -> None:
-        """Of a first run: those that are not kept let go of their tensors."""
+        """After a first run: handles that are recomputed drop their tensors."""
         self._count = len(handles)
         for number, reference in enumerate(handles):
             if self._again[number] and (handle := reference()) is not None:
@@ -47,18 +47,18 @@ class Frame:
                 self._handles[number] = reference
 
     def close(self, seed: int | None, given: Sequence[Any], made: Sequence[Any]) -> None:
-        """The segment has run: keep what it is recomputed from, apart from the graph of autograd. seed:
-        before the first draw."""
+        """After the segment has run: hold the inputs of the recomputation, detached from autograd's graph.
+        seed: before the first draw."""
         if self._count != len(self._again):
             raise CaptureError(
                 f"Operators saved {self._count} tensors for the backward, and {len(self._again)} when they ran first, so they cannot be recomputed. "
                 "Use recompute=none."
             )
         self._seed = seed
-        self._held = [tree_map_only(Tensor, _apart, each) for each in (*given, *made)]
+        self._held = [tree_map_only(Tensor, _detached, each) for each in (*given, *made)]
 
     def compute(self) -> None:
-        """Give every handle its tensor."""
+        """Recompute, and fill every handle."""
         held, self._held = self._held, []
         found = self._compute(held, self._seed)
         for number, reference in self._handles.items():
@@ -67,7 +67,7 @@ class Frame:
 
 
 class Handle:
-    """Stands for a saved tensor. It goes when autograd lets it go, and the tensor with it."""
+    """Stands for a saved tensor. It is freed when autograd frees it, and the tensor with it."""
 
     __slots__ = ("__weakref__", "frame", "tensor")
 
@@ -77,7 +77,7 @@ class Handle:
 
 
 def open_saved(held: Any) -> Tensor:
-    """What was saved."""
+    """The saved tensor of a handle or a tensor."""
     if not isinstance(held, Handle):
         return held
     if held.tensor is None:
@@ -87,6 +87,6 @@ def open_saved(held: Any) -> Tensor:
     return held.tensor
 
 
-def _apart(tensor: Tensor) -> Tensor:
-    """The same memory, outside of the graph. Parameters stay themselves: autocast knows them."""
+def _detached(tensor: Tensor) -> Tensor:
+    """The same memory, outside of the graph. Parameters stay themselves, as autocast caches their casts."""
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)

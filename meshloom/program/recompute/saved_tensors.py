@@ -1,10 +1,9 @@
-"""How the tensors that autograd saved of a segment are recomputed: which operators run, on which values that
-are kept.
+"""How to recompute the tensors that autograd saved in a segment: which operators run, on which kept values.
 
-saved by      owner of its memory        is
-norm          x, from another segment    kept: it is there anyway
-linear        norm                       recomputed: norm runs on x
-attention     attention, inside of it    recomputed: attention runs on q, k, v, which are kept, and saves it once more
+saved by      owner of its memory        recomputation
+norm          x, from another segment    none: it is kept anyway
+linear        norm                       norm runs on x
+attention     attention, internal        attention runs on q, k, v, which are kept, and saves it again
 """
 
 from __future__ import annotations
@@ -26,27 +25,27 @@ from meshloom.program.recompute.segments import Segment
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A saved tensor as a part of a value. position: in a node's several tensors. layout: shape, strides and
-    offset in its memory, if it is not all of the value."""
+    """A saved tensor as a part of a value. position: index in a node's tensors. layout: shape, strides and
+    offset in its memory, if it is not the whole value."""
 
     value: str
     position: int | None = None
     layout: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
 
     def of(self, value: Any) -> Tensor:
-        """Taken from the value."""
+        """The tensor, taken from the value."""
         tensor: Tensor = value if self.position is None else value[self.position]
         return tensor.detach() if self.layout is None else tensor.detach().as_strided(*self.layout)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """A tensor that autograd saved. node: while it ran. owner: value that owns its memory, or the node inside
-    of which that was made.
+    """A tensor that autograd saved. node: during which. owner: value that owns its memory, or the node that
+    created it internally.
 
-    inside: whether that memory is no value's, but was made inside of the owner.
-    source: where it can be taken from; None: only from the operator that made it, when that runs again:
-    `like`, the number of the first save of that memory. layout: within that.
+    inside: whether that memory is internal to the owner.
+    source: where it can be taken from; None: only from the operator that creates it, when that is recomputed.
+    like: number of the first save of that memory. layout: within that.
     """
 
     node: str
@@ -59,12 +58,11 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentRecomputation:
-    """How a segment runs a second time. again: for every saved tensor, whether it is recomputed; the others
-    are kept.
+    """How a segment is recomputed. again: for every saved tensor, whether it is recomputed; others are kept.
 
-    nodes: what runs. held_given, held_made: values that they start from, of earlier segments and of this one.
-    captures: number of a save in the second run -> the saved tensors that it is, each with its layout if that
-        differs.
+    nodes: the nodes to run. held_given, held_made: their inputs, of earlier segments and of this one.
+    captures: number of a save in the second run -> the saved tensors that it equals, each with its layout if
+        different.
     sources: number of a saved tensor -> where it is taken from. first_draw: the first of `nodes` that draws.
     """
 
@@ -81,18 +79,18 @@ def recomputation_of(
     segment: Segment, saves: Sequence[Save], borders: Collection[str], kept: Collection[str], needed: Collection[int] | None = None
 ) -> SegmentRecomputation:  # fmt: skip
     """How a segment is recomputed. borders: owners of the memory that later segments read. kept: nodes whose
-    results are kept, and `NODE:` for those of which is kept what is made inside.
+    results are kept, and `NODE:` for nodes whose inner tensors are.
 
-    needed: numbers of the saves that a backward can ask for; None: all. What the ranks sent each other is not
-        sent again: it is kept.
+    needed: numbers of the saves that a backward can use; None: all. Communication is not repeated: received
+        values are kept.
     """
     by_name = {node.name: node for node in segment.nodes}
-    talking = {node.name for node in segment.nodes if talks(node.target)}
-    stops = {*kept, *talking, *segment.results, *borders} & by_name.keys()
+    communicating = {node.name for node in segment.nodes if communicates(node.target)}
+    stops = {*kept, *communicating, *segment.results, *borders} & by_name.keys()
 
     def is_kept(save: Save) -> bool:
         if save.inside:
-            return f"{save.owner}:" in kept or save.owner in talking
+            return f"{save.owner}:" in kept or save.owner in communicating
         return save.owner not in by_name or save.owner in stops
 
     again = tuple(
@@ -148,7 +146,7 @@ def recomputation_of(
     )
 
 
-def talks(target: Any) -> bool:
+def communicates(target: Any) -> bool:
     """Whether ranks send each other something when this runs forward."""
     if isinstance(target, Transition):
         return (

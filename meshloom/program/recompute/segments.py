@@ -1,14 +1,13 @@
-"""Where a program is cut into segments, so that keeping what crosses their borders and computing one of them
-again takes the least memory.
+"""Splits a program into segments, so that the values kept at their borders and one recomputed segment take
+the least memory.
 
     borders  B        bytes of the values that a later segment reads, each counted once
-    inside   I_k      bytes that the operators of segment k make
-    least    2 B + max I_k      as borders are kept of every microbatch in flight, and one segment at a time is recomputed
+    inside   I_k      bytes that the operators of segment k create
+    least    2 B + max I_k      as borders of every microbatch in flight are kept, and one segment at a time is recomputed
 
-A chain of n equal values is cut into about sqrt(n) segments (Chen et al., 2016, "Training deep nets with
-sublinear memory cost"); blocks of a transformer are cut where only the residual stream crosses. For a limit
-on I the least B is found exactly, by dynamic programming over the places where little crosses; a few limits
-are tried.
+A chain of n equal values is split into about sqrt(n) segments (Chen et al., 2016, "Training deep nets with
+sublinear memory cost"); blocks of a transformer where only the residual stream crosses. For a limit on I the
+least B is exact, by dynamic programming over the places where little crosses; several limits are tried.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ MOST_PLACES = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Some nodes in a row. given: values that they read and did not make. results: those of theirs that are
-    read after them.
-
-    dying: values that nobody reads after them.
+    """Consecutive nodes. given: values of others that they read. results: their values that are read later.
+    dying: values that are not read later.
     """
 
     nodes: tuple[Node, ...]
@@ -79,7 +76,7 @@ def _cut(nodes: Sequence[Node], returned: set[str]) -> list[tuple[Node, ...]]:
 
 
 def is_view(target: Any) -> bool:
-    """Whether an operator gives its first operand's memory, or may."""
+    """Whether an operator returns a view of its first operand, or may."""
     if target is operator.getitem:
         return True
     returns = getattr(getattr(target, "_schema", None), "returns", ())
@@ -87,8 +84,8 @@ def is_view(target: Any) -> bool:
 
 
 class _Line:
-    """The nodes in order. A place is a number of nodes: those before it. inside: bytes made up to every
-    place, where a gradient goes through."""
+    """The nodes in order. A place is a number of nodes: those before it. inside: bytes created up to every
+    place, of values that require grad."""
 
     def __init__(self, nodes: Sequence[Node], returned: set[str]) -> None:
         count = len(nodes)
@@ -112,7 +109,7 @@ class _Line:
         self._places = self._narrow(count)
 
     def _narrow(self, count: int) -> list[int]:
-        """Both ends, and places at which no more crosses than at their neighbours."""
+        """Both ends, and places at which no more bytes cross than at their neighbours."""
         change = numpy.zeros(count + 2)
         for number in range(count):
             change[number + 1] += self._bytes[number]
@@ -128,8 +125,8 @@ class _Line:
         return [0, *inner, count]
 
     def cut(self, limit: float) -> tuple[float, list[int]]:
-        """Bytes of the best segments of at most `limit` inside, borders and the largest inside together, and
-        the places of their ends."""
+        """Bytes of the best segments of at most `limit` inside (borders plus the largest inside), and the
+        places of their ends."""
         places = self._places
         least = numpy.full(len(places), math.inf)
         least[0] = 0.0

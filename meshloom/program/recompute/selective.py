@@ -1,12 +1,12 @@
-"""What selective recomputation keeps: the least of bytes kept and seconds of recomputing, exactly.
+"""What selective recomputation keeps: the exact minimum of bytes kept and seconds of recomputing, weighted.
 
-A value that backward needs is kept, for its bytes, or its operator runs again, for a price of its seconds,
-and then needs the operator's operands. That is a minimum cut (Picard, 1976, on closures). Of every operator
-there are two points; what is on the side of `end` is there in backward:
+A value that backward needs is kept, which costs its bytes, or its operator is recomputed, which costs its
+seconds and needs the operator's operands. That is a minimum cut (Picard, 1976, on closures). Every operator
+has two vertices; those on the side of `end` are available in backward:
 
-    start --price of running again--> runs --bytes of the result--> result --(saved for backward)--> end
+    start --price of recomputing--> runs --bytes of the result--> result --(saved for backward)--> end
                                        |                              |
-                                       +--bytes made inside--> end    +--(operand)--> runs, of the operators that use it
+                                       +--inner bytes--> end          +--(operand)--> runs, of the operators that use it
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy
 
 from meshloom.program.recompute.segments import Segment
 
-_MOST = 2**30  # of all capacities that are not endless, scaled to whole numbers
+_MOST = 2**30  # of all finite capacities, scaled to integers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """What is known of an operator. price: bytes that are worth running it again; None: never. result_bytes,
-    inside_bytes: that it makes.
+    """Facts about an operator. price: bytes that are worth recomputing it; None: never. result_bytes,
+    inside_bytes: of its result and of its inner tensors.
 
-    result_saved: whether backward needs its result. views: its result lies in its first operand's memory.
+    result_saved: whether backward needs its result. views: whether its result is a view of its first operand.
     """
 
     price: float | None
@@ -39,10 +39,9 @@ class Candidate:
 def cheapest_kept(
     segment: Segment, candidates: Mapping[str, Candidate], borders: Collection[str]
 ) -> set[str]:
-    """Nodes of the segment whose results are kept, and `NODE:` for those of which is kept what is made
-    inside.
+    """Nodes of the segment whose results are kept, and `NODE:` for nodes whose inner tensors are.
 
-    borders: nodes whose results are there anyway, as later segments read them.
+    borders: nodes whose results are kept anyway, as later segments read them.
     """
     network = _Network()
     for node in segment.nodes:
@@ -74,7 +73,7 @@ class _Network:
     edges: list[tuple[int, int, float | None]] = field(default_factory=list[tuple[int, int, float | None]])
 
     def add(self, source: str, target: str, capacity: float | None) -> None:
-        """An edge. capacity None: endless."""
+        """Add an edge. capacity None: infinite."""
         if capacity is None or capacity > 0:
             self.edges.append(
                 (
@@ -85,8 +84,8 @@ class _Network:
             )
 
     def start_side(self) -> set[str]:
-        """The points on the side of `start` of the least cut that is nearest to it."""
-        from scipy.sparse import csr_array  # takes most of a second, which few processes need
+        """The vertices on the side of `start` of the minimum cut nearest to it."""
+        from scipy.sparse import csr_array  # takes most of a second to import, which few processes need
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
         total = sum(capacity for _, _, capacity in self.edges if capacity is not None)

@@ -1,5 +1,5 @@
-"""Runs a program on a batch: compiled once for a device and a precision, with what is recomputed in the
-backward if the program says so."""
+"""Runs a program on a batch: compiled once for a device and a precision, with recomputation if the program
+says so."""
 
 from __future__ import annotations
 
@@ -31,21 +31,19 @@ def run_program(
     visit: Callable[[Node, Any], None] | None = None,
     group: Group | None = None,
 ) -> Any:
-    """What the loss returns for `batch`, and buffers updated as the module would update its own.
+    """The loss function's result for `batch`. Updates buffers as the module would.
 
     parameters, buffers: by the user's names, on `device`.
     device: where to compute; default: where it was captured.
-    dtype: compute everything of floating-point in this precision: constants, inner casts and autocast regions
-        are lifted to it,
-        and `parameters` and `buffers` are expected in it.
+    dtype: compute all floating-point operators in this dtype: constants, inner casts and autocast regions are
+        converted to it, and `parameters` and `buffers` must have it.
     visit: called with every node and its value; slower.
-    group: the ranks among which it is divided, if it is one rank's program.
-    Raises `CaptureError` for a program that was read by shapes alone, and for a batch of other shapes or
-    values than it is for.
+    group: the ranks over which it is sharded, if it is one rank's program.
+    Raises `CaptureError` for a program captured by shapes, and for a batch of other shapes or values.
     """
     if program.by_shapes:
         raise CaptureError(
-            f"This program of {len(program.nodes)} operators was read by shapes alone, so it cannot be run. Read it from batches: capture(job, batches)."
+            f"This program of {len(program.nodes)} operators was captured by shapes, so it cannot be run. Capture it from batches: capture(job, batches)."
         )
     leaves = leaves_of(batch)
     _check_batch(program, leaves)
@@ -67,8 +65,8 @@ def run_flat(
     visit: Callable[[Node, Any], None] | None = None,
     group: Group | None = None,
 ) -> list[Any]:
-    """As `run_program` where it was captured, for the tensors of `inputs` in order: what it returns, flat.
-    Shapes are not looked at."""
+    """`run_program` with the program's own device and dtype, from input tensors to flat outputs, without
+    checks of shapes."""
     return _runner(program, None, None, visiting=visit is not None).run(
         parameters, buffers, inputs, visit, group
     )

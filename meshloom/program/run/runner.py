@@ -1,5 +1,5 @@
-"""Runs a program on tensors: compiled once into a Python function of ATen calls, for one device and
-precision."""
+"""Compiles a program into a Python function of ATen calls, for one device and dtype, and runs it on
+tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshloom.program.ir.program import Program
 from meshloom.program.operators.collectives import Joint
 from meshloom.program.operators.sliced_draws import PartOfDraw
 
-Shared = dict[Any, Callable[..., Any]]  # functions of programs that differ in integers alone
+Shared = dict[Any, Callable[..., Any]]  # functions of programs that differ in integers only
 _COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
@@ -58,7 +58,7 @@ class Runner:
         visit: Any = None,
         group: Group | None = None,
     ) -> list[Any]:
-        """As `run_flat`; leaves: the batch's tensors in order. visit: as for `run_program`."""
+        """As `run_flat`; leaves: the batch's tensors in order. visit: as in `run_program`."""
         dtype = self._dtype
         inputs = [
             leaf.to(self._device, dtype if dtype is not None and leaf.is_floating_point() else None)
@@ -90,23 +90,23 @@ def compile_program(
     visiting: bool = False,
     shared: Shared | None = None,
 ) -> Runner:
-    """A function of (entered, visit, special, parameters..., buffers..., constants..., inputs...) that gives
-    outputs and updates.
+    """A runner whose function takes (entered, visit, special, parameters..., buffers..., constants...,
+    inputs...) and returns outputs and updates.
 
-    dtype: lift everything of floating-point to it. visiting: call `visit` with every node and its value.
-    shared: of programs that differ from this one in integers alone. The function then takes these, as one
-        argument behind the others.
+    dtype: convert everything of floating point to it. visiting: call `visit` with every node and its value.
+    shared: functions of programs that differ from this one in integers only. The integers are then one more
+        argument, the last.
     """
     if dtype is not None and dtype not in (torch.float32, torch.float64):
         raise CaptureError(
-            f"A program is lifted to torch.float32 or torch.float64, not to {dtype}. For a lower precision, capture a job whose model has it."
+            f"A program can run in torch.float32 or torch.float64, not in {dtype}. For a lower precision, capture a job whose model has it."
         )
     state = [*used_variables(program, program.parameters), *used_variables(program, program.buffers)]
     given = [*(each.value for each in state), *program.constants, *(each.value for each in program.inputs)]
     outputs = [*program.outputs, *program.updates.values()]
     constants = [each.to(device, lifted(each.dtype, dtype)) for each in program.constants.values()]
     if shared is not None and not visiting:
-        # Linear layers may have been replaced by operators of their own, in some of the programs.
+        # In some of the programs linear layers may have been replaced by special operators.
         key = (
             device,
             dtype,
@@ -134,7 +134,7 @@ def compile_program(
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
     """Nodes as a function of (entered, visit, special, given...). made: value -> its node in the graph.
-    special: for `Special`."""
+    special: targets for `Special`."""
 
     module: Any
     made: Mapping[str, fx.Node]
@@ -153,17 +153,16 @@ def lower(
     mark: str | None = None,
     open_numbers: bool = False,
 ) -> Lowered:
-    """Some nodes of `program`, which compute `outputs` of the values `given`. mark: the node before which
-    `special.mark` is called.
+    """A function of some nodes of `program`, from the values `given` to `outputs`. mark: the node before
+    which `special.mark` is called.
 
-    open_numbers: integers among the operands are no constants but given, in order (`_numbers_in`), as one
-        argument behind the others.
+    open_numbers: integers among the operands are not constants but one more argument, a list in order
+        (`_numbers_in`).
     """
     graph = fx.Graph()
     entered, visit, special = (graph.placeholder(name) for name in ("entered", "visit", "special"))
     specials: list[Any] = []
-    # Not by their names: fx would call one that is Python's, as `sum`, `sum_1`, which another may be called
-    # already.
+    # Not by their own names: fx renames Python's, as `sum` to `sum_1`, which may be another value's name.
     made = {name: graph.placeholder(f"given_{number}") for number, name in enumerate(given)}
     contexts = contexts_of(program)
     opened: Callable[[], fx.Node] | None = None
@@ -192,8 +191,8 @@ def lower(
             made[node.name] = graph.call_method("draw", (special, len(specials) - 1, *args[1:]), kwargs)
         elif isinstance(target, Joint):
             specials.append(target)
-            made[node.name] = graph.call_method("talk", (special, len(specials) - 1, *args))
-        elif not _has_name(node):  # a value that can be called, which a graph has no name for
+            made[node.name] = graph.call_method("communicate", (special, len(specials) - 1, *args))
+        elif not _has_name(node):  # a callable object, which a graph cannot name
             specials.append(target)
             made[node.name] = graph.call_method("call", (special, len(specials) - 1, *args), kwargs)
         else:
@@ -238,8 +237,7 @@ def _numbers_in(nodes: Iterable[Node], outputs: Iterable[Any]) -> list[int]:
 
 
 class Special:
-    """What a program calls that is no plain function of its operands. group: the ranks that it is divided
-    among."""
+    """Callables of a program that are no plain functions. group: the ranks over which it is sharded."""
 
     def __init__(self, targets: Sequence[Any], group: Group | None) -> None:
         self._targets = targets
@@ -247,19 +245,19 @@ class Special:
         self.seed: int | None = None  # of the generator, when `mark` was called
 
     def mark(self) -> None:
-        """Note where in the chain of draws this is."""
+        """Record the position in the sequence of draws."""
         self.seed = torch.default_generator.initial_seed()
 
-    def talk(self, number: int, *args: Any) -> Any:
-        """Call number `number`, which may talk to the other ranks."""
+    def communicate(self, number: int, *args: Any) -> Any:
+        """Call number `number`, which may communicate with other ranks."""
         return self._targets[number].run(self._group, *args)
 
     def call(self, number: int, *args: Any, **kwargs: Any) -> Any:
-        """Call number `number`, of its operands alone."""
+        """Call number `number`, without communication."""
         return self._targets[number](*args, **kwargs)
 
     def draw(self, number: int, *args: Any, **kwargs: Any) -> Any:
-        """Call number `number`, which draws, with keys."""
+        """Call number `number`, which draws, with keyed seeds."""
         return keyed(self._targets[number], *args, **kwargs)
 
 
@@ -280,8 +278,8 @@ def _built(
     dtype: torch.dtype | None,
     opened: Callable[[], fx.Node] | None,
 ) -> Any:
-    """Arguments for the graph: references as its nodes, devices and precisions as they are wanted now.
-    opened: gives what stands for an integer."""
+    """Arguments for the graph: references as its nodes, and the device and dtype of the run. opened: the
+    stand-in for the next integer."""
     if isinstance(value, Ref):
         return made[value.name]
     if isinstance(value, tuple | list):
@@ -297,20 +295,19 @@ def _built(
 
 
 def lifted(value: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """The precision in which a program that is lifted to `dtype` computes what it would compute in
-    `value`."""
+    """The dtype of the run for a dtype of the program, if the run is converted to `dtype`."""
     if dtype is None or not (value.is_floating_point or value.is_complex):
         return value
     return _COMPLEX[dtype] if value.is_complex else dtype
 
 
 def contexts_of(program: Program) -> tuple[Any, ...]:
-    """The contexts that its nodes run in, each once."""
+    """The distinct contexts of its nodes."""
     return tuple(dict.fromkeys(node.context for node in program.nodes))
 
 
 def used_variables(program: Program, variables: Mapping[str, Any]) -> list[Any]:
-    """Those of the parameters or buffers that something reads."""
+    """The parameters or buffers that are read."""
     names = {ref.name for node in program.nodes for ref in node.operands()}
     names |= {ref.name for ref in refs_in((*program.outputs, *program.updates.values()))}
     return [each for each in variables.values() if each.value in names]

@@ -1,12 +1,12 @@
-"""Runs a program in segments of which backward recomputes what was not kept.
+"""Runs a program in segments, and recomputes in the backward what was not kept.
 
     forward     [segment 0] -- x1 -> [segment 1] -- x2 -> [segment 2] -> loss
-                what autograd saves in a segment is the tensor itself if its memory is kept, else a handle
-    backward    the first handle of segment 2 that is opened: some of its operators run again on what is kept, and all of its handles
-                get their tensors; then segment 1, then 0
+                a tensor that autograd saves in a segment is itself if its memory is kept, else a handle
+    backward    the first handle of segment 2 is unpacked: operators run again on what was kept, and all of its
+                handles get their tensors; then segment 1, then 0
 
-The graph of autograd is the one that it is anyway, so gradients are the same and are added up in the same
-order. What is saved, by which operator and in whose memory, is learnt when a segment runs first.
+Autograd's graph is the same as without recomputation, so gradients are the same, in the same order of
+summation. Which operators save what, and in whose memory, is observed in the first run of a segment.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ from meshloom.program.run.runner import (
     used_variables,
 )
 
-_torch: Any = torch  # for modules that are looked up by the kind of device
+_torch: Any = torch  # for modules looked up by device type
 
 
 class RecomputingRunner:
-    """A compiled program. kept: nodes that never run again. Runs as `Runner` does; where no gradients are
-    recorded it is one."""
+    """A compiled program. kept: nodes that are never recomputed. Without gradients it runs as `Runner`."""
 
     def __init__(
         self, program: Program, kept: frozenset[str], device: torch.device, dtype: torch.dtype | None
@@ -100,7 +99,7 @@ class RecomputingRunner:
 
 
 class _Runs:
-    """A segment, compiled anew for every layout of what it is given: what is saved follows from that."""
+    """A segment, compiled for every layout of its inputs, which determines what is saved."""
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class _Runs:
     def run(
         self, entered: Entered, values: dict[str, Any], group: Group | None, first_runs: list[_FirstRun]
     ) -> None:
-        """Forward; adds the segment's results to `values`."""
+        """Run the forward; adds the segment's results to `values`."""
         given = [values[name] for name in self.segment.given]
         key = tuple(map(_layout, given))
         as_it_was = {name: values[name].clone() for name in self._changing}
@@ -139,13 +138,13 @@ class _Runs:
     def function(
         self, nodes: Any, given: Sequence[str], results: Iterable[str], mark: str | None = None
     ) -> tuple[Any, Sequence[Any], Mapping[str, fx.Node]]:
-        """Some of the nodes as a module, what it needs for `Special`, and its graph's nodes."""
+        """A module of some of the nodes, its targets for `Special`, and its graph's nodes."""
         made = lower(self.program, nodes, given, map(Ref, results), self.device, self.dtype, mark=mark)
         return made.module, made.special, made.made
 
 
 class _Compiled:
-    """A segment and its recipe, as functions."""
+    """A segment and its recomputation, as functions."""
 
     def __init__(self, runs: _Runs, recipe: SegmentRecomputation) -> None:
         self._runs, self.recipe = runs, recipe
@@ -162,7 +161,8 @@ class _Compiled:
     def forward(
         self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], group: Group | None
     ) -> Sequence[Any]:
-        """The segment's results, and what else is held behind them. as_it_was: buffers that change."""
+        """The segment's results, then what is held for recomputation. as_it_was: values of buffers that
+        change."""
         special = Special(self._special, group)
         if not any(self.recipe.again):
             return self._forward(entered, None, special, *given)
@@ -177,7 +177,7 @@ class _Compiled:
         return made
 
     def again(self, group: Group | None, held: Sequence[Any], seed: int | None) -> dict[int, Tensor]:
-        """Number of a saved tensor -> what it was, for those that are not kept."""
+        """Number of a saved tensor -> the tensor, for those that are recomputed."""
         recipe, runs = self.recipe, self._runs
         if self._again is None:
             module, special, _ = runs.function(
@@ -191,13 +191,13 @@ class _Compiled:
         def pack(tensor: Tensor) -> None:
             nonlocal count
             for number, layout in recipe.captures.get(count, ()):
-                detached = tensor.detach()  # or what it holds would hold it
+                detached = tensor.detach()  # so that it does not keep its graph alive
                 found[number] = detached if layout is None else detached.as_strided(*layout)
             count += 1
 
         with (
             _from_seed(seed, runs.device),
-            torch.enable_grad(),  # before contexts are entered, which ask for it
+            torch.enable_grad(),  # before contexts are entered, which read it
             saved_tensors_hooks(pack, open_saved),
             Entered(runs.contexts, device=runs.device.type, lifted=runs.dtype is not None) as entered,
         ):
@@ -207,7 +207,7 @@ class _Compiled:
 
 
 class _FirstRun:
-    """Of a segment in a layout: runs it, keeping everything, until it is known what need not be."""
+    """The first run of a segment with a layout: keeps everything, and observes what need not be kept."""
 
     def __init__(self, runs: _Runs, key: Any) -> None:
         self._runs, self._key = runs, key
@@ -236,7 +236,7 @@ class _FirstRun:
             results = watch.run(entered, None, special, *given)
         values = dict(zip(segment.given, given, strict=True)) | watch.values
         self._saves, self._borders = saves_of(segment, values, saved)
-        saved.clear()  # the graph knows `pack`, which would keep all that it knows
+        saved.clear()  # the graph references `pack`, whose closure would keep the tensors
         compiled = self._compile(None)
         recipe = compiled.recipe
         frame = Frame(recipe.again, partial(compiled.again, group))
@@ -254,8 +254,8 @@ class _FirstRun:
         return results
 
     def forget_what_died(self) -> None:
-        """When the program has run: what autograd let go, as the loss does not reach it, need not be
-        recomputed from the next time on."""
+        """After the program has run: tensors that autograd has freed, as the loss does not depend on them,
+        need not be recomputed in later runs."""
         alive = {number for number, handle in enumerate(self._handles) if handle() is not None}
         if len(alive) < len(self._handles):
             self._compile(alive)
@@ -269,8 +269,8 @@ class _FirstRun:
 
 
 class _Watch:
-    """Runs a segment's graph operator by operator. names: its nodes that are values. values: all that was
-    made. here: the one that runs."""
+    """Runs a segment's graph node by node. names: its nodes that are values. values: all results. here: the
+    running node."""
 
     def __init__(self, graph: fx.Graph, names: Mapping[fx.Node, str]) -> None:
         self.values: dict[str, Any] = {}
@@ -278,7 +278,7 @@ class _Watch:
         self._graph, self._names = graph, names
 
     def run(self, *given: Any) -> Any:
-        """What the graph returns."""
+        """The graph's result."""
         known: dict[fx.Node, Any] = dict(
             zip((node for node in self._graph.nodes if node.op == "placeholder"), given, strict=True)
         )
@@ -300,7 +300,7 @@ class _Watch:
 
 
 def _layout(value: Any) -> Any:
-    """What decides how operators treat a value, apart from its shape and type, which the program fixes."""
+    """Facts about a value that affect operators, besides shape and type, which the program fixes."""
     if isinstance(value, Tensor):
         return value.requires_grad, value.stride()
     return tuple(map(_layout, value)) if isinstance(value, tuple | list) else None
@@ -308,7 +308,7 @@ def _layout(value: Any) -> Any:
 
 @contextmanager
 def _from_seed(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draws start from `seed`, and go on afterwards as if nothing had been."""
+    """Draws start from `seed`; generators are restored on exit."""
     if seed is None:
         yield
         return

@@ -1,5 +1,5 @@
-"""Programs whose linear layers give their weights' gradients to a landing (`fused_grad_accumulation.py`), and
-None to autograd."""
+"""Fuses gradient accumulation into the backward of a program's linear layers
+(`fused_grad_accumulation.py`)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from meshloom.program.ir.program import Program
 from meshloom.program.operators.fused_grad_accumulation import Landing, may_land
 from meshloom.program.operators.linears import GatheredLinears, weight_gradients
 
-# of a weight. Below, an operator in Python takes longer than the copy that it saves (measured on a CPU: 25
-# us)
+# of a weight. Below, an operator in Python takes longer than the copy it saves (measured on a CPU: 25 us)
 MIN_ELEMENTS = 2**17
 
 
 @dataclass(frozen=True, eq=False)
 class LandedLinear:
-    """A linear layer whose weights are parameters."""
+    """A linear layer whose weights are parameters and accumulate their own gradients."""
 
     landing: Landing
-    is_local: ClassVar[bool] = True  # no rank needs another's
+    is_local: ClassVar[bool] = True  # no communication
 
     def run(self, group: Group | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [b*, k], weight [o, k], bias [o] -> [b*, o]."""
@@ -38,7 +37,7 @@ class LandedLinear:
     def run_all(
         self, xs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
     ) -> list[Tensor]:
-        """On several ranks at once."""
+        """On several ranks."""
         return [
             self.run(None, x, weight, bias)
             for x, weight, bias in zip(xs, weights, biases or [None] * len(xs), strict=True)
@@ -46,10 +45,11 @@ class LandedLinear:
 
 
 def with_landing(program: Program, landing: Landing, *, min_elements: int = MIN_ELEMENTS) -> Program:
-    """The program with the gradients of its linear layers' weights given to `landing`.
+    """The program with the gradients of its linear layers' weights accumulated by `landing`.
 
-    min_elements: plain layers with smaller weights stay as they are; 0: all land. Autocast regions, where
-    weights are cast, stay too, and so do frozen weights and those that are computed.
+    min_elements: layers without communication and with smaller weights are unchanged; 0: all are fused.
+    Layers in autocast regions, where weights are cast, are unchanged, and so are frozen weights and computed
+    ones.
     """
     parameters = {each.value: each.meta for each in program.parameters.values() if each.meta.requires_grad}
     apart = weights_that_wait(program)
@@ -74,8 +74,7 @@ def with_landing(program: Program, landing: Landing, *, min_elements: int = MIN_
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, landing: Landing, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # The parameters themselves: what was saved comes back as another tensor where activations are
-        # recomputed.
+        # The parameters themselves: recomputation would unpack saved tensors as other ones.
         ctx.landing, ctx.landed = (
             landing,
             tuple(each if each is not None and may_land(each) else None for each in (weight, bias)),
