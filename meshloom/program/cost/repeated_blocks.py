@@ -1,6 +1,6 @@
 """Finds runs of identical blocks of operators in a program.
 
-Operators belong to a run because of what they compute and what they use, not because of the modules that they
+OperandTable belong to a run because of what they compute and what they use, not because of the modules that they
 come from.
 
     ... b0 b1 b2 b3 b4 ... b97 b98 b99 ...      operator i of a block uses what operator i of the one before
@@ -49,7 +49,7 @@ class Run:
         return self.start + block * self.period
 
 
-class Operators:
+class OperandTable:
     """The nodes of a program, by what they compute and what they use.
 
     Values are numbers: nodes by their places, then variables and autocast regions. The operands of all nodes

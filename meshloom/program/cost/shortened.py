@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from meshloom.program.cost.repeated_blocks import Operators, Run
+from meshloom.program.cost.repeated_blocks import OperandTable, Run
 from meshloom.program.ir.nodes import Node, Ref
 from meshloom.program.ir.program import Program
 
@@ -93,7 +93,7 @@ class Shortened:
 
 def shortened(program: Program) -> Shortened | None:
     """The program without most blocks of its longest run; None if there is no run worth it."""
-    operators = Operators(program, unique=stand_in)
+    operators = OperandTable(program, unique=stand_in)
     min_blocks = NUM_KEPT + 1
     longest: Run | None = None
     most = len(program.nodes) // MIN_SHARE
@@ -106,7 +106,7 @@ def shortened(program: Program) -> Shortened | None:
     return _without_most_blocks(program, longest, operators) if longest is not None else None
 
 
-def _without_most_blocks(program: Program, run: Run, operators: Operators) -> Shortened:
+def _without_most_blocks(program: Program, run: Run, operators: OperandTable) -> Shortened:
     first, end, period = run.first_of(NUM_KEPT), run.end, run.period  # of what is left out
     variables = [
         operators.variables_used(run.first_of(number), run.first_of(number + 1))
