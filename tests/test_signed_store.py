@@ -36,7 +36,9 @@ def said(store: dist.Store, secrets: tuple[bytes, bytes] = (SECRET, SECRET)) -> 
 
     def say(rank: int) -> Any:
         try:
-            return SignedStore(store, rank, MEMBERS, secrets[rank], SOON).all_say("place", f"here is {rank}")
+            return SignedStore(store, rank, MEMBERS, secrets[rank], SOON).all_gather(
+                "place", f"here is {rank}"
+            )
         except CollectiveError as error:
             return str(error)
 
@@ -79,14 +81,16 @@ def test_a_changed_word_is_not_believed() -> None:
         changed = Overwritten(store, {"place/1": b"0" * 64 + b"there"})
         with pytest.raises(
             CollectiveError,
-            match=r"rank 0 \(dp=0\) does not believe what stands under place/1 .*rank 1 \(dp=1\) has not signed it",
+            match=r"rank 0 \(dp=0\) rejects the value of place/1 .*rank 1 \(dp=1\) has not signed it",
         ):
-            SignedStore(changed, 0, MEMBERS, SECRET, SOON).all_say("place", "here")
+            SignedStore(changed, 0, MEMBERS, SECRET, SOON).all_gather("place", "here")
 
     on_threads(
         [
             rank_0,
-            lambda: heard.append(SignedStore(store, 1, MEMBERS, SECRET, SOON).all_say("place", "here is 1")),
+            lambda: heard.append(
+                SignedStore(store, 1, MEMBERS, SECRET, SOON).all_gather("place", "here is 1")
+            ),
         ]
     )
     assert heard == [["here", "here is 1"]]  # only rank 0 was lied to
@@ -102,7 +106,7 @@ def test_what_was_said_in_an_earlier_run_is_not_believed_again() -> None:
     today.set("first/1", replayed["first/1"])
     today.set("place/1", replayed["place/1"])
     with pytest.raises(CollectiveError, match="has not signed it"):
-        SignedStore(today, 0, MEMBERS, SECRET, SOON).all_say("place", "here is 0")
+        SignedStore(today, 0, MEMBERS, SECRET, SOON).all_gather("place", "here is 0")
 
 
 def test_keys_of_groups_and_uses_differ() -> None:
@@ -230,10 +234,10 @@ def test_a_group_with_a_rank_of_another_user_is_refused(another: None) -> None:
 
         def intruder() -> None:
             signed = SignedStore(store, 1, MEMBERS, b"", SOON)
-            signed.all_say("process", str(process))
+            signed.all_gather("process", str(process))
             for way in (0, 1):
-                signed.all_say(f"{way}/files", number)
-                met.extend(signed.all_say(f"{way}/problems", ""))
+                signed.all_gather(f"{way}/files", number)
+                met.extend(signed.all_gather(f"{way}/problems", ""))
 
         thread = threading.Thread(target=intruder)
         thread.start()

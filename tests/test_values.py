@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshloom.comm.group import Group
-from meshloom.comm.objects import _pickled, agree, collect, on_first, scatter_objects, share
+from meshloom.comm.objects import _pickled, agree, collect, on_rank_0, scatter_objects, share
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import CollectiveError, DataError, PlanError
@@ -49,8 +49,8 @@ def test_equal_facts_agree():
             [{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}],
             "b is 3 on rank 2 and 2 on rank 0. Start all ranks alike.",
         ),
-        ([{"a": 1}, {}, {"a": 1}], "a is not there on rank 1 and 1 on rank 0"),
-        ([{}, {"a": "x"}, {}], 'a is "x" on rank 1 and not there on rank 0'),
+        ([{"a": 1}, {}, {"a": 1}], "a is missing on rank 1 and 1 on rank 0"),
+        ([{}, {"a": "x"}, {}], 'a is "x" on rank 1 and missing on rank 0'),
     ],
 )
 def test_disagreement_names_rank_and_fact(facts, message):
@@ -107,11 +107,14 @@ def test_what_the_first_rank_makes_or_its_error_on_all():
     def refuse() -> int:
         raise DataError("No samples.")
 
-    assert run_in_steps([on_first(group, lambda: 3, DataError) for group in simulated_groups(2)]) == [3, None]
+    assert run_in_steps([on_rank_0(group, lambda: 3, DataError) for group in simulated_groups(2)]) == [
+        3,
+        None,
+    ]
 
     def caught(group: Group) -> Steps[str]:
         try:
-            yield from on_first(group, refuse, DataError)
+            yield from on_rank_0(group, refuse, DataError)
         except DataError as error:
             return str(error)
         return ""

@@ -26,7 +26,7 @@ from meshloom.checkpoint.format import META, MODEL, piece_name
 from meshloom.checkpoint.tensor_file import DTYPES, TensorEntry, tensor_bytes
 from meshloom.checkpoint.tensor_reading import NAMED_DTYPES, TensorReader, empty_bytes
 from meshloom.comm.group import Group
-from meshloom.comm.objects import collect, on_first, share
+from meshloom.comm.objects import collect, on_rank_0, share
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 
@@ -47,7 +47,7 @@ class Loader:
 def open_together(directory: Path, group: Group) -> Steps[Checkpoint]:
     """The checkpoint that rank 0 finds in `directory`, on every rank; sizes are checked, checksums not yet.
     Its files can be read on rank 0."""
-    opened = yield from on_first(group, lambda: Checkpoint.open(directory, checksums=False), CheckpointError)
+    opened = yield from on_rank_0(group, lambda: Checkpoint.open(directory, checksums=False), CheckpointError)
     path, meta = yield from share(group, [str(opened.path), opened.meta] if opened else None)
     return opened or Checkpoint(Path(path), meta)
 
@@ -62,7 +62,7 @@ def hand_over(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group
 
     Raises the same sentence on every rank if a file is damaged, or else if some rank cannot load.
     """
-    files = yield from on_first(group, lambda: _Files(checkpoint), CheckpointError)
+    files = yield from on_rank_0(group, lambda: _Files(checkpoint), CheckpointError)
     told: list[Any] = yield from share(group, files.table(keys) if files else None)
     problem: Exception | None = None
     for kind, name, shape, dtype in told:

@@ -1,8 +1,7 @@
-"""Small Python values between ranks: each helper is a generator that yields where it waits for the others.
+"""Collectives of Python values. Each is a generator that yields where it waits for other ranks.
 
-Every rank of the group calls the same helper. Each yields twice whatever the values are: once for their
-sizes, once for
-their bytes. The tensors that travel lie on the CPU.
+All ranks of the group call the same one. Each yields twice, whatever the values: for their sizes, then for their
+bytes. The tensors that are sent are on the CPU.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ T = TypeVar("T")
 
 
 def share(group: Group, value: Any, source: int = 0) -> Steps[Any]:
-    """Rank `source`'s JSON value, on every rank (what the others hand in is ignored). Tuples come back as
-    lists, on the source too.
+    """Rank `source`'s JSON value, on every rank; the others' is ignored. Tuples become lists, on the source
+    too.
 
     >>> from meshloom.comm.simulated import simulated_groups
     >>> from meshloom.comm.steps import run_in_steps
@@ -41,7 +40,7 @@ def share(group: Group, value: Any, source: int = 0) -> Steps[Any]:
 
 
 def share_bytes(group: Group, value: bytes, source: int = 0) -> Steps[bytes]:
-    """Rank `source`'s bytes, on every rank (what the others hand in is ignored)."""
+    """Rank `source`'s bytes, on every rank; the others' are ignored."""
     payload = _bytes(value) if group.rank == source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([payload.numel()])
     work = group.broadcast(size, source)
@@ -55,31 +54,31 @@ def share_bytes(group: Group, value: bytes, source: int = 0) -> Steps[bytes]:
     return payload.numpy().tobytes()
 
 
-def on_first(group: Group, make: Callable[[], T], error: type[MeshloomError]) -> Steps[T | None]:
-    """What `make` gives on rank 0, there; None on the others. A `MeshloomError` that it raises is raised on
-    all, elsewhere as `error`."""
-    made: T | None = None
-    refused: MeshloomError | None = None
+def on_rank_0(group: Group, compute: Callable[[], T], error: type[MeshloomError]) -> Steps[T | None]:
+    """The result of `compute`, called on rank 0 alone; None on the others. A `MeshloomError` that it raises
+    is raised on all ranks, on the others as `error`."""
+    result: T | None = None
+    failure: MeshloomError | None = None
     if group.rank == 0:
         try:
-            made = make()
+            result = compute()
         except MeshloomError as raised:
-            refused = raised
-    told: str | None = yield from share(group, str(refused) if refused else None)
-    if told is not None:
-        raise refused or error(told)
-    return made
+            failure = raised
+    message: str | None = yield from share(group, str(failure) if failure else None)
+    if message is not None:
+        raise failure or error(message)
+    return result
 
 
 def collect(group: Group, value: Any) -> Steps[list[Any]]:
-    """Every rank's JSON value, in rank order, on every rank."""
+    """The JSON values of all ranks, in rank order, on every rank."""
     payload = _bytes(json.dumps(value).encode())
     sizes = torch.empty(group.size, dtype=torch.int64)
     work = group.all_gather(sizes, torch.tensor([payload.numel()]))
     yield
     work.wait()
     longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8)  # an all_gather takes the same size from all
+    padded = torch.zeros(longest, dtype=torch.uint8)  # all_gather needs equal sizes
     padded[: payload.numel()] = payload
     gathered = torch.empty(group.size * longest, dtype=torch.uint8)
     work = group.all_gather(gathered, padded)
@@ -94,16 +93,16 @@ def collect(group: Group, value: Any) -> Steps[list[Any]]:
 def agree(
     group: Group, facts: Mapping[str, Any], way_out: str = "", error: type[MeshloomError] = CollectiveError
 ) -> Steps[None]:
-    """Raise `error` on every rank if a JSON fact of any rank differs from rank 0's; the message names the
-    first such rank and fact.
+    """Raise `error` on every rank if a JSON value of any rank differs from rank 0's; the message names the
+    first such rank and value.
 
-    way_out: a sentence that ends the message.
+    facts: name -> value. way_out: a sentence that ends the message.
     """
     everyone = yield from collect(group, dict(facts))
     for rank, theirs in enumerate(everyone):
         for name in [*everyone[0], *(name for name in theirs if name not in everyone[0])]:
             here, there = (
-                json.dumps(known[name]) if name in known else "not there" for known in (theirs, everyone[0])
+                json.dumps(known[name]) if name in known else "missing" for known in (theirs, everyone[0])
             )
             if here != there:
                 raise error(
@@ -112,40 +111,41 @@ def agree(
 
 
 def scatter_objects(group: Group, values: Sequence[Any] | None, source: int = 0) -> Steps[Any]:
-    """`values[rank]` of rank `source`, where the others pass None: any Python objects that can be pickled,
-    tensors included.
+    """`values[rank]` of rank `source`, which can be pickled, tensors included; the others pass None.
 
-    Only ever between the ranks of one job, which trust each other: where they talk over a network and have a
-    secret, what is pickled is signed, and nothing is unpickled that another rank has not signed for this one.
-    Raises `DataError` on the source for what cannot be pickled.
+    Between ranks of one job only, which trust each other. If they have a secret, pickles are signed, and a rank
+    unpickles only what another rank has signed for it. Raises `DataError` on the source for what cannot be
+    pickled.
     """
-    handed = group.rank == source
+    is_source = group.rank == source
     pickled = (
         [
             _bytes(_signed(group.secret, source, rank, _pickled(value)))
             for rank, value in enumerate(values or ())
         ]
-        if handed
+        if is_source
         else []
     )
-    if handed and len(pickled) != group.size:
+    if is_source and len(pickled) != group.size:
         raise CollectiveError(
             f"scatter_objects of {len(pickled)} values to {group.size} ranks. Give one value per rank."
         )
     size = torch.empty(1, dtype=torch.int64)
-    work = group.scatter(size, [torch.tensor([part.numel()]) for part in pickled] if handed else None, source)
+    work = group.scatter(
+        size, [torch.tensor([part.numel()]) for part in pickled] if is_source else None, source
+    )
     yield
     work.wait()
     received = torch.empty(int(size), dtype=torch.uint8)
     work = group.all_to_all(
         received,
-        torch.cat(pickled) if handed else torch.empty(0, dtype=torch.uint8),
+        torch.cat(pickled) if is_source else torch.empty(0, dtype=torch.uint8),
         [int(size) if rank == source else 0 for rank in range(group.size)],
-        [part.numel() for part in pickled] if handed else [0] * group.size,
+        [part.numel() for part in pickled] if is_source else [0] * group.size,
     )
     yield
     work.wait()
-    return pickle.loads(_believed(group.secret, source, group.rank, received.numpy().tobytes()))
+    return pickle.loads(_verified(group.secret, source, group.rank, received.numpy().tobytes()))
 
 
 def _bytes(text: bytes) -> Tensor:
@@ -165,21 +165,21 @@ def _signed(secret: bytes, source: int, rank: int, value: bytes) -> bytes:
     return _tag(secret, source, rank, value) + value if secret else value
 
 
-def _believed(secret: bytes, source: int, rank: int, received: bytes) -> bytes:
+def _verified(secret: bytes, source: int, rank: int, received: bytes) -> bytes:
     if not secret:
         return received
     tag, value = received[:_TAG], received[_TAG:]
     if not hmac.compare_digest(tag, _tag(secret, source, rank, value)):
         raise CollectiveError(
-            f"What rank {rank} of a group received from rank {source} was not signed by it, and is not unpickled: another program has changed what ranks send."
+            f"What rank {rank} of a group received from rank {source} was not signed by it, and is not unpickled: another program has changed a message between ranks."
         )
     return value
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a view as its own elements; by itself torch would add all of the tensor that it is a view of.
+    """Pickles a view as its elements alone, where torch would add the storage of which it is a view.
 
-    Of a dataclass or named tuple that no name leads to (defined in a function) its fields are sent.
+    Of a dataclass or named tuple that cannot be imported (defined in a function), the fields are sent.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -221,14 +221,14 @@ def _is_importable(kind: type) -> bool:
 
 
 def _like_dataclass(module: str, name: str, fields: Sequence[str]) -> type:
-    """A dataclass of that name with these fields and nothing else to it."""
+    """A dataclass of that name with these fields alone."""
 
     def missing(self: Any, attribute: str) -> Any:
-        if attribute.startswith("__"):  # protocols ask for these
+        if attribute.startswith("__"):  # probed by protocols
             raise AttributeError(attribute)
         raise DataError(
-            f"{name} is defined in a function, so of a batch that is one only the fields {', '.join(fields)} are sent to other ranks, and {attribute} is "
-            "none. Define it at the top of a module."
+            f"{name} is defined in a function, so only its fields {', '.join(fields)} are sent to other ranks, and {attribute} is "
+            "not one. Define it at the top of a module."
         )
 
     return dataclasses.make_dataclass(

@@ -1,4 +1,4 @@
-"""Which indices of a tensor each rank holds, and the moves between a tensor and its pieces."""
+"""The indices of a tensor that each rank holds, and copies between a full tensor and its pieces."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-Interval = tuple[int, int]  # from, up to
-Runs = tuple[Interval, ...]  # of indices, in order, none empty, none touching the next
+Interval = tuple[int, int]  # start, stop
+Runs = tuple[Interval, ...]  # of indices: in order, none empty, none adjacent to the next
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Who holds what of a tensor of `shape`. held: rank -> dim -> its runs of indices; None: all of that dim.
+    """The blocks of a tensor of `shape` that ranks hold. held: rank -> dim -> its runs of indices; None: all.
 
-    ends: of each dim, if its indices are sections of several: how many there are before each of them, and in
-        all. Such pieces can only be counted.
+    ends: of each dim whose indices stand for sections of several elements, their cumulative sizes from 0 to the
+        total. Elements of such pieces can be counted, but not copied.
     """
 
     shape: tuple[int, ...]
@@ -28,11 +28,11 @@ class Pieces:
 
     @property
     def num_ranks(self) -> int:
-        """How many hold it."""
+        """Number of ranks."""
         return len(self.held)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what a rank holds.
+        """Shape of a rank's piece.
 
         >>> Pieces((4, 5), ((None, ((0, 3),)), (None, ((3, 5),)))).local_shape(1)
         (4, 2)
@@ -49,27 +49,27 @@ class Pieces:
         )
 
     def num_elements(self, rank: int) -> int:
-        """Elements that a rank holds."""
+        """Number of elements of a rank's piece."""
         return math.prod(self.local_shape(rank))
 
     @property
     def size(self) -> int:
-        """Elements of the tensor."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape if self.ends is None else (ends[-1] for ends in self.ends))
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all of it."""
+        """Whether every rank holds the full tensor."""
         return all(runs is None for row in self.held for runs in row)
 
     @property
     def is_shared(self) -> bool:
-        """Whether some index is held by several ranks."""
+        """Whether several ranks hold the same element."""
         return _is_shared(self)
 
-    def meeting(self, rank: int, other: Pieces, others_rank: int) -> Pieces:
-        """What `rank` holds here and `others_rank` holds there, as pieces in which every rank holds just
-        that."""
+    def intersection(self, rank: int, other: Pieces, others_rank: int) -> Pieces:
+        """The intersection of `rank`'s piece here and `others_rank`'s piece of `other`, as pieces in which
+        every rank holds it."""
         both = tuple(
             _common(mine, theirs)
             for mine, theirs in zip(self.held[rank], other.held[others_rank], strict=True)
@@ -78,12 +78,12 @@ class Pieces:
 
 
 def whole(shape: Sequence[int], num_ranks: int) -> Pieces:
-    """All of it on every rank."""
+    """The full tensor on every rank."""
     return Pieces(tuple(shape), ((None,) * len(shape),) * num_ranks)
 
 
 def owned(pieces: Pieces) -> Pieces:
-    """The same, with every index left to the first rank that holds it.
+    """The same pieces, with every element left to the first rank that holds it.
 
     >>> owned(Pieces((4,), ((((0, 3),),), (((1, 4),),)))).held
     ((((0, 3),),), (((3, 4),),))
@@ -92,7 +92,7 @@ def owned(pieces: Pieces) -> Pieces:
 
 
 def take(pieces: Pieces, rank: int, tensor: Tensor) -> Tensor:
-    """A rank's part [local_shape] of a whole tensor: a view if it is one."""
+    """A rank's piece [local_shape] of a full tensor; a view where that is possible."""
     for dim, runs in enumerate(pieces.held[rank]):
         if runs is not None:
             parts = [tensor.narrow(dim, start, stop - start) for start, stop in runs]
@@ -103,39 +103,39 @@ def take(pieces: Pieces, rank: int, tensor: Tensor) -> Tensor:
 
 
 def place(pieces: Pieces, rank: int, part: Tensor) -> Tensor:
-    """A whole tensor of zeros with a rank's part in its place."""
+    """A full tensor of zeros, with a rank's piece in its place."""
     if all(runs is None for runs in pieces.held[rank]):
         return part
-    made = part.new_zeros(pieces.shape)
-    put(pieces, rank, part, made)
-    return made
+    full = part.new_zeros(pieces.shape)
+    put(pieces, rank, part, full)
+    return full
 
 
 def put(pieces: Pieces, rank: int, part: Tensor, into: Tensor) -> None:
-    """Write a rank's part to its place in the whole tensor."""
+    """Write a rank's piece to its place in a full tensor."""
     for target, source in _blocks(pieces.held[rank], pieces.shape, into, part):
         target.copy_(source)
 
 
 def assemble(pieces: Pieces, parts: Sequence[Tensor]) -> Tensor:
-    """The whole tensor of all ranks' parts. What several hold is taken from the first of them."""
+    """The full tensor of all ranks' pieces. Elements of several ranks are those of the first."""
     if all(runs is None for runs in pieces.held[0]):
         return parts[0]
-    made = parts[0].new_empty(pieces.shape)
+    full = parts[0].new_empty(pieces.shape)
     for rank in reversed(range(pieces.num_ranks)):
-        put(pieces, rank, parts[rank], made)
-    return made
+        put(pieces, rank, parts[rank], full)
+    return full
 
 
 def embed(inner: Pieces, outer: Pieces, rank: int, part: Tensor) -> Tensor:
-    """A rank's part in `inner` within its part in `outer`, zeros around it."""
+    """A rank's piece of `outer`: zeros, with its piece `part` of `inner` in its place."""
     return part if inner == outer else take(outer, rank, place(inner, rank, part)).clone()
 
 
 def _blocks(
     held: Sequence[Runs | None], shape: Sequence[int], whole: Tensor, part: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of equal blocks of a whole tensor and of a part of it."""
+    """Pairs of equal blocks of a full tensor and of a piece of it."""
     pairs = [(whole, part)]
     for dim, runs in enumerate(held):
         if runs is None:
@@ -209,7 +209,7 @@ def _owned(pieces: Pieces) -> Pieces:
 def _left_over(
     mine: tuple[Runs | None, ...], theirs: tuple[Runs | None, ...], shape: Sequence[int]
 ) -> tuple[Runs | None, ...] | None:
-    """What is left of `mine` without `theirs`; None: nothing. Only where that is a block again."""
+    """The block of `mine` without `theirs`; None if it is empty. Raises `ValueError` if it is not a block."""
     if not _meet(mine, theirs):
         return mine
     full = [runs if runs is not None else ((0, size),) for runs, size in zip(mine, shape, strict=True)]

@@ -1,4 +1,4 @@
-"""Where a replica's rank sits, as it sees it."""
+"""The contract of a rank's place in a run: its coordinates, its device and its groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from meshloom.core.mesh import Axis, MeshCoordinates
 
 
 class Seat(Protocol):
-    """Where a replica sits: its number and coordinates, its device, and the groups it talks in."""
+    """One rank of a run, as the code that runs on it sees it.
+
+    rank: global number. place: its coordinates on the mesh.
+    groups: for each axis, the ranks along it; their traffic is counted as the plan's.
+    statistics: the ranks along dp once more, for collectives inside forward and backward.
+    world: all ranks, CPU tensors; for decisions, reports and checkpoints, whose traffic is not counted.
+    team: likewise, this replica's ranks in order of pp, then of tp; None if it is one rank.
+    readers: likewise, the ranks along dp.
+    activity: where the rank notes what it is doing.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -25,15 +34,12 @@ class Seat(Protocol):
     @property
     def groups(self) -> Mapping[Axis, RecordedGroup]: ...
     @property
-    # the ranks along dp again; for what is exchanged inside forward and backward
     def statistics(self) -> RecordedGroup: ...
     @property
-    # all ranks, CPU tensors; for decisions, reports and checkpoints, not counted as traffic of the plan
     def world(self) -> Group: ...
     @property
-    # this replica's ranks in order of pp, then of tp, likewise, if there are several
     def team(self) -> Group | None: ...
     @property
-    def readers(self) -> Group: ...  # the ranks along dp, likewise
+    def readers(self) -> Group: ...
     @property
-    def activity(self) -> Activity: ...  # where the rank writes what it is doing
+    def activity(self) -> Activity: ...

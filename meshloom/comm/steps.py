@@ -1,15 +1,14 @@
-"""Ranks of one process take turns: each runs alone until it waits for the others.
+"""Simulated ranks take turns: each runs alone until it waits for the others.
 
 Two ways, both deterministic and free of deadlock:
 
-    run_in_steps    a rank is a generator; `yield` means "all ranks come here before any goes on". One thread.
+    run_in_steps    a rank is a generator; `yield` means "no rank continues before all have come here". One thread.
 
                     rank 0   compute, start -> yield         wait, update -> return
                     rank 1                  compute, start -> yield       wait, update -> return
 
-    Turns.run       a rank is a function that waits in the middle of its work (batch statistics inside a forward). Each
-                    has a thread, exactly one of them runs at any time, and a wait hands over to the next
-                    rank.
+    Turns.run       a rank is a function that waits within its work (for batch statistics inside a forward). Each
+                    has a thread, exactly one of them runs at a time, and a wait passes the turn to the next rank.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def run_in_steps(
 ) -> list[T]:
     """Advance every generator to its next yield, in rank order, until all have returned; their results.
 
-    `advance` replaces how one round is run. Raises `CollectiveError` if one returns while others still wait.
+    advance: runs one round in another way. Raises `CollectiveError` if one returns while others still wait.
 
     >>> def rank(number):
     ...     yield
@@ -54,7 +53,7 @@ def run_in_steps(
 
 
 def advance_one(rank: Steps[Any]) -> tuple[bool, Any]:
-    """Run to the next yield: (False, None), or (True, result) when it returned."""
+    """Run to the next yield: (False, None), or (True, result) if it returned."""
     try:
         next(rank)
     except StopIteration as stop:
@@ -63,14 +62,14 @@ def advance_one(rank: Steps[Any]) -> tuple[bool, Any]:
 
 
 class Turns:
-    """Functions that run one at a time and hand over when they wait."""
+    """Functions that run one at a time and pass the turn when they wait."""
 
     def __init__(self) -> None:
         self._baton = threading.Condition()
         self._running: list[int] = []  # ranks that have not returned, the one whose turn it is first
         self._names: dict[int, int] = {}  # thread -> rank
         self._failed: BaseException | None = None
-        self._in_vain = 0  # turns taken one after another in which nobody could go on
+        self._idle_turns = 0  # consecutive turns in which no rank could continue
 
     @property
     def active(self) -> bool:
@@ -78,7 +77,7 @@ class Turns:
         return threading.get_ident() in self._names
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Run all to their end and return their results; the first exception ends all."""
+        """Run all to their end; their results. The first exception ends all of them and is raised."""
         results: list[Any] = [None] * len(functions)
         self._running, self._names, self._failed = list(range(len(functions))), {}, None
 
@@ -93,7 +92,7 @@ class Turns:
                     self._baton.notify_all()
             finally:
                 with self._baton:
-                    self._in_vain = 0
+                    self._idle_turns = 0
                     self._running.remove(rank)
                     self._baton.notify_all()
                 del self._names[threading.get_ident()]
@@ -110,20 +109,19 @@ class Turns:
         return results
 
     def run_steps(self, ranks: Sequence[Steps[T]]) -> list[T]:
-        """The same for generators, each of which runs to its end and hands over where it waits inside, not
-        where it yields."""
+        """`run` for generators, each of which passes the turn where it waits inside, not where it yields."""
         return self.run([lambda rank=rank: run_in_steps([rank])[0] for rank in ranks])
 
     def wait_for(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Let the others run until `ready()`. Raises `CollectiveError` with `what()` when none of them can
-        make it so."""
+        """Let the others run until `ready()`. Raises `CollectiveError` with the text `what()` if all of them
+        wait in vain."""
         rank = self._names[threading.get_ident()]
-        self._in_vain = 0  # who comes here has got on, and that may be what another waits for
+        self._idle_turns = 0  # this rank has made progress, which another may wait for
         with preserved_draws():
             while not ready():
-                if self._in_vain > len(self._running):
+                if self._idle_turns > len(self._running):
                     raise CollectiveError(what())
-                self._in_vain += 1
+                self._idle_turns += 1
                 with self._baton:
                     self._running.append(self._running.pop(0))
                     self._baton.notify_all()

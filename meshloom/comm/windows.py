@@ -1,7 +1,6 @@
-"""Tensors in windows: memory of each rank that all ranks of its group have mapped, so that they read and
-write it where it lies.
+"""Tensors in windows: memory of each rank that all ranks of its group have mapped and access in place.
 
-window of rank 0   [ a a a a | b b .. | c c c ]     extents one behind the other, each at a multiple of 64 bytes
+window of rank 0   [ a a a a | b b .. | c c c ]     consecutive extents, each at a multiple of 64 bytes
 window of rank 1   [ a a a a | b b .. | c c c ]     the same layout
 """
 
@@ -17,30 +16,29 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.comm.recording import RecordedGroup
 
-_ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like best
+_ALIGNMENT = 64  # bytes: a cache line, and the alignment of vector instructions
 
 
 class Window(Protocol):
-    """A piece of memory of every rank. It goes when the group is closed and no tensor uses it any more."""
+    """Memory of every rank. It is freed once the group is closed and no tensor uses it."""
 
     def of(self, rank: int) -> Tensor:
-        """Bytes [num_bytes] of that rank, the same memory on all ranks."""
+        """That rank's memory, uint8 [num_bytes]; the same memory on all ranks."""
         ...
 
 
 @runtime_checkable
 class Windows(Protocol):
-    """A group whose ranks can have memory in common."""
+    """A group whose ranks can share memory."""
 
     def window(self, num_bytes: int, owner: int | None = None) -> Window:
-        """New memory of `num_bytes` on each rank, or on `owner` alone, zeros. An operation of the group: all
-        ranks make it together, of one size."""
+        """Allocate `num_bytes` of zeros on each rank, or on `owner` alone. A collective of equal sizes."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """What a flat tensor is made for: its number of elements, its dtype, its device."""
+    """The number of elements, dtype and device of a flat tensor that is to be allocated."""
 
     num_elements: int
     dtype: torch.dtype
@@ -48,26 +46,27 @@ class Extent:
 
 
 def windows_of(group: Group) -> Windows | None:
-    """The group as one whose ranks can have memory in common, if they can."""
-    talks = group.group if isinstance(group, RecordedGroup) else group
-    return talks if isinstance(talks, Windows) else None
+    """The group, without its recording, if its ranks can share memory."""
+    inner = group.group if isinstance(group, RecordedGroup) else group
+    return inner if isinstance(inner, Windows) else None
 
 
 def allocation(windows: Windows | None, rank: int) -> Callable[[Sequence[Extent]], list[Tensor]]:
-    """What makes flat tensors of zeros: in a new window, in this rank's part, or each for itself if there are
-    no windows."""
+    """A function that allocates flat tensors of zeros: in this rank's part of a new window, or separately if
+    there are no windows."""
     if windows is None:
         return separate
     return lambda extents: in_window(windows.window(window_bytes(extents)), rank, extents)
 
 
 def separate(extents: Sequence[Extent]) -> list[Tensor]:
-    """Flat tensors of zeros, each with memory of its own."""
+    """Flat tensors of zeros [num_elements], each with its own memory."""
     return [torch.zeros(each.num_elements, dtype=each.dtype, device=each.device) for each in extents]
 
 
 def in_window(window: Window, rank: int, extents: Sequence[Extent]) -> list[Tensor]:
-    """Flat tensors one behind the other in a rank's part of a window of `window_bytes(extents)`."""
+    """Flat tensors [num_elements], one after another, in a rank's part of a window of
+    `window_bytes(extents)`."""
     memory = window.of(rank)
     tensors: list[Tensor] = []
     at = 0
@@ -79,7 +78,7 @@ def in_window(window: Window, rank: int, extents: Sequence[Extent]) -> list[Tens
 
 
 def window_bytes(extents: Sequence[Extent]) -> int:
-    """Size of the window that they need.
+    """Bytes of a window for tensors of these extents.
 
     >>> window_bytes([Extent(num_elements=3, dtype=torch.float32, device=torch.device("cpu"))] * 2)
     128

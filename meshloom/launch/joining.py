@@ -212,7 +212,7 @@ def _agreed_device(seat: LaunchedRank, devices: str, store: SignedStore) -> tupl
         if count and wanted != "cpu"
         else ""
     )
-    seen = store.all_say("gpu", own)
+    seen = store.all_gather("gpu", own)
     num_gpus = len({gpu for gpu in seen if gpu})
     if num_gpus == seat.size:
         return "cuda", torch.device("cuda", index), visible_gpus(num_gpus)

@@ -96,7 +96,7 @@ def agreed_transports(store: SignedStore, mesh: Mesh, transport: str, missing: s
     check_transport(transport)
     told = [
         json.loads(each)
-        for each in store.all_say("transport", json.dumps([host_identity(), transport, missing]))
+        for each in store.all_gather("transport", json.dumps([host_identity(), transport, missing]))
     ]
     hosts = tuple(host for host, _, _ in told)
     if any(wanted == "gloo" for _, wanted, _ in told):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
-from meshloom.comm.objects import on_first
+from meshloom.comm.objects import on_rank_0
 from meshloom.comm.seat import Seat
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps
@@ -102,13 +102,13 @@ class ProgramEngine(Engine):
         size = self.plan.largest_share(self.job.batch_size)[0]
         with self._timings.of("first batches"):
             batches = (
-                yield from on_first(self.seat.world, lambda: first_batches(self.job, 2, size), DataError)
+                yield from on_rank_0(self.seat.world, lambda: first_batches(self.job, 2, size), DataError)
             ) or []
         there = [to_device(each, self.seat.device, self.dtype) for each in batches]
         stages = yield from self.programs.open(
             there, self.seat.world, model, own=batches[0] if batches else None
         )
-        yield from on_first(
+        yield from on_rank_0(
             self.seat.world,
             lambda: check_following(self.programs.others, leaves_of(batches[-1]).values),
             CaptureError,

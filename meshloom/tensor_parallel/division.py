@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping
 
 from meshloom.comm.group import Group
-from meshloom.comm.objects import collect, on_first, share
+from meshloom.comm.objects import collect, on_rank_0, share
 from meshloom.comm.pieces import Pieces
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, PlanError
@@ -144,7 +144,7 @@ class Division:
         mine = self._as_before(layout, held)
         if mine is None:
             with self._timings.of("choosing a division"):
-                choice = yield from on_first(group, chosen, CaptureError)
+                choice = yield from on_rank_0(group, chosen, CaptureError)
             numbers: list[int] = yield from share(group, numbers_of_choice(choice) if choice else None)
             mine = choice or choice_of_numbers(
                 layout, self._group.size, numbers, held=held, placements=self._placements

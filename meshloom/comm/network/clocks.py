@@ -1,10 +1,10 @@
-"""How far the clocks of ranks are apart, measured by messages between rank 0 and each other rank.
+"""Clock offsets between ranks, measured by messages between rank 0 and each other rank.
 
-    rank 0   sent |------ there ------>              |  came back
-    rank r                      its clock |------ back ------>
+    rank 0   sent |------ request ------>                |  received
+    rank r                        its clock |------ reply ------>
 
-The answer was read somewhere between `sent` and `came back` (Cristian, 1989). Of several round trips the
-fastest says most.
+Rank r read its clock somewhere between `sent` and `received` (Cristian, 1989). Of several round trips the fastest
+is the most precise.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ ROUND_TRIPS = 15
 
 @dataclass(frozen=True, kw_only=True)
 class Offset:
-    """seconds: how much a rank's clock is ahead of rank 0's. error_seconds: by how much that may be wrong,
-    either way."""
+    """The offset of a rank's clock.
+
+    seconds: by which it is ahead of rank 0's. error_seconds: maximum error of that, in either direction.
+    """
 
     seconds: float
     error_seconds: float
@@ -34,23 +36,23 @@ class Offset:
 def clock_offsets(
     group: Group, round_trips: int = ROUND_TRIPS, clock: Callable[[], float] = time.perf_counter
 ) -> Steps[list[Offset]]:
-    """Of every rank, on every rank; all ranks call it. group: of CPU tensors. clock: this rank's, in seconds.
+    """The offsets of all ranks, on every rank; all ranks call it. group: of CPU tensors. clock: in seconds.
 
-    Processes of one host share a clock. So an offset that cannot be told from none is none.
+    Processes of one host share a clock, so an offset that is not larger than its error is reported as 0.
     """
-    found = [(0.0, 0.0)]
+    offsets = [(0.0, 0.0)]
     for other in range(1, group.size):
         best = (0.0, float("inf"))
         for _ in range(round_trips):
             seconds, error = yield from _round_trip(group, other, clock)
             best = min(best, (seconds, error), key=lambda each: each[1])
-        found.append(best if abs(best[0]) > best[1] else (0.0, best[1]))
-    found = yield from share(group, found)  # rank 0 has measured
-    return [Offset(seconds=seconds, error_seconds=error) for seconds, error in found]
+        offsets.append(best if abs(best[0]) > best[1] else (0.0, best[1]))
+    offsets = yield from share(group, offsets)  # measured on rank 0
+    return [Offset(seconds=seconds, error_seconds=error) for seconds, error in offsets]
 
 
 def _round_trip(group: Group, other: int, clock: Callable[[], float]) -> Steps[tuple[float, float]]:
-    """The offset and its error, on rank 0. Every rank yields twice, whatever its part."""
+    """The offset and its error, on rank 0. Every rank yields twice, whether it takes part or not."""
     message = torch.zeros(1, dtype=torch.float64)
     if group.rank == 0:
         sent = clock()
@@ -60,8 +62,8 @@ def _round_trip(group: Group, other: int, clock: Callable[[], float]) -> Steps[t
         work = group.recv(message, other)
         yield
         work.wait()
-        came_back = clock()
-        return float(message) - (sent + came_back) / 2, (came_back - sent) / 2
+        received = clock()
+        return float(message) - (sent + received) / 2, (received - sent) / 2
     work = group.recv(message, 0) if group.rank == other else None
     yield
     if work:

@@ -1,13 +1,12 @@
-"""Operations in three phases that go on by themselves: none of them needs the caller to wait for it.
+"""Operations in three phases that run in the background, in two threads.
 
     caller           start 1   start 2   ... computes, or waits for another group ...   wait 1   wait 2
-    first thread       [1 first, begins second]  [2 first, begins second]
-    second thread                                [1 second is over, third]  [2 second is over, third]
+    first thread       [1 first, starts second]  [2 first, starts second]
+    second thread                                [1 second finishes, third]  [2 second finishes, third]
 
-A rank that waits for one group may hold up a rank that waits for another. If phases went on only in `wait`,
-two such ranks could wait for each other for ever. Each thread takes the operations in the order of their
-start, which is the same on all ranks, so the groups that the phases use see one order too, as long as no
-group is used by both threads.
+A rank that waits for one group may block a rank that waits for another. If phases ran only in `wait`, two such
+ranks could deadlock. Each thread runs operations in the order of their start, which is the same on all ranks. So
+the groups that the phases use also see the same order on all ranks, as long as no group is used by both threads.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from meshloom.comm.group import Work
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
-    """first and third wait for what they start themselves; second only starts."""
+    """The phases of one operation. first and third wait for what they start; second only starts works."""
 
     first: Callable[[], None]
     second: Callable[[], Sequence[Work]]
@@ -32,11 +31,7 @@ class Phases:
 
 
 class PhasedLine:
-    """A first-in-first-out line of such operations, with a thread for each end; whoever makes it closes it.
-
-    The threads do not keep a process from ending: an operation that other ranks never join would do so for
-    ever.
-    """
+    """A first-in-first-out queue of such operations with its two threads. Whoever constructs it closes it."""
 
     def __init__(self, name: str) -> None:
         self._front, self._back = FifoThread(f"{name}, first phases"), FifoThread(f"{name}, last phases")
@@ -44,33 +39,33 @@ class PhasedLine:
         self._back_failure: BaseException | None = None
 
     def start(self, phases: Phases) -> Future[None]:
-        """What is done when the third phase is over. After one operation has failed, all later ones fail with
-        its error."""
-        begun = self._front.submit(lambda: self._begin(phases))
-        return self._back.submit(lambda: self._end(phases, begun))
+        """Start an operation; the future is done after its third phase. Once one has failed, all later ones
+        fail with its error."""
+        started = self._front.submit(lambda: self._start_second(phases))
+        return self._back.submit(lambda: self._finish(phases, started))
 
     def close(self, seconds: float) -> bool:
-        """End the threads once what was started is over; whether that was so within `seconds` for each."""
+        """End the threads once the started operations are over; whether that took at most `seconds` each."""
         self._front.end()
         self._back.end()
         return self._front.ended_within(seconds) and self._back.ended_within(seconds)
 
-    def _begin(self, phases: Phases) -> Sequence[Work]:
-        # The groups below are out of step after a failure: some ranks have started phases that others never
-        # will.
+    def _start_second(self, phases: Phases) -> Sequence[Work]:
+        # After a failure the groups underneath are out of step: some ranks have started phases that others
+        # never will.
         if failure := self._front_failure or self._back_failure:
             raise failure
         try:
-            with torch.no_grad():  # which holds for a thread, not for a process
+            with torch.no_grad():  # the mode is per thread
                 phases.first()
                 return phases.second()
         except BaseException as error:
             self._front_failure = error
             raise
 
-    def _end(self, phases: Phases, begun: Future[Sequence[Work]]) -> None:
-        works = begun.result()
-        if self._back_failure:  # one in front belongs to a later operation
+    def _finish(self, phases: Phases, started: Future[Sequence[Work]]) -> None:
+        works = started.result()
+        if self._back_failure:  # a failure of the front belongs to a later operation
             raise self._back_failure
         try:
             with torch.no_grad():

@@ -124,11 +124,11 @@ class Rendezvous:
     def _all(self, key: str, value: str) -> list[str]:
         """What each rank has written under a key."""
         try:
-            return self._store.all_say(key, value)
+            return self._store.all_gather(key, value)
         except RuntimeError as error:
             absent = [
                 member
-                for member, there in zip(self._members, self._store.have_said(key), strict=True)
+                for member, there in zip(self._members, self._store.have_written(key), strict=True)
                 if not there
             ]
             raise PeerLostError(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.objects import collect, on_first, share
+from meshloom.comm.objects import collect, on_rank_0, share
 from meshloom.comm.pieces import Pieces
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError
@@ -217,7 +217,7 @@ class ProgramStore:
         own: Program | None = None
         if self._dtype is not None and not self.cutter.has_cut(program):
             job = replace(self._job, loss=loss)
-            own = yield from on_first(group, lambda: self._unlifted(program, job, batches[0]), CaptureError)
+            own = yield from on_rank_0(group, lambda: self._unlifted(program, job, batches[0]), CaptureError)
         return (yield from self._add(program, loss, group, own))
 
     def _add(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshloom.comm.group import Group
-from meshloom.comm.objects import on_first, share
+from meshloom.comm.objects import on_rank_0, share
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
@@ -127,7 +127,7 @@ class StageCutter:
             numbers = [0] * len(whole.nodes)
         else:
             with self._timings.of("choosing cuts"):
-                choice, priced = (yield from on_first(group, lambda: self._choose(weighed), PlanError)) or (
+                choice, priced = (yield from on_rank_0(group, lambda: self._choose(weighed), PlanError)) or (
                     None,
                     None,
                 )
@@ -139,7 +139,7 @@ class StageCutter:
         if self._plan.recompute != "none" and whole.training:
             # One rank decides, by its rates; ranks of a team have to run the same again.
             with self._timings.of("choosing what to keep"):
-                decided = yield from on_first(group, lambda: self._kept(weighed, priced), PlanError)
+                decided = yield from on_rank_0(group, lambda: self._kept(weighed, priced), PlanError)
             kept = frozenset((yield from share(group, decided)))
         return _Decided(
             program=whole,

@@ -247,8 +247,8 @@ def _gathered(before: Pieces, after: Pieces, group: Group, value: Tensor) -> Ten
     source = owned(before)
     mine = take_within(source, before, group.rank, value) if before.is_shared else value
     here = place(source, group.rank, mine)
-    common = [source.meeting(group.rank, after, rank) for rank in range(group.size)]
-    theirs = [source.meeting(rank, after, group.rank) for rank in range(group.size)]
+    common = [source.intersection(group.rank, after, rank) for rank in range(group.size)]
+    theirs = [source.intersection(rank, after, group.rank) for rank in range(group.size)]
     sent = [take(each, group.rank, here).reshape(-1) for each in common]
     received = value.new_empty(sum(each.num_elements(rank) for rank, each in enumerate(theirs)))
     group.all_to_all(

@@ -45,7 +45,7 @@ def elements_of_gather(before: Pieces, after: Pieces, rank: int) -> tuple[Collec
     if after.is_whole:
         return "all_gather", _longest(source)
     return "all_to_all", sum(
-        source.meeting(rank, after, other).num_elements(rank) for other in range(source.num_ranks)
+        source.intersection(rank, after, other).num_elements(rank) for other in range(source.num_ranks)
     )
 
 
