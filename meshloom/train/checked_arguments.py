@@ -1,4 +1,4 @@
-"""What a Trainer takes, looked at before anything is built from it."""
+"""Checks of a Trainer's arguments, before anything is built from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_arguments(
     job: object, listener: object, circumstances: object, counts: Mapping[str, object], paths: Mapping[str, object], switches: Mapping[str, object],
     words: Mapping[str, object], dtype: object,
 ) -> None:  # fmt: skip
-    """Raise `JobError` for an argument of a kind that no Trainer takes."""
+    """Raise `JobError` for an argument of a wrong kind."""
     if not isinstance(job, Job):
         raise JobError(f"Trainer takes a Job, not a {type(job).__name__}.")
     for name, value in counts.items():

@@ -1,5 +1,4 @@
-"""What every run does for a `Trainer`, whether its ranks take steps together or its workers push one by
-one."""
+"""The contract of runs behind a `Trainer`, synchronous and asynchronous."""
 
 from __future__ import annotations
 

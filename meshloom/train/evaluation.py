@@ -1,5 +1,4 @@
-"""Evaluation of a job's metrics by all replicas together, over all of the data or over one batch that only
-tries it."""
+"""Evaluation of a job's metrics by all replicas together, over all data or over one batch as a trial."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from meshloom.train.step_meter import StepMeter
 
 
 class TeamEvaluation:
-    """Replicas read the evaluation's data by the shares that they have of a batch."""
+    """Replicas read the evaluation data in the proportions of their shares of a batch."""
 
     def __init__(
         self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, meter: StepMeter
@@ -27,7 +26,7 @@ class TeamEvaluation:
         self._tried = False
 
     def evaluate(self, next_step: int, num_batches: int | None = None) -> dict[str, float]:
-        """Every metric, averaged over all of its data, or its first batches. next_step: steps done."""
+        """Every metric, averaged over all of its data or its first batches. next_step: steps done."""
         if self._job.evaluate is None:
             raise JobError(
                 "This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every)."
@@ -50,8 +49,7 @@ class TeamEvaluation:
         return values
 
     def try_out(self, next_step: int) -> None:
-        """Once: one batch with all metrics, so that what is wrong with them is known before the first
-        step."""
+        """Evaluate all metrics on one batch, once, so that mistakes in them show before the first step."""
         if self._job.evaluate is None or self._tried:
             return
         self._tried = True

@@ -1,5 +1,5 @@
-"""What of a plan has nothing to do: replicas without samples, ranks along tp that divide nothing, stages
-without parameters. A line each."""
+"""A plan's idle ranks: replicas without samples, ranks along tp that shard nothing, stages without
+parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def idle_lines(
 ) -> list[str]:
     """For who asked for more ranks than there is work.
 
-    parameters: names of the model's. ownership: name -> ranks along pp that hold it, with pp. divided: how many
+    parameters: names of the model's. ownership: name -> ranks along pp that hold it, with pp. divided: how
+        many
         of them are divided over tp, with tp.
 
     >>> idle_lines(Plan(dp=8), 6)
@@ -66,7 +67,7 @@ def idle_lines(
 
 
 def idle_lines_of(replica: Replica, plan: Plan, batch_size: int) -> list[str]:
-    """For a replica that is built."""
+    """The same for a replica that has been built."""
     division = replica.engine.division
     divided = sum(not each.is_whole for each in division.first.parameters.values()) if division else None
     ownership = replica.engine.holders

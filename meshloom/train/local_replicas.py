@@ -1,5 +1,4 @@
-"""The replicas of this process (one of a launched rank, all of a simulated plan), and what they do
-together."""
+"""The replicas of this process: one in a launched rank, all in a simulated plan."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ T = TypeVar("T")
 
 
 class LocalReplicas:
-    """`all` of them, in the order of the world's local seats. `warnings`: of what was kept of earlier starts.
+    """`all`: in the order of the world's local seats. `warnings`: about programs kept from earlier starts.
 
-    dtype, share, cache, timings: as `Trainer` takes them.
+    dtype, share, cache, timings: as for `Trainer`.
     """
 
     def __init__(
@@ -64,15 +63,15 @@ class LocalReplicas:
 
     @property
     def first(self) -> Replica:
-        """Which speaks for all of this process."""
+        """The replica that speaks for this process."""
         return self.all[0]
 
     def close(self) -> None:
-        """Take the hooks off the models."""
+        """Remove the hooks from the models."""
         self._stack.close()
 
     def enter(self, phase: Phase, step: int) -> None:
-        """What all of them do from now on, for who asks why a rank does not answer."""
+        """Record what all of them are doing, for diagnoses of ranks that do not answer."""
         for seat in self._world.local:
             seat.activity.enter(phase, step)
 
@@ -87,8 +86,8 @@ class LocalReplicas:
 
     @contextmanager
     def computing(self) -> Generator[None]:
-        """Around forwards in a precision that is not the job's own: what they draw and make without naming a
-        dtype is of it, as in programs."""
+        """Context of forwards in another precision than the job's own: random draws and new tensors without a
+        dtype take that precision, as in programs."""
         with working_alone(), default_precision(self._dtype):
             yield
 
@@ -116,7 +115,7 @@ def _stored(cache: str, timings: Timings) -> Stored | None:
 
 
 def _naming(rank: Steps[T], seat: Seat) -> Steps[T]:
-    """A simulated rank, where an error of the user's code says on which one it happened."""
+    """Names the simulated rank in an error of the user's code."""
     try:
         return (yield from rank)
     except MeshloomError:

@@ -1,5 +1,4 @@
-"""The checkpoints of a run whose ranks take steps together: where they lie, which one it goes on from, and
-how it writes one."""
+"""The checkpoints of a synchronous run: where they are, which one is resumed, and how one is written."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from meshloom.train.local_replicas import LocalReplicas
 
 
 class RunCheckpoints:
-    """In `out`, or none; opened by all ranks. `newest`: the step and the path of the newest one of this
+    """In directory `out`, if any; opened by all ranks. `newest`: step and path of the newest one of this
     run."""
 
     def __init__(
@@ -42,7 +41,7 @@ class RunCheckpoints:
         )[0]
 
     def resume(self, directory: Path, steps: int) -> Checkpoint:
-        """The newest whole one in `directory`, which all replicas have loaded."""
+        """Load the newest complete checkpoint in `directory` into all replicas; returns it."""
         return self._replicas.together(
             lambda replica: resume(replica, directory, partial(self._check, replica, steps))
         )[0]
@@ -58,7 +57,7 @@ class RunCheckpoints:
         checkpoint.check_steps_left(steps)
 
     def save(self, step: int) -> Path:
-        """Write one of the state after `step`; its path."""
+        """Write the state after `step`; returns the path."""
         if self._out is None:
             raise CheckpointError(
                 "There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY."

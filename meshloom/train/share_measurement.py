@@ -1,5 +1,5 @@
-"""The shares of a run with shares=measured: whether they are measured here, when they change, and how a
-resumed run goes on with them."""
+"""Measured shares of a run with shares=measured: when they change, and how a resumed run continues with
+them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from meshloom.train.local_replicas import LocalReplicas
 
 
 class ShareMeasurement:
-    """Of `shares`, which readers look up. Ranks agree about them when it is made. simulated: whether ranks
-    are, which have no speeds."""
+    """Of `shares`, which readers look up; all ranks create it together. simulated: simulated ranks have no
+    speeds to measure."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ShareMeasurement:
             )
 
     def go_on_with(self, checkpoint: Checkpoint) -> None:
-        """The shares of the run so far, where they are measured here too and over as many replicas."""
+        """Restore the checkpoint's record of shares, if they are measured over as many replicas."""
         record: Record = checkpoint.values.get("shares", ())
         if self._plan.shares != "measured" or not record or self._shares.record:
             return

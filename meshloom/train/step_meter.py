@@ -1,5 +1,4 @@
-"""What the steps of a run took and sent, on this process's first rank: as progress while it goes, and as its
-summary."""
+"""Time and traffic of a run's steps on this process's first rank, for progress lines and the summary."""
 
 from __future__ import annotations
 

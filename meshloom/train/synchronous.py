@@ -1,4 +1,4 @@
-"""A run whose ranks take every step together: the training loop, over parts that were built before it."""
+"""The training loop of a run whose ranks take every step together."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ CHECK_EVERY = 100  # steps between comparisons of the replicas' bits
 
 
 class SynchronousRun:
-    """A job under a plan in `world`. `next_step`: steps done. leave: closes this run, and then the world,
-    while all ranks are here."""
+    """A job under a plan in `world`.
+
+    `next_step`: steps done. leave: closes this run and then the world, while all ranks are still there.
+    """
 
     def __init__(
         self, job: Job, plan: Plan, world: World, listener: Listener, shares: Shares, timings: Timings, *, steps: int, out: Path | None,
@@ -96,7 +98,7 @@ class SynchronousRun:
             self._stack = building.pop_all()
 
     def close(self) -> None:
-        """End reader processes, take the hooks off the models."""
+        """End reader processes and remove the hooks from the models."""
         self._closed = True
         self._data.close()
         self._stack.close()
@@ -124,7 +126,7 @@ class SynchronousRun:
         return self.summary(time.monotonic() - began, evaluation, saved)
 
     def batches(self) -> Iterator[Batch]:
-        """This process's share of every global batch that is left; see `Trainer.batches`."""
+        """This process's share of every remaining global batch; see `Trainer.batches`."""
         if self.next_step < self._steps:
             self._evaluation.try_out(self.next_step)
         try:
@@ -148,7 +150,7 @@ class SynchronousRun:
             self._data.close()
 
     def step(self, batch: Batch) -> float:
-        """Train on a batch that `batches()` gave; the mean loss of the whole global batch."""
+        """Train on a batch of `batches()`; returns the mean loss of the global batch."""
         self._data.check(batch, self.next_step)
         if self._out and not self._stop_requests.armed:
             self._stop_requests.arm()
@@ -187,17 +189,16 @@ class SynchronousRun:
         return self._evaluation.evaluate(self.next_step)
 
     def save(self) -> Path:
-        """Write a checkpoint of the state after the newest step into `out`; its path."""
+        """Write a checkpoint of the state after the newest step into `out`; returns its path."""
         with self._timings.of("saving"):
             return self._checkpoints.save(self.next_step)
 
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
-        """Bytes and seconds of the steps taken so far, of this process's first rank."""
+        """Bytes and seconds of the steps so far, of this process's first rank."""
         return self._meter.summary(seconds, evaluation, checkpoint)
 
     def _compare(self, step: int) -> None:
-        """After a step: the replicas' bits, if that is due and they should be the same; the shares; the ranks
-        within a replica."""
+        """After a step, where due: compare replicas, change shares, compare ranks within a replica."""
         last = self.next_step == self._steps
         replicas = self.replicas
         if last:
@@ -212,7 +213,7 @@ class SynchronousRun:
             replicas.together(lambda replica: check_team(replica, step))
 
     def _stop(self) -> NoReturn:
-        """End as asked to: with a checkpoint, a sentence, and the exit code of the signal."""
+        """Stop on request: save, explain, and exit with the exit code of the signal."""
         number = self._stop_requests.received[0] if self._stop_requests.received else signal.SIGTERM
         if self._checkpoints.newest is None or self._checkpoints.newest[0] != self.next_step:
             self._listener.saved(self.next_step, self.save())

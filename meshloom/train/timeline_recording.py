@@ -1,5 +1,4 @@
-"""Timelines that a run keeps beside its checkpoints: of its first steps and its last, where there are
-stages."""
+"""Pipeline timelines of the first and last steps of a run, written beside its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,8 +15,10 @@ from meshloom.train.local_replicas import LocalReplicas
 
 
 class TimelineRecording:
-    """out: None keeps none. start_step: steps done when this run began. steps: in all. main: whether this
-    process writes."""
+    """out: None writes none. start_step: steps done when this run began. steps: of the whole run. main:
+    whether this
+    process writes.
+    """
 
     def __init__(
         self,
@@ -34,15 +35,15 @@ class TimelineRecording:
         self._timelines: list[Timeline] = []
 
     def begin(self, step: int) -> bool:
-        """Let the replicas' recorders note the step if its timeline is kept; whether it is. step: counted
-        from 1."""
+        """Turn the replicas' recorders on if the timeline of `step`, counted from 1, is kept; returns whether
+        it is."""
         kept = self._plan.pp > 1 and self._out is not None and is_kept(step, self._start_step, self._steps)
         for replica in self._replicas.all:
             replica.recorder = Recorder(replica.seat.device) if kept else None
         return kept
 
     def keep(self, step: int) -> None:
-        """Add the timeline of the step just done to those in `out`."""
+        """Write the timeline of the step just done into `out`."""
 
         def gather(replica: Replica) -> Steps[Timeline]:
             schedule = replica.engine.schedule(self._plan.microbatches)

@@ -84,15 +84,15 @@ class ChunkWrites:
         return (GROUP + 1) * len(self._buffers)
 
     @contextmanager
-    def collecting(self, again: Callable[[], Any] | None) -> Iterator[None]:
-        """Around a chunk, which sees the buffers as they were before the step. again: runs its forward anew
+    def collecting(self, rerun: Callable[[], Any] | None) -> Iterator[None]:
+        """Around a chunk, which sees the buffers as they were before the step. rerun: runs its forward again
         with the same draws and returns its loss."""
         if not self._begun:
             self._begin()
         sparse = self._sparse.writes()
         yield
         self._sparse.check_unchanged(sparse)
-        chunk = ChunkEnds(again)
+        chunk = ChunkEnds(rerun)
         for buffer in self._buffers:
             now = buffer.now()
             if now is None or not fits(now, buffer):

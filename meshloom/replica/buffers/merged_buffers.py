@@ -70,10 +70,10 @@ class RunningStatistics:
         self._device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
     @contextmanager
-    def chunk(self, again: Callable[[], Any] | None = None) -> Iterator[None]:
+    def chunk(self, rerun: Callable[[], Any] | None = None) -> Iterator[None]:
         """Around one chunk's forward and backward; this replica's chunks in order.
 
-        again: runs the chunk's forward anew, with the draws seeded alike, and returns the loss. Called a few
+        rerun: runs the chunk's forward again with the same random draws and returns the loss. Called a few
         times when a buffer other than running statistics is first seen to change. Without it such a buffer
         counts as no recurrence.
         """
@@ -82,7 +82,7 @@ class RunningStatistics:
             return
         # The layers' own forward is back in place when a chunk is run again, and what it changes is put back
         # with the other buffers.
-        with self._others.collecting(again), self._norms.collecting():
+        with self._others.collecting(rerun), self._norms.collecting():
             yield
 
     def finish(self) -> Steps[None]:

@@ -29,9 +29,10 @@ Unite = Callable[[Tensor], Tensor]
 
 @dataclass
 class Written:
-    """What is known of a chunk's writes.
+    """Facts about the writes of a chunk.
 
-    factors: buffer -> a [numel] of those that are recurrences. tied: pairs. read: whose value matters to more
+    factors: buffer -> a [numel], for recurrences. tied: pairs of buffers. read: buffers whose values
+        influence more
         than their own recurrence.
     """
 
@@ -140,7 +141,7 @@ class _Search:
             self._alone[name] = factors[0]
 
     def _is_steered(self, name: str) -> bool:
-        """Whether its factor is another one when the other buffers have other values."""
+        """Whether its factor changes when other buffers have other values."""
         others = [other for other in self._names if other != name]
         factors: list[Tensor] = []
         for number in range(2):
@@ -181,7 +182,7 @@ class _Search:
         return True
 
     def _flags(self, mine: Sequence[bool], *, invert: bool = False) -> list[bool]:
-        """Whether any rank says so; invert: whether all do."""
+        """Logical or over the ranks; invert: logical and."""
         if not mine:
             return []
         device = next(iter(self._values.values())).device
@@ -192,7 +193,7 @@ class _Search:
 
 
 def finite(value: Tensor) -> Tensor:
-    """With zeros where it is infinite or no number."""
+    """The value with zeros for infinities and NaN."""
     return torch.nan_to_num(value, 0.0, 0.0, 0.0) if value.is_floating_point() else value
 
 
@@ -203,7 +204,7 @@ def flat(value: Tensor) -> Tensor:
 
 
 def unflat(flat: Tensor, like: Tensor) -> Tensor:
-    """Back from `flat`, in the shape and precision of `like`."""
+    """Inverse of `flat`, in the shape and dtype of `like`."""
     if like.is_complex():
         return torch.view_as_complex(flat.view(*like.shape, 2)).to(like.dtype)
     return flat.view(like.shape).to(like.dtype)
@@ -221,15 +222,17 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """The same of what a loss returns."""
+    """The same for the return value of a loss."""
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
     return same(a, b) if isinstance(a, Tensor) else a == b
 
 
 def first_shift(value: Tensor, result: Tensor) -> Tensor:
-    """A shift [numel] of one value, large beside it and what comes of it, so that little is lost in the
-    difference."""
+    """A shift [numel] of one value that is large beside it and its results, so that little precision is lost
+    in the
+    difference.
+    """
     return _shifts(value, result, 0)[0]
 
 

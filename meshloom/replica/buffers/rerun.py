@@ -21,12 +21,12 @@ class Rerun:
     def __init__(
         self,
         buffers: Iterable[TrackedBuffer],
-        again: Callable[[], Any],
+        rerun: Callable[[], Any],
         model: nn.Module,
         ends: Mapping[str, Tensor] | None,
     ) -> None:
         self._buffers = list(buffers)
-        self._again = again
+        self._rerun = rerun
         self._model = model
         self._backward = False
         if ends is not None:
@@ -37,7 +37,7 @@ class Rerun:
         for buffer in self._buffers:
             buffer.put(values[buffer.name].clone())
         with torch.set_grad_enabled(self._backward), preserved_draws():
-            loss = self._again()
+            loss = self._rerun()
             # checkpointed parts write once more
             if self._backward and isinstance(loss, Tensor) and loss.requires_grad:
                 loss_of = [each for each in self._model.parameters() if each.requires_grad]

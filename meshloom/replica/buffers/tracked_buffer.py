@@ -51,10 +51,10 @@ class TrackedBuffer:
 
 @dataclass
 class ChunkEnds:
-    """What a chunk made of the buffers that it changed, and where it changed them [numel]. again: runs it
+    """What a chunk made of the buffers that it changed, and where it changed them [numel]. rerun: runs it
     once more."""
 
-    again: Callable[[], Any] | None
+    rerun: Callable[[], Any] | None
     ends: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     where: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 

@@ -52,11 +52,11 @@ class WriteMaps:
         if self._every_chunk:
             where = {name: torch.ones_like(each) for name, each in where.items()}
         try:
-            if chunk.again is None:
+            if chunk.rerun is None:
                 raise ValueError("it cannot be run again")
             with restored(self._model):
                 ends = chunk.ends if not self._every_chunk else None
-                run = Rerun(changed, chunk.again, self._model, ends)
+                run = Rerun(changed, chunk.rerun, self._model, ends)
                 found = find_recurrences(
                     {buffer.name: buffer.start for buffer in changed},
                     {buffer.name: buffer.module for buffer in changed},
@@ -124,13 +124,13 @@ class WriteMaps:
             else torch.zeros_like(where)
         )
         unclear = torch.isfinite(start) & ~known & ~where
-        if chunk.again is None or not bool(unclear.any()):
+        if chunk.rerun is None or not bool(unclear.any()):
             return ones
         point = finite(buffer.start)
         shifted = unflat(flat(point) + first_shift(point, point), point)
         try:
             with restored(self._model):
-                results, _ = Rerun([buffer], chunk.again, self._model, None)({buffer.name: shifted})
+                results, _ = Rerun([buffer], chunk.rerun, self._model, None)({buffer.name: shifted})
         except PeerLostError:
             raise
         except Exception:  # it refuses a value that it would never see
