@@ -13,7 +13,7 @@ from meshloom.comm.steps import Turns
 from meshloom.core.random import seed_everything
 from meshloom.program.run.execute import run_program
 from meshloom.tensor_parallel.partition import Partition
-from meshloom.tensor_parallel.sent_bytes import bytes_per_step, sent_at_the_end, sent_in_chunk
+from meshloom.tensor_parallel.sent_bytes import bytes_per_step, sent_at_step_end, sent_in_chunk
 from tests.division import SEED, Subject
 
 Sent = list[dict[str, tuple[int, int]]]  # rank -> kind of collective -> calls and bytes
@@ -23,7 +23,7 @@ def predicted(part: Partition) -> Sent:
     """As the program says."""
     found: Sent = []
     for rank in range(part.choice.num_ranks):
-        sent = [*sent_in_chunk(part.programs[rank], rank), *sent_at_the_end(part, rank)]
+        sent = [*sent_in_chunk(part.programs[rank], rank), *sent_at_step_end(part, rank)]
         calls = {each.collective: sum(other.collective == each.collective for other in sent) for each in sent}
         found.append(
             {kind: (calls[kind], num_bytes) for kind, num_bytes in bytes_per_step(part, rank=rank).items()}

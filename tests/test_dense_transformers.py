@@ -24,7 +24,7 @@ from meshloom.core.job import Job
 from meshloom.program.cost.rates import Rates
 from meshloom.program.operators.linears import GatheredLinears
 from meshloom.tensor_parallel.division import Division
-from meshloom.tensor_parallel.sent_bytes import Sent, sent_at_the_end, sent_in_chunk
+from meshloom.tensor_parallel.sent_bytes import SentCollective, sent_at_step_end, sent_in_chunk
 from meshloom.train.trainer import Trainer
 from tests.families.family import own_loss
 from tests.jobs import Samples
@@ -109,7 +109,7 @@ BOTH = "all_gather", "reduce_scatter"
 BY_SEQUENCE = Rates(bytes_per_second=3e8)
 
 
-def step_of(dense: Dense) -> tuple[list[Sent], Mapping[str, str], Mapping[str, float], int]:
+def step_of(dense: Dense) -> tuple[list[SentCollective], Mapping[str, str], Mapping[str, float], int]:
     """What a rank sends in a step, checked against the record, and of what.
 
     Then node -> module; block -> share of its parameters that is divided; how many inputs in the blocks are
@@ -125,7 +125,7 @@ def step_of(dense: Dense) -> tuple[list[Sent], Mapping[str, str], Mapping[str, f
         batches.close()
         assert division is not None
         part = division.first
-        sent = [*sent_in_chunk(part.programs[0], 0), *sent_at_the_end(part, 0)]
+        sent = [*sent_in_chunk(part.programs[0], 0), *sent_at_step_end(part, 0)]
         counted = {kind: count - before.get(kind, Count()) for kind, count in group.counts.items()}
         calls = Counter(each.collective for each in sent)
         assert {kind: count.calls for kind, count in counted.items() if count.calls} == calls

@@ -42,7 +42,7 @@ from meshloom.tensor_parallel.layout.placement import INVARIANT
 from meshloom.tensor_parallel.partition import partition
 from meshloom.tensor_parallel.rules.table import BUILT_IN
 from meshloom.tensor_parallel.search.choose import choose
-from meshloom.tensor_parallel.sent_bytes import sent_at_the_end, sent_in_chunk
+from meshloom.tensor_parallel.sent_bytes import sent_at_step_end, sent_in_chunk
 from meshloom.train.trainer import Trainer
 from tests.jobs import Samples
 from tests.processes import on_ranks
@@ -296,7 +296,7 @@ def divide(
         for node in part.programs[0].nodes
     )
     return Counted(
-        forward=ahead, backward=back, regathered=regathered, at_the_end=len(sent_at_the_end(part, 0))
+        forward=ahead, backward=back, regathered=regathered, at_the_end=len(sent_at_step_end(part, 0))
     )
 
 

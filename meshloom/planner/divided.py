@@ -11,12 +11,12 @@ from meshloom.core.plan import Plan
 from meshloom.machine.machine import Machine
 from meshloom.planner.readings import Readings
 from meshloom.program.cost.rates import rates_of
+from meshloom.tensor_parallel.division import stored_choice
 from meshloom.tensor_parallel.explain import DivisionAccount, account_of
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.partition import Partition, partition
 from meshloom.tensor_parallel.rules.table import rules_with
 from meshloom.tensor_parallel.search.choose import DivisionChoice, choose, rates_for
-from meshloom.tensor_parallel.stored_division import divided_before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def divided(
             )
 
         with timings.of("choosing a division"):
-            choice = divided_before(
+            choice = stored_choice(
                 stored,
                 layout,
                 plan.tp,

@@ -23,7 +23,7 @@ from meshloom.planner.rehearsal.rehearsal import HeldBytes
 from meshloom.planner.staged_plan import StagePlan
 from meshloom.program.ir.program import Program
 from meshloom.tensor_parallel.partition import Partition
-from meshloom.tensor_parallel.sent_bytes import sent_at_the_end
+from meshloom.tensor_parallel.sent_bytes import sent_at_step_end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,5 +180,5 @@ def _at_the_end(part: Partition, ownership: Mapping[str, Sequence[int]], rank: i
     """Of gradients that several ranks hold parts of, added up once a step where they are owned."""
     return sum(
         each.num_bytes
-        for each in sent_at_the_end(part, 0, [name for name in part.summed if ownership[name][0] == rank])
+        for each in sent_at_step_end(part, 0, [name for name in part.summed if ownership[name][0] == rank])
     )

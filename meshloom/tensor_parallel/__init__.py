@@ -1,1 +1,1 @@
-"""Programs divided over the ranks of one axis."""
+"""Programs divided over the ranks of the tp axis."""

@@ -1,19 +1,21 @@
-"""Programs of a job's loss divided over the ranks of one axis, with the same parts of the parameters in all.
+"""A job's programs divided over the ranks of the tp axis, all with the same shards of parameters.
 
-The first program decides who holds what; later ones are divided so that it stays. One rank chooses and tells
-the others.
+The first program fixes the shards; later ones are divided accordingly. One rank chooses, and sends its choice
+to the others.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, on_rank_0, share
 from meshloom.comm.pieces import Pieces
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, PlanError
+from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
 from meshloom.program.sizes.forms import alike
 from meshloom.program.store.stored import Stored
@@ -24,7 +26,6 @@ from meshloom.tensor_parallel.rules.table import rules_with
 from meshloom.tensor_parallel.search.choose import (
     DivisionChoice,
     Held,
-    Rates,
     choice_in,
     choice_of_numbers,
     choice_resized,
@@ -33,15 +34,14 @@ from meshloom.tensor_parallel.search.choose import (
     numbers_of_choice,
     rates_for,
 )
-from meshloom.tensor_parallel.stored_division import divided_before
 
 
 class Division:
-    """How programs are divided over the ranks of `group`, which talk in it as they compute.
+    """The division of a job's programs over the ranks of `group`, in which they communicate as they compute.
 
-    rules: the job's own, as text. placements: as for `choose`. memory_bytes: what a rank may hold, of which
-    there are `num_stages` along pp. rates: default is what was measured on the machine of the rank that
-    chooses, else `default_rates`.
+    rules: of the job, as text. placements: as in `choose`.
+    memory_bytes: what a rank may hold; there are `num_stages` of them along pp.
+    rates: by default those measured on the machine of the rank that chooses, else `default_rates`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Division:
         self._timings = timings or Timings()
         self._group = group
         self._given = rates
-        self.rates: Rates | None = None  # that were used, on the rank that chose
+        self.rates: Rates | None = None  # as used, on the rank that chose
         self._rules = rules_with(rules or {})
         self._placements = placements
         self._memory_bytes = memory_bytes
@@ -71,23 +71,23 @@ class Division:
 
     @property
     def first(self) -> Partition:
-        """The program that decided who holds what."""
+        """The first program, which fixed the shards."""
         assert self._first is not None, "part() comes first"
         return self._first
 
     @property
     def pieces(self) -> Mapping[str, Pieces]:
-        """Who holds what of every parameter and buffer."""
+        """The shards of all parameters and buffers."""
         return {**self.first.parameters, **self.first.buffers}
 
     def part(
         self, program: Program, group: Group, priced: Program | None = None
     ) -> Steps[tuple[Program, Mapping[str, RoutedRows]]]:
-        """This rank's part of `program`, and values in it whose rows data sends here.
+        """This rank's part of `program`, and its values whose rows are routed at run time.
 
-        All ranks of `group` call it, of which the first chooses: the world, or those of a replica.
+        All ranks of `group` (the world, or those of a replica) call this; the first one chooses.
 
-        priced: for which it chooses, with the same nodes; default: `program`.
+        priced: the program to choose for, with the same nodes; default: `program`.
         """
         with self._timings.of("axes"):
             layout = layout_of(program, self._rules)
@@ -110,7 +110,7 @@ class Division:
                 )
 
             try:
-                return divided_before(
+                return stored_choice(
                     stored,
                     weighed,
                     self._group.size,
@@ -132,8 +132,8 @@ class Division:
             if priced is None:
                 return choice
             there = choice_in(layout, choice, held=held, placements=self._placements)
-            # a cast has fewer ways to be computed than one that changes nothing: so only parameters are held
-            # as in training
+            # A cast has fewer strategies than an operation that changes nothing, so only the shards of
+            # parameters are as in training.
             if there is None:
                 other = choose(layout, self._group.size, self.rates, held=partition(choice).held)
                 there = choice_in(layout, other, held=held, placements=self._placements)
@@ -141,7 +141,7 @@ class Division:
                 layout, self._group.size, self.rates, held=held, placements=self._placements
             )
 
-        mine = self._as_before(layout, held)
+        mine = self._resized_choice(layout, held)
         if mine is None:
             with self._timings.of("choosing a division"):
                 choice = yield from on_rank_0(group, chosen, CaptureError)
@@ -163,11 +163,52 @@ class Division:
         self._first = self._first or divided
         return own.program, own.routed
 
-    def _as_before(self, layout: Layout, held: Held | None) -> DivisionChoice | None:
-        """The choice that was made for this program at other sizes, on every rank alike."""
+    def _resized_choice(self, layout: Layout, held: Held | None) -> DivisionChoice | None:
+        """The choice for this program at other sizes, found equally on every rank."""
         if held is None:
             return None
         known = (each for each in self._choices if alike(each.layout.program, layout.program))
         return next(
             (made for each in known if (made := choice_resized(layout, each, held=held)) is not None), None
         )
+
+
+def stored_choice(
+    stored: Stored | None,
+    layout: Layout,
+    num_ranks: int,
+    rates: Rates,
+    choose: Callable[[], DivisionChoice],
+    *,
+    rules: Mapping[str, str],
+    placements: Mapping[str, str] | None,
+    memory_bytes: float | None,
+) -> DivisionChoice:
+    """The choice that an earlier run stored for an equal program, plan and rates, or that of `choose`,
+    which is then stored. rules, placements, memory_bytes: what it depends on besides."""
+    if stored is None:
+        return choose()
+    parts = {
+        "ranks": num_ranks,
+        "rates": rates,
+        "rules": sorted(rules.items()),
+        "placements": placements,
+        "memory": memory_bytes,
+    }
+    known = stored.choice("division", layout.program, parts)
+    if known is not None:
+        try:
+            made = choice_of_numbers(layout, num_ranks, known["numbers"], placements=placements)
+        except (IndexError, ValueError, KeyError, TypeError):  # a file of another origin with this name
+            made = None
+        if made is not None and digest_of_choice(made) == known.get("digest"):
+            return replace(made, seconds=known["seconds"], is_proved=known["proved"])
+    choice = choose()
+    numbers = {
+        "numbers": numbers_of_choice(choice),
+        "digest": digest_of_choice(choice),
+        "seconds": choice.seconds,
+        "proved": choice.is_proved,
+    }
+    stored.keep_choice("division", layout.program, parts, numbers)
+    return choice

@@ -1,5 +1,5 @@
-"""An account of a choice, for people: how every module is divided, what it sends, and what stayed whole and
-why."""
+"""An account of a division for people: the placements and communication of every module, what is not
+divided, and why."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from meshloom.tensor_parallel.search.choose import DivisionChoice
 from meshloom.tensor_parallel.search.pins import is_meant
 from meshloom.tensor_parallel.search.strategies import strategies_of
 from meshloom.tensor_parallel.search.uses import Uses
-from meshloom.tensor_parallel.sent_bytes import Sent, bytes_per_step, sent_at_the_end, sent_in_chunk
+from meshloom.tensor_parallel.sent_bytes import (
+    SentCollective,
+    bytes_per_step,
+    sent_at_step_end,
+    sent_in_chunk,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleRow:
-    """A module, or several alike. path: like `blocks.0-5.up`; '' is the model itself or the loss.
+    """A module, or several equal ones. path: like `blocks.0-5.up`; '' is the model itself or the loss.
 
     placements: its parameters' own names -> `column`, `row`, `vocabulary`, `experts`, `dim2`, or `whole`.
-    sent: what one of them sends in a chunk, by (collective, backward): calls and bytes that rank 0 hands in.
+    sent: (collective, backward) -> calls and bytes that rank 0 sends for one module and chunk.
     """
 
     path: str
@@ -36,9 +41,9 @@ class ModuleRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """What every rank holds or computes all of. what: a parameter or an operator, with its module. share: of
-    all parameters, or of all FLOPs."""
+class Undivided:
+    """A parameter or operator that is not divided, with its module. share: of all parameters, or of all
+    FLOPs."""
 
     what: str
     why: str
@@ -48,16 +53,15 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class DivisionAccount:
-    """parameters_divided, flops_divided: shares of all elements, and of all FLOPs forward and backward. work:
-    the busiest rank's share of the FLOPs.
+    """parameters_divided, flops_divided: shares of all elements, and of all FLOPs forward and backward.
+    work: the busiest rank's share of the FLOPs.
 
-    num_bytes: bytes that rank 0 hands in during a step, by kind of collective. rates: where those are from
-        that it was chosen with.
+    num_bytes: kind of collective -> bytes that rank 0 sends in a step. rates: the source of the rates used.
     """
 
     num_ranks: int
     rows: tuple[ModuleRow, ...]
-    whole: tuple[Whole, ...]
+    whole: tuple[Undivided, ...]
     parameters_divided: float
     flops_divided: float
     work: float
@@ -68,21 +72,18 @@ class DivisionAccount:
 def account_of(
     part: Partition, costs: Mapping[str, Cost], *, num_chunks: int = 1, placements: Mapping[str, str] | None = None, rates: str = ""
 ) -> DivisionAccount:  # fmt: skip
-    """What was chosen for a program, and what a step of `num_chunks` chunks sends. placements: those that the
-    plan asked for."""
+    """The account of a division. num_chunks: in a step. placements: the plan's pins."""
     choice = part.choice
     program = choice.layout.program
-    teller = _Teller(choice, placements or {})
+    namer = _Namer(choice, placements or {})
     sizes = {name: math.prod(each.meta.shape) for name, each in program.parameters.items()}
     divided = {name for name in sizes if not part.parameters[name].is_whole}
     flops = {node.name: costs[node.name].flops + costs[node.name].backward_flops for node in program.nodes}
     all_flops = sum(flops.values()) or 1
     return DivisionAccount(
         num_ranks=choice.num_ranks,
-        rows=_merged(list(_rows(part, teller))),
-        whole=_gathered(
-            [*teller.whole_parameters(sizes, divided), *teller.whole_operators(flops, all_flops)]
-        ),
+        rows=_merged(list(_rows(part, namer))),
+        whole=_grouped([*namer.whole_parameters(sizes, divided), *namer.whole_operators(flops, all_flops)]),
         parameters_divided=sum(sizes[name] for name in divided) / (sum(sizes.values()) or 1),
         flops_divided=sum(count for name, count in flops.items() if choice.strategies[name].work < 1)
         / all_flops,
@@ -123,8 +124,8 @@ def text_of(account: DivisionAccount) -> str:
     return "\n".join(lines)
 
 
-class _Teller:
-    """Names placements, and says why something is whole."""
+class _Namer:
+    """Names placements, and explains why something is not divided."""
 
     def __init__(self, choice: DivisionChoice, placements: Mapping[str, str]) -> None:
         self._choice = choice
@@ -141,31 +142,31 @@ class _Teller:
         if not isinstance(placement, Part) or placement.cut is None:
             return "whole"
         inner, outer, looked_up = self._uses.sides(variable.value)
-        touched = placement.cut.parts.keys()
-        if touched & self._uses.experts:
+        sharded = placement.cut.parts.keys()
+        if sharded & self._uses.experts:
             return "experts"
         for name, axes in (("vocabulary", looked_up), ("row", inner), ("column", outer)):
-            if axes & touched:
-                return f"{name} by heads" if self._uses.heads & touched & axes else name
+            if axes & sharded:
+                return f"{name} by heads" if self._uses.heads & sharded & axes else name
         return next(
             f"dim{place}"
             for place, axis in enumerate(self._choice.layout.values[variable.value][0])
-            if self._choice.numbers.leaves(axis) & touched
+            if self._choice.numbers.leaves(axis) & sharded
         )  # fmt: skip
 
-    def whole_parameters(self, sizes: Mapping[str, int], divided: set[str]) -> Iterator[Whole]:
-        """Parameters that every rank holds."""
+    def whole_parameters(self, sizes: Mapping[str, int], divided: set[str]) -> Iterator[Undivided]:
+        """Parameters that every rank holds in full."""
         total = sum(sizes.values()) or 1
         for name, each in self._choice.layout.program.parameters.items():
             if name not in divided:
-                yield Whole(what=name, why=self._why_held(each), share=sizes[name] / total)
+                yield Undivided(what=name, why=self._why_held(each), share=sizes[name] / total)
 
-    def whole_operators(self, flops: Mapping[str, int], total: int) -> Iterator[Whole]:
-        """Operators with FLOPs that every rank computes."""
+    def whole_operators(self, flops: Mapping[str, int], total: int) -> Iterator[Undivided]:
+        """Operators with FLOPs that every rank computes in full."""
         for node in self._choice.layout.program.nodes:
             if flops[node.name] and self._choice.strategies[node.name].work == 1:
                 where = f"{node.operator} in {node.path}" if node.path else node.operator
-                yield Whole(
+                yield Undivided(
                     what=where,
                     why=f"{self._why_computed(node)} ({_line(node)})",
                     share=flops[node.name] / total,
@@ -211,24 +212,24 @@ class _Teller:
         return "no division was found in which dividing it saves more than it costs, and there are too many to compare all"
 
 
-def _rows(part: Partition, teller: _Teller) -> Iterator[ModuleRow]:
+def _rows(part: Partition, namer: _Namer) -> Iterator[ModuleRow]:
     program = part.choice.layout.program
     mine = part.of(0).program
     paths = {node.name: node.path for node in mine.nodes}
-    found: dict[str, tuple[list[tuple[str, str]], list[Sent]]] = {}
+    found: dict[str, tuple[list[tuple[str, str]], list[SentCollective]]] = {}
     for node in program.nodes:
         found.setdefault(node.path, ([], []))
     for name, each in program.parameters.items():
         path, _, own = name.rpartition(".")
-        found.setdefault(path, ([], []))[0].append((own, teller.placement(each)))
-    for sent in (*sent_in_chunk(mine, 0), *sent_at_the_end(part, 0)):
+        found.setdefault(path, ([], []))[0].append((own, namer.placement(each)))
+    for sent in (*sent_in_chunk(mine, 0), *sent_at_step_end(part, 0)):
         found.setdefault(paths.get(sent.node, ""), ([], []))[1].append(sent)
     for path, (placements, all_sent) in found.items():
         if placements or all_sent:
             yield ModuleRow(path=path, placements=tuple(placements), sent=_sums(all_sent))
 
 
-def _sums(all_sent: Sequence[Sent]) -> tuple[tuple[tuple[Collective, bool], tuple[int, int]], ...]:
+def _sums(all_sent: Sequence[SentCollective]) -> tuple[tuple[tuple[Collective, bool], tuple[int, int]], ...]:
     sums: dict[tuple[Collective, bool], tuple[int, int]] = {}
     for each in all_sent:
         calls, num_bytes = sums.get((each.collective, each.backward), (0, 0))
@@ -237,7 +238,7 @@ def _sums(all_sent: Sequence[Sent]) -> tuple[tuple[tuple[Collective, bool], tupl
 
 
 def _merged(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
-    """Rows that differ in a block's number alone as one, where the first of them stood."""
+    """Rows with rows that differ only in the number of a block merged into the first of them."""
     groups: dict[tuple[str, str, object], list[int]] = {}
     for row in rows:
         before, number, after = _block(row.path)
@@ -258,13 +259,13 @@ def _merged(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
     return tuple(found)
 
 
-def _gathered(all_whole: Sequence[Whole]) -> tuple[Whole, ...]:
-    """What is whole for one reason in alike modules as one, the largest first."""
-    groups: dict[tuple[str, str, str], list[tuple[int | None, Whole]]] = {}
+def _grouped(all_whole: Sequence[Undivided]) -> tuple[Undivided, ...]:
+    """Entries with those of equal modules and reasons merged, largest share first."""
+    groups: dict[tuple[str, str, str], list[tuple[int | None, Undivided]]] = {}
     for each in all_whole:
         before, number, after = _block(each.what)
         groups.setdefault((before, after, each.why), []).append((number, each))
-    found: list[Whole] = []
+    found: list[Undivided] = []
     for (before, after, _), members in groups.items():
         numbers = [number for number, _ in members if number is not None]
         what = (
@@ -281,7 +282,7 @@ def _gathered(all_whole: Sequence[Whole]) -> tuple[Whole, ...]:
 
 
 def _block(path: str) -> tuple[str, int | None, str]:
-    """A path around its first number.
+    """A path split at its first number.
 
     >>> _block("blocks.3.up"), _block("head")
     (('blocks', 3, 'up'), ('head', None, ''))
@@ -324,5 +325,5 @@ def _line(node: Node) -> str:
         if node.line and node.line.text
         else f"at {node.line}"
         if node.line
-        else "at no line of yours"
+        else "at no line of user code"
     )

@@ -1,5 +1,4 @@
-"""Puts linear layers, or convolutions, together with the change of placement of their input, where all of its
-users are such layers."""
+"""Fuses linear layers or convolutions with the resharding of their input, if nothing else uses it."""
 
 from __future__ import annotations
 
@@ -20,11 +19,10 @@ aten = torch.ops.aten
 
 
 def with_gathered_layers(nodes: Sequence[Node], kept: frozenset[str]) -> tuple[Node, ...]:
-    """The same nodes with `GatheredLinears` and `GatheredConvolutions` in them. kept: values that are read
-    from outside.
+    """The nodes with `GatheredLinears` and `GatheredConvolutions` in them. kept: values that are used after
+    the last node.
 
-    The layers of one input are computed where the first of them was, so what they use has to be there by
-    then.
+    All layers of one input are computed at the first of them, so their operands must exist by then.
     """
     users: dict[str, list[Node]] = {}
     place = {node.name: number for number, node in enumerate(nodes)}
@@ -32,7 +30,7 @@ def with_gathered_layers(nodes: Sequence[Node], kept: frozenset[str]) -> tuple[N
         for ref in dict.fromkeys(node.operands()):
             users.setdefault(ref.name, []).append(node)
     groups: dict[str, list[Node]] = {}  # first layer -> all layers with its input
-    changes: dict[str, Node] = {}
+    reshards: dict[str, Node] = {}
     for node in nodes:
         layers = users.get(node.name, [])
         if not (
@@ -45,9 +43,9 @@ def with_gathered_layers(nodes: Sequence[Node], kept: frozenset[str]) -> tuple[N
         first = place[layers[0].name]
         if all(place.get(ref.name, -1) < first for layer in layers for ref in layer.operands()):
             groups[layers[0].name] = layers
-            changes[layers[0].name] = node
-    gone = {change.name for change in changes.values()}
-    picked = {
+            reshards[layers[0].name] = node
+    gone = {reshard.name for reshard in reshards.values()}
+    index_of = {
         layer.name: (first, number) for first, layers in groups.items() for number, layer in enumerate(layers)
     }
     found: list[Node] = []
@@ -55,11 +53,11 @@ def with_gathered_layers(nodes: Sequence[Node], kept: frozenset[str]) -> tuple[N
         if node.name in gone:
             continue
         if node.name in groups:
-            found.append(_joined(changes[node.name], groups[node.name]))
-        if node.name in picked:
-            first, number = picked[node.name]
+            found.append(_fused(reshards[node.name], groups[node.name]))
+        if node.name in index_of:
+            first, number = index_of[node.name]
             found.append(
-                replace(node, target=operator.getitem, args=(Ref(_name(changes[first])), number), kwargs={})
+                replace(node, target=operator.getitem, args=(Ref(_name(reshards[first])), number), kwargs={})
             )
         else:
             found.append(node)
@@ -76,28 +74,30 @@ def _replicates(node: Node) -> bool:
     )
 
 
-def _are_linear(layers: Sequence[Node], change: Node) -> bool:
+def _are_linear(layers: Sequence[Node], reshard: Node) -> bool:
     return all(
-        layer.target is aten.linear.default and not layer.kwargs and _reads(layer, change) for layer in layers
+        layer.target is aten.linear.default and not layer.kwargs and _has_input(layer, reshard)
+        for layer in layers
     )
 
 
-def _are_convolutions(layers: Sequence[Node], change: Node) -> bool:
+def _are_convolutions(layers: Sequence[Node], reshard: Node) -> bool:
     return all(
-        _reads(layer, change) and not layer.kwargs and _convolution(layer) is not None for layer in layers
+        _has_input(layer, reshard) and not layer.kwargs and _convolution(layer) is not None
+        for layer in layers
     )
 
 
-def _reads(layer: Node, change: Node) -> bool:
-    """Whether a layer, outside of autocast, has the changed value for its input and nothing else."""
+def _has_input(layer: Node, reshard: Node) -> bool:
+    """Whether a layer, outside of autocast, has the resharded value as its input and as no other operand."""
     if layer.context.autocast or not layer.context.grad:
         return False
     operands = list(layer.operands())
-    return operands[0].name == change.name and all(ref.name != change.name for ref in operands[1:])
+    return operands[0].name == reshard.name and all(ref.name != reshard.name for ref in operands[1:])
 
 
 def _convolution(node: Node) -> Convolution | None:
-    """The node as a layer; None if it is no convolution, or one in groups."""
+    """The node as a convolution; None if it is none, or one with groups."""
     target, settings = node.target, node.args[3:]
     if target is convolution_of_nothing and node.outputs[0].shape[1] == 0:
         target, settings = node.args[4], node.args[5:]
@@ -123,20 +123,20 @@ _CONVOLUTIONS: dict[Any, int] = {aten.conv1d.default: 1, aten.conv2d.default: 2,
 _DEFAULTS = (1, 0, 1, 1)  # stride, padding, dilation, groups
 
 
-def _joined(change: Node, layers: Sequence[Node]) -> Node:
+def _fused(reshard: Node, layers: Sequence[Node]) -> Node:
     operands = [list(refs_in(layer.args)) for layer in layers]
     found = [each for layer in layers if (each := _convolution(layer)) is not None]
-    linears = GatheredLinears(change=change.target, biased=tuple(len(refs) == 3 for refs in operands))
+    linears = GatheredLinears(change=reshard.target, biased=tuple(len(refs) == 3 for refs in operands))
     return replace(
-        change,
-        name=_name(change),
-        target=GatheredConvolutions(change=change.target, layers=tuple(found)) if found else linears,
-        args=(change.args[0], *(ref for refs in operands for ref in refs[1:])),
+        reshard,
+        name=_name(reshard),
+        target=GatheredConvolutions(change=reshard.target, layers=tuple(found)) if found else linears,
+        args=(reshard.args[0], *(ref for refs in operands for ref in refs[1:])),
         path=layers[0].path,
         line=layers[0].line,
         outputs=tuple(layer.outputs[0] for layer in layers),
     )
 
 
-def _name(change: Node) -> str:
-    return f"{change.name}_layers"
+def _name(reshard: Node) -> str:
+    return f"{reshard.name}_layers"

@@ -1,7 +1,7 @@
-"""All ranks' programs in one thread, node by node: a change of placement is an operation on the list of all
-ranks' tensors.
+"""All ranks' programs in one thread, node by node: a reshard is an operation on the list of all ranks'
+tensors.
 
-Nothing can wait for anything, and after every node all ranks' values can be looked at together.
+No rank waits for another, and all ranks' values can be inspected after every node.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def run_in_lockstep(
     dtype: torch.dtype | None = None,
     visit: Callable[[Node, list[Any]], None] | None = None,
 ) -> list[Any]:
-    """What the loss returns on every rank.
+    """The outputs of the loss on every rank.
 
-    parameters, buffers: rank -> its parts by name. dtype: compute everything of floating-point in it, as
+    parameters, buffers: rank -> its shards by name. dtype: computes everything floating-point in it, as
         `Program.run` does.
     visit: called with every node and all ranks' values.
     """
@@ -89,7 +89,7 @@ def _run(nodes: Sequence[Node], values: Sequence[Mapping[str, Any]], dtype: torc
         if not node.num_draws:
             results.append(node.target(*args, **kwargs))
             continue
-        seed_torch(seed)  # every rank draws the same
+        seed_torch(seed)  # every rank draws the same numbers
         if node.target is out_of_place:
             results.append(keyed_out_of_place(*args, **kwargs))
         else:

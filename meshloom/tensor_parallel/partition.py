@@ -1,5 +1,5 @@
-"""The program of each rank: smaller parameters, smaller views, and changes of placement where a choice asks
-for them."""
+"""The program of each rank, with sharded parameters, local shapes, and reshards where the choice needs
+them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from meshloom.tensor_parallel.search.costs import is_same, kind_of
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """Of a value whose rows are as many as data sends to the rank. rows: the value that says which; dim,
-    size: of the rows of all ranks."""
+    """The routing of a value whose number of rows on a rank is known at run time only. rows: the value
+    with the indices of its rows; dim, size: of the rows of all ranks."""
 
     rows: str
     dim: int
@@ -48,7 +48,7 @@ class RoutedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class RankProgram:
-    """What a rank computes. routed: values whose shape is another one with other data."""
+    """The program of a rank. routed: values whose shape depends on data."""
 
     program: Program
     routed: Mapping[str, RoutedRows]
@@ -56,19 +56,18 @@ class RankProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A divided program. parameters, buffers: name -> who holds what."""
+    """A divided program. parameters, buffers: name -> what each rank holds."""
 
     choice: DivisionChoice
     parameters: Mapping[str, Pieces]
     buffers: Mapping[str, Pieces]
-    summed: tuple[str, ...]  # parameters whose gradients are to be summed over the ranks, once a step
+    summed: tuple[str, ...]  # parameters whose gradients are summed over the ranks, once a step
     _ranks: dict[int, RankProgram] = dataclasses.field(
         default_factory=dict[int, RankProgram], repr=False, compare=False
     )
 
     def of(self, rank: int) -> RankProgram:
-        """What one rank computes, made when it is first asked for. Nodes and values have the same names on
-        all."""
+        """The program of one rank, built on first use. Nodes and values have the same names on all ranks."""
         if rank not in self._ranks:
             builder = _Builder(self.choice, rank)
             program = _program(builder, self.parameters, self.buffers)
@@ -77,12 +76,12 @@ class Partition:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """What all ranks compute."""
+        """The programs of all ranks."""
         return tuple(self.of(rank).program for rank in range(self.choice.num_ranks))
 
     @property
     def held(self) -> Held:
-        """What later programs of the same job must keep to."""
+        """The shards that later programs of the same job must have."""
         choice = self.choice
         variables = {**choice.layout.program.parameters, **choice.layout.program.buffers}
         pieces = {**self.parameters, **self.buffers}
@@ -93,7 +92,7 @@ class Partition:
 
 
 def partition(choice: DivisionChoice) -> Partition:
-    """Who holds what, and what each rank computes."""
+    """The shards of parameters and buffers, and each rank's program."""
     program = choice.layout.program
     parameters = {
         name: choice.pieces(each.value, choice.input_placements[each.value])
@@ -150,21 +149,21 @@ def _local(meta: Meta, pieces: Pieces, rank: int) -> Meta:
 
 
 class _Builder:
-    """One rank's nodes, in the order of the program; a change of placement comes right before the first node
-    that wants it."""
+    """Builds one rank's nodes in program order, with every reshard right before the first node that needs
+    it."""
 
     def __init__(self, choice: DivisionChoice, rank: int) -> None:
         self.choice = choice
         self.rank = rank
         self.nodes: list[Node] = []
-        self.changed: dict[tuple[str, Placement], str] = {}
-        # value that says whose rows are, and a placement -> those that are this rank's
+        self.resharded: dict[tuple[str, Placement], str] = {}
+        # value that assigns rows, placement -> the indices of this rank's rows
         self.rows: dict[tuple[str, Placement], str] = {}
         self.routed: dict[str, RoutedRows] = {}
         self._parts: dict[tuple[Meta, tuple[Key, ...], Cut | None], Meta] = {}
 
     def add(self, node: Node) -> None:
-        """The rank's part of a node, after the changes that it needs."""
+        """Adds the rank's part of a node, after the reshards that it needs."""
         choice, layout = self.choice, self.choice.layout
         strategy = choice.strategies[node.name]
         wanted = iter(strategy.operands)
@@ -195,15 +194,15 @@ class _Builder:
                     stride=stride,
                 )
         elif node.num_draws and mapped is not None and mapped.factors.drawn is None:
-            # All of it, and yet it may lie in memory otherwise than on one device, and is drawn in that
-            # order.
+            # Nothing is sharded, but memory may have another layout than on one device, which determines the
+            # order of draws.
             sizes, stride = node.outputs[0].shape, node.outputs[0].stride
             target = PartOfDraw(
                 op=target, sizes=sizes, held=(None,) * len(sizes), count=node.num_draws, stride=stride
             )
-        # What came from other ranks, or was made of a part, may lie in memory so that it cannot be viewed.
+        # Received or locally computed tensors may have strides that cannot be viewed.
         target = torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
-        # what the ranks compute together keys its draws by itself
+        # joint operators key their draws themselves
         draws = 0 if isinstance(target, Joint) else node.num_draws
         self.nodes.append(
             dataclasses.replace(
@@ -213,7 +212,7 @@ class _Builder:
         self._note_routed(node)
 
     def _part(self, meta: Meta, axes: Axes, cut: Cut | None) -> Meta:
-        """What the rank holds of a value: found once for all that have the same axes."""
+        """The local shape of a value, cached by axes."""
         key = meta, tuple(axis.key for axis in axes), cut
         if key not in self._parts:
             self._parts[key] = _local(
@@ -222,7 +221,7 @@ class _Builder:
         return self._parts[key]
 
     def _note_routed(self, node: Node) -> None:
-        """Of a value that rows were taken for: which these are."""
+        """Records which rows a node's value has, if they are routed."""
         axes = self.choice.layout.values[node.name]
         placement = self.choice.placement(node.name)
         found = route_of(axes[0], placement, self.choice.numbers) if len(axes) == 1 else None
@@ -231,66 +230,68 @@ class _Builder:
             self.routed[node.name] = RoutedRows(rows, found[0], node.outputs[0].shape[found[0]])
 
     def read(self, ref: Ref, placement: Placement, node: Node | None = None) -> Ref:
-        """The value placed so, changed if need be (once, however many nodes want it)."""
+        """The value in a placement. It is resharded once, for all nodes that need it so."""
         source = self.choice.placement(ref.name)
         if source == placement:
             return ref
-        if (ref.name, placement) not in self.changed:
-            self.changed[ref.name, placement] = self._change(ref, source, placement, node)
-        return Ref(self.changed[ref.name, placement])
+        if (ref.name, placement) not in self.resharded:
+            self.resharded[ref.name, placement] = self._reshard(ref, source, placement, node)
+        return Ref(self.resharded[ref.name, placement])
 
-    def _change(self, ref: Ref, source: Placement, target: Placement, node: Node | None) -> str:
+    def _reshard(self, ref: Ref, source: Placement, target: Placement, node: Node | None) -> str:
         choice = self.choice
         meta = choice.layout.metas[ref.name][0]
         axes = choice.layout.values[ref.name][0]
         before, after = (choice.pieces(ref.name, each) for each in (source, target))
-        taken, placed = route_of(axes, target, choice.numbers), route_of(axes, source, choice.numbers)
-        if taken is None and placed is None and is_same(source, target, before, after):
+        to_route, from_route = route_of(axes, target, choice.numbers), route_of(axes, source, choice.numbers)
+        if to_route is None and from_route is None and is_same(source, target, before, after):
             return ref.name
-        if taken is not None:
-            args = self.read(ref, REPLICATED, node), self._rows(target, taken, node)
-            name = self._made(ref, take_rows, (*args, taken[0]), _local(meta, after, self.rank), node)
-            self.routed[name] = RoutedRows(args[1].name, taken[0], meta.shape[taken[0]])
+        if to_route is not None:
+            args = self.read(ref, REPLICATED, node), self._rows(target, to_route, node)
+            name = self._add_own(ref, take_rows, (*args, to_route[0]), _local(meta, after, self.rank), node)
+            self.routed[name] = RoutedRows(args[1].name, to_route[0], meta.shape[to_route[0]])
             return name
-        if placed is not None and target == PARTIAL:
-            args = ref, self._rows(source, placed, node)
-            return self._made(ref, place_rows, (*args, placed[0], meta.shape[placed[0]]), meta, node)
+        if from_route is not None and target == PARTIAL:
+            args = ref, self._rows(source, from_route, node)
+            return self._add_own(
+                ref, place_rows, (*args, from_route[0], meta.shape[from_route[0]]), meta, node
+            )
         given = ref
-        if placed is not None:
+        if from_route is not None:
             given, source, before = self.read(ref, PARTIAL, node), PARTIAL, choice.pieces(ref.name, PARTIAL)
         elif (
             not meta.requires_grad and before.is_whole and after.is_whole and PARTIAL not in (source, target)
         ):
-            return ref.name  # the same values, and no gradient to tell them apart
-        change = Transition(source=kind_of(source), target=kind_of(target), before=before, after=after)
-        return self._made(ref, change, (given,), _local(meta, after, self.rank), node)
+            return ref.name  # the same values, and no gradients that would differ
+        transition = Transition(source=kind_of(source), target=kind_of(target), before=before, after=after)
+        return self._add_own(ref, transition, (given,), _local(meta, after, self.rank), node)
 
     def _rows(self, placement: Placement, routed: tuple[int, int, Route], node: Node | None) -> Ref:
-        """Which rows of an axis are sent to this rank, found once."""
+        """The indices of an axis's rows that are routed to this rank, computed once."""
         _, number, route = routed
         cut = cut_of(placement)
         assert cut is not None
         if (route.value, placement) not in self.rows:
             first, stop = cut.parts[number][self.rank]
-            told = self.read(Ref(route.value), REPLICATED, node)
+            assignment = self.read(Ref(route.value), REPLICATED, node)
             count = sum(
                 last - start for start, last in runs_of(route.rows, cut, self.choice.numbers, self.rank) or ()
             )
             meta = Meta(shape=(count,), dtype=torch.int64, stride=(1,), requires_grad=False)
-            self.rows[route.value, placement] = self._made(
-                Ref(route.value), rows_here, (told, first, stop, route.groups.size, route.is_sorted), meta, node
+            self.rows[route.value, placement] = self._add_own(
+                Ref(route.value), rows_here, (assignment, first, stop, route.groups.size, route.is_sorted), meta, node
             )  # fmt: skip
         return Ref(self.rows[route.value, placement])
 
-    def _made(self, ref: Ref, target: Any, args: tuple[Any, ...], output: Meta, node: Node | None) -> str:
-        """A node of this rank's own, which changes how a value is placed."""
-        name = f"{ref.name}__{len(self.changed) + len(self.rows)}"
+    def _add_own(self, ref: Ref, target: Any, args: tuple[Any, ...], output: Meta, node: Node | None) -> str:
+        """Adds a node of this rank alone, which reshards a value."""
+        name = f"{ref.name}__{len(self.resharded) + len(self.rows)}"
         made = Node(
             name=name,
             target=target,
             args=args,
             kwargs={},
-            # Its value may be wanted with gradients later, whatever the first to want it does.
+            # later users may need gradients, even if the first one does not
             context=Context(autocast=node.context.autocast if node else ()),
             path=node.path if node else "",
             line=node.line if node else None,
@@ -333,7 +334,7 @@ class _Builder:
         )  # fmt: skip
 
     def _shape(self, output: Meta, axes: Axes, cut: Cut | None) -> tuple[int, ...]:
-        """Of a rank's part of a result; -1: as many rows as are sent to it."""
+        """The shape of a rank's part of a result; -1: the number of rows routed to it."""
         routed = route_of(axes, Part(cut), self.choice.numbers)
         return (
             output.shape

@@ -1,8 +1,8 @@
-"""What a divided program sends: every collective that one rank starts in a step, forward and backward, with
-the bytes it hands in.
+"""The communication of a divided program: every collective that a rank starts in a step, with the bytes that
+it sends.
 
-Read off the operators that `collectives.py`, `linears.py` and `partial.py` run, as they run them: parts of
-unequal size are padded to the largest, an all-to-all sends just what is asked for.
+Derived from the operators in `collectives.py`, `linears.py` and `partial.py` as they run: shards of unequal
+size are padded to the largest, an all-to-all sends exact sizes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from meshloom.tensor_parallel.partition import Partition
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sent:
-    """One collective. num_bytes: handed in by the rank. node: the operator that starts it; '' for the sum of
-    gradients at the end."""
+class SentCollective:
+    """One collective. num_bytes: passed in by the rank. node: the operator that starts it; '' for the sum
+    of gradients at the end of a step."""
 
     collective: Collective
     num_bytes: int
@@ -40,23 +40,26 @@ class Sent:
     node: str = ""
 
 
-def sent_in_chunk(program: Program, rank: int) -> list[Sent]:
-    """Every collective that one rank's program starts for a chunk, in the program's order."""
+def sent_in_chunk(program: Program, rank: int) -> list[SentCollective]:
+    """Every collective that a rank's program starts for a chunk, in program order."""
     metas = _metas(program)
-    graded = _graded(program, metas) if program.training else frozenset[str]()
-    found: list[Sent] = []
+    differentiated = _differentiated(program, metas) if program.training else frozenset[str]()
+    found: list[SentCollective] = []
     for node in program.nodes:
-        for backward in (False, True) if node.name in graded else (False,):
+        for backward in (False, True) if node.name in differentiated else (False,):
             for collective, num_bytes in _of_node(node, metas, rank, backward=backward):
                 found.append(
-                    Sent(collective=collective, num_bytes=num_bytes, backward=backward, node=node.name)
+                    SentCollective(
+                        collective=collective, num_bytes=num_bytes, backward=backward, node=node.name
+                    )
                 )
     return found
 
 
-def sent_at_the_end(part: Partition, rank: int, among: Collection[str] | None = None) -> list[Sent]:
-    """The sum of gradients that several ranks hold parts of: one all-reduce per dtype, once a step, each
-    gradient in its place in the whole.
+def sent_at_step_end(
+    part: Partition, rank: int, among: Collection[str] | None = None
+) -> list[SentCollective]:
+    """The sums of the gradients of shared parameters: one all-reduce per dtype, once a step, of full shape.
 
     among: the parameters that count; default: all.
     """
@@ -67,32 +70,30 @@ def sent_at_the_end(part: Partition, rank: int, among: Collection[str] | None = 
             sizes[str(dtype)] = (
                 sizes.get(str(dtype), 0) + math.prod(part.parameters[name].shape) * dtype.itemsize
             )
-    return [Sent(collective="all_reduce", num_bytes=size, backward=True) for size in sizes.values()]
+    return [SentCollective(collective="all_reduce", num_bytes=size, backward=True) for size in sizes.values()]
 
 
 def bytes_per_step(part: Partition, *, rank: int = 0, num_chunks: int = 1) -> dict[str, int]:
-    """Kind of collective -> bytes that `rank` hands in over the axis in one step of `num_chunks` chunks.
-
-    As `RecordedGroup` counts them.
-    """
+    """Kind of collective -> bytes that `rank` sends along tp in one step of `num_chunks` chunks, as
+    `RecordedGroup` counts them."""
     totals: dict[str, int] = {}
     chunk = sent_in_chunk(part.of(rank).program, rank)
     for each, times in [
         *((each, num_chunks) for each in chunk),
-        *((each, 1) for each in sent_at_the_end(part, rank)),
+        *((each, 1) for each in sent_at_step_end(part, rank)),
     ]:
         totals[each.collective] = totals.get(each.collective, 0) + each.num_bytes * times
     return totals
 
 
-_TALKING = (Transition, GatheredLayers, CrossEntropyOfPart, LogSoftmaxOfPart, RecurrentOfPart)
+_COMMUNICATING = (Transition, GatheredLayers, CrossEntropyOfPart, LogSoftmaxOfPart, RecurrentOfPart)
 
 
 def _of_node(
     node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, backward: bool
 ) -> Iterator[tuple[Collective, int]]:
     target = node.target
-    if not isinstance(target, _TALKING):
+    if not isinstance(target, _COMMUNICATING):
         return
     given, *others = node.operands()
     meta = metas[given.name][0]
@@ -109,8 +110,10 @@ def _of_node(
             yield "all_reduce", rows
         return
     if isinstance(target, RecurrentOfPart):
-        graded = metas[others[0].name][0].requires_grad
-        for collective, count in target.sent(meta.shape, rank, backward=backward, states_graded=graded):
+        differentiated = metas[others[0].name][0].requires_grad
+        for collective, count in target.sent(
+            meta.shape, rank, backward=backward, states_graded=differentiated
+        ):
             yield collective, count * item
         return
     change = target if isinstance(target, Transition) else target.change
@@ -136,17 +139,17 @@ def _of_node(
         yield found[0], found[1] * item
 
 
-def _graded(program: Program, metas: Mapping[str, tuple[Meta, ...]]) -> frozenset[str]:
-    """Nodes that a gradient of the loss goes through."""
+def _differentiated(program: Program, metas: Mapping[str, tuple[Meta, ...]]) -> frozenset[str]:
+    """Nodes in the backward of the loss."""
     reached = {ref.name for ref in refs_in(program.outputs)}
-    graded: set[str] = set()
+    differentiated: set[str] = set()
     for node in reversed(program.nodes):
         if node.name in reached and any(meta.requires_grad for meta in node.outputs):
-            graded.add(node.name)
+            differentiated.add(node.name)
             reached.update(
                 ref.name for ref in node.operands() if any(meta.requires_grad for meta in metas[ref.name])
             )
-    return frozenset(graded)
+    return frozenset(differentiated)
 
 
 def _metas(program: Program) -> dict[str, tuple[Meta, ...]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from meshloom.program.cost.cost import costs
-from meshloom.tensor_parallel.explain import DivisionAccount, Whole, account_of
+from meshloom.tensor_parallel.explain import DivisionAccount, Undivided, account_of
 from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.search.choose import reshards_of
 from tests.division import Subject, compare, subject_of
@@ -108,7 +108,7 @@ def _whole(part: Partition, account: DivisionAccount) -> str:
     return "; ".join(sentences)
 
 
-def _reasons(of: str, reasons: Mapping[Whole, str]) -> list[str]:
+def _reasons(of: str, reasons: Mapping[Undivided, str]) -> list[str]:
     shares: dict[str, float] = {}
     for each, reason in reasons.items():
         shares[reason] = shares.get(reason, 0.0) + each.share
@@ -119,7 +119,7 @@ def _reasons(of: str, reasons: Mapping[Whole, str]) -> list[str]:
     ]
 
 
-def _reason(whole: Whole) -> str:
+def _reason(whole: Undivided) -> str:
     return whole.why.partition(" (at ")[0]  # the line belongs to the user's machine
 
 

@@ -14,7 +14,7 @@ from meshloom.planner.divided import divided
 from meshloom.planner.ranks import shares_of
 from meshloom.planner.readings import Readings
 from meshloom.planner.staged_plan import staged
-from meshloom.tensor_parallel.explain import Whole
+from meshloom.tensor_parallel.explain import Undivided
 from tests.published.model import Published
 
 PLANS = ("tp=4", "tp=8", "pp=4,microbatches=8", "dp=2,pp=2,tp=2,microbatches=8")
@@ -34,7 +34,7 @@ class Row:
     plan: str
     parameters: float
     flops: float
-    whole: tuple[Whole, ...]
+    whole: tuple[Undivided, ...]
     num_bytes: Mapping[str, int]
     memory: int
     imbalance: float | None

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshloom.pipeline.stages.stages import Crossing, Stage
-from meshloom.tensor_parallel.sent_bytes import Sent, sent_in_chunk
+from meshloom.tensor_parallel.sent_bytes import SentCollective, sent_in_chunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def sent_over_tp(stages: Iterable[Stage], rank: int) -> Counter[str]:
     """Kind of collective -> bytes that a rank along tp hands to it. stages: those that it runs, as often as
     it runs them."""
     found = Counter[str]()
-    known: dict[int, list[Sent]] = {}  # of each stage once: microbatches of one shape share theirs
+    known: dict[int, list[SentCollective]] = {}  # of each stage once: microbatches of one shape share theirs
     for stage in stages:
         if id(stage) not in known:
             known[id(stage)] = sent_in_chunk(stage.program, rank)
