@@ -13,8 +13,7 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.core.mesh import MeshCoordinates
-from meshloom.pipeline.runtime.gather_timeline import gather_timeline
-from meshloom.pipeline.runtime.recorder import Recorder
+from meshloom.pipeline.runtime.recorder import Recorder, gather_timeline
 from meshloom.pipeline.runtime.run import PipelineRun
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.stages import Crossing

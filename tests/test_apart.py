@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
-from meshloom.pipeline.stages.made_per_stage import changes_apart, layers_apart
-from meshloom.pipeline.stages.stage_cutter import with_changes_placed
+from meshloom.pipeline.stages.duplicated_nodes import duplicate_reshards, split_fused_layers
+from meshloom.pipeline.stages.stage_cutter import with_reshard_stages
 from meshloom.pipeline.stages.stages import cut_into_stages, users_of
 from meshloom.program.capture.capture import capture
 from meshloom.program.ir.program import Program
@@ -54,8 +54,8 @@ def read(job: Job) -> Program:
 
 def check(program: Program, divided: Program, asked: dict[str, int]) -> Program:
     """Parameters lie in the stages in which the whole program uses them. The divided program, apart."""
-    part = layers_apart(divided, asked)
-    part, stage_of = changes_apart(part, with_changes_placed(part, asked))
+    part = split_fused_layers(divided, asked)
+    part, stage_of = duplicate_reshards(part, with_reshard_stages(part, asked))
     found, expected = (
         users_of(cut_into_stages(part, stage_of, 3)),
         users_of(cut_into_stages(program, asked, 3)),

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
 from meshloom.pipeline.schedules.builders import make_schedule
-from meshloom.pipeline.stages.stage_cutter import with_changes_placed
+from meshloom.pipeline.stages.stage_cutter import with_reshard_stages
 from meshloom.pipeline.stages.stages import cut_into_stages
 from meshloom.program.capture.capture import capture
 from meshloom.tensor_parallel.layout.layout import layout_of
@@ -123,7 +123,7 @@ def test_layers_that_gather_their_input_stay_in_their_stage():
     assert lists
     for cut in range(1, len(program.nodes)):
         asked = {node.name: int(at >= cut) for at, node in enumerate(program.nodes)}
-        stages = cut_into_stages(part, with_changes_placed(part, asked), 2)
+        stages = cut_into_stages(part, with_reshard_stages(part, asked), 2)
         assert not {each.value for stage in stages for each in stage.incoming} & lists
         linear = {node.name for node in program.nodes if node.operator == "linear"}
         for stage in stages:

@@ -338,24 +338,24 @@ def test_parameters_stay_where_the_first_program_put_them(model: type[nn.Module]
         choice = chosen(first, random_numbers(first, seed), 3)
         cut = _cut_at(first, random_numbers(first, seed), place(first, choice), 3)
         assert cut is not None
-        homes: dict[str, list[int]] = {}
+        holders: dict[str, list[int]] = {}
         for stage, names in enumerate(cut.state):
             for name in names:
-                homes.setdefault(name, []).append(stage)
+                holders.setdefault(name, []).append(stage)
         numbers = random_numbers(second, 100 + seed)
         legal = [
             each
             for each in all_cuts(second, numbers, 3)
-            if all(stage in homes[name] for stage, names in enumerate(each.state) for name in names)
+            if all(stage in holders[name] for stage, names in enumerate(each.state) for name in names)
         ]
         found = next(
-            each for each in legal if each.at == place(second, chosen(second, numbers, 3, homes=homes))
+            each for each in legal if each.at == place(second, chosen(second, numbers, 3, holders=holders))
         )
         assert max(found.takes) == pytest.approx(min(max(each.takes) for each in legal), rel=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("homes", "num_stages", "sentence"),
+    ("holders", "num_stages", "sentence"),
     [
         (
             {"first.weight": [0, 2], "second.weight": [1]},
@@ -371,22 +371,22 @@ def test_parameters_stay_where_the_first_program_put_them(model: type[nn.Module]
         ({"first.weight": [1], "second.weight": [1]}, 3, r"it can only be in stage 0"),
     ],
 )
-def test_parameters_that_cannot_stay_are_named(homes: dict[str, list[int]], num_stages: int, sentence: str):
+def test_parameters_that_cannot_stay_are_named(holders: dict[str, list[int]], num_stages: int, sentence: str):
     program = program_of(Evaluated)
     with pytest.raises(PlanError, match=sentence):
-        chosen(program, random_numbers(program, 0), num_stages, homes=homes)
+        chosen(program, random_numbers(program, 0), num_stages, holders=holders)
 
 
 def test_all_stages_of_a_rank_have_what_it_holds():
     """The weight that is used at both ends lies on rank 0, which has the first stage and, folded, the
     last."""
     program = program_of(Skips)
-    numbers, homes = random_numbers(program, 0), {"first.weight": [0]}
-    assert len(chosen(program, numbers, 4, homes=homes, ranks=(0, 1, 1, 0)).stages) == 4
+    numbers, holders = random_numbers(program, 0), {"first.weight": [0]}
+    assert len(chosen(program, numbers, 4, holders=holders, ranks=(0, 1, 1, 0)).stages) == 4
     with pytest.raises(
         PlanError, match=r"linear at .* uses first.weight, which lies in stage 0 since the first"
     ):
-        chosen(program, numbers, 4, homes=homes | {"second.weight": [1]})
+        chosen(program, numbers, 4, holders=holders | {"second.weight": [1]})
 
 
 def test_given_cuts_move_no_parameters():
@@ -395,7 +395,7 @@ def test_given_cuts_move_no_parameters():
         PlanError,
         match=r"^cuts=layers.2 puts linear at .* into stage 1, and layers.3.weight, which it uses, lies in stage 0 since ",
     ):
-        chosen(program, random_numbers(program, 0), 2, cuts=["layers.2"], homes={"layers.3.weight": [0]})
+        chosen(program, random_numbers(program, 0), 2, cuts=["layers.2"], holders={"layers.3.weight": [0]})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.job import Job
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
-from meshloom.pipeline.runtime.deferred_weight_gradients import Later
+from meshloom.pipeline.runtime.stage import DeferredWeightGradients
 from meshloom.program.capture.capture import capture
 from meshloom.program.operators.collectives import Transition
 from meshloom.program.operators.fused_grad_accumulation import InPlace, Room
@@ -277,7 +277,7 @@ def test_layers_with_their_change_of_placement_land_now_or_later(source: Any):
     group = simulated_groups(1)[0]
     shape = (3, WIDTH)
     before = Pieces(shape, ((None, ((0, WIDTH),)),)) if source == "part" else whole(shape, 1)
-    later = Later(InPlace())
+    later = DeferredWeightGradients(InPlace())
     layers = GatheredLinears(
         change=Transition(source=source, target="part", before=before, after=whole(shape, 1)),
         biased=(True, False),

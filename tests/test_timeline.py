@@ -19,7 +19,7 @@ from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import ReportError
 from meshloom.core.mesh import Mesh, MeshCoordinates
 from meshloom.core.schedules import SCHEDULES
-from meshloom.pipeline.runtime.gather_timeline import gather_timeline
+from meshloom.pipeline.runtime.recorder import gather_timeline
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.schedules.spans import Span

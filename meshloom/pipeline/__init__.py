@@ -1,1 +1,1 @@
-"""Models cut into stages, and their schedules."""
+"""Pipeline parallelism: a program's stages, their schedules, and the runtime."""

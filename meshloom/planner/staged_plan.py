@@ -13,12 +13,11 @@ from meshloom.machine.machine import Machine
 from meshloom.pipeline.schedules.check import held_by_stage
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.cut import CutChoice
-from meshloom.pipeline.stages.cutting import choose_stages, line_of_plan, schedule_of
+from meshloom.pipeline.stages.cutting import choose_stages, line_of_plan, schedule_of, stored_cuts
 from meshloom.pipeline.stages.intervals import Intervals
 from meshloom.pipeline.stages.simulate import Simulated, simulate
 from meshloom.pipeline.stages.stage_traffic import StageTraffic, traffic_of_stages
 from meshloom.pipeline.stages.stages import Crossing, Stage, cut_into_stages, users_of
-from meshloom.pipeline.stages.stored_cuts import cut_before
 from meshloom.planner.readings import Readings
 from meshloom.program.cost.rates import Rates, rates_here, rates_of
 
@@ -163,7 +162,7 @@ class _Reader:
                 reading.program, reading.costs, plan, rates, sizes, ownership, self._line(plan, size, rates)
             )
 
-        return cut_before(stored, reading.program, rates, choice, plan=plan, sizes=sizes)
+        return stored_cuts(stored, reading.program, rates, choice, plan=plan, sizes=sizes)
 
     def _line(self, plan: Plan, size: int, rates: Rates) -> Intervals:
         for other, line in self._lines.setdefault((size, plan.recompute), []):

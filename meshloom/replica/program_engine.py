@@ -38,7 +38,7 @@ from meshloom.parameters.replica_check import first_difference_in_replica
 from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.microbatches import Around, Microbatches
 from meshloom.pipeline.runtime.recorder import Recorder
-from meshloom.pipeline.runtime.run import Both
+from meshloom.pipeline.runtime.run import BothListeners
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.program_store import ProgramStore
 from meshloom.pipeline.stages.stages import Stage
@@ -187,7 +187,7 @@ class ProgramEngine(Engine):
         for parameter in self._parameters.values():
             parameter.grad = None
         if batches:
-            listener = Both(activity, recorder) if recorder else activity
+            listener = BothListeners(activity, recorder) if recorder else activity
             self._sums.count(
                 self.microbatches.train(
                     batches,

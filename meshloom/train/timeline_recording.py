@@ -6,8 +6,7 @@ from pathlib import Path
 
 from meshloom.comm.steps import Steps
 from meshloom.core.plan import Plan
-from meshloom.pipeline.runtime.gather_timeline import gather_timeline
-from meshloom.pipeline.runtime.recorder import Recorder
+from meshloom.pipeline.runtime.recorder import Recorder, gather_timeline
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.timeline import Timeline
 from meshloom.telemetry.timeline_files import Recording, is_kept, write_recording

@@ -1,1 +1,1 @@
-"""A rank's actions carried out: forwards, backwards and messages."""
+"""The runtime of a rank: its forwards, backwards and messages."""

@@ -1,5 +1,5 @@
-"""Says when a parameter's gradient is complete: when the last of this rank's stages that use it has done its
-last backward."""
+"""Detects when a parameter's gradient is complete: after the last backward of this rank's stages that use
+it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from meshloom.pipeline.schedules.schedule import Action, Schedule
 
 
 class Readiness:
-    """A listener of a pipeline's run, and a hook of the parameters that it is about.
+    """A listener of a pipeline's run, and a gradient hook of its parameters.
 
-    parameters: stage of this rank -> those that it uses. ready: called once a step for each that got a
-    gradient, as soon as it is complete: within the last backward where only one stage uses it.
+    parameters: stage of this rank -> the parameters that it uses.
+    ready: called once a step for each parameter with a gradient, as soon as it is complete: within the last
+        backward if only one stage uses it.
     """
 
     def __init__(
@@ -37,12 +38,12 @@ class Readiness:
         self._closing: int | None = None
 
     def begin(self) -> None:
-        """Before the first action of a step."""
+        """Resets the state, before the first action of a step."""
         self._waiting = {key: set(stages) for key, stages in self._users.items()}
         self._closing = None
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        """Autograd has added to its gradient all that the backward under way has for it."""
+        """Gradient hook: autograd has accumulated the gradient of the current backward."""
         if self._closing is not None and self._waiting.get(id(parameter)) == {self._closing}:
             del self._waiting[id(parameter)]
             self._ready(parameter)

@@ -1,5 +1,5 @@
-"""Runs a replica's microbatches through this rank's stages: forward and backward by the plan's schedule, or
-forward only."""
+"""Runs a replica's microbatches through this rank's stages: forward and backward in the plan's schedule,
+or forward only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshloom.comm.group import Group
 from meshloom.core.job import LossFunction
 from meshloom.core.mesh import Axis
 from meshloom.pipeline.runtime.gradient_readiness import Readiness
-from meshloom.pipeline.runtime.run import ActionListener, Both, PipelineRun
+from meshloom.pipeline.runtime.run import ActionListener, BothListeners, PipelineRun
 from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.stages.program_store import ProgramStore
@@ -30,7 +30,7 @@ from meshloom.program.operators.fused_grad_accumulation import Landing
 from meshloom.program.store.newest import Newest
 from meshloom.program.store.program_key import ProgramKey
 
-MOST_KEPT = 64  # shapes of a step's microbatches, together, for which runs are kept
+MOST_KEPT = 64  # combinations of a step's microbatch shapes whose runs are cached
 
 
 class Around(Protocol):
@@ -43,8 +43,8 @@ class Around(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Known:
-    """What is made once for microbatches of the same shapes. sent: axis -> bytes that this rank hands to each
-    kind of operation along it."""
+    """What is built once for microbatches of the same shapes. sent: axis -> kind of operation -> bytes
+    that this rank sends."""
 
     run: PipelineRun
     stages: Mapping[int, StageRun]
@@ -53,11 +53,11 @@ class _Known:
 
 
 class Microbatches:
-    """A rank's stages and what they run on.
+    """A rank's stages with their parameters, buffers and groups.
 
     parameters, buffers: this rank's, by name. pp, tp: the ranks along these axes; tp None: there is one.
-    ready: of a parameter whose gradient is complete. landing: who takes the gradients of linear layers'
-        weights; None: autograd.
+    ready: called for a parameter whose gradient is complete. landing: accumulates the weight gradients of
+        linear layers; None: autograd.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Microbatches:
         self._device = device
         self._ready = ready
         self._known: dict[tuple[ProgramKey, ...], _Known] = Newest(MOST_KEPT)
-        self._readiness: Readiness | None = None  # of the run under way
+        self._readiness: Readiness | None = None  # of the current run
         self._batches: list[Leaves] = []
         self._finish: Callable[[int, Any], Tensor | None] = lambda microbatch, returned: None
         self._around: Around | None = None
@@ -92,17 +92,18 @@ class Microbatches:
         around: Around,
         listener: ActionListener | None = None,
     ) -> Mapping[Axis, Mapping[str, int]]:
-        """Forward and backward of all; the bytes that this rank handed over: axis -> kind of operation ->
-        bytes.
+        """Forward and backward of all microbatches; returns the bytes that this rank sent: axis -> kind of
+        operation -> bytes.
 
-        finish: of what the loss returned for a microbatch, where backward starts; called on the last stage.
+        finish: what the loss returned for a microbatch -> the tensor where backward starts; called on the
+            last stage.
         """
         known = self._get([self._programs.key(each) for each in batches], training=True)
         self._begin(batches, finish, around)
         self._readiness = known.readiness
         known.readiness.begin()
         try:
-            known.run.run(Both(known.readiness, listener) if listener else known.readiness)
+            known.run.run(BothListeners(known.readiness, listener) if listener else known.readiness)
         finally:
             self._readiness = None
             self._end(known)
@@ -111,8 +112,8 @@ class Microbatches:
     def evaluate(
         self, batch: Any, loss: LossFunction, finish: Callable[[Any], None]
     ) -> Mapping[Axis, Mapping[str, int]]:
-        """Forward of one batch in evaluation mode; the bytes as of `train`. finish: of what `loss` returned,
-        on the last stage."""
+        """Forward of one batch in evaluation mode; returns bytes like `train`. finish: takes what `loss`
+        returned, on the last stage."""
         known = self._get([self._programs.key(batch, loss=loss, training=False)], training=False)
 
         def take(microbatch: int, returned: Any) -> None:
@@ -127,7 +128,7 @@ class Microbatches:
         return known.sent
 
     def look(self, batch: Any, around: Around, visit: Callable[[int, Node, Any], None]) -> None:
-        """Forward of one batch as in training, without gradients, and buffers stay as they are. visit: called
+        """Forward of one batch in training mode, without gradients or changes to buffers. visit: called
         with stage, node and value, in order."""
         stages = self._programs.stages(self._programs.key(batch))
         schedule = forward_only(self._programs.cutter.schedule(1))
@@ -143,7 +144,7 @@ class Microbatches:
         self._batches = []
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        """A hook of the parameters: autograd has added to its gradient."""
+        """Gradient hook: autograd has accumulated a parameter's gradient."""
         if self._readiness:
             self._readiness.arrived(parameter)
 
@@ -234,7 +235,7 @@ class Microbatches:
 
 
 class LiveBuffers(Mapping[str, Tensor]):
-    """A model's buffers by name, as they are now: a module may put another tensor in the place of one."""
+    """A model's current buffers by name: a module may replace a buffer's tensor."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))

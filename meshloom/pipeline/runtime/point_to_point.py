@@ -1,13 +1,13 @@
-"""When values are sent and received, as follows from a schedule and from what crosses between its stages.
+"""The order of sends and receives, derived from a schedule and from the values that stages exchange.
 
     pair (0, 1), both ranks:    0F0>1   0F1>1   1B0>0   0F2>1   1B1>0   ...
 
-Between two ranks all messages, there and back, have one order, the same on both: that in which they become
-ready when the schedule is run on paper. Both start them in it, so that they match even where a message is
-only handed over when the other side is there to take it. A send starts as soon as its value is there. A
-receive starts before anything that comes after it in the pair's order, and an action earlier than it is
-needed if it may: one receive per pair is kept open ahead, so that a message travels while the rank computes.
-That costs the memory of one message per neighbour. Nothing is waited for but what an action needs.
+All messages between two ranks, in both directions, have one order: that in which they become ready in the
+simulated schedule. Both ranks start them in this order, so that they match even on transports where a send
+needs a posted receive. A send starts as soon as its value exists. A receive starts before everything after it
+in the pair's order, and if possible one action before it is needed: one receive per pair is kept posted, so
+that a message travels while the rank computes. This costs the memory of one message per neighbour. A rank
+only waits for what its next action needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshloom.pipeline.schedules.timing import Durations, run_on_paper
 
 @dataclass(frozen=True, order=True)
 class Edge:
-    """Values cross from one stage to a later one; back: their gradients return."""
+    """Values are sent from one stage to a later one. back: their gradients return."""
 
     source: int
     destination: int
@@ -32,23 +32,24 @@ class Edge:
 
 @dataclass(frozen=True, order=True)
 class StageMessage:
-    """All that one stage sends to another for one microbatch. made_by: the action whose end it leaves at."""
+    """All values that one stage sends to another for one microbatch. produced_by: the action that produces
+    them."""
 
     source: int
     destination: int
     microbatch: int
-    made_by: Action
+    produced_by: Action
 
     def __str__(self) -> str:
-        return f"{self.made_by}>{self.destination}"
+        return f"{self.produced_by}>{self.destination}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a rank does around one action.
+    """A rank's action with its messages.
 
-    receives: start these before it. awaits: what it needs of them and of earlier ones. posts: start these
-    after it, in order; True: it is a send. stays: what it makes for other stages of this rank.
+    receives: started before the action. awaits: those that it needs, started now or earlier.
+    posts: started after it, in order; True: a send. stays: values for other stages of this rank.
     """
 
     action: Action
@@ -61,10 +62,10 @@ class Step:
 def steps_of(
     schedule: Schedule, edges: Iterable[Edge], durations: Durations | None = None, ahead: int = 1
 ) -> tuple[tuple[Step, ...], ...]:
-    """Every rank's actions with the messages around them. edges: which stages exchange values; at least every
-    one of a chain, if they do.
+    """Every rank's actions with their messages. edges: stages that exchange values; at least all that are
+    neighbours, if they do.
 
-    ahead: receives of a pair that may be open before they are needed.
+    ahead: receives of a pair that may be posted before they are needed.
     """
     found = list(edges)
     made = _messages(schedule, found)
@@ -75,7 +76,8 @@ def steps_of(
 def _messages(
     schedule: Schedule, edges: Sequence[Edge]
 ) -> dict[Action, tuple[list[StageMessage], list[StageMessage]]]:
-    """Action -> messages that it needs, and messages that it makes; also those that stay on a rank."""
+    """Action -> the messages that it needs and those that it produces, including those that stay on a
+    rank."""
     split = schedule.split
     found: dict[Action, tuple[list[StageMessage], list[StageMessage]]] = {
         action: ([], []) for _, action in schedule
@@ -83,14 +85,14 @@ def _messages(
     for edge in edges:
         for number in range(schedule.num_microbatches):
             forward = StageMessage(edge.source, edge.destination, number, Action(edge.source, "F", number))
-            found[forward.made_by][1].append(forward)
+            found[forward.produced_by][1].append(forward)
             found[Action(edge.destination, "F", number)][0].append(forward)
             if edge.back:
-                made_by = Action(
+                produced_by = Action(
                     edge.destination, "I" if (edge.destination, number) in split else "B", number
                 )
-                back = StageMessage(edge.destination, edge.source, number, made_by)
-                found[made_by][1].append(back)
+                back = StageMessage(edge.destination, edge.source, number, produced_by)
+                found[produced_by][1].append(back)
                 found[Action(edge.source, "I" if (edge.source, number) in split else "B", number)][0].append(
                     back
                 )
@@ -129,11 +131,11 @@ def _steps_of_rank(
 ) -> tuple[Step, ...]:
     queues = {pair: deque(messages) for pair, messages in order.items() if rank in pair}
     started: set[StageMessage] = set()
-    num_open = Counter[Pair]()  # receives that are started and not yet needed
+    num_open = Counter[Pair]()  # receives started and not yet needed
     steps: list[Step] = []
 
     def start_until(message: StageMessage) -> list[tuple[StageMessage, bool]]:
-        """What of the pair's order is still ahead of a message, and it."""
+        """Starts a message and all before it in its pair's order."""
         queue = queues[_pair(schedule, message)]
         begun: list[tuple[StageMessage, bool]] = []
         while message not in started:
@@ -145,7 +147,7 @@ def _steps_of_rank(
         return begun
 
     def start_ahead(pair: Pair) -> list[tuple[StageMessage, bool]]:
-        """Receives that come next in the pair's order, up to those that may be open."""
+        """Starts the next receives in the pair's order, up to `ahead`."""
         queue, begun = queues[pair], list[tuple[StageMessage, bool]]()
         while queue and schedule.ranks[queue[0].source] != rank and num_open[pair] < ahead:
             begun.append((queue.popleft(), False))

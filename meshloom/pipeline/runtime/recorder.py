@@ -1,12 +1,12 @@
-"""Notes when a rank's actions begin and end, and what else takes time in a step; cheap enough to do while it
-happens.
+"""Records when a rank's actions and other parts of a step begin and end, and gathers the timeline of all
+ranks.
 
     recorder.begin()                      0F0      0F1   recompute 0B0
-    PipelineRun(...).run(recorder)   |....[###]....[###]..[##======]      .... wait: made of the gaps when the notes are read
+    PipelineRun(...).run(recorder)   |....[###]....[###]..[##======]      .... wait: derived from the gaps afterwards
     with recorder.span("update")
 
-A note costs a fraction of a microsecond on the CPU. On a GPU, where a call returns before its work is done, a
-note is an event in the stream.
+A record costs a fraction of a microsecond on the CPU. On a GPU, where calls return before their work is done,
+it is an event in the stream.
 """
 
 from __future__ import annotations
@@ -14,18 +14,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from meshloom.pipeline.schedules.schedule import Action
+from meshloom.comm.group import Group
+from meshloom.comm.network.clocks import clock_offsets
+from meshloom.comm.objects import collect
+from meshloom.comm.steps import Steps
+from meshloom.core.mesh import MeshCoordinates
+from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.schedules.spans import Span, SpanKind
+from meshloom.telemetry.timeline import Timeline, TimelineRow
 
 
 @dataclass(frozen=True)
 class _Other:
-    """What a span is that is no action."""
+    """A span that is no action."""
 
     kind: SpanKind
     stage: int | None
@@ -35,20 +41,20 @@ class _Other:
 class Recorder:
     """A listener of `PipelineRun.run`.
 
-    device: on which the rank computes. clock: nanoseconds of another clock than `time.perf_counter_ns`, which
-        is then also that of the spans.
+    device: on which the rank computes. clock: in nanoseconds, for spans on another clock than
+        `time.perf_counter_ns`.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], int] | None = None) -> None:
         self._device = device
         self._on_events = device.type == "cuda" and clock is None
         self._clock = clock or time.perf_counter_ns
-        self._marks: list[tuple[Action | _Other | None, Any]] = []  # None: the innermost that has begun ends
+        self._marks: list[tuple[Action | _Other | None, Any]] = []  # None: the innermost open span ends
         self._now: Callable[[], Any] = self._event if self._on_events else self._clock
         self.begin()
 
     def begin(self) -> None:
-        """A step begins; forget what was noted before."""
+        """Begins a step and drops earlier records."""
         self._marks.clear()
         self._first = self._now()
         if self._on_events:
@@ -65,7 +71,7 @@ class Recorder:
     def span(
         self, kind: SpanKind, stage: int | None = None, microbatch: int | None = None
     ) -> Generator[None]:
-        """Around what is no action of its own; it may lie within one."""
+        """Records a span that is no action; it may lie within one."""
         self._marks.append((_Other(kind, stage, microbatch), self._now()))
         try:
             yield
@@ -73,15 +79,15 @@ class Recorder:
             self._marks.append((None, self._now()))
 
     def take(self) -> tuple[Span, ...]:
-        """All since `begin`, in order of their start, in seconds of the clock; waits among them. What has not
-        ended is left out.
+        """All spans since `begin` that have ended, in order of their start, in seconds of the clock, with
+        waits.
 
-        On a GPU it waits until the work is done.
+        On a GPU this waits until the work is done.
         """
         start, times = self._seconds()
-        found: list[Span | None] = []  # in the order of their beginning; None: it has not ended
-        open_: list[tuple[int, Action | _Other, float]] = []  # and their places in `found`
-        free = start  # since when the rank has had nothing to do
+        found: list[Span | None] = []  # in order of their start; None: still open
+        open_: list[tuple[int, Action | _Other, float]] = []  # with their index in `found`
+        free = start  # when the rank became idle
         for (what, _), at in zip(self._marks, times, strict=True):
             if what is None:
                 place, begun, since = open_.pop()
@@ -110,3 +116,28 @@ class Recorder:
             return start, [at * 1e-9 for _, at in self._marks]
         torch.cuda.synchronize(self._device)
         return start, [start + self._first.elapsed_time(at) * 1e-3 for _, at in self._marks]
+
+
+def gather_timeline(
+    group: Group, spans: Sequence[Span], *, step: int, place: MeshCoordinates, schedule: Schedule
+) -> Steps[Timeline]:
+    """The timeline of all ranks' step on rank 0's clock, on every rank. All ranks call this right after the step.
+
+    group: all ranks, CPU tensors. spans: this rank's, in seconds of `time.perf_counter`. step: from 1.
+    """
+    offsets = yield from clock_offsets(group)
+    mine = {"place": asdict(place), "spans": [asdict(span) for span in spans]}
+    everyone = yield from collect(group, mine)
+    rows = [
+        TimelineRow(rank=rank, place=MeshCoordinates(**each["place"]), spans=tuple(_shifted(Span(**span), -offset.seconds) for span in each["spans"]))
+        for rank, (each, offset) in enumerate(zip(everyone, offsets, strict=True))
+    ]  # fmt: skip
+    start = min((span.start for row in rows for span in row.actions), default=0.0)
+    rows = [replace(row, spans=tuple(_shifted(span, -start) for span in row.spans)) for row in rows]
+    error = sum(sorted(each.error_seconds for each in offsets)[-2:])  # of the two least certain
+    return Timeline(step=step, schedule=schedule, rows=tuple(rows), clock_error_seconds=error)
+
+
+def _shifted(span: Span, seconds: float) -> Span:
+    """The span on another clock, rounded to nanoseconds, the resolution of clocks."""
+    return replace(span, start=round(span.start + seconds, 9), stop=round(span.stop + seconds, 9))

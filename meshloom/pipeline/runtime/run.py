@@ -1,10 +1,10 @@
-"""Runs one rank's list of actions: forwards and backwards of its stages, and the messages around them.
+"""Runs one rank's list of actions: forwards and backwards of its stages, with their messages.
 
     before an action    start the receives that come first in the pairs' orders; wait for what the action needs
-    after it            start its sends, which nobody waits for: their memory is let go when they are through
+    after it            start its sends without waiting; their memory is freed when they complete
 
-The memory of a microbatch is let go when its backward is done. There is no collective between the first
-forward and the last backward.
+A microbatch's memory is freed after its backward. There is no collective between the first forward and the
+last backward.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from meshloom.program.ir.nodes import Meta
 
 
 class ActionListener(Protocol):
-    """Who is told when actions begin and end."""
+    """Is notified when actions begin and end."""
 
     def began(self, action: Action) -> None:
-        """What the action needs is there."""
+        """The action's inputs have arrived."""
         ...
 
     def ended(self, action: Action) -> None:
-        """It has run; its sends have not begun."""
+        """The action has run; its sends have not started."""
         ...
 
 
 @dataclass(frozen=True)
-class Both:
-    """Two listeners as one."""
+class BothListeners:
+    """Notifies two listeners."""
 
     first: ActionListener
     second: ActionListener
@@ -49,15 +49,15 @@ class Both:
         self.second.began(action)
 
     def ended(self, action: Action) -> None:
-        self.second.ended(action)  # before gradients leave: the action itself is over
+        self.second.ended(action)  # before gradients are exchanged: the action itself is over
         self.first.ended(action)
 
 
 class PipelineRun:
-    """Steps of one rank along pp.
+    """The steps of one rank along pp.
 
-    group: the ranks along pp. stages: this rank's, by number. crossings: [microbatch], all that crosses
-        between stages, for its shapes.
+    group: the ranks along pp. stages: this rank's, by number.
+    crossings: [microbatch], the values exchanged between stages, for its shapes.
     """
 
     def __init__(
@@ -78,29 +78,29 @@ class PipelineRun:
         ]
 
     def run(self, listener: ActionListener | None = None) -> None:
-        """All actions, in order."""
-        arriving: dict[StageMessage, tuple[list[Work], dict[str, Tensor]]] = {}
+        """Runs all actions in order."""
+        receiving: dict[StageMessage, tuple[list[Work], dict[str, Tensor]]] = {}
         sending: deque[tuple[Work, Tensor]] = deque()
         for step, body in self._steps:
             for message in step.receives:
-                arriving[message] = self._receive(message)
+                receiving[message] = self._receive(message)
             for message in step.awaits:
-                works, tensors = arriving.pop(message)
+                works, tensors = receiving.pop(message)
                 for work in works:
                     work.wait()
                 self._deliver(message, tensors)
             if listener:
                 listener.began(step.action)
-            made = body(step.action.microbatch)
+            produced = body(step.action.microbatch)
             if listener:
                 listener.ended(step.action)
             for message in step.stays:
-                self._deliver(message, {name: made[name] for name, _ in self._values[message]})
+                self._deliver(message, {name: produced[name] for name, _ in self._values[message]})
             for message, is_send in step.posts:
                 if is_send:
-                    self._send(message, made, sending)
+                    self._send(message, produced, sending)
                 else:
-                    arriving[message] = self._receive(message)
+                    receiving[message] = self._receive(message)
             while sending and sending[0][0].is_finished():
                 sending.popleft()[0].wait()
         while sending:
@@ -115,10 +115,10 @@ class PipelineRun:
         return [self._group.recv(_flat(tensor), source) for tensor in tensors.values()], tensors
 
     def _send(
-        self, message: StageMessage, made: Mapping[str, Tensor], sending: deque[tuple[Work, Tensor]]
+        self, message: StageMessage, produced: Mapping[str, Tensor], sending: deque[tuple[Work, Tensor]]
     ) -> None:
         for name, meta in self._values[message]:
-            value = made[name]
+            value = produced[name]
             if value.stride() != meta.stride:
                 value = torch.empty_strided(
                     meta.shape, meta.stride, dtype=meta.dtype, device=value.device
@@ -144,8 +144,7 @@ def _body(action: Action, stages: Mapping[int, StageRun]) -> Callable[[int], dic
 def _values_of(
     crossings: Sequence[Sequence[Crossing]], schedule: Schedule
 ) -> Mapping[StageMessage, list[tuple[str, Meta]]]:
-    """Message -> the tensors in it, in order. None where what crosses differs between sizes of microbatches,
-    and nothing does for this one."""
+    """Message -> its tensors, in order. Empty for messages that only microbatches of other sizes have."""
     split = schedule.split
     found: defaultdict[StageMessage, list[tuple[str, Meta]]] = defaultdict(list)
     for microbatch, of_size in enumerate(crossings):
@@ -155,10 +154,10 @@ def _values_of(
             )
             found[forward].append((each.value, each.meta))
             if each.meta.requires_grad:
-                made_by = Action(
+                produced_by = Action(
                     each.destination, "I" if (each.destination, microbatch) in split else "B", microbatch
                 )
-                found[StageMessage(each.destination, each.source, microbatch, made_by)].append(
+                found[StageMessage(each.destination, each.source, microbatch, produced_by)].append(
                     (each.value, each.meta)
                 )
     return found
@@ -174,5 +173,5 @@ def _edges(crossings: Sequence[Sequence[Crossing]]) -> list[Edge]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Its memory in order; it has no gaps."""
+    """The tensor's dense memory, flat."""
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,4 +1,4 @@
-"""One stage on its rank: forwards and backwards of its microbatches, and what is alive between them."""
+"""A stage on its rank: forwards and backwards of microbatches, and their activations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.pipeline.runtime.deferred_weight_gradients import Later
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.ir.batch_values import tensor_of
 from meshloom.program.ir.leaves import Leaves
@@ -22,21 +21,21 @@ from meshloom.program.operators.fused_grad_accumulation import InPlace, Landing
 from meshloom.program.run.execute import run_flat
 from meshloom.program.run.with_fused_accumulation import with_landing
 
-# microbatch, what the loss returned, flat -> what backward starts from
+# microbatch, flat result of the loss -> the tensor where backward starts
 Finish = Callable[[int, Sequence[Any]], Tensor | None]
 _autograd: Any = torch.autograd
 
 
 @dataclass
 class _Live:
-    """A microbatch between its forward and the end of its backward. What leaves is not kept, only where its
-    gradient comes in."""
+    """A microbatch between its forward and the end of its backward. Outputs are not kept, only their
+    gradient edges."""
 
-    # values of other stages; leaves of the graph here
+    # values of other stages, as leaves of the local graph
     given: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    # value that left -> where its gradient enters the graph
+    # output -> its gradient edge
     edges: dict[str, Any] = field(default_factory=dict[str, Any])
-    # the sum of those that came back so far
+    # sum of the gradients received so far
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     root: Tensor | None = None
     is_forward: bool = False
@@ -44,13 +43,14 @@ class _Live:
 
 
 class StageRun:
-    """A stage and its parameters on this rank.
+    """A stage with its parameters on this rank.
 
-    stages: [microbatch], the stage cut for that microbatch's shapes. parameters, buffers: by name, this
-    rank's. group: the ranks along tp, if divided. batch: microbatch -> its tensors by their names in the
-    batch. finish: on the last stage. around: microbatch -> entered around its forward. split: weights'
-    gradients come apart from those of inputs. landing: who takes them; default: `.grad`, by autograd where it
-    can. visit: called with every node and its value; slower.
+    stages: [microbatch], the stage for that microbatch's shapes. parameters, buffers: this rank's, by name.
+    batch: microbatch -> its tensors by their names in the batch. finish: on the last stage.
+    group: the ranks along tp, if sharded. around: microbatch -> a context for its forward.
+    split: weight gradients are computed apart from those of inputs. landing: accumulates weight gradients;
+        default: `.grad`, by autograd where possible.
+    visit: called with every node and its value; slower.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StageRun:
         visit: Callable[[Node, Any], None] | None = None,
     ) -> None:
         self._visit = visit
-        self._later = Later(landing or InPlace())
+        self._deferred = DeferredWeightGradients(landing or InPlace())
         made = {id(each): self._with_landing(each.program, landing, split) for each in stages}
         self._programs = [made[id(each)] for each in stages]
         self._stages = stages
@@ -83,18 +83,18 @@ class StageRun:
 
     @property
     def num_forward(self) -> int:
-        """Of these, how many have gone forward."""
+        """Those of them whose forward is done."""
         return sum(live.is_forward for live in self._live.values())
 
     def give(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
-        """Values of an earlier stage; they become leaves here."""
+        """Accepts values of an earlier stage; they become leaves here."""
         stage, live = self._stages[microbatch], self._live.setdefault(microbatch, _Live())
         wants = {each.value: each.meta.requires_grad for each in stage.incoming}
         for name, value in values.items():
             live.given[name] = value.detach().requires_grad_(wants[name])
 
     def forward(self, microbatch: int) -> dict[str, Tensor]:
-        """Of one microbatch, when all that comes in was given: the values that leave."""
+        """Forward of a microbatch whose inputs have arrived; returns the values to send."""
         stage, live = self._stages[microbatch], self._live.setdefault(microbatch, _Live())
         with self._around(microbatch) if self._around else nullcontext():
             values = self.again(microbatch)
@@ -110,7 +110,7 @@ class StageRun:
         return {name: value.detach() for name, value in made.items()}
 
     def again(self, microbatch: int) -> list[Any]:
-        """The bare forward of a microbatch, of what was given: what its program returns."""
+        """Runs only the program of a microbatch, on its inputs; returns its flat outputs."""
         program, batch, given = (
             self._programs[microbatch],
             self._batch(microbatch),
@@ -124,7 +124,7 @@ class StageRun:
             return run_flat(
                 program, self._parameters, self._buffers, leaves, visit=self._visit, group=self._group
             )
-        # Backward may want a buffer as this forward saw it, and another forward comes in between.
+        # The backward may need a buffer as this forward saw it, and other forwards come in between.
         changed = {name: self._buffers[name].clone() for name in changing}
         live: Any = self._buffers  # a `ChainMap` only reads its second mapping
         values = run_flat(
@@ -136,40 +136,40 @@ class StageRun:
         return values
 
     def forget(self) -> None:
-        """Let go of whatever is alive."""
+        """Drops all activations."""
         self._live.clear()
 
     def give_gradients(self, microbatch: int, gradients: Mapping[str, Tensor]) -> None:
-        """Of values that left, from one of the stages that they went to."""
+        """Accepts gradients of sent values, from one of the stages that received them."""
         known = self._live[microbatch].gradients
         for name, gradient in gradients.items():
             known[name] = known[name] + gradient if name in known else gradient
 
     def backward(self, microbatch: int) -> dict[str, Tensor]:
-        """When all gradients were given: those of what came in, zeros where there is none."""
+        """Backward of a microbatch whose gradients have arrived; returns its inputs' gradients, or zeros."""
         made = self._backward(microbatch)
         del self._live[microbatch]
         return made
 
     def input_gradients(self, microbatch: int) -> dict[str, Tensor]:
-        """The first half of a backward: the same, without what waits for `weight_gradients`."""
-        self._later.collecting = True
+        """The first half of a backward: the same, without the weight gradients."""
+        self._deferred.collecting = True
         try:
             made = self._backward(microbatch)
         finally:
-            self._later.collecting = False
-        self._live[microbatch] = _Live(weights=self._later.take(), is_forward=True)
+            self._deferred.collecting = False
+        self._live[microbatch] = _Live(weights=self._deferred.take(), is_forward=True)
         return made
 
     def weight_gradients(self, microbatch: int) -> dict[str, Tensor]:
-        """The second half; nothing leaves."""
+        """The second half: the weight gradients."""
         for compute in self._live.pop(microbatch).weights:
             compute()
         return {}
 
     def _with_landing(self, program: Program, landing: Landing | None, split: bool) -> Program:
         if split:
-            return with_landing(program, self._later, min_elements=0)
+            return with_landing(program, self._deferred, min_elements=0)
         return with_landing(program, landing) if landing else program
 
     def _backward(self, microbatch: int) -> dict[str, Tensor]:
@@ -185,3 +185,32 @@ class StageRun:
         return {
             name: value.grad if value.grad is not None else torch.zeros_like(value) for name, value in live.given.items() if value.requires_grad
         }  # fmt: skip
+
+
+class DeferredWeightGradients(Landing):
+    """Weight gradients that are computed later than input gradients, so that other ranks need not wait for them.
+
+    I   dX = dY W; (X, dY) is stored        W   W.grad += dY^T X, b.grad += sum of dY
+
+    collecting: whether backwards defer; otherwise they compute all gradients immediately.
+    """
+
+    def __init__(self, landing: Landing) -> None:
+        self.collecting = False
+        self._landing = landing
+        self._pending: list[Callable[[], None]] = []
+
+    @property
+    def now(self) -> Landing:
+        return self._landing.now
+
+    def add(self, weight: Tensor | None, bias: Tensor | None, rows: Tensor, inputs: Tensor) -> None:
+        if self.collecting:
+            self._pending.append(lambda: self._landing.add(weight, bias, rows, inputs))
+        else:
+            self._landing.add(weight, bias, rows, inputs)
+
+    def take(self) -> list[Callable[[], None]]:
+        """The deferred computations, in order."""
+        pending, self._pending = self._pending, []
+        return pending

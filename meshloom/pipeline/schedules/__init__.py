@@ -1,1 +1,1 @@
-"""Schedules as lists of actions: builders, checks, and their length on paper."""
+"""Schedules as lists of actions: builders, checks, and simulated timing."""

@@ -1,10 +1,10 @@
-"""The schedules that a plan can name, for any number of ranks, of microbatches and of virtual stages.
+"""The schedules that a plan can name, for any number of ranks, microbatches and virtual stages.
 
 gpipe         all forwards, then all backwards (Huang et al., 2019)
-1f1b          one forward, one backward, as soon as the first gradient is there (Narayanan et al., 2019)
+1f1b          alternating forwards and backwards, from the first gradient on (Narayanan et al., 2019)
 interleaved   the same with several stages on each rank (Narayanan et al., 2021, section 2.2)
-zb-h1         backward in two halves; weights' gradients fill what would be idle, with the memory of 1f1b (Qi et al., 2024)
-zb-v          that with two stages a rank, folded (Qi et al., 2024, "Pipeline parallelism with controllable memory")
+zb-h1         backward in two halves; weight gradients fill the idle time, with the memory of 1f1b (Qi et al., 2024)
+zb-v          the same with two stages per rank, folded (Qi et al., 2024, "Pipeline parallelism with controllable memory")
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def make_schedule(
     stages_per_rank: int | None = None,
     durations: Durations | None = None,
 ) -> Schedule:
-    """The schedule called `name`. Raises `PlanError` for an unknown name or numbers that it cannot work with.
+    """The schedule called `name`. Raises `PlanError` for an unknown name, or numbers that it does not
+    support.
 
-    stages_per_rank: v; default: what the schedule works with, 2 for interleaved.
-    durations: of each stage's actions, for the kinds that place actions where there is time; default: all
-        alike.
+    stages_per_rank: v; default: the schedule's own, 2 for interleaved.
+    durations: of each stage's actions, for schedules built greedily; default: all equal.
 
     >>> print(make_schedule("1f1b", 2, 3))
     1f1b: stages on ranks 0 1, 3 microbatches
@@ -73,10 +73,10 @@ def one_forward_one_backward(p: int, m: int, v: int, durations: Durations | None
 
 
 def interleaved(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
-    """Microbatches in groups of p (the last may be smaller): a group goes through a rank's first stage, then
-    its second, ...
+    """Microbatches in groups of p (the last may be smaller): a group passes a rank's first stage, then its
+    second, ...
 
-    That is the best when the groups are whole. Otherwise what is found greedily within the same memory may be
+    This is optimal if all groups are complete. Otherwise the greedy schedule with the same memory may be
     shorter.
     """
     groups = [range(start, min(start + p, m)) for start in range(0, m, p)]
@@ -105,7 +105,7 @@ def interleaved(p: int, m: int, v: int, durations: Durations | None) -> Schedule
 
 
 def zero_bubble(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
-    """1f1b, with the weights' gradients of rank r as many microbatches late as r, so that all ranks hold the
+    """1f1b in which rank r delays weight gradients by r microbatches, so that every rank holds the
     activations of p."""
     rows: list[list[Action]] = []
     for rank in range(p):
@@ -127,8 +127,8 @@ def zero_bubble(p: int, m: int, v: int, durations: Durations | None) -> Schedule
 
 
 def zero_bubble_v(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
-    """As drawn in the paper, which is the best where all actions take the same; otherwise what is found
-    within the same memory may be shorter."""
+    """ZB-V as drawn in the paper, which is optimal if all actions take equally long; otherwise the greedy
+    schedule with the same memory may be shorter."""
     ranks, takes = folded(p), durations or Durations.alike(2 * p)
     rows = [
         [action for action in _of_the_drawing(p, rank, max(m, 2 * p - 1)) if action.microbatch < m]
@@ -140,8 +140,7 @@ def zero_bubble_v(p: int, m: int, v: int, durations: Durations | None) -> Schedu
 
 
 def _of_the_drawing(p: int, rank: int, m: int) -> Iterator[Action]:
-    """A rank's row of ZB-V in Qi et al. (2024), for m of 2 p - 1 and more: `there` and `back` are its two
-    stages."""
+    """A rank's row of ZB-V in Qi et al. (2024), for m >= 2 p - 1: `there` and `back` are its two stages."""
     there, back = rank, 2 * p - 1 - rank
     warm = (
         [(there, "F")] * (2 * (p - rank) - 1)
@@ -176,7 +175,7 @@ def _greedy_halves(
 
 
 def _shortest(schedules: Sequence[Schedule | None], durations: Durations) -> Schedule:
-    """The first of the shortest."""
+    """The first of the shortest schedules."""
     possible = [each for each in schedules if each is not None and legal_order(each) is not None]
     return min(possible, key=lambda each: round(length_of(each, durations), 9))
 
@@ -186,7 +185,7 @@ _FORWARDS: tuple[Forwards, ...] = ("deep", "in groups")
 
 
 def _alternated(forwards: Sequence[Action], backwards: Sequence[Action], warm: int) -> list[Action]:
-    """`warm` forwards, then backwards and forwards in turn, then the backwards that are left."""
+    """`warm` forwards, then alternating backwards and forwards, then the remaining backwards."""
     rest = len(forwards) - warm
     pairs = [action for pair in zip(backwards, forwards[warm:], strict=False) for action in pair]
     return [*forwards[:warm], *pairs, *backwards[rest:]]

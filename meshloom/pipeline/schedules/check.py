@@ -1,8 +1,7 @@
-"""A schedule is checked before anything runs, without any process.
+"""Checks of a schedule before anything runs.
 
-Every stage sees every microbatch once in each direction, backwards come after what they need, activations in
-flight stay within
-a bound, and no ranks wait for each other in a circle.
+Every stage processes every microbatch once in each direction, backwards follow what they depend on,
+activations in flight stay within a bound, and ranks do not deadlock.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from meshloom.pipeline.schedules.schedule import Action, Kind, Schedule
 
 
 def check_schedule(schedule: Schedule, *, in_flight: int | None = None) -> None:
-    """Raise `PlanError` naming the rank and the action that cannot be.
+    """Raises `PlanError` with the rank and action that violate a rule.
 
-    in_flight: most activations (of one stage for one microbatch) that a rank may hold at a time.
+    in_flight: the most activations (of one stage for one microbatch) that a rank may hold at a time.
     """
     _check_complete(schedule)
     _check_order(schedule)
@@ -32,7 +31,7 @@ def check_schedule(schedule: Schedule, *, in_flight: int | None = None) -> None:
 
 
 def needs(action: Action, num_stages: int, split: bool) -> list[Action]:
-    """What must be done before an action, on whatever rank. split: whether the next stage's backward is in
+    """The actions that must precede an action, on any rank. split: whether the next stage's backward is in
     two halves."""
     stage, number = action.stage, action.microbatch
     if action.kind == "F":
@@ -44,18 +43,16 @@ def needs(action: Action, num_stages: int, split: bool) -> list[Action]:
 
 
 def legal_order(schedule: Schedule) -> list[tuple[int, Action]] | None:
-    """(rank, action) of all in an order in which one thread can run them; None if every rank waits for
-    another.
+    """(rank, action) of all actions in an order that one thread can run; None: the ranks deadlock.
 
-    Ranks take turns, each going as far as it can.
+    Ranks take turns, each running as far as it can.
     """
     order: list[tuple[int, Action]] = list(_run(schedule))
     return order if len(order) == sum(map(len, schedule.actions)) else None
 
 
 def most_in_flight(schedule: Schedule) -> list[int]:
-    """Most activations that each rank holds at a time: of a stage and a microbatch from its forward to the
-    end of its backward."""
+    """The most activations that each rank holds at a time, each from a forward to the end of its backward."""
     found: list[int] = []
     for actions in schedule.actions:
         ends = _ends(actions)
@@ -69,10 +66,10 @@ def most_in_flight(schedule: Schedule) -> list[int]:
 
 
 def held_by_stage(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """[moment][stage]: microbatches whose activations are held, at moments that together have each rank's
-    most of every mixture of its stages.
+    """[moment][stage]: microbatches whose activations are held, at moments that include every rank's maximum
+    of each combination of its stages.
 
-    Moments of different ranks are not the same time. Where each rank has one stage there is one.
+    Moments of different ranks are unrelated. If each rank has one stage, there is one moment.
     """
     found: list[list[dict[int, int]]] = []
     for actions in schedule.actions:
@@ -98,7 +95,7 @@ def held_by_stage(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 
 
 def _ends(actions: tuple[Action, ...]) -> set[Action]:
-    """Where activations go: at B, or at W."""
+    """The actions that free activations: B, or W."""
     return {action for action in actions if action.kind in ("B", "W")}
 
 

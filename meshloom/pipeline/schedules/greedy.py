@@ -1,4 +1,4 @@
-"""A schedule found by running it: whenever a rank is free, it takes the most urgent action that is ready."""
+"""Greedy list scheduling: whenever a rank is free, it runs the most urgent action that is ready."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ def build_greedily(
     urgent: str,
     forwards: Forwards,
 ) -> Schedule | None:
-    """Actions placed where there is time; None if it ends before all of them are.
+    """The greedy schedule; None if it deadlocks under its limits.
 
-    limits: [rank], most activations (of one stage for one microbatch) that it holds at a time, until the end
-        of their backward.
-    split: backward in two halves. urgent: kinds, the most urgent first, like IFW. forwards: of several that
-    are ready, the one nearest to the loss, or microbatches in groups of as many as there are ranks.
+    limits: [rank], the most activations (of one stage for one microbatch) that it holds at a time, until the
+        end of their backward.
+    split: backward in two halves. urgent: kinds, most urgent first, like IFW.
+    forwards: among ready forwards, prefers the one nearest to the loss, or microbatches in groups of as many
+        as there are ranks.
     """
     run = _Run(ranks, num_microbatches, limits, durations, split=split, urgent=urgent, forwards=forwards)
     if not run.to_the_end():
@@ -54,7 +55,7 @@ class _Run:
         self._ranks, self._limits, self._durations = ranks, limits, durations
         self._split, self._urgent, self._forwards = split, urgent, forwards
         self._left = (3 if split else 2) * len(ranks) * m
-        # The ready actions of every rank, and since when.
+        # [rank] ready action -> since when.
         self._ready: list[dict[Action, float]] = [{} for _ in limits]
         self._ready[ranks[0]] = {Action(0, "F", number): 0.0 for number in range(m)}
         self._free_at = [0.0] * len(limits)
@@ -80,8 +81,8 @@ class _Run:
 
     def _best(self, rank: int, now: float) -> Action | None:
         room = self._limits[rank] - self._held[rank]
-        # A place is kept for every later stage of this rank: what has begun must be able to get through, or
-        # no gradient ever comes back.
+        # One slot is reserved for every later stage of this rank: a microbatch that has started must reach
+        # the loss, or its gradients never return.
         possible = [
             each for each, since in self._ready[rank].items() if since <= now and (each.kind != "F" or room > self._later[each.stage])
         ]  # fmt: skip
@@ -96,7 +97,7 @@ class _Run:
         return kind, action.microbatch // len(self.rows), action.stage, action.microbatch
 
     def _run(self, rank: int, action: Action, done: float) -> None:
-        """Note what an action makes ready."""
+        """Records which actions become ready after this one."""
         stage, number = action.stage, action.microbatch
         back = "I" if self._split else "B"
         self._left -= 1

@@ -1,5 +1,4 @@
-"""What every rank of a pipeline does, in order, as a value: lists of actions, one list per rank, with a text
-form both ways.
+"""A pipeline schedule as a value: the list of actions of each rank, with a text form.
 
 An action prints as `2F0`: stage 2, forward, microbatch 0. The kinds:
 
@@ -14,9 +13,8 @@ Four stages, six microbatches, one-forward-one-backward:
     rank 2: 2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 2B4 2B5
     rank 3: 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5
 
-A schedule says nothing of messages: which values cross is the cut's to say, and when they are sent and
-received follows (`pipeline/runtime/point_to_point.py`). The same lists are checked, priced, drawn and
-executed.
+A schedule contains no messages: the stages determine which values are sent, and
+`pipeline/runtime/point_to_point.py` derives when. The same lists are checked, priced, drawn and executed.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One piece of a rank's work.
+    """One forward or backward of a stage for a microbatch.
 
     >>> str(Action(2, "F", 0)), Action.parse("1W12").microbatch
     ('2F0', 12)
@@ -46,7 +44,7 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Read the text form."""
+        """Parses the text form."""
         found = _ACTION.fullmatch(text.strip())
         if found is None:
             raise PlanError(
@@ -63,7 +61,7 @@ class Action:
 class Schedule:
     """The actions of every rank along pp for one step.
 
-    name: of the kind of schedule, as in a plan.
+    name: as in a plan.
     ranks: stage -> the rank that holds it.
     num_microbatches: m.
     actions: [rank][position].
@@ -76,30 +74,30 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages, virtual ones included."""
+        """The number of stages, virtual ones included."""
         return len(self.ranks)
 
     @property
     def num_ranks(self) -> int:
-        """p, ranks along pp."""
+        """p, the ranks along pp."""
         return len(self.actions)
 
     @property
     def split(self) -> frozenset[tuple[int, int]]:
-        """(stage, microbatch) whose backward comes in two halves."""
+        """(stage, microbatch) of all backwards in two halves."""
         return frozenset((action.stage, action.microbatch) for _, action in self if action.kind == "I")
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in the model's order."""
+        """The stages of a rank, in the model's order."""
         return tuple(stage for stage, holder in enumerate(self.ranks) if holder == rank)
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
-        """(rank, action) of all, rank by rank."""
+        """(rank, action) of all actions, rank by rank."""
         return ((rank, action) for rank, actions in enumerate(self.actions) for action in actions)
 
     @staticmethod
     def parse(text: str) -> Schedule:
-        """Read the text form: what `str()` gives."""
+        """Parses the text form, as `str()` gives it."""
         head, *rows = [line for line in text.strip().splitlines() if line.strip()]
         found = re.fullmatch(r"(\S+): stages on ranks ([\d ]+), (\d+) microbatch(?:es)?", head.strip())
         if found is None:
@@ -129,7 +127,7 @@ class Schedule:
 
 
 def looped(num_ranks: int, per_rank: int) -> tuple[int, ...]:
-    """Stages dealt out in turn: stage -> rank.
+    """Stages in round-robin order: stage -> rank.
 
     >>> looped(3, 2)
     (0, 1, 2, 0, 1, 2)
@@ -138,7 +136,7 @@ def looped(num_ranks: int, per_rank: int) -> tuple[int, ...]:
 
 
 def folded(num_ranks: int) -> tuple[int, ...]:
-    """Two stages a rank, there and back, so that the first rank has the last stage, too: stage -> rank.
+    """Two stages per rank in a V, so that the first rank also has the last stage: stage -> rank.
 
     >>> folded(3)
     (0, 1, 2, 2, 1, 0)

@@ -1,4 +1,4 @@
-"""What a rank did in a step and when, as a value: one span of time."""
+"""A span of time of a rank's step, as a value."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ACTION_KINDS: tuple[ActionKind, ...] = get_args(ActionKind)
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """From `start` to `stop`, in seconds on a clock that all spans beside it share.
+    """From `start` to `stop`, in seconds on a clock shared by all spans of a timeline.
 
     kind: of an action of the schedule (F, B, I, W), or
-        recompute   forward once more, within a backward
-        wait        before an action: its messages are not there yet
-        exchange    held up in the exchange of gradients, when all actions are done
-        update      the optimizer's
-    stage, microbatch: where the span belongs to them.
+        recompute   recomputing a forward, within a backward
+        wait        waiting for an action's messages
+        exchange    waiting for the exchange of gradients after all actions
+        update      the optimizer's update
+    stage, microbatch: those of the span, if it has any.
     """
 
     kind: SpanKind
@@ -45,12 +45,12 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """The span's length."""
         return self.stop - self.start
 
     @property
     def action(self) -> Action | None:
-        """The action of the schedule that it is, if it is one."""
+        """The action of the schedule, if it is one."""
         if self.stage is None or self.microbatch is None:
             return None
         return next(
@@ -59,7 +59,7 @@ class Span:
 
     @property
     def name(self) -> str:
-        """What to write on it.
+        """The label of the span in a picture.
 
         >>> Span(kind="F", start=0.0, stop=1.0, stage=2, microbatch=0).name, Span(kind="update", start=0.0, stop=1.0).name
         ('2F0', 'update')

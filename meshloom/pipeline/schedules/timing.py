@@ -1,4 +1,4 @@
-"""A schedule run on paper: when every action starts and ends, given what each takes. Nothing is executed."""
+"""A simulated schedule: when every action starts and ends, given the durations. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from meshloom.pipeline.schedules.schedule import Action, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """What actions take, in seconds or any one unit.
+    """The durations of actions, in seconds or any other unit.
 
-    forward, input_gradient, weight_gradient: [stage], for a whole microbatch; a backward that is not split
-    takes both of the latter. transfer: from one rank to another, for any value.
-    sizes: [microbatch], relative to a whole one; empty: all are whole.
+    forward, input_gradient, weight_gradient: [stage], for a full microbatch; an unsplit backward takes the
+        sum of the latter two. transfer: from one rank to another, for any value.
+    sizes: [microbatch], relative to a full one; empty: all are full.
     """
 
     forward: Sequence[float]
@@ -26,13 +26,13 @@ class Durations:
 
     @staticmethod
     def alike(num_stages: int) -> Durations:
-        """One unit for each."""
+        """One unit for each action."""
         return Durations(
             forward=[1.0] * num_stages, input_gradient=[1.0] * num_stages, weight_gradient=[1.0] * num_stages
         )
 
     def of(self, action: Action) -> float:
-        """What one action takes."""
+        """The duration of an action."""
         stage, kind = action.stage, action.kind
         if kind == "F":
             whole = self.forward[stage]
@@ -45,7 +45,7 @@ class Durations:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """starts, ends: of every action, in the unit that was given. busy: [rank], the sum of its actions."""
+    """starts, ends: of every action, in the given unit. busy: [rank], the sum of its actions."""
 
     starts: Mapping[Action, float]
     ends: Mapping[Action, float]
@@ -57,19 +57,19 @@ class Timed:
         return max(self.ends.values()) - min(self.starts.values())
 
     def idle_share(self, rank: int) -> float:
-        """Of the whole length, how much of it a rank waits."""
+        """The fraction of the length that a rank waits."""
         return 1.0 - self.busy[rank] / self.length if self.length else 0.0
 
     @property
     def mean_idle_share(self) -> float:
-        """Over the ranks."""
+        """The mean over all ranks."""
         return sum(self.idle_share(rank) for rank in range(len(self.busy))) / len(self.busy)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """An action of a rank. needed: what its own rank must have done before. received: what other ranks must
-    have done, and send."""
+    """An action of a rank. needed: earlier actions of its own rank that it depends on. received: actions
+    of other ranks whose messages it needs."""
 
     rank: int
     action: Action
@@ -78,9 +78,9 @@ class Turn:
 
 
 def turns_of(schedule: Schedule) -> list[Turn]:
-    """All actions, in an order in which one thread could run them.
+    """All actions, in an order that one thread could run.
 
-    Raises `AssertionError` for a schedule that waits in a circle: `check_schedule` comes first.
+    Raises `AssertionError` for a schedule that deadlocks: run `check_schedule` first.
     """
     order = legal_order(schedule)
     assert order is not None, "check_schedule comes first"
@@ -104,11 +104,11 @@ def run_on_paper(
     duration: Callable[[Action], float],
     transfer: Callable[[Action, Action], float] = lambda before, after: 0.0,
 ) -> Timed:
-    """Every rank runs its list in order; an action starts when its rank is free and what it needs has
-    arrived.
+    """The start and end of every action: it starts when its rank is free and its messages have arrived.
 
-    duration: of an action. transfer: from the end of one action to when its value is on the other's rank.
-    Raises `AssertionError` for a schedule that waits in a circle: `check_schedule` comes first.
+    duration: of an action. transfer: from the end of one action to the arrival of its value on the other's
+        rank.
+    Raises `AssertionError` for a schedule that deadlocks: run `check_schedule` first.
     """
     free = [0.0] * schedule.num_ranks
     busy = [0.0] * schedule.num_ranks
@@ -128,5 +128,5 @@ def run_on_paper(
 
 
 def length_of(schedule: Schedule, durations: Durations) -> float:
-    """What a step takes on paper."""
+    """The simulated length of a step."""
     return run_on_paper(schedule, durations.of, lambda before, after: durations.transfer).length

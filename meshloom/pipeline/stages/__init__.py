@@ -1,1 +1,1 @@
-"""Where a program is cut into stages, and the programs of the stages."""
+"""Stage boundaries in a program, and the programs of the stages."""

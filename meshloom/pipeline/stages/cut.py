@@ -1,9 +1,9 @@
-"""Where a program is cut into stages: so that the slowest stage is as fast as can be.
+"""Chooses the stage boundaries ("cuts") of a program so that the slowest stage is as fast as possible.
 
-The operators are taken in eager's order, in which every stage is one run of them: no value flows back. A
-stage takes what its operators take, forward and backward, and what sending over its two ends takes
-(`intervals.py`). The best places are found by dynamic programming (`dynamic_program.py`). Or the user names
-the modules that begin stages.
+Every stage is an interval of the operators in eager's order, so no value flows back. A stage takes the
+seconds of its operators, forward and backward, and of communication at its two ends (`intervals.py`). The
+best boundaries are found by dynamic programming (`dynamic_program.py`), unless the user names the modules
+that begin stages.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from meshloom.program.ir.program import Program
 from meshloom.tensor_parallel.search.costs import HELD_COPIES
 
 UNEVEN = 1.25
-PipelineOwnership = Mapping[str, Collection[int]]
+Holders = Mapping[str, Collection[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutChoice:
-    """stage_of: node -> stage. stages: what each costs. rank_bytes: most that each rank holds of parameters,
-    gradients, optimizer state and activations."""
+    """stage_of: node -> stage. stages: the cost of each. rank_bytes: the most that each rank holds of
+    parameters, gradients, optimizer state and activations."""
 
     stage_of: Mapping[str, int]
     stages: tuple[StageCost, ...]
@@ -59,7 +59,7 @@ def choose_cuts(
     in_flight: Sequence[Sequence[int]] = (),
     state_factor: float = HELD_COPIES,
     ranks: Sequence[int] = (),
-    homes: PipelineOwnership | None = None,
+    holders: Holders | None = None,
     work: Mapping[str, OperatorSeconds] | None = None,
     kept: Mapping[str, Sequence[SavedTensor]] | None = None,
     step_seconds: Callable[[Sequence[StageCost]], float] | None = None,
@@ -68,18 +68,19 @@ def choose_cuts(
     """The stage of every node.
 
     cuts: modules that begin the stages after the first, instead of a choice.
-    memory_bytes: most that a rank may hold: `state_factor` times its parameters' bytes, and the activations
-        in flight. Exact where each rank has one stage; with several, cuts that fit may be missed.
-    in_flight: [moment][stage], microbatches whose activations are held, as `pipeline.check.held_by_stage`
-    tells of a schedule; default: one of each. ranks: stage -> its rank; default: each has its own.
-    homes: parameter or buffer -> the stages that hold it already; all of its users must lie in these, or in
-    others of their ranks (`where_used`). work, kept: node -> its seconds, and what it makes autograd keep;
-    default: those of `costs`, at `rates`.
-    step_seconds: what a step takes with these stages; where given, cuts near the best are tried, too, and the
-        shortest step is taken. No stage becomes `UNEVEN` times as slow as the slowest was.
-    line: the program by `line_of`, if that is known; `work`, `kept` and `state_factor` are its own then.
-    Raises `PlanError` if there are fewer places to cut than wanted, a module is not there, or no cut fits
-    into the memory or to the homes.
+    memory_bytes: the most that a rank may hold: `state_factor` times its parameters' bytes, plus the
+        activations in flight. Exact if each rank has one stage; otherwise cuts that fit may be missed.
+    in_flight: [moment][stage], microbatches whose activations are held, from `held_by_stage`; default: one of
+        each.
+    ranks: stage -> its rank; default: a rank for each.
+    holders: parameter or buffer -> the stages that hold it already; all of its users must be in these, or in
+        others of their ranks (`where_used`).
+    work, kept: node -> its seconds, and what autograd saves for it; default: those of `costs`, at `rates`.
+    step_seconds: seconds of a step with these stages. If given, cuts near the best are tried too, and the
+        shortest step wins; no stage becomes `UNEVEN` times as slow as the slowest was.
+    line: the program's `line_of`, if known; it then determines `work`, `kept` and `state_factor`.
+    Raises `PlanError` if there are too few places to cut, a module does not exist, or no cuts satisfy the
+    memory limit or `holders`.
     """
     rates = rates or Rates()
     if line is None:
@@ -92,17 +93,17 @@ def choose_cuts(
             state_factor,
         )
     ranks = tuple(ranks) or tuple(range(num_stages))
-    homes = where_used(program, homes or {}, ranks)
+    holders = where_used(program, holders or {}, ranks)
     limits = Limits(
         ranks=ranks,
         memory_bytes=math.inf if memory_bytes is None else memory_bytes,
         in_flight=tuple(in_flight) or ((1,) * num_stages,),
-        forbidden=_forbidden(line, homes, num_stages),
+        forbidden=_forbidden(line, holders, num_stages),
     )
-    chosen = _given(line, cuts, limits, homes) if cuts else _best(line, limits, homes)
+    chosen = _given(line, cuts, limits, holders) if cuts else _best(line, limits, holders)
     if step_seconds is not None and not cuts:
-        # Who asks for stages wants parameters and work apart, also where a model is so small that sending
-        # takes longer than computing all of it.
+        # Stages are meant to split parameters and work even if a model is so small that communication takes
+        # longer than all computation.
         longest = UNEVEN * max(each.seconds for each in _stages(line, chosen))
 
         def price(tried: Sequence[int]) -> float:
@@ -129,12 +130,12 @@ def line_of(
     rates: Rates,
     state_factor: float = HELD_COPIES,
 ) -> Intervals:
-    """What its operators cost as stages, from any place to any other."""
+    """The cost of a program's operators as stages, between any two places."""
     speed = rates.send.bytes_per_second if rates.send else rates.link_bytes_per_second
     return Intervals(program, work, kept, link_bytes_per_second=speed, state_factor=state_factor)
 
 
-def where_used(program: Program, homes: PipelineOwnership, ranks: Sequence[int]) -> dict[str, list[int]]:
+def where_used(program: Program, holders: Holders, ranks: Sequence[int]) -> dict[str, list[int]]:
     """Parameter or buffer -> the stages that may use it: those that hold it, and others of their ranks.
 
     A buffer that changes stays in its stages, each of which merges what its chunks write.
@@ -146,7 +147,7 @@ def where_used(program: Program, homes: PipelineOwnership, ranks: Sequence[int])
 
     return {
         name: [stage for stage in range(len(ranks)) if may(name, where, stage)]
-        for name, where in homes.items()
+        for name, where in holders.items()
     }
 
 
@@ -154,17 +155,17 @@ def _stages(line: Intervals, cuts: Sequence[int]) -> list[StageCost]:
     return [line.stage(start, end) for start, end in pairwise([0, *cuts, line.num_nodes])]
 
 
-def _forbidden(line: Intervals, homes: PipelineOwnership, num_stages: int) -> dict[int, list[int]]:
-    """Stage -> operators that use what other stages hold."""
+def _forbidden(line: Intervals, holders: Holders, num_stages: int) -> dict[int, list[int]]:
+    """Stage -> operators that use parameters or buffers of other stages."""
     found: dict[int, list[int]] = {}
     for name, uses in line.uses.items():
-        if name in homes:
-            for stage in set(range(num_stages)) - set(homes[name]):
+        if name in holders:
+            for stage in set(range(num_stages)) - set(holders[name]):
                 found.setdefault(stage, []).extend(uses)
     return found
 
 
-def _best(line: Intervals, limits: Limits, homes: PipelineOwnership) -> list[int]:
+def _best(line: Intervals, limits: Limits, holders: Holders) -> list[int]:
     count = limits.num_stages
     if len(line.places) < count - 1:
         raise PlanError(
@@ -172,7 +173,7 @@ def _best(line: Intervals, limits: Limits, homes: PipelineOwnership) -> list[int
         )
     found = best_cuts(line, limits)
     if found is None:
-        _check_homes(line, homes, count)
+        _check_holders(line, holders, count)
         whole = line.stage(0, line.num_nodes)
         raise PlanError(
             f"No cut into {count} stages {'was found that fits' if limits.is_shared else 'fits'} into {format_bytes(limits.memory_bytes)} a rank: "
@@ -182,27 +183,27 @@ def _best(line: Intervals, limits: Limits, homes: PipelineOwnership) -> list[int
     return found
 
 
-def _check_homes(line: Intervals, homes: PipelineOwnership, num_stages: int) -> None:
-    """Raise `PlanError` naming the first operator that can be in no stage: its parameters are elsewhere than
-    what runs before it."""
+def _check_holders(line: Intervals, holders: Holders, num_stages: int) -> None:
+    """Raises `PlanError` with the first operator that no stage can contain: its parameters are in an
+    earlier stage than its operands."""
     places = {0, *line.places}
     names: dict[int, list[str]] = {}
     for name, uses in line.uses.items():
-        for use in uses if name in homes else ():
+        for use in uses if name in holders else ():
             names.setdefault(use, []).append(name)
     reached, before = {0}, ""
     for number, node in enumerate(line.program.nodes):
         if number in places:
             reached |= {stage + 1 for stage in reached if number and stage + 1 < num_stages}
         for name in names.get(number, ()):
-            if not reached & set(homes[name]):
+            if not reached & set(holders[name]):
                 raise PlanError(
-                    f"{node.operator} at {describe_line(node.line)} uses {name}, which lies in {_stages_named(homes[name])} since the first program was "
+                    f"{node.operator} at {describe_line(node.line)} uses {name}, which lies in {_stages_named(holders[name])} since the first program was "
                     f"cut{f', but runs after {before}' if before else ''}: it can only be in {_stages_named(reached)}. "
                     "Let parameters be used in the same order for every batch, or cut elsewhere (cuts=...)."
                 )
-            reached &= set(homes[name])
-            before = f"what uses {name} of {_stages_named(homes[name])}"
+            reached &= set(holders[name])
+            before = f"what uses {name} of {_stages_named(holders[name])}"
     if num_stages - 1 not in reached:
         raise PlanError(
             f"After {before or 'its last operator'}, this program is in {_stages_named(reached)} of {num_stages}, so the last has nothing to compute. "
@@ -216,7 +217,7 @@ def _stages_named(stages: Collection[int]) -> str:
 
 
 def _hint(cut: str, paths: Collection[str]) -> str:
-    """Modules that may have been meant: with a similar name, else those beside it."""
+    """Modules that the user may have meant: with similar names, else those next to it."""
     known = sorted(
         {
             ".".join(parts[:count])
@@ -233,7 +234,7 @@ def _hint(cut: str, paths: Collection[str]) -> str:
     return f"Did you mean {near[0]}?" if near else f"There are {', '.join(beside[:8])}."
 
 
-def _given(line: Intervals, cuts: Sequence[str], limits: Limits, homes: PipelineOwnership) -> list[int]:
+def _given(line: Intervals, cuts: Sequence[str], limits: Limits, holders: Holders) -> list[int]:
     nodes = line.program.nodes
     if len(cuts) != limits.num_stages - 1:
         raise PlanError(
@@ -270,10 +271,10 @@ def _given(line: Intervals, cuts: Sequence[str], limits: Limits, homes: Pipeline
     for stage, (start, end) in enumerate(pairwise([0, *ends, line.num_nodes])):
         for name, uses in line.uses.items():
             inside = [use for use in uses if start <= use < end]
-            if inside and stage not in homes.get(name, (stage,)):
+            if inside and stage not in holders.get(name, (stage,)):
                 node = nodes[inside[0]]
                 raise PlanError(
                     f"cuts={'+'.join(cuts)} puts {node.operator} at {describe_line(node.line)} into stage {stage}, and {name}, which it uses, "
-                    f"lies in {_stages_named(homes[name])} since the first program was cut."
+                    f"lies in {_stages_named(holders[name])} since the first program was cut."
                 )
     return ends

@@ -1,9 +1,11 @@
-"""Where a plan cuts a program into stages: what `pipeline/stages/cut.py` decides by, as the plan's schedule,
-limit and recomputation have it."""
+"""The stages of a program under a plan: the inputs of `cut.py` that follow from the plan's schedule,
+memory limit and recomputation."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
@@ -11,17 +13,18 @@ from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.check import held_by_stage
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.cut import CutChoice, choose_cuts, line_of, where_used
-from meshloom.pipeline.stages.intervals import Intervals
+from meshloom.pipeline.stages.intervals import Intervals, StageCost
 from meshloom.pipeline.stages.simulate import step_seconds
 from meshloom.program.cost.cost import Cost, SavedTensor
 from meshloom.program.cost.operator_seconds import computed_again, work_of
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
 from meshloom.program.recompute.recompute import recomputed
+from meshloom.program.store.stored import Stored
 
 
 def schedule_of(plan: Plan, num_microbatches: int) -> Schedule:
-    """The plan's schedule, for so many microbatches."""
+    """The plan's schedule for `num_microbatches`."""
     return make_schedule(plan.schedule, plan.pp, num_microbatches, plan.num_stages // plan.pp)
 
 
@@ -31,31 +34,30 @@ def choose_stages(
     plan: Plan,
     rates: Rates,
     sizes: Sequence[int],
-    homes: Mapping[str, Collection[int]] | None = None,
+    holders: Mapping[str, Collection[int]] | None = None,
     line: Intervals | None = None,
 ) -> CutChoice:
-    """The stages of a whole program under `plan`. priced: node -> its cost. sizes: [microbatch], samples of
-    one replica's, the largest first.
+    """The stages of a full program under `plan`. priced: node -> its cost. sizes: [microbatch], samples of
+    one replica's, largest first.
 
-    line: `line_of_plan`, if that is known.
-    homes: parameter or buffer -> the stages that hold it since a first program of the job was cut; then
-        nothing but these counts, and a stage may be left without anything to do. Raises `PlanError` as
-        `choose_cuts`.
+    line: `line_of_plan`, if known.
+    holders: parameter or buffer -> the stages that hold it since the job's first program was cut. Then nothing
+        else counts, and a stage may be empty. Raises `PlanError` as `choose_cuts` does.
     """
     try:
         return _choose(
-            program, priced, plan, rates, sizes, homes, line or line_of_plan(program, priced, plan, rates)
+            program, priced, plan, rates, sizes, holders, line or line_of_plan(program, priced, plan, rates)
         )
     except PlanError:
-        stage_of = _followed(program, homes, schedule_of(plan, 1).ranks) if homes else None
+        stage_of = _followed(program, holders, schedule_of(plan, 1).ranks) if holders else None
         if stage_of is None:
             raise
         return CutChoice(stage_of=stage_of, stages=(), rank_bytes=())
 
 
 def line_of_plan(program: Program, priced: Mapping[str, Cost], plan: Plan, rates: Rates) -> Intervals:
-    """What operators cost as stages, as the plan recomputes them; alike for plans that differ in stages and
-    schedules only."""
+    """The cost of operators as stages, with the plan's recomputation; equal for plans that differ only in
+    stages and schedules."""
     work, kept = work_of(program, priced, rates), {name: each.kept for name, each in priced.items()}
     if plan.recompute != "none":
         again = recomputed(program, priced, plan.recompute, rates)
@@ -70,7 +72,7 @@ def _choose(
     plan: Plan,
     rates: Rates,
     sizes: Sequence[int],
-    homes: Mapping[str, Collection[int]] | None,
+    holders: Mapping[str, Collection[int]] | None,
     line: Intervals,
 ) -> CutChoice:
     schedule = schedule_of(plan, len(sizes))
@@ -80,31 +82,30 @@ def _choose(
         priced,
         plan.num_stages,
         rates,
-        cuts=() if homes else plan.cuts,
-        memory_bytes=None if homes else float(plan.memory_bytes * plan.tp) or None,
+        cuts=() if holders else plan.cuts,
+        memory_bytes=None if holders else float(plan.memory_bytes * plan.tp) or None,
         in_flight=held_by_stage(schedule),
         ranks=schedule.ranks,
-        homes=homes,
+        holders=holders,
         line=line,
-        step_seconds=None if homes else price,
+        step_seconds=None if holders else price,
     )
 
 
 def _followed(
-    program: Program, homes: Mapping[str, Collection[int]], ranks: Sequence[int]
+    program: Program, holders: Mapping[str, Collection[int]], ranks: Sequence[int]
 ) -> dict[str, int] | None:
-    """Every operator in the first stage, from that of the one before it on, that may use what it uses; None
-    if there is none.
+    """Puts every operator into the first stage, from that of the operator before it on, that may hold its
+    parameters; None: there is none.
 
-    In evaluation there is less to compute than in training, where a stage may have had dropout and nothing
-    else.
+    In evaluation there is less to compute: a stage that only had dropout in training is empty.
     """
     names = {
         each.value: name
         for variables in (program.parameters, program.buffers)
         for name, each in variables.items()
     }
-    held = where_used(program, homes, ranks)
+    held = where_used(program, holders, ranks)
     found: dict[str, int] = {}
     now = 0
     for node in program.nodes:
@@ -117,3 +118,38 @@ def _followed(
             return None
         found[node.name] = now
     return found
+
+
+def stored_cuts(
+    stored: Stored | None,
+    program: Program,
+    rates: Rates,
+    choose: Callable[[], CutChoice],
+    *,
+    plan: Any,
+    sizes: Sequence[int],
+) -> CutChoice:
+    """The cuts that an earlier run stored for an equal program, plan and rates, or those of `choose`,
+    which are then stored. plan, sizes: what they depend on besides."""
+    if stored is None:
+        return choose()
+    parts = {"plan": str(plan), "rates": rates, "sizes": tuple(sizes)}
+    known = stored.choice("cut", program, parts)
+    if known is not None:
+        try:
+            numbers = dict(zip((node.name for node in program.nodes), known["stage_of"], strict=True))
+            return CutChoice(
+                stage_of=numbers,
+                stages=tuple(StageCost(**each) for each in known["stages"]),
+                rank_bytes=tuple(known["rank_bytes"]),
+            )
+        except (ValueError, KeyError, TypeError):
+            pass
+    choice = choose()
+    found = {
+        "stage_of": [choice.stage_of[node.name] for node in program.nodes],
+        "stages": [asdict(each) for each in choice.stages],
+        "rank_bytes": choice.rank_bytes,
+    }
+    stored.keep_choice("cut", program, parts, found)
+    return choice

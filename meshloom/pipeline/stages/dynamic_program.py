@@ -1,10 +1,10 @@
-"""The cuts that make the slowest stage fastest, within what ranks may hold and where parameters already are.
+"""The cuts with the fastest slowest stage, within memory limits and given the stages of parameters.
 
     slowest[k][end] = min over start of max(slowest[k - 1][start], time of [start, end))
 
-is exact, as every limit is of one stage alone: its memory, and the operators that may not be in it. Where a
-rank has several stages they share its memory, and that is a limit of no stage alone: then it is the best
-found by giving each of them a part and by moving single cuts.
+This is exact, since every limit is of a single stage: its memory, and the operators that it must not contain.
+If ranks have several stages, these share the rank's memory. Then the result is the best one found by dividing
+the memory between them and by moving single cuts.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import numpy
 from meshloom.pipeline.stages.intervals import Intervals, Row
 
 STEPS = (-1, 1, -2, 2, -3, 3, -5, 5, -8, 8)  # places by which cuts are moved
-MOVES = 2000  # that are tried at most
-ROUNDS = 12  # of giving stages parts of their rank's memory
+MOVES = 2000  # combinations tried at most
+ROUNDS = 12  # of dividing a rank's memory between its stages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What holds for the stages. ranks: stage -> its rank. memory_bytes: of a rank; inf: no limit.
+    """The constraints of the stages. ranks: stage -> its rank. memory_bytes: of a rank; inf: no limit.
 
-    in_flight: [moment][stage], microbatches whose activations are held; a rank must hold any of them.
-    forbidden: [stage] -> numbers of operators that may not be in it.
+    in_flight: [moment][stage], microbatches whose activations are held; the limit applies to each moment.
+    forbidden: [stage] -> numbers of operators that it must not contain.
     """
 
     ranks: Sequence[int]
@@ -39,7 +39,7 @@ class Limits:
 
     @property
     def num_stages(self) -> int:
-        """All of them."""
+        """The number of stages."""
         return len(self.ranks)
 
     @property
@@ -49,17 +49,18 @@ class Limits:
 
 
 def best_cuts(line: Intervals, limits: Limits) -> list[int] | None:
-    """The places where stages end, but for the last, in order; None if none was found. Of those that are as
-    fast the ones that send least."""
+    """The places where stages end, except the last, in order; None: none were found. Ties go to the cuts
+    that send the least."""
     whole = [limits.memory_bytes] * limits.num_stages
     found = _fastest(line, limits, whole)
     if found is None or not limits.is_shared or _excess(line, limits, found) <= 0:
-        return found  # also where memory is shared: without sharing it is the best there could be
+        return found  # a lower bound if memory is shared
     return _best_sharing(line, limits, found)
 
 
 def rank_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[float]:
-    """What every rank holds at most: its parameters with their state once, and the activations in flight."""
+    """The most bytes that every rank holds: its parameters with their state, and the activations in
+    flight."""
     bounds = list(pairwise([0, *cuts, line.num_nodes]))
     rows = [line.until(end, start) for start, end in bounds]
     found: list[float] = []
@@ -79,11 +80,10 @@ def rank_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[flo
 def refined(
     line: Intervals, limits: Limits, cuts: Sequence[int], price: Callable[[Sequence[int]], float]
 ) -> list[int]:
-    """Neighbouring cuts moved together by a few places for as long as that lowers the price, within all
-    limits.
+    """Neighbouring cuts moved together by a few places as long as this lowers the price, within all limits.
 
-    Several at a time, as work goes through a stage that must not become slower from the one before it to the
-    one after.
+    Several move at once, because work moves through a stage that must not become slower from the stage before
+    it to the one after.
     """
     places = line.places
     at = [places.index(cut) for cut in cuts]
@@ -91,7 +91,7 @@ def refined(
     moves = [
         (first, last, step) for first in range(len(at)) for last in range(first, len(at)) for step in STEPS
     ]
-    since = 0  # moves in turn that did not help
+    since = 0  # consecutive moves without improvement
     for first, last, step in itertools.islice(itertools.cycle(moves) if moves else (), MOVES):
         since += 1
         tried = [each + step if first <= number <= last else each for number, each in enumerate(at)]
@@ -106,8 +106,8 @@ def refined(
 
 
 def _fastest(line: Intervals, limits: Limits, budgets: Sequence[float]) -> list[int] | None:
-    """Exact, for stages that may hold `budgets` bytes each. What few of the places allow leaves little to
-    look at among all."""
+    """The exact solution for stages that may hold `budgets` bytes each. A solution on some of the places
+    bounds the search over all of them."""
     found, most = None, math.inf
     for places in (*(_some_places(line, count * limits.num_stages) for count in (16, 128)), line.places):
         found = _ends(line, limits, budgets, lambda row: row.takes, numpy.maximum, at=places, most=most)
@@ -122,7 +122,7 @@ def _fastest(line: Intervals, limits: Limits, budgets: Sequence[float]) -> list[
 
 
 def _some_places(line: Intervals, count: int) -> list[int]:
-    """About so many of the places, with as much to compute between them."""
+    """About `count` of the places, with equal computation between them."""
     if len(line.places) <= count:
         return line.places
     work = line.seconds[line.places]
@@ -142,16 +142,16 @@ def _ends(
     at: Sequence[int],
     most: float = math.inf,
 ) -> list[int] | None:
-    """The cuts of least cost, that of several stages being combined from theirs. at: the places. most:
-    seconds of a stage."""
+    """The cuts of least cost, where the stages' costs are combined by `combine`. at: the places. most:
+    seconds that a stage may take."""
     places = numpy.array([0, *at, line.num_nodes])
-    work = line.seconds[places]  # a stage takes as much or more
+    work = line.seconds[places]  # a stage that takes as much or more is excluded
     count = limits.num_stages
     slack = most * 1e-9
     most_after = [most * (count - stage - 1) if stage < count - 1 else 0.0 for stage in range(count)]
     counts = [max(moment[stage] for moment in limits.in_flight) for stage in range(count)]
     barred = [_sums_of(limits.forbidden.get(stage, ()), line.num_nodes) for stage in range(count)]
-    least = numpy.full((count + 1, len(places)), math.inf)  # [stages so far, end]
+    least = numpy.full((count + 1, len(places)), math.inf)  # [number of stages, end]
     least[0, 0] = 0.0 if combine is numpy.add else -math.inf
     start_of = numpy.zeros((count + 1, len(places)), dtype=int)
     for end in range(1, len(places)):
@@ -186,17 +186,19 @@ def _ends(
 
 
 def _best_sharing(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int] | None:
-    """Of cuts under which ranks with several stages keep to their memory, the fastest that was found."""
+    """The fastest cuts found that satisfy the memory limit of ranks with several stages."""
     alike = [limits.memory_bytes / limits.ranks.count(rank) for rank in limits.ranks]
     tried = [_by_parts(line, limits, start), _fastest(line, limits, alike)]
-    tried += [_emptied(line, limits, each) for each in (start, _even(line, limits)) if each is not None]
+    tried += [
+        _with_less_excess(line, limits, each) for each in (start, _even(line, limits)) if each is not None
+    ]
     fitting = [cuts for cuts in tried if cuts is not None and _excess(line, limits, cuts) <= 0]
     improved = [refined(line, limits, cuts, lambda tried: _longest(line, tried)) for cuts in fitting]
     return min(improved, key=lambda cuts: _longest(line, cuts), default=None)
 
 
 def _by_parts(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int] | None:
-    """Where a rank holds too much, its stages may hold as much less each, until all ranks fit."""
+    """If a rank exceeds its memory, its stages get smaller budgets, until all ranks fit."""
     cuts: list[int] | None = list(start)
     budgets = [limits.memory_bytes] * limits.num_stages
     for _ in range(ROUNDS):
@@ -213,7 +215,7 @@ def _by_parts(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int
 
 
 def _even(line: Intervals, limits: Limits) -> list[int] | None:
-    """The cuts whose largest stage holds least, if all held as many microbatches."""
+    """The cuts whose largest stage is smallest, if all held equally many microbatches."""
     count = max(map(max, limits.in_flight))
     unlimited = [math.inf] * limits.num_stages
     return _ends(
@@ -226,8 +228,8 @@ def _even(line: Intervals, limits: Limits) -> list[int] | None:
     )
 
 
-def _emptied(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int]:
-    """Cuts moved until no rank holds too much, if that goes."""
+def _with_less_excess(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int]:
+    """Cuts moved to reduce the largest excess of a rank's memory."""
     free = Limits(
         ranks=limits.ranks, memory_bytes=math.inf, in_flight=limits.in_flight, forbidden=limits.forbidden
     )

@@ -1,9 +1,8 @@
-"""What consecutive operators of a program cost as one stage, from any place to any other.
+"""The cost of any interval of a program's operators as one stage.
 
-The operators are taken in eager's order. A place is a number of operators: those before it. Most numbers of a
-stage are no sums over its operators: what several of them use (a tied parameter, a value that is received, a
-mask) is there once. Such a thing is a span: it counts in stages that start in some range of places, once they
-reach far enough.
+Operators are in eager's order. A place is the number of operators before it. Most costs of a stage are no
+sums over its operators: what several of them use (a tied parameter, a received value, a mask) exists once.
+Such an item is a span: it counts in stages that start in some range of places and reach far enough.
 
     uses of a parameter      .   x   .   .   x   .        counts in stages that start at 0 or 1 and end after the first x,
     places                 0   1   2   3   4   5   6      and in those that start at 2, 3 or 4 and end after the second
@@ -19,7 +18,7 @@ from itertools import pairwise
 
 import numpy
 
-from meshloom.pipeline.stages.stages import computed_of_the_batch, updating
+from meshloom.pipeline.stages.stages import computed_from_batch, updating
 from meshloom.program.cost.cost import SavedTensor
 from meshloom.program.cost.operator_seconds import OperatorSeconds
 from meshloom.program.ir.nodes import Meta, lists_in, refs_in
@@ -28,14 +27,15 @@ from meshloom.program.ir.program import Program
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """One stage and one microbatch.
+    """The cost of one stage and one microbatch.
 
-    module, last_module: in which it begins and ends. forward_seconds, backward_seconds: computing.
-    later_seconds: what of the backward can wait. parameters: elements. parameter_bytes: of these.
-    state_bytes: with their gradients and optimizer state, and buffers. What several stages use counts in
-        each. kept_bytes: activations held from forward to backward, values received among them.
-    sent_bytes: values that leave, each once. returned_bytes: gradients of these, which come back.
-    received_bytes: values that come in. handed_back_bytes: gradients of these, which go back.
+    module, last_module: where it begins and ends. forward_seconds, backward_seconds: of computation.
+    later_seconds: the part of the backward that can be deferred. parameters: elements. parameter_bytes: of
+        these.
+    state_bytes: with gradients and optimizer state, and buffers. What several stages use counts in each.
+    kept_bytes: activations held from forward to backward, including received values.
+    sent_bytes: outgoing values, each once. returned_bytes: their gradients, which come back.
+    received_bytes: incoming values. handed_back_bytes: their gradients, which are sent back.
     """
 
     module: str
@@ -54,16 +54,16 @@ class StageCost:
 
     @property
     def seconds(self) -> float:
-        """Of computing, forward and backward."""
+        """Of computation, forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Numbers of all stages that end at one place and start at `first` or later; every array is [start -
+    """The costs of all stages that end at one place and start at `first` or later; every array is [start -
     first].
 
-    takes: seconds, of sending too. moved_bytes: over both ends, both ways.
+    takes: seconds, with communication. moved_bytes: at both ends, in both directions.
     """
 
     first: int
@@ -81,13 +81,13 @@ class Row:
 
 
 class Intervals:
-    """Of one program. kept: node -> what it makes autograd keep. state_factor: bytes held for each byte of a
-    parameter that is trained.
+    """The intervals of one program. kept: node -> what autograd saves for it. state_factor: bytes held for
+    each byte of a trained parameter.
 
-    places: where the program may be cut. A place is left out where a tuple or a number would cross, where a
-    buffer that is updated is used on both sides, and where a stage would compute nothing.
-    uses: parameter or buffer -> its users, numbers of operators in order; those of what is computed of the
-        batch are the users of that.
+    places: where the program may be cut. Excluded are places where a tuple or a number would be sent, where
+        an updated buffer is used on both sides, and where a stage would compute nothing.
+    uses: parameter or buffer -> the numbers of the operators that use it, in order; values computed from the
+        batch alone count as part of their users.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Intervals:
         nodes = program.nodes
         self.num_nodes = len(nodes)
         self._at = {node.name: number for number, node in enumerate(nodes)}
-        self._free = computed_of_the_batch(program)
+        self._free = computed_from_batch(program)
         self._lists = lists_in(nodes)
         self._users = self._users_of_values()
         state = {each.value: name for name, each in (*program.parameters.items(), *program.buffers.items())}
@@ -113,7 +113,7 @@ class Intervals:
         self._forward, self._backward, self._later = (
             _sums(each) for each in zip(*((one.forward, one.backward, one.later) for one in own), strict=True)
         )
-        # [place], of what is computed before it; without what every stage computes that needs it
+        # [place], of operators before it, without those that every stage computes for itself
         self.seconds = self._forward + self._backward
         self._again = self._spans((self._users[name], work[name].forward) for name in self._free)
         self._bytes = {name: _state_bytes(program, name, state_factor) for name in self.uses}
@@ -128,11 +128,11 @@ class Intervals:
         self._sent, self._returned = _Spans(self.num_nodes), _Spans(self.num_nodes)
         self._add_crossings()
         self.places = self._places()
-        self.until = lru_cache(128)(self._until)  # searches come back to few of them
+        self.until = lru_cache(128)(self._until)  # searches revisit few of them
         self.stage = lru_cache(16384)(self._stage)  # several plans try the same ones
 
     def _until(self, end: int, first: int = 0) -> Row:
-        """All stages that end at a place, of those that start at `first` or later."""
+        """All stages that end at a place and start at `first` or later."""
         received, handed_back = self._received.until(end, first), self._handed_back.until(end, first)
         sent, returned = self._sent.until(end, first), self._returned.until(end, first)
         starts = slice(first, end + 1)
@@ -155,7 +155,7 @@ class Intervals:
         )
 
     def _stage(self, start: int, end: int) -> StageCost:
-        """The operators from one place to another."""
+        """The stage between two places."""
         row = self.until(end, start)
         parameters, parameter_bytes = self._parameters.within(start, end)
         return StageCost(
@@ -180,8 +180,8 @@ class Intervals:
         return next((node.path for node in found if node.path and node.name not in self._free), "")
 
     def shared_bytes(self, bounds: Sequence[tuple[int, int]]) -> float:
-        """Of parameters and their state that several of these stages use, as often as that is more than once:
-        on one rank they are there once."""
+        """Bytes of parameters with state that several of these stages use, for each use after the first:
+        on one rank they exist once."""
         if len(bounds) < 2:
             return 0.0
         extra = 0.0
@@ -191,8 +191,8 @@ class Intervals:
         return extra
 
     def _users_of_values(self) -> dict[str, list[int]]:
-        """Value -> operators that use it, in order; those of what is computed of the batch alone are the
-        users of that, as it is computed where they are."""
+        """Value -> operators that use it, in order. Values computed from the batch alone count as part of
+        their users, since these compute them."""
         nodes = self.program.nodes
         users: dict[str, set[int]] = {node.name: set() for node in nodes}
         for ref in refs_in(self.program.outputs):
@@ -211,7 +211,8 @@ class Intervals:
         return spans
 
     def _spans_of_kept(self, kept: Mapping[str, Sequence[SavedTensor]]) -> _Spans:
-        """What autograd keeps, where it was made: what a later stage keeps of it is what that received."""
+        """The spans of saved tensors, in the stages that compute them: a later stage saves what it
+        received instead."""
         program = self.program
         given = {
             each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)
@@ -245,8 +246,8 @@ class Intervals:
                 *([(self._handed_back, self._returned)] if outputs[0].requires_grad else []),
             ):
                 received.add_uses(uses, size, made=number)
-                sent.add(-1, number, number, size)  # it leaves a stage that made it ...
-                sent.add(-1, number, uses[-1], -size)  # ... unless its last use is in it
+                sent.add(-1, number, number, size)  # it is sent by the stage that computes it ...
+                sent.add(-1, number, uses[-1], -size)  # ... unless its last use is in that stage
 
     def _places(self) -> list[int]:
         nodes = self.program.nodes
@@ -264,7 +265,7 @@ class Intervals:
 
 
 class _Spans:
-    """Things that count in stages [start, end) with after < start <= upto, once end > when; upto <= when."""
+    """Items that count in stages [start, end) with after < start <= upto and end > when; upto <= when."""
 
     def __init__(self, num_nodes: int) -> None:
         self._num_nodes = num_nodes
@@ -272,18 +273,18 @@ class _Spans:
         self._columns: tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray] | None = None
 
     def add(self, after: int, upto: int, when: int, size: float) -> None:
-        """One span."""
+        """Adds a span."""
         assert upto <= when
         self._found.append((when, after, upto, size))
 
     def add_uses(self, uses: Sequence[int], size: float, *, made: int = -1) -> None:
-        """Of a thing that is there once in every stage that uses it, and did not make it."""
+        """Adds an item that exists once in every stage that uses it and was not computed there."""
         for before, use in pairwise((made, *uses)):
             self.add(before, use, use, size)
 
     def until(self, end: int, first: int) -> numpy.ndarray:
-        """[start - first]: the sum over what counts in stages that end there. Takes as long as they are long,
-        however many operators there are."""
+        """[start - first]: the sum over the items that count in stages ending at `end`. The time is linear
+        in the length of the stages."""
         if self._columns is None:
             table = numpy.array(sorted(self._found), dtype=float).reshape(-1, 4)
             self._columns = (
@@ -293,7 +294,7 @@ class _Spans:
                 table[:, 3].copy(),
             )
         when, after, upto, size = self._columns
-        # what is over before `first` counts in none of them
+        # items that end before `first` count in none of them
         some = slice(*numpy.searchsorted(when, (first, end)))
         length = end - first + 2
         change = numpy.bincount(numpy.maximum(after[some] + 1 - first, 0), size[some], length)
@@ -314,7 +315,7 @@ class _Used:
         self._use, self._before, self._elements, self._bytes = map(numpy.ascontiguousarray, columns)
 
     def within(self, start: int, end: int) -> tuple[int, int]:
-        """Elements and bytes of what is used by operators [start, end), each once."""
+        """Elements and bytes of the parameters that operators [start, end) use, each once."""
         first, last = numpy.searchsorted(self._use, (start, end))
         counts = self._before[first:last] < start
         return int(self._elements[first:last][counts].sum()), int(self._bytes[first:last][counts].sum())

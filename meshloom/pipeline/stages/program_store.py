@@ -1,7 +1,7 @@
-"""The programs that a rank runs: of every loss or metric, mode and shape of batch, its stages of its shard.
+"""The programs that a rank runs: its stages of its shard, for every loss or metric, mode and shape of batch.
 
 captured on one rank -> sharded over tp -> cut into stages over pp     once per `ProgramKey`
-sizes that a loss is indifferent to: made of a form instead (stage_forms.py)
+sizes that a loss is indifferent to: built from a form instead (stage_forms.py)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from meshloom.tensor_parallel.division import Division
 
 @dataclass(frozen=True, kw_only=True)
 class _Form:
-    """Stages that are made when they are asked for."""
+    """Stages that are built on demand."""
 
     forms: StageForms
     sizes: Sizes
@@ -54,9 +54,10 @@ class _Form:
 class ProgramStore:
     """What one rank of a replica runs of `job`'s functions under `plan`.
 
-    team: all ranks of the replica, for decisions (CPU tensors). division: over the ranks along tp; None: there
-    is one. dtype: precision that model and batches are lifted to, for verification; what is decided is decided
-    as in the job's own.
+    team: all ranks of the replica, for decisions (CPU tensors). division: over the ranks along tp; None:
+        there is one.
+    dtype: precision to which model and batches are lifted for verification; decisions are those of the job's
+        own precision.
     """
 
     def __init__(
@@ -73,27 +74,27 @@ class ProgramStore:
     ) -> None:
         self._timings = timings or Timings()
         self.cutter = StageCutter(job, plan, rates=rates, timings=self._timings, stored=stored)
-        self.others: Mapping[str, str | None] = {}  # what the first program is for besides tensors
+        self.others: Mapping[str, str | None] = {}  # the first program's values of the batch besides tensors
         self._job, self._plan, self._team, self._division = job, plan, team, division
         self._dtype, self._stored = dtype, stored
         self._default = torch.get_default_dtype()
-        # of a batch's tensors in the job's own precision, where it is lifted to another
+        # dtypes of a batch's tensors in the job's own precision, if it is lifted to another
         self._own_dtypes: dict[str, torch.dtype] = {}
         self._captured: dict[LossFunction, CapturedLoss] = {}
         self._entries: dict[ProgramKey, tuple[Stage, ...] | _Form] = {}
-        # by the shapes of tensors alone: what else batches held that programs are for
+        # key of the tensors' shapes alone -> other values of batches that have programs
         self._others: dict[ProgramKey, list[Mapping[str, str | None]]] = {}
-        self._forms: dict[int, StageForms] = {}  # by what was proved of a loss
+        self._forms: dict[int, StageForms] = {}  # by id of what was proved of a loss
 
     def open(
         self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None
     ) -> Steps[tuple[Stage, ...]]:
-        """Capture the loss of batches like the first, shard it, cut it. All ranks of `world` call it; batches
-        and model count on its rank 0.
+        """Captures the loss on batches like the first, shards it, and cuts it. All ranks of `world` call
+        this; batches and model count on its rank 0.
 
-        batches: further ones of the job, to capture the loss with if they have the same shapes. model: the
-        job's, unsharded, as it was built; it is left unchanged. own: one of the batches in the job's own
-        precision, if they were lifted to another.
+        batches: further ones are used for the capture if they have the same shapes.
+        model: the job's, unsharded, as built; it stays unchanged.
+        own: one of the batches in the job's own precision, if they were lifted to another.
         """
         if self._dtype is not None:  # any rank may have to capture a chunk of another size later
             names: dict[str, str] = yield from share(
@@ -108,8 +109,8 @@ class ProgramStore:
     def ready(
         self, batch: Any, *, loss: LossFunction | None = None, training: bool = True
     ) -> Steps[ProgramKey]:
-        """Make sure that there are stages for batches like this one. All ranks of the replica call it with
-        the same batch."""
+        """Makes sure that there are stages for batches like this one. All ranks of the replica call this
+        with the same batch."""
         loss = loss or self._job.loss
         key = self._key(batch, loss, training)
         if key is not None and key in self._entries:
@@ -139,7 +140,7 @@ class ProgramStore:
         return key
 
     def key(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> ProgramKey:
-        """Of a batch that is ready."""
+        """The key of a batch that is ready."""
         key = self._key(batch, loss or self._job.loss, training)
         assert key is not None, "ready() comes first"
         return key
@@ -151,17 +152,17 @@ class ProgramStore:
 
     @property
     def pieces(self) -> Mapping[str, Pieces]:
-        """Who holds what of every parameter and buffer along tp; what is not named is replicated."""
+        """The shards of all parameters and buffers along tp; those that are not named are replicated."""
         return self._division.pieces if self._division else {}
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """Parameters whose gradients are to be summed over tp, once a step."""
+        """Parameters whose gradients are summed over tp, once a step."""
         return self._division.first.summed if self._division else ()
 
     @property
     def num_captured(self) -> int:
-        """Programs that were captured."""
+        """The number of captured programs."""
         return sum(each.num_captured for each in self._captured.values())
 
     def told(self) -> str | None:
@@ -171,7 +172,7 @@ class ProgramStore:
         return f"The loss was captured {times}: {'; '.join(found)}." if found else None
 
     def _key(self, batch: Any, loss: LossFunction, training: bool) -> ProgramKey | None:
-        """None: no program is there for what the batch holds besides tensors."""
+        """The key of a batch; None: there is no program for its values besides tensors."""
         leaves = leaves_of(batch)
         key = ProgramKey(loss, training, shapes_of(leaves))
         if not leaves.values:
@@ -223,8 +224,8 @@ class ProgramStore:
     def _add(
         self, program: Program, loss: LossFunction, group: Group, own: Program | None = None
     ) -> Steps[ProgramKey]:
-        """Shard and cut a program. own: the same in the job's own precision, where it is lifted to
-        another: it decides."""
+        """Shards and cuts a program. own: the same program in the job's own precision, if it is lifted to
+        another; decisions are made for it."""
         key = ProgramKey.of_program(loss, program)
         if key in self._entries:
             return key
@@ -245,12 +246,12 @@ class ProgramStore:
 
 
 def _pairs(batches: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Pairs of batches of the shapes of the first to read its program with, each instead of the one before
-    where the loss cannot compute that.
+    """Pairs of batches with the first one's shapes, to capture its program with; each replaces the pair
+    before if the loss cannot compute that.
 
-    Another batch of the job if there is one. Else the first with its samples one place on; but integers have
-    meanings (offsets into other tensors, lengths), so what that makes of them may be nothing that the loss
-    can work with: then they stay as they are.
+    Another batch of the job if there is one. Otherwise the first with its samples rotated by one. But
+    integers have meanings (offsets into other tensors, lengths), so the loss may fail on rotated ones: then
+    they stay unchanged.
     """
     first, leaves = batches[0], leaves_of(batches[0])
     others = [each for each in map(leaves_of, batches[1:]) if shapes_of(each) == shapes_of(leaves)]

@@ -1,8 +1,8 @@
-"""What a step takes under a schedule, from what its stages take: its length, and how long each rank waits.
-Nothing is executed.
+"""The simulated seconds of a step under a schedule: its length, and how long each rank waits. Nothing is
+executed.
 
-Values that go to the next stage arrive some time after the action that made them; ranks compute meanwhile.
-What skips stages is not waited for: it left earlier than what the next stage needs.
+Values for the next stage arrive some time after the action that produced them, while ranks compute. Values
+that skip stages are ignored: they left earlier than those for the next stage.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from meshloom.pipeline.stages.intervals import StageCost
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """A step. idle_shares: [rank], of the step's seconds. busy_seconds: [rank], computing.
+    """A step. idle_shares: [rank], of the step's seconds. busy_seconds: [rank], of computation.
 
-    even_idle_share: of all ranks under the same schedule if its stages were alike, their backward took twice
-        their forward, and nothing were sent: (p - 1) / (m + p - 1) for gpipe and 1f1b.
+    even_idle_share: of all ranks under the same schedule if all stages were equal, their backward took twice
+        their forward, and messages took no time: (p - 1) / (m + p - 1) for gpipe and 1f1b.
     """
 
     seconds: float
@@ -31,11 +31,11 @@ class Simulated:
 
     @property
     def idle_share(self) -> float:
-        """Of all ranks."""
+        """The mean over all ranks."""
         return sum(self.idle_shares) / len(self.idle_shares)
 
 
-MessageSeconds = Callable[[float], float]  # bytes -> from one rank to another
+MessageSeconds = Callable[[float], float]  # bytes -> seconds from one rank to another
 
 
 def simulate(
@@ -45,8 +45,7 @@ def simulate(
     *,
     sizes: Sequence[float] = (),
 ) -> Simulated:
-    """A step of these stages. sizes: [microbatch], relative to that of `stages`; default: all are as
-    large."""
+    """A step of these stages. sizes: [microbatch], relative to that of `stages`; default: all are full."""
     there, back = [each.sent_bytes for each in stages], [each.handed_back_bytes for each in stages]
 
     def transfer(before: Action, after: Action) -> float:
@@ -65,10 +64,10 @@ def simulate(
 def step_seconds(
     schedule: Schedule, message_seconds: MessageSeconds, *, sizes: Sequence[float] = ()
 ) -> Callable[[Sequence[StageCost]], float]:
-    """Stages -> seconds of a step of them; for trying many, as `graph.cut.choose_cuts` does.
+    """Stages -> seconds of a step, for trying many of them, as `choose_cuts` does.
 
-    What `simulate` finds, by numbers: what actions of one kind, stage and size take, and their messages, are
-    looked up once, and actions of one rank need nothing but their turn.
+    Equal to `simulate`, but numbered: durations by kind, stage and size are looked up once, and actions of a
+    rank only need their order.
     """
     turns = turns_of(schedule)
     kinds: dict[tuple[Kind, int, float], int] = {}
@@ -108,7 +107,7 @@ def step_seconds(
 def durations_of(
     stages: Sequence[StageCost], *, transfer: float = 0.0, sizes: Sequence[float] = ()
 ) -> Durations:
-    """What the actions of these stages take; a schedule that splits no backward takes both halves at once."""
+    """The durations of the actions of these stages."""
     return Durations(
         forward=[each.forward_seconds for each in stages],
         input_gradient=[each.backward_seconds - each.later_seconds for each in stages],

@@ -1,5 +1,5 @@
-"""Cuts programs into stages: one rank decides by what operators cost, the others follow, and the same
-parameters stay in the same stages."""
+"""Cuts a job's programs into stages: one rank decides by the operators' costs, all others follow, and
+parameters stay in their stages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.cut import CutChoice
-from meshloom.pipeline.stages.cutting import choose_stages, schedule_of
-from meshloom.pipeline.stages.made_per_stage import changes_apart, layers_apart, rows_apart
+from meshloom.pipeline.stages.cutting import choose_stages, schedule_of, stored_cuts
+from meshloom.pipeline.stages.duplicated_nodes import (
+    duplicate_reshards,
+    restore_routed_rows,
+    split_fused_layers,
+)
 from meshloom.pipeline.stages.stages import Stage, cut_into_stages, users_of
-from meshloom.pipeline.stages.stored_cuts import cut_before
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.cost.rates import Rates, rates_here
 from meshloom.program.ir.program import Program
@@ -34,7 +37,7 @@ from meshloom.tensor_parallel.partition import RoutedRows
 
 @dataclass(frozen=True, kw_only=True)
 class _Decided:
-    """What was decided for a program, and holds for it at other sizes. stage_of: of each node. kept: as in
+    """The decisions for a program, which also hold at other sizes. stage_of: of each node. kept: as in
     `Program`."""
 
     program: Program
@@ -43,11 +46,11 @@ class _Decided:
 
 
 class StageCutter:
-    """Cuts the programs of `job` under `plan`. rates: by which it decides; default: those of the machine of
-    the rank that decides.
+    """Cuts the programs of `job` under `plan`. rates: to decide by; default: those of the machine of the rank
+    that decides.
 
-    choice, first: of the program that decided which stage holds which parameters; the choice on the rank that
-    chose.
+    choice, first: of the first program, which determines the stages of parameters; `choice` is on the rank
+        that chose.
     """
 
     def __init__(
@@ -58,8 +61,8 @@ class StageCutter:
         self.rates = rates
         self._job, self._plan, self._timings, self._stored = job, plan, timings, stored
         self._users: dict[str, tuple[int, ...]] | None = None  # parameter or buffer -> the stages that use it
-        self._decided: list[_Decided] = []  # for programs that differ in more than sizes
-        self._schedules: dict[int, Schedule] = {}  # by their microbatches
+        self._decided: list[_Decided] = []  # of programs that differ in more than sizes
+        self._schedules: dict[int, Schedule] = {}  # by number of microbatches
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -68,8 +71,8 @@ class StageCutter:
 
     @property
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """Parameter or buffer -> the ranks along pp whose stages use it, in the order of the stages, but
-        first who changes it."""
+        """Parameter or buffer -> the ranks along pp whose stages use it, in stage order, but the one that
+        updates it first."""
         assert self._users is not None, "cut() comes first"
         return {
             name: tuple(dict.fromkeys(self.ranks[stage] for stage in stages))
@@ -78,12 +81,12 @@ class StageCutter:
 
     @property
     def sizes(self) -> list[int]:
-        """Samples of each microbatch in a full batch, of the replica that has most."""
+        """Samples of each microbatch in a full batch, of the replica with the largest share."""
         return self._plan.largest_share(self._job.batch_size)
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """The plan's, for so many microbatches."""
-        if num_microbatches not in self._schedules:  # some are searched for
+        """The plan's schedule for `num_microbatches`."""
+        if num_microbatches not in self._schedules:  # greedy schedules take a while to build
             self._schedules[num_microbatches] = schedule_of(self._plan, num_microbatches)
         return self._schedules[num_microbatches]
 
@@ -99,10 +102,10 @@ class StageCutter:
         group: Group,
         weighed: Program | None = None,
     ) -> Steps[tuple[Stage, ...]]:
-        """The stages of `part`, this rank's shard of `whole` along tp. All ranks of `group` call it.
+        """The stages of `part`, this rank's shard of `whole` along tp. All ranks of `group` call this.
 
-        routed: values of the shard whose rows data sends to this rank. weighed: a program of the same nodes
-            by whose costs it decides; default: `whole`.
+        routed: values of the shard with rows that data routes to this rank.
+        weighed: a program with the same nodes whose costs decide; default: `whole`.
         """
         decided = self._for_other_sizes(whole)
         if decided is None:
@@ -121,8 +124,8 @@ class StageCutter:
         return next((each for each in self._decided if alike(each.program, program)), None)
 
     def _decide(self, whole: Program, weighed: Program, group: Group) -> Steps[_Decided]:
-        """By what the operators of `weighed` cost, which has the same nodes."""
-        priced: Mapping[str, Cost] | None = None  # where the cuts are chosen
+        """The decisions for a program, by the costs of `weighed`, which has the same nodes."""
+        priced: Mapping[str, Cost] | None = None  # set if cuts are chosen
         if self._plan.num_stages == 1:
             numbers = [0] * len(whole.nodes)
         else:
@@ -137,7 +140,7 @@ class StageCutter:
             self.choice = self.choice or choice
         kept: frozenset[str] | None = None
         if self._plan.recompute != "none" and whole.training:
-            # One rank decides, by its rates; ranks of a team have to run the same again.
+            # One rank decides, by its rates; all ranks of a team must recompute the same nodes.
             with self._timings.of("choosing what to keep"):
                 decided = yield from on_rank_0(group, lambda: self._kept(weighed, priced), PlanError)
             kept = frozenset((yield from share(group, decided)))
@@ -152,7 +155,7 @@ class StageCutter:
         return self.rates
 
     def _choose(self, whole: Program) -> tuple[CutChoice, Mapping[str, Cost] | None]:
-        """And the costs, if they were needed."""
+        """The cuts, and the costs if they were needed."""
         rates = self._rates_here(whole)
         priced: Mapping[str, Cost] | None = None
 
@@ -163,7 +166,7 @@ class StageCutter:
             return choose_stages(whole, priced, self._plan, rates, self.sizes, self._users)
 
         stored = self._stored if self._users is None else None
-        return cut_before(stored, whole, rates, choose, plan=self._plan, sizes=self.sizes), priced
+        return stored_cuts(stored, whole, rates, choose, plan=self._plan, sizes=self.sizes), priced
 
     def _kept(self, whole: Program, priced: Mapping[str, Cost] | None) -> list[str]:
         rates, mode = self._rates_here(whole), self._plan.recompute
@@ -175,20 +178,20 @@ class StageCutter:
 def stages_of_part(
     part: Program, stage_of: Mapping[str, int], routed: Mapping[str, RoutedRows], num_stages: int
 ) -> tuple[Stage, ...]:
-    """The stages of one rank's part along tp. stage_of: of the whole program's nodes. routed: values with
-    rows that data sends to this rank."""
-    part = layers_apart(part, stage_of)
-    placed = rows_apart(part, with_changes_placed(part, stage_of), routed)
-    return cut_into_stages(*changes_apart(*placed), num_stages)
+    """The stages of one rank's part along tp. stage_of: of the full program's nodes. routed: values with
+    rows that data routes to this rank."""
+    part = split_fused_layers(part, stage_of)
+    placed = restore_routed_rows(part, with_reshard_stages(part, stage_of), routed)
+    return cut_into_stages(*duplicate_reshards(*placed), num_stages)
 
 
-def with_changes_placed(part: Program, stage_of: Mapping[str, int]) -> dict[str, int]:
-    """The stage of every node of one rank's part: its own, as in the whole program; of changes of placement
-    where fewer bytes cross.
+def with_reshard_stages(part: Program, stage_of: Mapping[str, int]) -> dict[str, int]:
+    """The stage of every node of one rank's part: that of the full program; for reshards, the stage where
+    fewer bytes are sent.
 
-    A change that makes a value larger is made where it is wanted, and so is one with the layers that want it,
-    and one that takes the rows that data sends to this rank, as nobody else knows how many they are; another
-    one where the value is made.
+    A reshard that enlarges a value runs where its result is used, and so do reshards fused with layers and
+    those that take routed rows, whose number other ranks do not know. All others run where the value is
+    produced.
     """
     found = dict(stage_of)
     first_use: dict[str, int] = {}

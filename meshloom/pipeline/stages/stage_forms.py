@@ -1,10 +1,10 @@
-"""The stages of a loss for batches of any size that it is indifferent to: made of a form, where it is known
-to give what cutting gives.
+"""The stages of a loss for batches of any size, from a form that is fitted to sizes already cut.
 
-Divided over tp, what a rank holds of a dim follows its remainder too: 33 tokens on two ranks are 17 and 16.
-So sizes are of a *class*: the remainders by tp of all sizes in the loss, and those that are smaller than tp.
-In each class the first size is divided and cut as ever, and compared with the form of the first three sizes;
-if it is not that, the class gets a form of its own, from three sizes, which a fourth one has to agree with.
+If a dim is sharded over tp, a rank's part also depends on its remainder: 33 tokens on two ranks are 17 and
+16. So sizes are grouped into *classes*: by the remainders by tp of all sizes in the loss, and by sizes
+smaller than tp. In each class the first size is divided and cut as usual, and compared with the form of the
+first three sizes. If they differ, the class gets its own form, from three sizes, which a fourth one has to
+confirm.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from meshloom.program.sizes.symbolic import Sizes, value_of
 from meshloom.program.store.newest import Newest
 
 Stages = tuple[Stage, ...]
-Class = tuple[tuple[int, int], ...]  # remainder by tp, and what is smaller than tp, of each size in the loss
-POINTS = 3  # sizes that make a form
-MOST_KEPT = 32  # sizes whose stages are kept after they were made; those of others are made again
+Class = tuple[
+    tuple[int, int], ...
+]  # remainder by tp and whether it is smaller than tp, of each size in the loss
+POINTS = 3  # sizes that a form is fitted to
+MOST_KEPT = 32  # sizes whose stages are cached; others are built again
 
 
 class StageForms:
-    """Of the loss of which `proved` tells, on one rank. tp: ranks that divide it."""
+    """The forms of one loss on one rank. proved: that it is indifferent to sizes. tp: ranks that divide
+    it."""
 
     def __init__(self, proved: AnySize, tp: int) -> None:
         self.proved = proved
         self._tp = tp
-        # the first ones of a class; None: of all
+        # the first sizes of a class; None: of all classes
         self._samples: dict[Class | None, list[tuple[Sizes, Stages]]] = {}
         self._guesses: dict[Class | None, _Maker | None] = {}
         self._agreeing: dict[Class, _Maker] = {}
@@ -40,15 +43,15 @@ class StageForms:
 
     @property
     def is_new(self) -> bool:
-        """Whether it has nothing to go by yet."""
+        """Whether it has learned nothing yet."""
         return not self._samples
 
     def trusts(self, sizes: Sizes) -> bool:
-        """Whether stages for batches of such sizes are made, not cut: the same on all ranks."""
+        """Whether stages for these sizes are built from a form instead of cut: equal on all ranks."""
         return self._class(sizes) in self._trusted
 
     def stages(self, sizes: Sizes) -> Stages | None:
-        """The stages for a batch of these sizes, which are trusted; None: the form does not say, on this
+        """The stages for a batch of these trusted sizes; None: the form does not determine them on this
         rank."""
         key = tuple(sizes.items())
         made = self._made.get(key) or self._trusted[self._class(sizes)].at(sizes)
@@ -57,8 +60,8 @@ class StageForms:
         return made
 
     def learn(self, sizes: Sizes, stages: Stages) -> bool:
-        """Learn from stages that were cut; whether a form gives just these. If one does on all ranks, they
-        `trust` it."""
+        """Learns stages that were cut; returns whether a form reproduces them. If one does on all ranks,
+        they `trust` it."""
         which = self._class(sizes)
         guesses = (self._guesses.get(each) for each in (None, which))
         agreeing = next((each for each in guesses if each and equal(each.at(sizes), stages)), None)
@@ -74,7 +77,7 @@ class StageForms:
         return False
 
     def trust(self, sizes: Sizes) -> None:
-        """From now on stages of this class are made."""
+        """From now on stages of this class are built from its form."""
         self._trusted[self._class(sizes)] = self._agreeing[self._class(sizes)]
 
     def _class(self, sizes: Sizes) -> Class:
@@ -91,14 +94,14 @@ class StageForms:
 
 
 class _Maker:
-    """Makes stages of a form. Those of all sizes are compiled together."""
+    """Builds stages from a form. Stages of all sizes share compiled functions."""
 
     def __init__(self, form: Form[Stages]) -> None:
         self._form = form
         self._shared: dict[int, Shared] = {}
 
     def at(self, sizes: Sizes) -> Stages | None:
-        """None: the form does not say."""
+        """None: the form does not determine them."""
         if not self._form.covers(sizes):
             return None
         try:

@@ -1,7 +1,7 @@
-"""What the stages of a pipeline send in a step: for every cut the bytes of its values forward, and of their
-gradients back; and along tp.
+"""The traffic of a pipeline's stages in a step: bytes of values forward and of gradients back between stages,
+and along tp.
 
-R4.2: s values a sample cross a cut, b samples are in the batch; s b values go forward, and as many gradients
+R4.2: s values per sample are sent between two stages, b samples are in the batch; s b values go forward, and as many gradients
     come back where there are gradients.
 """
 
@@ -26,12 +26,12 @@ class StageTraffic:
 
     @property
     def num_bytes(self) -> int:
-        """Both ways."""
+        """In both directions."""
         return self.forward_bytes + self.backward_bytes
 
 
 def traffic_of_stages(microbatches: Iterable[Iterable[Crossing]]) -> tuple[StageTraffic, ...]:
-    """Between stages, in a step. microbatches: of each, the values that cross (`Stage.incoming` of all its
+    """Traffic between stages in a step. microbatches: of each, the values sent (`Stage.incoming` of all
     stages)."""
     found: dict[tuple[int, int], list[int]] = {}
     for crossings in microbatches:
@@ -65,8 +65,7 @@ def traffic_of_ranks(
 
 
 def sent_by_rank(traffic: Iterable[StageTraffic], rank: int) -> int:
-    """Bytes that one rank sends of the traffic between ranks: forward what its stages make, back the
-    gradients of what they get."""
+    """Bytes that one rank sends: outputs of its stages forward, gradients of its inputs back."""
     return sum(
         each.forward_bytes * (each.source == rank) + each.backward_bytes * (each.destination == rank)
         for each in traffic
@@ -74,10 +73,10 @@ def sent_by_rank(traffic: Iterable[StageTraffic], rank: int) -> int:
 
 
 def sent_over_tp(stages: Iterable[Stage], rank: int) -> Counter[str]:
-    """Kind of collective -> bytes that a rank along tp hands to it. stages: those that it runs, as often as
-    it runs them."""
+    """Kind of collective -> bytes that a rank along tp sends. stages: those that it runs, as often as it
+    runs them."""
     found = Counter[str]()
-    known: dict[int, list[SentCollective]] = {}  # of each stage once: microbatches of one shape share theirs
+    known: dict[int, list[SentCollective]] = {}  # of each stage once: microbatches of one shape share it
     for stage in stages:
         if id(stage) not in known:
             known[id(stage)] = sent_in_chunk(stage.program, rank)

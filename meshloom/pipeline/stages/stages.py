@@ -1,12 +1,12 @@
-"""A program cut into stages: for each a program of its own, and the values that cross from one to another.
+"""A program cut into stages: a program for each, and the values sent between them.
 
     program    n0 -> n1 -> n2 -> n3 -> n4 -> loss             stage of every node: 0 0 1 1 1
-    stage 0    n0 -> n1 ------+                               sends what n1 gives
-    stage 1                   +-> n2 -> n3 -> n4 -> loss      receives it, with a gradient to send back
+    stage 0    n0 -> n1 ------+                               sends the result of n1
+    stage 1                   +-> n2 -> n3 -> n4 -> loss      receives it, and sends its gradient back
 
-A value that several later stages use goes to each of them straight from where it is made. What is computed of
-the batch alone (masks, positions) does not cross: every stage that wants it computes it from the batch, which
-all have. Parameters that several stages use are held by each.
+A value that several later stages use is sent to each of them from the stage that computes it. Values computed
+from the batch alone (masks, positions) are not sent: every stage that uses them computes them, since all have
+the batch. Parameters that several stages use are held by each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """A value that goes from one stage to a later one. meta.requires_grad: its gradient comes back."""
+    """A value sent from one stage to a later one. meta.requires_grad: its gradient comes back."""
 
     value: str
     source: int
@@ -37,17 +37,17 @@ class Crossing:
 
     @property
     def num_bytes(self) -> int:
-        """One way."""
+        """In one direction."""
         return self.meta.num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage. program: its inputs are the tensors of the batch that it uses, then `incoming`; it returns,
-    flat, `outgoing` and what the loss returned.
+    """One stage. program: its inputs are the batch's tensors that it uses, then `incoming`; it returns, flat,
+    `outgoing` and what the loss returned.
 
-    outgoing: values in order, each once. returned: how what the loss returned is arranged; the last stage has
-        it, flat, behind what leaves.
+    outgoing: values in order, each once. returned: the structure of what the loss returned; the last stage
+        returns it, flat, after `outgoing`.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Stage:
 
     @property
     def sent(self) -> tuple[str, ...]:
-        """Names of the values that leave it, each once."""
+        """Names of the values that it sends, each once."""
         return tuple(dict.fromkeys(each.value for each in self.outgoing))
 
     @property
@@ -73,23 +73,23 @@ class Stage:
 
     @property
     def changing(self) -> frozenset[str]:
-        """Names of the buffers that running it changes."""
+        """Names of the buffers that it updates."""
         return self.program.in_place | self.program.updates.keys()
 
 
 def cut_into_stages(program: Program, stage_of: Mapping[str, int], num_stages: int) -> tuple[Stage, ...]:
-    """The stages of `program`. stage_of: node -> its stage; a node whose operands come from a later stage is
-    moved there.
+    """The stages of `program`. stage_of: node -> its stage; a node with operands from a later stage moves to
+    that stage.
 
-    Raises `CaptureError` if a buffer that is updated would be used by several stages, as each would see
-    another value.
+    Raises `CaptureError` if several stages would use a buffer that is updated, since each would see another
+    value.
     """
     return _Cutter(program, stage_of, num_stages).stages()
 
 
 def users_of(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
-    """Parameter or buffer -> the stages that use it, in order, but first who changes it. What no stage uses
-    is the first's."""
+    """Parameter or buffer -> the stages that use it, in order, but the one that updates it first. What no
+    stage uses belongs to the first."""
     program = stages[0].program
     found: dict[str, list[int]] = {name: [] for name in (*program.parameters, *program.buffers)}
     for stage in stages:
@@ -107,7 +107,7 @@ class _Cutter:
         self.num_stages = num_stages
         self.by_name = {node.name: node for node in program.nodes}
         self.lists = lists_in(program.nodes)
-        self.free = computed_of_the_batch(program)
+        self.free = computed_from_batch(program)
         self.home = self._homes(stage_of)
         self.inputs = {each.value: each for each in program.inputs}
 
@@ -130,16 +130,15 @@ class _Cutter:
         return tuple(self._stage(stage, nodes[stage], crossings) for stage in range(self.num_stages))
 
     def _homes(self, stage_of: Mapping[str, int]) -> dict[str, int]:
-        """Node -> the stage that computes it; as asked for, or as late as its operands, and with its list of
-        tensors."""
+        """Node -> the stage that computes it: as given, but not before its operands, and together with its
+        list of tensors."""
         home: dict[str, int] = {}
         for node in self.program.nodes:
             made = [
                 home[ref.name] for ref in node.operands() if ref.name in home and ref.name not in self.free
             ]
             wanted = min(max([stage_of[node.name], *made]), self.num_stages - 1)
-            # A node's several tensors, and numbers, do not cross: what takes them apart is where they are
-            # made.
+            # Lists of tensors, and numbers, are not sent: nodes that take them apart stay with their source.
             parts = [home[ref.name] for ref in node.operands() if ref.name in self.lists]
             home[node.name] = parts[0] if parts and wanted > parts[0] and len(set(made)) == 1 else wanted
         for buffer, together in updating(self.program).items():
@@ -152,7 +151,7 @@ class _Cutter:
         return home
 
     def _nodes(self, stage: int, returned: Iterable[str]) -> list[Node]:
-        """In order: this stage's own nodes, and those computed of the batch that they use."""
+        """In order: the stage's own nodes, and those computed from the batch that they use."""
         wanted = {name for name, home in self.home.items() if home == stage and name not in self.free}
         wanted |= {name for name in returned if name in self.free}
         if stage == 0:
@@ -219,9 +218,9 @@ class _Cutter:
         )
 
 
-def computed_of_the_batch(program: Program) -> frozenset[str]:
-    """Nodes that need nothing but the batch, constants and steady buffers, draw nothing and have no gradient:
-    any stage can compute them for itself."""
+def computed_from_batch(program: Program) -> frozenset[str]:
+    """Nodes that depend only on the batch, constants and buffers that do not change, without draws or
+    gradients: any stage can compute them."""
     steady = [
         each.value
         for name, each in program.buffers.items()
@@ -241,8 +240,8 @@ def computed_of_the_batch(program: Program) -> frozenset[str]:
 
 
 def updating(program: Program) -> dict[str, set[str]]:
-    """Buffer that changes -> the nodes that must lie in one stage: those that read it, and that which makes
-    its new value."""
+    """Buffer that changes -> the nodes that must be in one stage: those that read it, and the one that
+    computes its new value."""
     names = {
         each.value: name
         for name, each in program.buffers.items()
@@ -261,8 +260,7 @@ def updating(program: Program) -> dict[str, set[str]]:
 
 
 def _with_draws_in_place(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Draws are numbered within the chunk: where those of other stages come in between, their numbers are
-    passed over."""
+    """Draws are numbered within the chunk; numbers of other stages' draws are skipped."""
     made: list[Node] = []
     next_draw = 0
     for node in nodes:
@@ -287,8 +285,8 @@ def _with_draws_in_place(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def _viewing_anything(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes with reshapes for views: rows of what was expanded share their memory on one device, and
-    where they are received they do not."""
+    """The nodes with reshapes instead of views: expanded rows share memory on one device, but not after
+    they are received."""
     return [
         replace(node, target=aten.reshape.default) if node.target is aten.view.default else node
         for node in nodes
@@ -296,7 +294,6 @@ def _viewing_anything(nodes: Sequence[Node]) -> list[Node]:
 
 
 def _without_gaps(meta: Meta) -> Meta:
-    """Laid out in memory as torch lays out a copy: as it is where that leaves no gaps, else without them, its
-    dims in the same order."""
+    """The strides that torch gives a copy: unchanged if dense, else dense with dims in the same order."""
     copied = torch.empty_like(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta"))
     return replace(meta, stride=tuple(copied.stride()))

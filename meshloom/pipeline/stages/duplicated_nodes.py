@@ -1,10 +1,10 @@
-"""What a divided program makes once for users in several stages is made in each of their stages.
+"""Nodes of a sharded program that are duplicated, so that each stage has its own.
 
-    a change of a parameter's placement     the parameter is held in every stage that uses it, and its value is sent to none
-    layers of one input, run together       those of each stage together, with their own parameters
-    which rows data sends to this rank      found in every stage that uses it
+    reshards of parameters            the parameter is held by every stage that uses it, and its value is never sent
+    fused layers of one input         split by stage, each with its own parameters
+    rows that data routes to a rank   computed in every stage that uses them
 
-Else parameters would lie in the first of those stages, whatever was asked for, and messages would have sizes
+Otherwise parameters would be in the first of these stages, whatever the cuts, and messages would have sizes
 that only their senders know.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from torch.utils._pytree import tree_map_only
 
-from meshloom.pipeline.stages.stages import computed_of_the_batch
+from meshloom.pipeline.stages.stages import computed_from_batch
 from meshloom.program.ir.nodes import Node, Ref, contiguous_strides, refs_in
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.collectives import Transition
@@ -25,10 +25,9 @@ from meshloom.program.operators.gathered import GatheredLayers
 from meshloom.tensor_parallel.partition import RoutedRows
 
 
-def layers_apart(part: Program, stage_of: Mapping[str, int]) -> Program:
-    """The program with layers of one input run together only where they are in one stage. stage_of: of the
-    layers."""
-    layers: dict[str, list[Node]] = {}  # of what is run together, in order
+def split_fused_layers(part: Program, stage_of: Mapping[str, int]) -> Program:
+    """The program with layers fused only within a stage. stage_of: of the layers."""
+    layers: dict[str, list[Node]] = {}  # of the fused layers, in order
     for node in part.nodes:
         if node.target is operator.getitem and isinstance(node.args[0], Ref):
             layers.setdefault(node.args[0].name, []).append(node)
@@ -63,16 +62,16 @@ def layers_apart(part: Program, stage_of: Mapping[str, int]) -> Program:
     return replace(part, nodes=tuple(nodes))
 
 
-def rows_apart(
+def restore_routed_rows(
     part: Program, stage_of: Mapping[str, int], routed: Mapping[str, RoutedRows]
 ) -> tuple[Program, dict[str, int]]:
-    """The program with rows that data sends to a rank put into their places before they cross, as no other
-    stage knows how many they are.
+    """The program with routed rows put back into their places before they are sent, since other stages do not
+    know how many they are.
 
     stage_of: of all nodes. routed: values with such rows.
     """
     told = {node.name: node for node in part.nodes if node.target is rows_here}
-    free = computed_of_the_batch(part)  # which crosses nowhere
+    free = computed_from_batch(part)  # is never sent
     routed = {name: each for name, each in routed.items() if name not in free}
     found = dict(stage_of)
     later: dict[str, set[int]] = {}
@@ -119,11 +118,11 @@ def rows_apart(
     return replace(part, nodes=tuple(nodes)), found
 
 
-def changes_apart(part: Program, stage_of: Mapping[str, int]) -> tuple[Program, dict[str, int]]:
-    """The program with a change of a parameter's placement, and with the rows that data sends to a rank, for
-    every stage that uses them.
+def duplicate_reshards(part: Program, stage_of: Mapping[str, int]) -> tuple[Program, dict[str, int]]:
+    """The program with a reshard of a parameter, and the routing of rows, duplicated in every stage that uses
+    it, and the stage of every node.
 
-    And the stage of every node. stage_of: of all nodes.
+    stage_of: of all nodes.
     """
     variables = {each.value for each in (*part.parameters.values(), *part.buffers.values())}
     several: dict[str, list[int]] = {}
@@ -151,6 +150,6 @@ def changes_apart(part: Program, stage_of: Mapping[str, int]) -> tuple[Program, 
 
 
 def _renamed(node: Node, renamed: Mapping[str, Ref]) -> Node:
-    """The node with other references."""
+    """The node with renamed references."""
     args, kwargs = tree_map_only(Ref, lambda ref: renamed.get(ref.name, ref), (node.args, dict(node.kwargs)))
     return replace(node, args=args, kwargs=kwargs)
