@@ -44,26 +44,26 @@ from meshloom.asynchronous.protocol.messages import (
     SnapshotKind,
 )
 from meshloom.asynchronous.state.division import divide_over_servers
-from meshloom.comm.messaging.wire_format import Described, Header, read_frames, write_frames
+from meshloom.comm.messaging.wire_format import Header, TensorSpec, read_frames, write_frames
 from meshloom.core.errors import JobError, MessageError
 
 HOLDING = ServerState(
     slices=(
-        Described(dtype=torch.float32, shape=(7,)),
-        Described(dtype=torch.bfloat16, shape=(3,)),
-        Described(dtype=torch.float64, shape=(0,)),
+        TensorSpec(dtype=torch.float32, shape=(7,)),
+        TensorSpec(dtype=torch.bfloat16, shape=(3,)),
+        TensorSpec(dtype=torch.float64, shape=(0,)),
     ),
     buffers={
-        "mean": Described(dtype=torch.float32, shape=(2, 3)),
-        "count": Described(dtype=torch.int64, shape=()),
+        "mean": TensorSpec(dtype=torch.float32, shape=(2, 3)),
+        "count": TensorSpec(dtype=torch.int64, shape=()),
     },
 )
-ELSEWHERE = ServerState(slices=(Described(dtype=torch.complex64, shape=(5,)),), buffers={})
+ELSEWHERE = ServerState(slices=(TensorSpec(dtype=torch.complex64, shape=(5,)),), buffers={})
 LIMITS = limits_for(FROM_WORKERS | TO_WORKERS | FROM_SERVERS | TO_SERVERS, [HOLDING, ELSEWHERE])
 NUMBER, FLOAT = st.integers(0, 2**62), st.floats(allow_nan=False)
 
 
-def tensor_of(described: Described) -> Tensor:
+def tensor_of(described: TensorSpec) -> Tensor:
     return torch.arange(math.prod(described.shape)).reshape(described.shape).to(described.dtype)
 
 
@@ -179,7 +179,7 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> No
 
 def test_large_tensors_travel_in_slices_without_a_copy() -> None:
     elements = 5 * SLICE_BYTES // 8 + 3  # two and a half slices of float32
-    holding = ServerState(slices=(Described(dtype=torch.float32, shape=(elements,)),), buffers={})
+    holding = ServerState(slices=(TensorSpec(dtype=torch.float32, shape=(elements,)),), buffers={})
     gradient = torch.randn(elements)
     header, found = encode(
         Push(worker=0, incarnation=0, ticket=0, gradients=[gradient], changes=None, loss=0.0, norm=0.0),

@@ -14,9 +14,9 @@ from meshloom.comm.messaging.sockets import receive, send
 from meshloom.comm.messaging.wire_format import (
     DTYPES,
     Buffer,
-    Described,
     FrameLimits,
     Header,
+    TensorSpec,
     read_frames,
     read_header,
     write_frames,
@@ -36,7 +36,7 @@ headers = st.builds(
     version=counters,
 )
 shapes = st.lists(st.integers(0, 9), max_size=5).map(tuple)
-described = st.builds(Described, dtype=st.sampled_from(list(DTYPES.values())), shape=shapes)
+described = st.builds(TensorSpec, dtype=st.sampled_from(list(DTYPES.values())), shape=shapes)
 descriptions = st.lists(described, max_size=4)
 
 
@@ -56,18 +56,18 @@ def test_a_header_byte_by_byte():
         bytes([2, 2]) + (24).to_bytes(8, "little") + (2).to_bytes(8, "little") + (3).to_bytes(8, "little")
     )
     expected += bytes([15, 0]) + (1).to_bytes(8, "little")  # bool []
-    tensors = [Described(dtype=torch.float32, shape=(2, 3)), Described(dtype=torch.bool, shape=())]
+    tensors = [TensorSpec(dtype=torch.float32, shape=(2, 3)), TensorSpec(dtype=torch.bool, shape=())]
     assert write_header(header, tensors) == expected
 
 
 @given(header=headers, tensors=descriptions)
-def test_headers_are_read_as_they_were_written(header: Header, tensors: list[Described]):
+def test_headers_are_read_as_they_were_written(header: Header, tensors: list[TensorSpec]):
     assert read_header(write_header(header, tensors), LIMITS) == (header, tensors)
 
 
 @given(header=headers, tensors=descriptions, data=st.data())
 def test_a_header_that_is_cut_off_or_goes_on_is_refused(
-    header: Header, tensors: list[Described], data: st.DataObject
+    header: Header, tensors: list[TensorSpec], data: st.DataObject
 ):
     written = write_header(header, tensors)
     for length in range(len(written)):
@@ -80,7 +80,7 @@ def test_a_header_that_is_cut_off_or_goes_on_is_refused(
 @pytest.mark.long
 @given(header=headers, tensors=descriptions, data=st.data())
 @settings(max_examples=300)
-def test_bytes_have_one_meaning_or_none(header: Header, tensors: list[Described], data: st.DataObject):
+def test_bytes_have_one_meaning_or_none(header: Header, tensors: list[TensorSpec], data: st.DataObject):
     changed = bytearray(write_header(header, tensors))
     for _ in range(data.draw(st.integers(1, 3))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
@@ -143,12 +143,12 @@ def test_elements_in_odd_places_are_moved():
     memory = bytearray(8 * 5 + 1)
     start = 1 if torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 2 == 0 else 0
     memory[start : start + 40] = bytes(torch.arange(5.0, dtype=torch.float64).numpy().tobytes())
-    header = write_header(Header(kind=1), [Described(dtype=torch.float64, shape=(5,))])
+    header = write_header(Header(kind=1), [TensorSpec(dtype=torch.float64, shape=(5,))])
     _, [received] = read_frames([header, memoryview(memory)[start : start + 40]], LIMITS)
     assert received.data_ptr() % 8 == 0 and torch.equal(received, torch.arange(5.0, dtype=torch.float64))
 
 
-FOUR_FLOATS = write_header(Header(kind=1), [Described(dtype=torch.float32, shape=(4,))])
+FOUR_FLOATS = write_header(Header(kind=1), [TensorSpec(dtype=torch.float32, shape=(4,))])
 
 
 @pytest.mark.parametrize(
@@ -159,21 +159,21 @@ FOUR_FLOATS = write_header(Header(kind=1), [Described(dtype=torch.float32, shape
         ([FOUR_FLOATS, bytearray(16), bytearray(16)], "2 tensors whose header describes 1"),
         ([FOUR_FLOATS, bytearray(15)], "15 bytes whose header says 16"),
         (
-            [write_header(Header(kind=1), [Described(dtype=torch.bool, shape=(2,))]), bytearray([1, 2])],
+            [write_header(Header(kind=1), [TensorSpec(dtype=torch.bool, shape=(2,))]), bytearray([1, 2])],
             "neither 0 nor 1",
         ),
         ([b"PK\3\4" + FOUR_FLOATS[4:]], "not of meshloom"),
         ([FOUR_FLOATS[:4] + b"\2\0" + FOUR_FLOATS[6:]], "of format 2"),
         (
-            [write_header(Header(kind=1), [Described(dtype=torch.int8, shape=())] * 5)],
+            [write_header(Header(kind=1), [TensorSpec(dtype=torch.int8, shape=())] * 5)],
             "5 tensors; 4 are expected",
         ),
         (
-            [write_header(Header(kind=1), [Described(dtype=torch.int8, shape=(1 << 20, 2))])],
+            [write_header(Header(kind=1), [TensorSpec(dtype=torch.int8, shape=(1 << 20, 2))])],
             "2097152 bytes; 1048576 are expected",
         ),
         (
-            [write_header(Header(kind=1), [Described(dtype=torch.int8, shape=(0, 1 << 40, 1 << 40))])],
+            [write_header(Header(kind=1), [TensorSpec(dtype=torch.int8, shape=(0, 1 << 40, 1 << 40))])],
             "which no memory could hold",
         ),
     ],

@@ -34,7 +34,7 @@ from meshloom.comm.messaging.connections import Connections
 from meshloom.comm.messaging.endpoint import Endpoint
 from meshloom.comm.messaging.keys import WorkerKey, make_keys
 from meshloom.comm.messaging.sockets import Event, Joined, Lost, ReceivedMessage, SocketLimits
-from meshloom.comm.messaging.wire_format import Described, FrameLimits, Header, write_header
+from meshloom.comm.messaging.wire_format import FrameLimits, Header, TensorSpec, write_header
 from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
 
@@ -174,7 +174,7 @@ def test_a_thousand_connections_one_after_another_to_a_server_that_is_away():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         away = f"127.0.0.1:{listener.getsockname()[1]}"
     with worker(away) as connections:
-        [line] = connections._lines  # pyright: ignore[reportPrivateUsage]
+        [line] = connections._connections  # pyright: ignore[reportPrivateUsage]
         for _ in range(1000):
             line.look()  # makes a socket and a watch, and may see already that nobody listens
             line.end()
@@ -186,7 +186,7 @@ def test_what_a_failed_connection_has_opened_does_not_keep_a_worker(monkeypatch:
         raise zmq.ZMQError(zmq.EADDRINUSE)
 
     connections = worker("127.0.0.1:9")
-    monkeypatch.setattr("meshloom.comm.messaging.server_connection.Watch", no_watch)
+    monkeypatch.setattr("meshloom.comm.messaging.server_connection.ConnectionMonitor", no_watch)
     with pytest.raises(zmq.ZMQError):
         connections.poll(0.0)
     closing = threading.Thread(target=connections.close, args=(0.0,), daemon=True)
@@ -336,7 +336,7 @@ def test_random_frames_of_a_member_are_refused_and_counted(count: int):
     """Random frames, true messages that were cut off or went on, and tensors that are not as long as they
     say."""
     draw = random.Random(2)
-    true = write_header(Header(kind=1), [Described(dtype=torch.float32, shape=(4,))])
+    true = write_header(Header(kind=1), [TensorSpec(dtype=torch.float32, shape=(4,))])
     with server() as endpoint, worker(endpoint.address) as member, dealer(endpoint) as client:
         poll_until(lambda happened: len(endpoint.peers) == 2, endpoint, member)
         events: list[Event] = []

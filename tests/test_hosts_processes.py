@@ -94,7 +94,9 @@ def test_a_job_on_two_by_k_ranks_equals_one_device(hosts: str, plan: str):
     assert passed
     two = "through shared memory on each of 2 machines and over Gloo between them"
     assert devices.endswith(
-        f"talking {two}" if plan == "dp=4" else "talking along dp through shared memory, along pp over Gloo"
+        f"communicating {two}"
+        if plan == "dp=4"
+        else "communicating along dp through shared memory, along pp over Gloo"
     )
 
 

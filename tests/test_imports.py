@@ -294,7 +294,7 @@ def test_processes_are_started_and_ranks_are_made_in_one_place():
             name_of(path),
         )
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Call)
     }
     assert {(name, place) for name, place in called if name in homes} == set(homes.items())

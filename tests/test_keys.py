@@ -56,10 +56,10 @@ def test_a_key_is_never_written_over_another(tmp_path: Path):
     path = tmp_path / "key"
     write_key(path, make_keys()[0])
     before = path.read_bytes()
-    with pytest.raises(EndpointError, match="cannot be made"):
+    with pytest.raises(EndpointError, match="cannot be created"):
         write_key(path, make_keys()[0])
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(EndpointError, match="cannot be made"):
+    with pytest.raises(EndpointError, match="cannot be created"):
         write_key(tmp_path / "link", make_keys()[0])
     assert path.read_bytes() == before and not (tmp_path / "elsewhere").exists()
 

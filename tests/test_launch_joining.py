@@ -37,8 +37,10 @@ def _two_worlds() -> object:
 
 def test_processes_form_the_groups_of_the_mesh_and_can_do_so_again():
     cores = len(os.sched_getaffinity(0))
-    talking = f"talking over Gloo: {why_not()}" if why_not() else "talking through shared memory"
-    why = f"cpu: 4 ranks as processes on {cores} cores, 1 thread each (asked for), {talking}"
+    transport = (
+        f"communicating over Gloo: {why_not()}" if why_not() else "communicating through shared memory"
+    )
+    why = f"cpu: 4 ranks as processes on {cores} cores, 1 thread each (asked for), {transport}"
     for rank, results in enumerate(on_ranks(_two_worlds, 4)):
         along = {axis: list(Mesh(dp=2, tp=2).group_of(axis, rank)) for axis in ("dp", "tp")}
         everyone = [0, 1, 2, 3]

@@ -24,41 +24,41 @@ MACHINES = "through shared memory on each of 2 machines and over Gloo between th
 @pytest.mark.parametrize(
     ("hosts", "mesh", "text", "layers"),
     [
-        ("aaaa", Mesh(dp=4), "talking through shared memory", {"dp": [((0, 1, 2, 3),)]}),
+        ("aaaa", Mesh(dp=4), "communicating through shared memory", {"dp": [((0, 1, 2, 3),)]}),
         (
             "aaaa",
             Mesh(dp=2, tp=2),
-            "talking through shared memory",
+            "communicating through shared memory",
             {"dp": [((0, 1),)] * 2, "tp": [((0, 1),)] * 2},
         ),
-        ("aabb", Mesh(dp=4), f"talking {MACHINES}", {"dp": [((0, 1), (2, 3))]}),
-        ("abab", Mesh(dp=4), f"talking {MACHINES}", {"dp": [((0, 2), (1, 3))]}),
+        ("aabb", Mesh(dp=4), f"communicating {MACHINES}", {"dp": [((0, 1), (2, 3))]}),
+        ("abab", Mesh(dp=4), f"communicating {MACHINES}", {"dp": [((0, 2), (1, 3))]}),
         (
             "aabb",
             Mesh(dp=2, tp=2),
-            "talking along dp over Gloo, along tp through shared memory",
+            "communicating along dp over Gloo, along tp through shared memory",
             {"dp": [None] * 2, "tp": [((0, 1),)] * 2},
         ),
         (
             "aaaabbbb",
             Mesh(dp=2, tp=2, pp=2),
-            "talking along dp through shared memory, along pp over Gloo, along tp through shared memory",
+            "communicating along dp through shared memory, along pp over Gloo, along tp through shared memory",
             {},
         ),
-        ("abcd", Mesh(dp=4), "talking over Gloo", {"dp": [None]}),
+        ("abcd", Mesh(dp=4), "communicating over Gloo", {"dp": [None]}),
         (
             "aaab",
             Mesh(dp=4),
-            "talking over Gloo (1 rank on 1 machine and 3 ranks on 1 machine)",
+            "communicating over Gloo (1 rank on 1 machine and 3 ranks on 1 machine)",
             {"dp": [None]},
         ),
         (
             "aaabbbc",
             Mesh(dp=7),
-            "talking over Gloo (1 rank on 1 machine and 3 ranks on 2 machines)",
+            "communicating over Gloo (1 rank on 1 machine and 3 ranks on 2 machines)",
             {"dp": [None]},
         ),
-        ("abba", Mesh(dp=4), "talking over Gloo (ranks of 2 machines are interleaved)", {"dp": [None]}),
+        ("abba", Mesh(dp=4), "communicating over Gloo (ranks of 2 machines are interleaved)", {"dp": [None]}),
         ("aaabbb", Mesh(dp=3, tp=2), None, {"tp": [((0, 1),), None, ((0, 1),)]}),
     ],
 )
@@ -73,7 +73,7 @@ def test_groups_talk_through_shared_memory_as_far_as_it_reaches(
 
 def test_an_axis_whose_groups_differ_says_all():
     assert Transports(hosts=tuple("aaabbb")).text(Mesh(dp=3, tp=2)) == (
-        "talking along dp over Gloo (1 rank on 1 machine and 2 ranks on 1 machine), along tp through shared memory or over Gloo"
+        "communicating along dp over Gloo (1 rank on 1 machine and 2 ranks on 1 machine), along tp through shared memory or over Gloo"
     )
 
 
@@ -96,10 +96,10 @@ def test_all_ranks_come_to_the_same_choice():
     assert _agreed(["auto"] * 3, [""] * 3) == Transports(hosts=(host_identity(),) * 3)
     one_asks = _agreed(["auto", "gloo", "auto"], ["", "", "no engine."])
     assert one_asks.gloo_because == "asked for" and one_asks.layers([0, 1]) is None
-    assert _agreed(["auto"] * 3, ["No engine."] * 3).text(Mesh(dp=3)) == "talking over Gloo: No engine."
+    assert _agreed(["auto"] * 3, ["No engine."] * 3).text(Mesh(dp=3)) == "communicating over Gloo: No engine."
     assert (
         _agreed(["auto"] * 3, ["", "", "No engine."]).text(Mesh(dp=3))
-        == "talking over Gloo: rank 2 (dp=2): No engine."
+        == "communicating over Gloo: rank 2 (dp=2): No engine."
     )
 
 
@@ -145,8 +145,8 @@ def test_the_users_choice_reaches_every_rank(
     # over a network pickled batches are signed, with what the launcher has handed down
     assert secret_bytes == (32 if group == "C10dGroup" else 0)
     if transport == "gloo":
-        assert why.endswith(", talking over Gloo: asked for") and group == "C10dGroup"
+        assert why.endswith(", communicating over Gloo: asked for") and group == "C10dGroup"
     elif why_not():
-        assert why.endswith(f", talking over Gloo: {why_not()}") and group == "C10dGroup"
+        assert why.endswith(f", communicating over Gloo: {why_not()}") and group == "C10dGroup"
     else:
-        assert why.endswith(", talking through shared memory") and group == "ShmGroup"
+        assert why.endswith(", communicating through shared memory") and group == "ShmGroup"

@@ -48,21 +48,21 @@ def _answers(hosts: list[str], command: list[str], places: list[int]) -> tuple[s
 
 
 @pytest.mark.parametrize(
-    ("plan", "places", "talking"),
+    ("plan", "places", "transport"),
     [
-        ("dp=4", [0, 0, 1, 1], f"talking {MACHINES}"),
-        ("dp=4", [0, 1, 0, 1], f"talking {MACHINES}"),
-        ("dp=4,zero=1", [0, 0, 1, 1], f"talking {MACHINES}"),
-        ("dp=3", [0, 0, 1], "talking over Gloo (1 rank on 1 machine and 2 ranks on 1 machine)"),
+        ("dp=4", [0, 0, 1, 1], f"communicating {MACHINES}"),
+        ("dp=4", [0, 1, 0, 1], f"communicating {MACHINES}"),
+        ("dp=4,zero=1", [0, 0, 1, 1], f"communicating {MACHINES}"),
+        ("dp=3", [0, 0, 1], "communicating over Gloo (1 rank on 1 machine and 2 ranks on 1 machine)"),
         (
             "dp=2,pp=2,microbatches=2",
             [0, 0, 1, 1],
-            "talking along dp through shared memory, along pp over Gloo",
+            "communicating along dp through shared memory, along pp over Gloo",
         ),
-        ("pp=4,microbatches=4", [0, 0, 1, 1], f"talking {MACHINES}"),
+        ("pp=4,microbatches=4", [0, 0, 1, 1], f"communicating {MACHINES}"),
     ],
 )
-def test_a_plan_on_two_hosts_equals_one_device(hosts: list[str], plan: str, places: list[int], talking: str):
+def test_a_plan_on_two_hosts_equals_one_device(hosts: list[str], plan: str, places: list[int], transport: str):
     command = [
         "-m",
         "meshloom",
@@ -81,7 +81,7 @@ def test_a_plan_on_two_hosts_equals_one_device(hosts: list[str], plan: str, plac
     ]
     out, _ = _answers(hosts, command, places)
     end = json.loads(out.splitlines()[-1])
-    assert end["passed"] and end["devices"].endswith(talking)
+    assert end["passed"] and end["devices"].endswith(transport)
 
 
 def test_each_rank_sends_its_part_of_the_bytes_between_hosts(hosts: list[str]):
@@ -92,7 +92,7 @@ def test_each_rank_sends_its_part_of_the_bytes_between_hosts(hosts: list[str]):
         for transport in ("auto", "gloo")
     )
     assert ours["well"] and gloo["well"]
-    assert ours["why"].endswith(MACHINES) and gloo["why"].endswith("talking over Gloo: asked for")
+    assert ours["why"].endswith(MACHINES) and gloo["why"].endswith("communicating over Gloo: asked for")
     tensor = 8 << 20
     assert tensor <= ours["bytes"] < 1.15 * tensor  # headers, and the barrier
     assert gloo["bytes"] > 1.4 * tensor
@@ -160,7 +160,8 @@ def test_the_readme_s_lines_train_on_two_hosts(hosts: list[str], tmp_path: Path)
         assert [process.returncode for process in processes] == [0, 0], errors
     began = f"plan dp=4 on cpu: 4 ranks as processes 2 on each machine's {cores()} cores, "
     assert any(
-        line.startswith(began) and line.endswith(f"talking {MACHINES}") for line in said[0][0].splitlines()
+        line.startswith(began) and line.endswith(f"communicating {MACHINES}")
+        for line in said[0][0].splitlines()
     ), said[0][0]
 
 

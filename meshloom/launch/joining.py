@@ -116,12 +116,12 @@ def join(
         ) from error
     if kind == "cuda":
         torch.cuda.set_device(device)
-        used, talking = "one GPU each", ""
+        used, communicating = "one GPU each", ""
     else:
         used = f"{format_count(torch.get_num_threads(), 'thread')} each"
-        talking = f", {transports.text(mesh)}"
+        communicating = f", {transports.text(mesh)}"
     here = f"{seat.local_size} on each machine's" if seat.local_size < seat.size else "on"
-    why = f"{kind}: {format_count(seat.size, 'rank')} as processes {here} {format_count(cores(), 'core')}, {used} ({reason}){talking}"
+    why = f"{kind}: {format_count(seat.size, 'rank')} as processes {here} {format_count(cores(), 'core')}, {used} ({reason}){communicating}"
     activity.enter("own code")
     tell({"event": "joined"})
     return World(mesh, [local], kind, why, Turns(), _parting(mesh, local, store, connections, ours))

@@ -69,18 +69,18 @@ class Transports:
         """How the ranks of `mesh` talk, as in "4 ranks, ...".
 
         >>> Transports(hosts=("a", "a", "b", "b")).text(Mesh(dp=2, tp=2))
-        'talking along dp over Gloo, along tp through shared memory'
+        'communicating along dp over Gloo, along tp through shared memory'
         >>> Transports(hosts=("a",) * 4, gloo_because="asked for").text(Mesh(dp=4))
-        'talking over Gloo: asked for'
+        'communicating over Gloo: asked for'
         """
         if self.gloo_because:
-            return f"talking over Gloo: {self.gloo_because}"
+            return f"communicating over Gloo: {self.gloo_because}"
         by_axis = {
             axis: self._along(mesh.groups(axis)) for axis in ("dp", "pp", "tp") if getattr(mesh, axis) > 1
         }
         if len(set(by_axis.values())) == 1:
-            return f"talking {next(iter(by_axis.values()))}"
-        return "talking " + ", ".join(f"along {axis} {how}" for axis, how in by_axis.items())
+            return f"communicating {next(iter(by_axis.values()))}"
+        return "communicating " + ", ".join(f"along {axis} {how}" for axis, how in by_axis.items())
 
     def _along(self, groups: Sequence[Sequence[int]]) -> str:
         layouts = [self.layout(ranks) for ranks in groups]

@@ -39,7 +39,7 @@ from meshloom.asynchronous.protocol.messages import (
     SnapshotKept,
     SnapshotKind,
 )
-from meshloom.comm.messaging.wire_format import CODES, Described, FrameLimits, Header
+from meshloom.comm.messaging.wire_format import CODES, FrameLimits, Header, TensorSpec
 from meshloom.core.errors import JobError, MessageError
 from meshloom.exchange.exchange import Slice
 
@@ -105,8 +105,8 @@ TO_SERVERS = frozenset(_FORMS[each].kind for each in (ReportRequest, Apply, Give
 class ServerState:
     """What a server holds, as far as messages say it. slices: flat. buffers: by name; server 0 has them."""
 
-    slices: tuple[Described, ...]
-    buffers: Mapping[str, Described]
+    slices: tuple[TensorSpec, ...]
+    buffers: Mapping[str, TensorSpec]
 
     @staticmethod
     def of(division: Sequence[Sequence[Slice]], buffers: Mapping[str, Tensor]) -> list[ServerState]:
@@ -241,15 +241,15 @@ def _chunks(flat: Tensor) -> list[Tensor]:
     return list(flat.split(_elements(flat.dtype))) if flat.numel() else [flat]
 
 
-def _travelling(dtype: torch.dtype, shape: tuple[int, ...]) -> Described:
+def _travelling(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorSpec:
     if dtype not in CODES:
         raise JobError(
             f"exchange=async sends parameters and buffers in messages, which cannot carry {dtype}. Use another exchange."
         )
-    return Described(dtype=dtype, shape=shape)
+    return TensorSpec(dtype=dtype, shape=shape)
 
 
-def _encode_held(tensors: Sequence[Tensor | None], described: Sequence[Described]) -> list[Tensor]:
+def _encode_held(tensors: Sequence[Tensor | None], described: Sequence[TensorSpec]) -> list[Tensor]:
     there = torch.tensor([each is not None for each in tensors], dtype=torch.uint8)
     found: list[Tensor] = []
     for tensor, each in zip(tensors, described, strict=True):
@@ -262,7 +262,7 @@ def _encode_held(tensors: Sequence[Tensor | None], described: Sequence[Described
 
 
 def _decode_held(
-    rest: Iterator[Tensor], described: Sequence[Described], name: str, *, all_there: bool
+    rest: Iterator[Tensor], described: Sequence[TensorSpec], name: str, *, all_there: bool
 ) -> list[Tensor | None]:
     there = next(rest, None)
     if (
@@ -280,7 +280,7 @@ def _decode_held(
     ]
 
 
-def _decode_one(rest: Iterator[Tensor], described: Described, name: str) -> Tensor:
+def _decode_one(rest: Iterator[Tensor], described: TensorSpec, name: str) -> Tensor:
     left, parts = prod(described.shape), list[Tensor]()
     while left or not parts:
         part, count = next(rest, None), min(left, _elements(described.dtype))

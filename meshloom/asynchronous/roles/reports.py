@@ -18,7 +18,7 @@ from meshloom.asynchronous.protocol.events import Expelled, Restored, Snapshot, 
 from meshloom.asynchronous.protocol.head import Head
 from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.snapshots import due_path, snapshot_name
-from meshloom.comm.messaging.endpoint import Refused
+from meshloom.comm.messaging.endpoint import RefusedCounts
 from meshloom.core.job import Job
 from meshloom.launch.world import peak_memory_bytes
 
@@ -109,7 +109,7 @@ class Reports:
         self._bytes[what] += num_bytes
         self._once[what] = self._once[what] or num_bytes
 
-    def counts(self, refused: Refused, late: int, *, now: bool = False) -> None:
+    def counts(self, refused: RefusedCounts, late: int, *, now: bool = False) -> None:
         """Tell counts, if it is time or has to be `now`. late: pushes that the head has refused."""
         if not now and time.monotonic() < self._told_at + _COUNT_SECONDS:
             return

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from meshloom.comm.messaging.keys import WorkerKey
 from meshloom.comm.messaging.server_connection import ServerConnection
-from meshloom.comm.messaging.sockets import Event, Sending, SocketLimits, locate
+from meshloom.comm.messaging.sockets import Event, PendingSend, SocketLimits, resolve_address
 from meshloom.comm.messaging.wire_format import FrameLimits, Header, write_frames
 from meshloom.core.errors import PeerLostError
 
@@ -42,12 +42,12 @@ class Connections:
         patience: SocketLimits | None = None,
     ) -> None:
         for address in addresses:
-            locate(address)
+            resolve_address(address)
         self.limits = limits
         self._events: deque[Event] = deque()
         self._context: zmq.Context[Any] = zmq.Context()
         numbers = count(1)
-        self._lines = [
+        self._connections = [
             ServerConnection(
                 self._context, address, key, limits, patience or SocketLimits(), self._events, numbers
             )
@@ -57,38 +57,38 @@ class Connections:
     @property
     def peers(self) -> dict[int, str]:
         """The servers that are there: number of the connection -> address, in the order of addresses."""
-        return {line.peer: line.address for line in self._lines if line.peer is not None}
+        return {each.peer: each.address for each in self._connections if each.peer is not None}
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
         """Those of now, for a poller that waits for other things too."""
-        return [each for line in self._lines for each in line.sockets]
+        return [each for connection in self._connections for each in connection.sockets]
 
     @property
     def num_refused(self) -> int:
         """Malformed messages so far, of servers that do have the job's key."""
-        return sum(line.num_refused for line in self._lines)
+        return sum(each.num_refused for each in self._connections)
 
-    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> Sending:
-        """Send without waiting; tensors are not copied and stay as they are until the `Sending` is done.
+    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> PendingSend:
+        """Send without waiting; tensors are not copied and stay as they are until the `PendingSend` is done.
 
         Raises `PeerLostError` if that connection has ended, `MessageError` if the server has not taken what
         was sent before.
         """
-        return self._line_of(peer).send(write_frames(header, tensors, self.limits))
+        return self._connection_of(peer).send(write_frames(header, tensors, self.limits))
 
     def drop(self, peer: int) -> None:
         """End a connection, for example of a server that does not answer: a `Lost` follows, and a new one is
         made."""
-        self._line_of(peer).end()
+        self._connection_of(peer).end()
 
     def poll(self, timeout_seconds: float) -> list[Event]:
         """What happened, in order; waits for the first at most this long. Raises `EndpointError` if a server
         does not take the key."""
         deadline = time.monotonic() + timeout_seconds
         while True:
-            for line in self._lines:
-                line.look()
+            for each in self._connections:
+                each.look()
             if self._events:
                 events = list(self._events)
                 self._events.clear()
@@ -99,13 +99,13 @@ class Connections:
             poller = zmq.Poller()
             for each in self.sockets:
                 poller.register(each, zmq.POLLIN)
-            until = min(deadline, *(line.look_again for line in self._lines))
+            until = min(deadline, *(each.next_look for each in self._connections))
             poller.poll(max(1, int((until - now) * 1000)))
 
     def close(self, linger_seconds: float = 1.0) -> None:
         """End all connections once servers have taken what was sent, or after this long."""
-        for line in self._lines:
-            line.close(linger_seconds)
+        for each in self._connections:
+            each.close(linger_seconds)
         self._context.destroy()  # whatever is still open would be waited for without an end otherwise
 
     def __enter__(self) -> Self:
@@ -116,8 +116,8 @@ class Connections:
     ) -> None:
         self.close(1.0 if kind is None else 0.0)
 
-    def _line_of(self, peer: int) -> ServerConnection:
-        for line in self._lines:
-            if line.peer == peer:
-                return line
+    def _connection_of(self, peer: int) -> ServerConnection:
+        for each in self._connections:
+            if each.peer == peer:
+                return each
         raise PeerLostError(f"Connection {peer} has ended.")

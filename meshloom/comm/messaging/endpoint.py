@@ -26,29 +26,29 @@ from zmq.utils import z85
 
 from meshloom.comm.messaging.keys import ServerKey
 from meshloom.comm.messaging.sockets import (
+    ConnectionMonitor,
     Event,
     Joined,
     Lost,
+    PendingSend,
     ReceivedMessage,
-    Sending,
     SocketLimits,
-    Watch,
-    locate,
     open_socket,
     receive,
+    resolve_address,
     send,
 )
 from meshloom.comm.messaging.wire_format import FrameLimits, Header, read_frames, write_frames
 from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
-_MOST_AT_ONCE = 16  # messages of one poll
+_MOST_PER_POLL = 16  # messages of one poll
 # how long the messages of a peer that has gone may take to be read, where others keep coming
 _LAST_WORDS_SECONDS = 1.0
 _DOMAIN = "meshloom"
 
 
 @dataclass
-class Refused:
+class RefusedCounts:
     """What was refused so far.
 
     connections: that ended before their peer was let in: no key, another job's, or not a peer of this kind at
@@ -119,17 +119,17 @@ class Endpoint:
         patience: SocketLimits | None = None,
         listening: int | None = None,
     ) -> None:
-        host, port, six = locate(address)
+        host, port, six = resolve_address(address)
         self.limits = limits
-        self.refused = Refused()
+        self.refused = RefusedCounts()
         self._peers: dict[int, _Peer] = {}
         self._numbers: dict[bytes, int] = {}
-        self._at: dict[int, int] = {}  # descriptor of a connection -> peer
+        self._peer_of_descriptor: dict[int, int] = {}  # descriptor of a connection -> peer
         self._open: set[int] = set()  # descriptors of connections
         # peers whose connection ended, and until when their messages are still read
         self._ending: dict[int, float] = {}
         self._events: deque[Event] = deque()
-        self._joined = 0
+        self._num_joined = 0
         self._context: zmq.Context[Any] = zmq.Context()
         self._patience = patience or SocketLimits()
         # before anybody can connect: without it, every key would do
@@ -144,9 +144,9 @@ class Endpoint:
         self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         if listening is not None:
             self._router.setsockopt(zmq.USE_FD, listening)
-        self._watch = Watch(self._context, self._router)
+        self._monitor = ConnectionMonitor(self._context, self._router)
         # for a poller that waits for other things too
-        self.sockets = [self._keys.socket, self._router, self._watch.socket]
+        self.sockets = [self._keys.socket, self._router, self._monitor.socket]
         self._poller = zmq.Poller()
         for each in self.sockets:
             self._poller.register(each, zmq.POLLIN)
@@ -164,8 +164,8 @@ class Endpoint:
         """Those that have joined and are not lost."""
         return frozenset(self._peers)
 
-    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> Sending:
-        """Send without waiting; tensors are not copied and stay as they are until the `Sending` is done.
+    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> PendingSend:
+        """Send without waiting; tensors are not copied and stay as they are until the `PendingSend` is done.
 
         Raises `PeerLostError` if the peer is gone, `MessageError` if it has not taken what was sent before
         (decide: later, or `drop` it).
@@ -196,7 +196,7 @@ class Endpoint:
         deadline = time.monotonic() + timeout_seconds
         while True:
             self.refused.keys += self._keys.answer()
-            self._look_at_connections()
+            self._read_monitor()
             self._read()
             if self._events:
                 events, self._events = list(self._events), deque()
@@ -210,7 +210,7 @@ class Endpoint:
         """Stop listening, and end once peers have taken what was sent, or after this long."""
         if self._context.closed:
             return
-        self._watch.close()
+        self._monitor.close()
         self._keys.socket.close()
         self._router.close(linger=round(linger_seconds * 1000))
         self._context.destroy()
@@ -224,20 +224,22 @@ class Endpoint:
     ) -> None:
         self.close(1.0 if kind is None else 0.0)
 
-    def _look_at_connections(self) -> None:
-        for event, descriptor in self._watch.events():
+    def _read_monitor(self) -> None:
+        for event, descriptor in self._monitor.events():
             if event == zmq.EVENT_ACCEPTED:
                 self._open.add(descriptor)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._open.discard(descriptor)
-                if descriptor in self._at:
-                    self._ending[self._at.pop(descriptor)] = time.monotonic() + _LAST_WORDS_SECONDS
+                if descriptor in self._peer_of_descriptor:
+                    self._ending[self._peer_of_descriptor.pop(descriptor)] = (
+                        time.monotonic() + _LAST_WORDS_SECONDS
+                    )
                 else:
                     self.refused.connections += 1
 
     def _read(self) -> None:
         """Messages that are there, then the loss of peers that have nothing more to be read."""
-        for _ in range(_MOST_AT_ONCE):
+        for _ in range(_MOST_PER_POLL):
             # one more than allowed, so that it is seen
             frames = receive(self._router, 2 + self.limits.num_tensors + 1)
             if frames is None:
@@ -265,26 +267,28 @@ class Endpoint:
 
     def _welcome(self, identity: bytes, frame: zmq.Frame) -> None:
         descriptor = int(frame.get(zmq.SRCFD))
-        self._look_at_connections()  # whatever happened on this descriptor before is known now
+        self._read_monitor()  # whatever happened on this descriptor before is known now
         if descriptor not in self._open:
             return  # gone already, before anybody knew that it had come
-        if descriptor in self._at:  # its peer went before this one came, and was welcomed late
-            self._lose(self._at[descriptor])
-        self._joined += 1
+        if (
+            descriptor in self._peer_of_descriptor
+        ):  # its peer went before this one came, and was welcomed late
+            self._lose(self._peer_of_descriptor[descriptor])
+        self._num_joined += 1
         peer = _Peer(
-            number=self._joined,
+            number=self._num_joined,
             identity=identity,
             descriptor=descriptor,
             address=str(frame.get("Peer-Address")),
         )
         self._peers[peer.number] = peer
-        self._numbers[identity] = self._at[descriptor] = peer.number
+        self._numbers[identity] = self._peer_of_descriptor[descriptor] = peer.number
         self._events.append(Joined(peer.number, peer.address))
 
     def _lose(self, number: int) -> None:
         peer = self._peers.pop(number)
         del self._numbers[peer.identity]
         self._ending.pop(number, None)
-        if self._at.get(peer.descriptor) == number:
-            del self._at[peer.descriptor]
+        if self._peer_of_descriptor.get(peer.descriptor) == number:
+            del self._peer_of_descriptor[peer.descriptor]
         self._events.append(Lost(number, peer.address))

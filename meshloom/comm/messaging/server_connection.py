@@ -17,23 +17,23 @@ import zmq
 from meshloom.comm.messaging.keys import WorkerKey
 from meshloom.comm.messaging.sockets import (
     HANDSHAKE_SECONDS,
+    ConnectionMonitor,
     Event,
     Joined,
     Lost,
+    PendingSend,
     ReceivedMessage,
-    Sending,
     SocketLimits,
-    Watch,
-    locate,
     open_socket,
     receive,
+    resolve_address,
     send,
 )
 from meshloom.comm.messaging.wire_format import Buffer, FrameLimits, read_frames
 from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
 _RETRY_SECONDS = 0.2
-_MOST_AT_ONCE = 16  # messages in one look
+_MOST_PER_POLL = 16  # messages in one look
 _MOST_BROKEN_HANDSHAKES = 5  # in a row; a single one may be a server that was killed in the middle of it
 _HANDSHAKE_FAILED = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 
@@ -64,39 +64,39 @@ class ServerConnection:
         self._broken_handshakes = 0
         self._ended = False
         self._socket: zmq.Socket[Any] | None = None
-        self._watch: Watch | None = None
+        self._monitor: ConnectionMonitor | None = None
         self._opened = 0.0
-        self._turn = 0.0  # when to connect, or to give up connecting
+        self._next_try = 0.0  # when to connect, or to give up connecting
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
         """What wakes a poller when there is something to look at."""
-        return [self._socket, self._watch.socket] if self._socket and self._watch else []
+        return [self._socket, self._monitor.socket] if self._socket and self._monitor else []
 
     @property
-    def look_again(self) -> float:
+    def next_look(self) -> float:
         """The time at which there is something to do, whatever arrives."""
-        return self._turn if self.peer is None else float("inf")
+        return self._next_try if self.peer is None else float("inf")
 
     def look(self) -> None:
         """Connect if it is time, follow what happened to the connection, read its messages. Raises
         `EndpointError` if the key is not taken."""
-        if self.peer is None and time.monotonic() >= self._turn:
+        if self.peer is None and time.monotonic() >= self._next_try:
             self._close(0.0)
             self._open()
         if not self._socket:
             return
-        self._follow()
-        for _ in range(_MOST_AT_ONCE):
+        self._read_events()
+        for _ in range(_MOST_PER_POLL):
             # one more than allowed, so that it is seen
             if (frames := receive(self._socket, 1 + self._limits.num_tensors + 1)) is None:
                 if self._ended:
                     self.end()
                 return
-            self._follow()  # what arrives, arrives after the handshake
+            self._read_events()  # what arrives, arrives after the handshake
             self._take(frames)
 
-    def send(self, frames: Sequence[Buffer]) -> Sending:
+    def send(self, frames: Sequence[Buffer]) -> PendingSend:
         """To the server that is there. Raises `PeerLostError`, or `MessageError` if it does not take any
         more."""
         if self._socket is None or self._ended:
@@ -104,7 +104,7 @@ class ServerConnection:
         try:
             return send(self._socket, frames)
         except zmq.Again:
-            self._follow()
+            self._read_events()
             if self._ended:
                 raise PeerLostError(f"The connection to {self.address} has ended.") from None
             waiting = f"{self._patience.queue_messages} messages"
@@ -115,7 +115,7 @@ class ServerConnection:
     def end(self) -> None:
         """End this connection; the next is made a little later."""
         self._close(0.0)
-        self._turn = time.monotonic() + _RETRY_SECONDS
+        self._next_try = time.monotonic() + _RETRY_SECONDS
         if self.peer is not None:
             self._events.append(Lost(self.peer, self.address))
             self.peer = None
@@ -128,9 +128,9 @@ class ServerConnection:
     def _open(self) -> None:
         try:
             # again: a server that comes back may be at another address of the same name
-            host, port, six = locate(self.address)
+            host, port, six = resolve_address(self.address)
         except EndpointError:  # it was known when the worker started
-            self._turn = time.monotonic() + _RETRY_SECONDS
+            self._next_try = time.monotonic() + _RETRY_SECONDS
             return
         made = self._socket = open_socket(
             self._context, zmq.DEALER, self._limits, self._patience
@@ -143,21 +143,21 @@ class ServerConnection:
         made.setsockopt(zmq.CURVE_SERVERKEY, self._key.servers_public.encode())
         made.setsockopt(zmq.CURVE_PUBLICKEY, self._key.public.encode())
         made.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret.encode())
-        self._watch = Watch(self._context, made)
+        self._monitor = ConnectionMonitor(self._context, made)
         self._ended = False
         self._opened = time.monotonic()
-        self._turn = self._opened + self._patience.lost_after_seconds + HANDSHAKE_SECONDS
+        self._next_try = self._opened + self._patience.lost_after_seconds + HANDSHAKE_SECONDS
         made.connect(f"tcp://{host}:{port}")
 
     def _close(self, linger_seconds: float) -> None:
-        if self._watch:
-            self._watch.close()
+        if self._monitor:
+            self._monitor.close()
         if self._socket:
             self._socket.close(linger=round(linger_seconds * 1000))
-        self._socket = self._watch = None
+        self._socket = self._monitor = None
 
-    def _follow(self) -> None:
-        for event, detail in self._watch.events() if self._watch else ():
+    def _read_events(self) -> None:
+        for event, detail in self._monitor.events() if self._monitor else ():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._broken_handshakes = 0
                 self.peer = next(self._numbers)

@@ -27,7 +27,7 @@ _HANDSHAKE_BYTES = 4096
 # -1, which says never, would throw away what has arrived as soon as a connection ends
 _NEVER_SECONDS = 1_000_000
 HANDSHAKE_SECONDS = 30.0  # a server may be busy for a while before it looks at a new peer's key
-WATCHED = (
+MONITORED_EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_CONNECTED
     | zmq.EVENT_CLOSED
@@ -70,7 +70,7 @@ class ReceivedMessage:
 Event: TypeAlias = Joined | Lost | ReceivedMessage
 
 
-class Sending:
+class PendingSend:
     """A message on its way out. Its tensors must not be written to before it is `done`."""
 
     def __init__(self, tracker: zmq.MessageTracker | None) -> None:
@@ -126,14 +126,14 @@ def open_socket(
     return made
 
 
-class Watch:
+class ConnectionMonitor:
     """The events of a socket's connections, in order: (event, descriptor or detail)."""
 
     def __init__(self, context: zmq.Context[Any], watched: zmq.Socket[Any]) -> None:
         # A name that no watch has had: the thread that does input and output lets go of one that was closed a
         # little later.
         name = f"inproc://watch-{secrets.token_hex(16)}"
-        watched.monitor(name, WATCHED)
+        watched.monitor(name, MONITORED_EVENTS)
         self.socket: zmq.Socket[Any] = context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         # a full queue would stop the thread that does all input and output
@@ -166,18 +166,18 @@ def receive(source: zmq.Socket[Any], most: int) -> list[zmq.Frame] | None:
     return frames
 
 
-def send(target: zmq.Socket[Any], frames: Sequence[Buffer]) -> Sending:
+def send(target: zmq.Socket[Any], frames: Sequence[Buffer]) -> PendingSend:
     """Hand over the frames, whose memory is used as it is. Raises `zmq.Again` or another `zmq.ZMQError`, and
     then nothing is sent."""
-    return Sending(target.send_multipart(frames, zmq.DONTWAIT, copy=False, track=True))
+    return PendingSend(target.send_multipart(frames, zmq.DONTWAIT, copy=False, track=True))
 
 
-def locate(address: str) -> tuple[str, int, bool]:
+def resolve_address(address: str) -> tuple[str, int, bool]:
     """HOST:PORT as an address of the network, its port, and whether it is IPv6. Raises `EndpointError`.
 
-    >>> locate("127.0.0.1:5000")
+    >>> resolve_address("127.0.0.1:5000")
     ('127.0.0.1', 5000, False)
-    >>> locate("[::1]:5000")
+    >>> resolve_address("[::1]:5000")
     ('[::1]', 5000, True)
     """
     host, colon, port = address.rpartition(":")

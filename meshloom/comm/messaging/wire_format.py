@@ -104,7 +104,7 @@ class FrameLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Described:
+class TensorSpec:
     """A tensor without its elements."""
 
     dtype: torch.dtype
@@ -122,7 +122,7 @@ def write_frames(header: Header, tensors: Sequence[Tensor], limits: FrameLimits)
     dtype that cannot travel.
     """
     described = [_describe(tensor) for tensor in tensors]
-    refuse_beyond(limits, header, described)
+    check_limits(limits, header, described)
     return [write_header(header, described), *(_memory(tensor) for tensor in tensors)]
 
 
@@ -137,10 +137,10 @@ def read_frames(frames: Sequence[Buffer], limits: FrameLimits) -> tuple[Header, 
     return header, [_tensor(each, frame) for each, frame in zip(described, frames[1:], strict=True)]
 
 
-def write_header(header: Header, tensors: Sequence[Described]) -> bytes:
+def write_header(header: Header, tensors: Sequence[TensorSpec]) -> bytes:
     """The header frame.
 
-    >>> len(write_header(Header(kind=3), [Described(dtype=torch.float32, shape=(2, 3))]))
+    >>> len(write_header(Header(kind=3), [TensorSpec(dtype=torch.float32, shape=(2, 3))]))
     74
     """
     kind, worker, *counters = astuple(header)
@@ -151,7 +151,7 @@ def write_header(header: Header, tensors: Sequence[Described]) -> bytes:
     return b"".join(parts)
 
 
-def read_header(frame: Buffer, limits: FrameLimits) -> tuple[Header, list[Described]]:
+def read_header(frame: Buffer, limits: FrameLimits) -> tuple[Header, list[TensorSpec]]:
     """Header and the tensors that it describes, within the limits. Raises `MessageError` for anything
     else."""
     if not _FIXED.size <= len(frame) <= limits.header_bytes:
@@ -166,18 +166,18 @@ def read_header(frame: Buffer, limits: FrameLimits) -> tuple[Header, list[Descri
     if num_tensors > limits.num_tensors:
         raise MessageError(f"A message of {num_tensors} tensors; {limits.num_tensors} are expected at most.")
     header = Header(kind=kind, worker=worker, sequence=sequence, answers=answers, step=step, version=version)
-    described: list[Described] = []
+    described: list[TensorSpec] = []
     offset = _FIXED.size
     for _ in range(num_tensors):
         each, offset = _read_described(frame, offset)
         described.append(each)
     if offset != len(frame):
         raise MessageError(f"A header with {len(frame) - offset} bytes more than it describes.")
-    refuse_beyond(limits, header, described)
+    check_limits(limits, header, described)
     return header, described
 
 
-def refuse_beyond(limits: FrameLimits, header: Header, tensors: Sequence[Described]) -> None:
+def check_limits(limits: FrameLimits, header: Header, tensors: Sequence[TensorSpec]) -> None:
     """Raise `MessageError` for a message that is not within the limits."""
     if header.kind not in limits.kinds:
         raise MessageError(
@@ -194,7 +194,7 @@ def refuse_beyond(limits: FrameLimits, header: Header, tensors: Sequence[Describ
         )
 
 
-def _read_described(frame: Buffer, offset: int) -> tuple[Described, int]:
+def _read_described(frame: Buffer, offset: int) -> tuple[TensorSpec, int]:
     """The description that starts at `offset`, and where it ends."""
     if len(frame) - offset < _TENSOR.size:
         raise MessageError("A header that ends within the description of a tensor.")
@@ -206,7 +206,7 @@ def _read_described(frame: Buffer, offset: int) -> tuple[Described, int]:
         raise MessageError(f"A tensor of {num_dims} dims; {MOST_DIMS} are allowed.")
     if len(frame) - offset < 8 * num_dims:
         raise MessageError("A header that ends within the shape of a tensor.")
-    described = Described(dtype=DTYPES[code], shape=struct.unpack_from(f"<{num_dims}Q", frame, offset))
+    described = TensorSpec(dtype=DTYPES[code], shape=struct.unpack_from(f"<{num_dims}Q", frame, offset))
     # torch computes strides in 63 bits
     if prod(max(size, 1) for size in described.shape) * described.dtype.itemsize >= 1 << 62:
         raise MessageError(f"A tensor of shape {described.shape}, which no memory could hold.")
@@ -215,7 +215,7 @@ def _read_described(frame: Buffer, offset: int) -> tuple[Described, int]:
     return described, offset + 8 * num_dims
 
 
-def _describe(tensor: Tensor) -> Described:
+def _describe(tensor: Tensor) -> TensorSpec:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise MessageError(
             f"A {tensor.layout} tensor on {tensor.device} cannot be sent: messages take dense tensors on the CPU. Use .cpu()."
@@ -228,7 +228,7 @@ def _describe(tensor: Tensor) -> Described:
         raise MessageError(
             f"A tensor of {tensor.ndim} dims cannot be sent: {MOST_DIMS} are allowed. Reshape it."
         )
-    return Described(dtype=tensor.dtype, shape=tuple(tensor.shape))
+    return TensorSpec(dtype=tensor.dtype, shape=tuple(tensor.shape))
 
 
 def _memory(tensor: Tensor) -> memoryview:
@@ -238,7 +238,7 @@ def _memory(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _tensor(described: Described, frame: Buffer) -> Tensor:
+def _tensor(described: TensorSpec, frame: Buffer) -> Tensor:
     if len(frame) != described.num_bytes:
         raise MessageError(f"A tensor of {len(frame)} bytes whose header says {described.num_bytes}.")
     if not described.num_bytes:

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from meshloom.comm.messaging.keys import make_keys, write_key
-from meshloom.comm.messaging.sockets import locate
+from meshloom.comm.messaging.sockets import resolve_address
 from meshloom.core.errors import EndpointError
 from meshloom.launch.environment import role_environment
 from meshloom.launch.failure import EndedError
@@ -64,7 +64,7 @@ class ServerSockets:
     def __init__(self, listen: str, num_servers: int) -> None:
         self._stack = ExitStack()
         with ExitStack() as building:
-            host, port = locate(listen)[:2]
+            host, port = resolve_address(listen)[:2]
             self._listening = [
                 building.enter_context(_listen(host, port + number if port else 0))
                 for number in range(num_servers)
