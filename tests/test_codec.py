@@ -26,22 +26,21 @@ from meshloom.asynchronous.messaging.codec import (
 from meshloom.asynchronous.messaging.handshake import Ask, Hello, Terms, Welcome, WorkerSeconds
 from meshloom.asynchronous.protocol.messages import (
     Apply,
-    Back,
-    Broken,
     Done,
-    Drop,
-    Give,
+    DropPush,
     Join,
-    Keep,
     Leave,
+    NotFinitePush,
     ParametersPart,
     Push,
     PushStaged,
     Rejoin,
     ReportRequest,
     Restore,
+    SendParameters,
     SnapshotKept,
     SnapshotKind,
+    TakeSnapshot,
 )
 from meshloom.asynchronous.state.division import divide_over_servers
 from meshloom.comm.messaging.wire_format import Header, TensorSpec, read_frames, write_frames
@@ -93,12 +92,12 @@ SIMPLE = [
     WorkerSeconds,
     Welcome,
     PushStaged,
-    Broken,
+    NotFinitePush,
     SnapshotKept,
     ReportRequest,
     Apply,
-    Give,
-    Drop,
+    SendParameters,
+    DropPush,
     Restore,
 ]
 
@@ -113,9 +112,9 @@ MESSAGES = st.one_of(
     st.builds(Leave, worker=NUMBER, incarnation=st.just(-1), pushed=st.just(-1)),
     st.builds(Hello, worker=st.none() | NUMBER, digest=st.binary(min_size=32, max_size=32)),
     st.builds(Terms, text=st.text()),
-    st.builds(Keep, incarnation=NUMBER, version=NUMBER, state=st.none(), forget_before=NUMBER),
+    st.builds(TakeSnapshot, incarnation=NUMBER, version=NUMBER, state=st.none(), forget_before=NUMBER),
     st.builds(
-        Back, server=NUMBER, asked=st.none() | NUMBER, newest=NUMBER,
+        ServerReport, server=NUMBER, asked=st.none() | NUMBER, newest=NUMBER,
         snapshots=st.dictionaries(NUMBER, st.builds(SnapshotKind, incarnation=NUMBER, state=st.none()), max_size=4),
     ),
 )  # fmt: skip

@@ -62,7 +62,9 @@ def _answers(hosts: list[str], command: list[str], places: list[int]) -> tuple[s
         ("pp=4,microbatches=4", [0, 0, 1, 1], f"communicating {MACHINES}"),
     ],
 )
-def test_a_plan_on_two_hosts_equals_one_device(hosts: list[str], plan: str, places: list[int], transport: str):
+def test_a_plan_on_two_hosts_equals_one_device(
+    hosts: list[str], plan: str, places: list[int], transport: str
+):
     command = [
         "-m",
         "meshloom",

@@ -1,4 +1,4 @@
-"""Which devices the ranks of a mesh go on, and the line that says why. Decided before anything is started."""
+"""The choice of devices for the ranks of a mesh, with its reason, before anything is started."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from meshloom.launch.names import visible_gpus
 from meshloom.machine.cores import cores
 
 Kind = Literal["cuda", "cpu", "simulated"]
-# each has Python and torch, 0.3 GiB and seconds of a core to start; more only wait for each other
+# each needs 0.3 GiB for Python and torch, and seconds of a core to start; more only wait for each other
 PROCESSES_PER_CORE = 8
-# ranks in one process: each has what it trains, an optimizer and, where a model is read, a thread
+# ranks in one process: each has parameters, an optimizer and, where the loss is captured, a thread
 MOST_SIMULATED = 256
 DEVICES = ("auto", "cuda", "cpu", "simulated", "simulated:cuda")
 
 
 def choose_devices(mesh: Mesh, devices: str = "auto", oversubscribe: bool = False) -> tuple[Kind, str]:
-    """Where the ranks of `mesh` go on this machine, and a line that says why: for cuda and cpu, `run_ranks`
-    starts them if there are several.
+    """The devices for the ranks of `mesh` on this machine, and a line with the reason: GPUs if there is one for
+    each rank; otherwise CPU processes if there is a core for each; otherwise simulated.
 
-    GPUs if there is one for each rank; otherwise CPU processes if there is a core for each; otherwise
-    simulated.
-    oversubscribe: whether ranks may be more than this machine can reasonably run.
-    Raises `DeviceError` when what was asked for is not there, or if there are more ranks than that.
+    oversubscribe: whether there may be more ranks than this machine can reasonably run.
+    Raises `DeviceError` if the requested devices are missing, or if there are more ranks than that.
     """
     check_devices(devices)
     num_gpus, num_cores, size = torch.cuda.device_count(), cores(), mesh.size
@@ -67,11 +65,11 @@ def choose_for_workers(
     ranks_per_worker: int = 1,
     oversubscribe: bool = False,
 ) -> tuple[Kind, str]:
-    """Where an asynchronous run goes: processes of this machine if there is a core for each worker (servers
+    """The devices of an asynchronous run: processes of this machine if there is a core for each worker (servers
     mostly wait), otherwise simulated.
 
-    virtual: whether something was said of a virtual clock. oversubscribe: as for `choose_devices`.
-    Raises `DeviceError` when what was asked for cannot be.
+    virtual: whether options of the virtual clock are given. oversubscribe: as for `choose_devices`.
+    Raises `DeviceError` for devices that it cannot have.
     """
     check_devices(devices)
     on_cores = format_count(cores(), "core")
@@ -99,12 +97,12 @@ def choose_for_workers(
 
 
 def check_ranks(size: int, kind: Kind, oversubscribe: bool) -> None:
-    """Raises `DeviceError` for more ranks than this machine can reasonably run, unless they are wanted."""
+    """Raises `DeviceError` for more ranks than this machine can reasonably run, unless `oversubscribe`."""
     most = MOST_SIMULATED if kind == "simulated" else PROCESSES_PER_CORE * max(2, cores())
     if oversubscribe or kind == "cuda" or size <= most:
         return
     if kind == "simulated":
-        why = f"{size:,} simulated ranks would all be in this process, each with what it trains and an optimizer, and {most} are the most that make sense"
+        why = f"{size:,} simulated ranks would all be in this process, each with its parameters and an optimizer, and {most} are the most that make sense"
     else:
         why = f"{size:,} processes on {format_count(cores(), 'core')} would mostly wait for each other, at 0.3 GiB each, and {most} are the most that make sense"
     raise DeviceError(
@@ -113,8 +111,7 @@ def check_ranks(size: int, kind: Kind, oversubscribe: bool) -> None:
 
 
 def default_ranks(devices: str = "auto") -> int:
-    """How many ranks to use when no plan says it: those that were started, else one for each GPU, else
-    one."""
+    """The number of ranks when no plan is given: those that were started, else one for each GPU, else one."""
     check_devices(devices)
     seat = current_seat()
     if seat:

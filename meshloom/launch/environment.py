@@ -1,5 +1,4 @@
-"""What a process was told by whoever started it: torchrun, Slurm, or our launcher. Only this file reads the
-environment."""
+"""The environment that torchrun, Slurm or our launcher give a process. Only this file reads it."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def is_rank() -> bool:
     """Whether this process is one of several that were started as ranks."""
     try:
         seat = current_seat()
-    except DeviceError:  # a rank that was told only half; what needs the other half says so
+    except DeviceError:  # some variables are missing; what needs them says so
         return True
     return seat is not None and (seat.size > 1 or "RANK" in os.environ)
 
@@ -38,8 +37,7 @@ def is_first_rank() -> bool:
 
 
 def launched_plan() -> str | None:
-    """The text of the plan that the launcher decided on; None if this process is not a rank of our
-    launcher."""
+    """The text of the launcher's plan; None if this process is not a rank of our launcher."""
     return os.environ.get("MESHLOOM_PLAN")
 
 
@@ -49,15 +47,15 @@ def launched_devices(devices: str) -> str:
 
 
 def launched_transport(transport: str) -> str:
-    """What to use for `transport` "auto": what the user, or our launcher for him, has set for all ranks."""
+    """What to use for `transport` "auto": what the user or our launcher has set for all ranks."""
     return os.environ.get("MESHLOOM_TRANSPORT", transport) if transport == "auto" else transport
 
 
 def launched_secret() -> bytes:
-    """What the ranks of this run know and their network does not: from our launcher, or from the user under
-    another. b"": nothing.
+    """The key that the ranks of this run share, set by our launcher, or by the user under another launcher.
+    b"": none.
 
-    Raises `DeviceError` if it can be guessed.
+    Raises `DeviceError` if it is short enough to be guessed.
     """
     return read_secret(os.environ)
 
@@ -73,8 +71,7 @@ def read_secret(environment: Mapping[str, str]) -> bytes:
 
 
 def launched_role() -> Role | None:
-    """What this process is in an asynchronous run; None if no launcher has started it as a server or worker
-    of one."""
+    """The role of this process in an asynchronous run; None if it was not started as a server or worker."""
     text = os.environ.get("MESHLOOM_ROLE")
     return Role.from_json(text) if text else None
 
@@ -86,20 +83,20 @@ def report_descriptor() -> int | None:
 
 
 def scratch_directory() -> str | None:
-    """Where this rank and its data workers may put files that our launcher removes at the end; None if there
-    is none."""
+    """A directory for files of this rank and its data workers, which our launcher removes at the end; None if
+    there is none."""
     return os.environ.get(SCRATCH)
 
 
 def activity_descriptor() -> int | None:
-    """The file of one page in which our launcher reads what this rank is doing; None if there is none."""
+    """The one-page file in which our launcher reads this rank's activity; None if there is none."""
     descriptor = os.environ.get("MESHLOOM_ACTIVITY_FD")
     return None if descriptor is None else int(descriptor)
 
 
 def cache_directory(said: str) -> Path | None:
-    """Where readings and choices are kept for later runs. said: auto (what the environment says, else the
-    user's cache), off, or a directory; None: nowhere."""
+    """Where captured programs and choices are kept for later runs; None: nowhere. said: auto (the environment's
+    directory, else the user's cache), off, or a directory."""
     wanted = os.environ.get("MESHLOOM_CACHE", "auto") if said == "auto" else said
     if wanted == "off":
         return None
@@ -110,8 +107,8 @@ def cache_directory(said: str) -> Path | None:
 
 
 def launching_seconds() -> float:
-    """From when our launcher began until this process did; 0 if it has none. What either did until now it
-    computed, without waiting."""
+    """Seconds from the start of our launcher to that of this process; 0 if there is no launcher. Start times
+    are estimated by processor time, so waiting of either until now is not seen."""
     began = os.environ.get("MESHLOOM_BEGAN")
     return max(0.0, _began() - float(began)) if began else 0.0
 
@@ -121,19 +118,18 @@ def _began() -> float:
 
 
 def wants_full_traceback() -> bool:
-    """Whether the user wants to see all frames of an error in his code, those of meshloom and torch too."""
+    """Whether tracebacks keep the frames of meshloom and torch."""
     return os.environ.get("MESHLOOM_TRACEBACK") == "full"
 
 
 def threads_per_rank(num_ranks: int) -> int:
-    """How many threads each of `num_ranks` processes of this machine gets: what the user has said, or their
-    share of the cores."""
+    """Threads of each of `num_ranks` processes of this machine: OMP_NUM_THREADS, or a share of the cores."""
     said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2" is for nested regions
     return int(said) if said.isdecimal() and int(said) else max(1, cores() // num_ranks)
 
 
 def allocator_is_set() -> bool:
-    """Whether the user has told glibc's allocator what to do, in one of its two ways."""
+    """Whether the user has set glibc's allocator, in one of its two ways."""
     return any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
         "GLIBC_TUNABLES", ""
     )
@@ -141,7 +137,8 @@ def allocator_is_set() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedRank:
-    """What a process that was started as a rank has been told."""
+    """A process that was started as a rank: its numbers, and where the ranks meet. hosts_store: whether it
+    hosts the store at that address."""
 
     rank: int
     size: int
@@ -153,13 +150,13 @@ class LaunchedRank:
 
 
 def current_seat() -> LaunchedRank | None:
-    """This process's seat; None if it is no rank. Raises `DeviceError` if it was told only half."""
+    """This process's rank; None if it is none. Raises `DeviceError` if variables are missing."""
     return read_seat(os.environ)
 
 
 def read_seat(environment: Mapping[str, str]) -> LaunchedRank | None:
-    """This process's seat: from the user's own init_process_group, from torchrun or something like it, or
-    from srun; None if it is no rank."""
+    """The rank that an environment describes: by the user's own init_process_group, torchrun or the like, or
+    srun; None if it describes none."""
     try:
         if dist.is_available() and dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
@@ -214,11 +211,11 @@ def read_seat(environment: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def _slurm_port(secret: bytes, job: int, step: int) -> int:
-    """Where rank 0 of a step listens. All tasks know it and nobody else does, who could listen there first
-    and be taken for rank 0."""
+    """The port of rank 0 of a Slurm step, derived from the secret: a stranger who knew it could listen there
+    first and pass for rank 0."""
     if not secret:
         raise DeviceError(
-            "Ranks that srun starts need a secret in common, from which follows the port where they meet, and with which they sign: before srun, "
+            "Ranks that srun starts need a shared secret, with which they sign and from which their port is derived: before srun, "
             "export MESHLOOM_SECRET=$(openssl rand -hex 32). Or set MASTER_PORT, if nobody else can log in to the nodes."
         )
     return (
@@ -228,7 +225,7 @@ def _slurm_port(secret: bytes, job: int, step: int) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a Slurm list of hosts.
+    """The first name in a Slurm host list.
 
     >>> first_host("gpu[07-09,12],login1"), first_host("a1,a2")
     ('gpu07', 'a1')
@@ -242,7 +239,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """The whole environment of a rank that this process starts; the store listens on `port` of this machine.
 
-    secret: what its ranks sign with. Only this user can read a process's environment.
+    secret: with which its ranks sign. Only this user can read a process's environment.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     replaceable = {
@@ -275,11 +272,11 @@ def role_environment(role: Role, num_workers: int) -> dict[str, str]:
 
 
 def with_role(environment: Mapping[str, str], role: Role) -> dict[str, str]:
-    """`environment` of a process that is told what it is in an asynchronous run."""
+    """`environment` of a process with a role in an asynchronous run."""
     return {**environment, "MESHLOOM_ROLE": role.to_json()}
 
 
 def with_report(environment: Mapping[str, str], descriptor: int, activity: int) -> dict[str, str]:
-    """`environment` of a rank that reports to its launcher on `descriptor`, and writes what it is doing to
-    the file `activity`."""
+    """`environment` of a rank that reports to its launcher on `descriptor`, and writes its activity to the file
+    `activity`."""
     return {**environment, "MESHLOOM_REPORT_FD": str(descriptor), "MESHLOOM_ACTIVITY_FD": str(activity)}

@@ -1,4 +1,4 @@
-"""What ended a process, in one message: the error, the rank and its place, the lines of the user's own
+"""The message about what ended a process: the error, the rank and its place, the lines of the user's own
 code."""
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from meshloom.launch.names import capital, rank_name
 
 
 def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:
-    """Tell the launcher, or whoever reads stderr, what ended this process; the exit code that belongs to it.
+    """Report to the launcher, or on stderr, what ended this process; the exit code for it.
 
     One message: the error, this rank and its place, and the lines of the user's own code that led to it, the
-    deepest last; the whole traceback where the error is not in the user's code, and where
-    `MESHLOOM_TRACEBACK=full` asks for it. What meshloom explains
-    itself has that last line alone. `mesh` gives the place under torchrun; our launcher's plan says it too.
+    deepest last. The whole traceback is shown where the error is not in the user's code, and with
+    `MESHLOOM_TRACEBACK=full`; an error that meshloom explains itself has the deepest line alone. mesh: gives
+    the rank's place under torchrun; under our launcher the plan does.
     """
     if isinstance(error, KeyboardInterrupt):
         return 130
@@ -40,7 +40,7 @@ def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:
         return _report_exit(error)
     failure = _failure_of(error, mesh)
     if not tell({"event": "failed", **vars(failure)}):
-        # One short line of each rank that only noticed: the cause is in another rank's message.
+        # one short line of a rank that only lost another: the cause is in that rank's message
         first_line, _, _ = failure.message.partition("\n")
         text = (
             f"{failure.kind} on {failure.who}: {first_line}"
@@ -70,8 +70,8 @@ def _failure_of(error: BaseException, mesh: Mesh | None) -> Failure:
 
 
 def _lost_data_worker(error: BaseException) -> DataError | None:
-    """What torch raises when a data worker ends, wherever the main thread is at that moment, in one sentence;
-    None: it was something else."""
+    """The error that torch raises when a data worker ends, wherever the main thread is at that moment, in one
+    sentence; None if it is another error."""
     each: BaseException | None = error
     while each is not None and not isinstance(each, MeshloomError | KeyboardInterrupt):
         if found := re.search(
@@ -93,8 +93,7 @@ def _lost_data_worker(error: BaseException) -> DataError | None:
 
 
 def _report_exit(error: SystemExit) -> int:
-    """`sys.exit` in the job: its text is printed, as Python does, but once; a launcher is told why its rank
-    ends."""
+    """`sys.exit` in the job: its text is printed as Python does, but once; a launcher gets the reason."""
     if not error.code:
         return 0
     text = "" if isinstance(error.code, int) else str(error.code)
@@ -111,8 +110,8 @@ def _report_exit(error: SystemExit) -> int:
 
 
 def report_stop(text: str, exit_code: int, *, main: bool) -> None:
-    """Tell the launcher, or whoever reads stderr, that this rank ends as it was asked to. main: it speaks for
-    all."""
+    """Report to the launcher, or on stderr, that this rank ends on request. main: whether it prints for all
+    ranks."""
     said = Failure(
         who="", kind="", message=text, line="", traceback="", consequence=False, exit_code=exit_code
     )
@@ -121,8 +120,8 @@ def report_stop(text: str, exit_code: int, *, main: bool) -> None:
 
 
 def leave(exit_code: int) -> None:
-    """End this process now. An ordinary exit would first wait for operations under way, which a rank that has
-    failed never completes."""
+    """End this process now. An ordinary exit would first wait for pending collectives, which never complete
+    after a failure."""
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -132,13 +131,13 @@ def leave(exit_code: int) -> None:
 def _who(mesh: Mesh | None) -> str:
     try:
         seat = current_seat()
-    except DeviceError:  # told only half, which may be the very error
+    except DeviceError:  # variables are missing, which may be the very error
         return ""
     return rank_name(seat.rank, mesh) if seat and seat.size > 1 else ""
 
 
 class EndedError(Exception):
-    """The processes of a run have ended. The message is all that the user has to read."""
+    """The processes of a run have ended. The message is complete for the user."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -147,12 +146,12 @@ class EndedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What ended a process, as it travels from a rank to its launcher.
+    """What ended a process, as a rank reports it to its launcher.
 
     who: the rank, "" if there is only one.
-    kind, message: of the error; `kind` is "" where there was none, and the message a predicate of `who`.
-    line, traceback: where, as far as that helps: a line of the user's for each step of the way, and Python's
-    own account, without its last line. consequence: whether another rank's failure is the cause.
+    kind, message: of the error; where there was none, `kind` is "" and the message a predicate of `who`.
+    line, traceback: where, as far as that helps: the user's own lines, and Python's traceback without its
+        last line. consequence: whether another rank's failure is the cause.
     """
 
     who: str
@@ -164,7 +163,7 @@ class Failure:
     exit_code: int
 
     def of(self, who: str) -> Failure:
-        """The same, of a process that did not know what it is called."""
+        """The same, of a process that does not know its name."""
         return replace(self, who=who)
 
     def __str__(self) -> str:
@@ -181,7 +180,7 @@ def own_line(error: BaseException) -> str:
     """The deepest line of the user's own code in the traceback, "file:number: text"; "" if there is none. A
     cause comes before what it led to."""
     chain = [(_frames(each), _worker_frames(each)) for each in _chain(error)]
-    for others in (_installed(), _OURS):  # what is installed may be the user's own package
+    for others in (_installed(), _OURS):  # an installed package may be the user's own
         for trace in [*(told for _, told in reversed(chain)), *(frames for frames, _ in reversed(chain))]:
             for frame in reversed(trace):
                 if not frame[0].startswith(others):
@@ -193,7 +192,7 @@ def own_lines(error: BaseException) -> str:
     """Every line of the user's own code on the way to the error, the deepest last, and its causes; "" where
     the error is not in the user's code."""
     found: list[str] = []
-    theirs = False  # whether the last frame that is meshloom's or the user's is the user's
+    theirs = False  # whether the user's code is deepest, not counting libraries
     for number, each in enumerate(chain := _chain(error)):
         if number:
             how = "caused by" if each is chain[number - 1].__cause__ else "while handling"
@@ -233,7 +232,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _frames(error: BaseException) -> list[Frame]:
-    """Where it passed, the deepest last; for what could not be parsed, that too."""
+    """Of its traceback, the deepest last; with the place of a syntax error."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     return (
         [*frames, (error.filename, error.lineno or 0)]
@@ -253,7 +252,7 @@ def _worker_frames(error: BaseException) -> list[Frame]:
 
 
 def _told(error: BaseException) -> tuple[str, str]:
-    """Its kind and its message, with its notes."""
+    """The error's kind, and its message with its notes."""
     kind, message = type(error).__name__, str(error)
     if isinstance(error, SyntaxError):
         message = error.msg
@@ -264,7 +263,7 @@ def _told(error: BaseException) -> tuple[str, str]:
 
 
 def _stack(error: BaseException) -> str:
-    """Python's own account, without the last line, which is the error."""
+    """Python's traceback without the last line, which is the error."""
     return "".join(traceback.format_exception(error)).removesuffix(
         "".join(traceback.format_exception_only(error))
     )

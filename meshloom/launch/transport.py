@@ -1,9 +1,8 @@
-"""What the ranks of each group talk through, as follows from where they run: shared memory, Gloo, or shared
-memory within each of several hosts.
+"""The transport of each group of ranks, by the hosts that they run on.
 
-all on one host              through shared memory
-k > 1 on each of n hosts     through shared memory within a host, over Gloo between hosts (comm/network/hosts.py)
-anything else                over Gloo
+all on one host              shared memory
+k > 1 on each of n hosts     shared memory within a host, Gloo between hosts (comm/network/hosts.py)
+anything else                Gloo
 """
 
 from __future__ import annotations
@@ -30,15 +29,14 @@ Hosts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Transports:
-    """hosts: by rank, an identity of where it runs. gloo_because: why nobody uses shared memory; "": who can
-    does."""
+    """hosts: by rank, the identity of its host. gloo_because: why no rank uses shared memory; "": those that
+    can do."""
 
     hosts: tuple[str, ...]
     gloo_because: str = ""
 
     def layout(self, ranks: Sequence[int]) -> Hosts:
-        """For each host in order of its first rank: the numbers, in this group of `ranks`, of those that run
-        on it.
+        """For each host, in order of its first rank, the positions in `ranks` of those that run on it.
 
         >>> Transports(hosts=("a", "a", "b", "b")).layout([0, 2, 3])
         ((0,), (1, 2))
@@ -49,14 +47,13 @@ class Transports:
         return tuple(tuple(numbers) for numbers in found.values())
 
     def layers(self, ranks: Sequence[int]) -> Hosts | None:
-        """`layout` if the group talks through shared memory wherever it can: on one host, or the same number
-        k > 1 on each. None: Gloo for all of it."""
+        """`layout` if the group uses shared memory: all ranks on one host, or the same number k > 1 on each.
+        None: Gloo for all of it."""
         hosts = self.layout(ranks)
         return hosts if not self.gloo_because and (len(hosts) == 1 or _is_grid(hosts)) else None
 
     def where(self, rank: int, ranks: Sequence[int]) -> str:
-        """On which host `rank` runs, by name, if `ranks` are on several and their names tell them apart;
-        otherwise "".
+        """The host of `rank`, by name, if `ranks` are on several hosts with different names; otherwise "".
 
         >>> Transports(hosts=("node1 ...", "node1 ...", "node2 ...")).where(2, [1, 2])
         ' on node2'
@@ -66,7 +63,7 @@ class Transports:
         return f" on {self.hosts[rank].split()[0]}" if len(names) == len(hosts) > 1 else ""
 
     def text(self, mesh: Mesh) -> str:
-        """How the ranks of `mesh` talk, as in "4 ranks, ...".
+        """The transports of the ranks of `mesh`, as in "4 ranks, ...".
 
         >>> Transports(hosts=("a", "a", "b", "b")).text(Mesh(dp=2, tp=2))
         'communicating along dp over Gloo, along tp through shared memory'
@@ -88,10 +85,10 @@ class Transports:
 
 
 def agreed_transports(store: SignedStore, mesh: Mesh, transport: str, missing: str) -> Transports:
-    """Tell the other ranks where this one runs and what it wants, and hear the same of all. One that cannot
-    or will not use shared memory decides for all.
+    """Exchange hosts and wishes with the other ranks. One that cannot or will not use shared memory decides for
+    all.
 
-    transport: one of `TRANSPORTS`. missing: why this rank has no shared memory to talk through; "": it has.
+    transport: one of `TRANSPORTS`. missing: why this rank cannot use shared memory; "": it can.
     """
     check_transport(transport)
     told = [
@@ -117,22 +114,22 @@ def check_transport(transport: str) -> None:
 
 
 def host_identity() -> str:
-    """The same for two processes only if they can map each other's memory and see each other end.
+    """An identity that two processes share only if they can map each other's memory and see each other end.
 
-    That takes one kernel, one user, and one namespace of process numbers. Containers that share all of these,
-    but not the network, may still be kept apart by rules that cannot be read here; so they count as different
-    hosts, which is slower and always right.
+    That takes one kernel, one user and one PID namespace. Containers that share these but not the network may
+    still be isolated by rules that cannot be read here, so they count as different hosts: slower, and always
+    correct.
     """
     facts = [socket.gethostname(), str(os.getuid())]
-    with suppress(OSError):  # not Linux: the host's name has to say it
+    with suppress(OSError):  # not Linux: the host's name has to do
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         facts += [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "user", "net")]
     return " ".join(facts)
 
 
 def _is_grid(hosts: Hosts) -> bool:
-    """Whether there are as many ranks on each host, several, and the i-th ones are in order: groups of
-    torch.distributed have their ranks in order."""
+    """Whether all hosts have the same number of ranks, several, and the i-th ranks of the hosts ascend, as
+    groups of torch.distributed require."""
     same = {len(numbers) for numbers in hosts}
     return (
         len(same) == 1

@@ -22,22 +22,22 @@ from torch import Tensor
 from meshloom.asynchronous.messaging.handshake import DIGEST_BYTES, Ask, Hello, Terms, Welcome, WorkerSeconds
 from meshloom.asynchronous.protocol.messages import (
     Apply,
-    Back,
-    Broken,
     Done,
-    Drop,
-    Give,
+    DropPush,
     Join,
-    Keep,
     Leave,
+    NotFinitePush,
     ParametersPart,
     Push,
     PushStaged,
     Rejoin,
     ReportRequest,
     Restore,
+    SendParameters,
+    ServerReport,
     SnapshotKept,
     SnapshotKind,
+    TakeSnapshot,
 )
 from meshloom.comm.messaging.wire_format import CODES, FrameLimits, Header, TensorSpec
 from meshloom.core.errors import JobError, MessageError
@@ -73,17 +73,17 @@ _FORMS: dict[type, _Form] = {
     Done: _Form(kind=15),
     # server -> head
     PushStaged: _Form(kind=21, whole=("server", "incarnation", "worker", "ticket"), other=("loss", "norm")),
-    Broken: _Form(kind=24, whole=("server", "worker")),
+    NotFinitePush: _Form(kind=24, whole=("server", "worker")),
     SnapshotKept: _Form(kind=22, whole=("server", "incarnation", "version")),
-    Back: _Form(kind=23, whole=("server", "asked", "newest")),
+    ServerReport: _Form(kind=23, whole=("server", "asked", "newest")),
     # head -> server
     ReportRequest: _Form(kind=31, whole=("incarnation",)),
     Apply: _Form(
         kind=32, whole=("incarnation", "worker", "ticket", "version"), other=("loss", "norm", "rate")
     ),
-    Give: _Form(kind=33, whole=("incarnation", "worker", "ticket", "share", "version")),
-    Keep: _Form(kind=34, whole=("incarnation", "version", "forget_before")),
-    Drop: _Form(kind=35, whole=("incarnation", "worker", "ticket")),
+    SendParameters: _Form(kind=33, whole=("incarnation", "worker", "ticket", "share", "version")),
+    TakeSnapshot: _Form(kind=34, whole=("incarnation", "version", "forget_before")),
+    DropPush: _Form(kind=35, whole=("incarnation", "worker", "ticket")),
     Restore: _Form(kind=36, whole=("incarnation", "version")),
 }
 _KINDS = {form.kind: made for made, form in _FORMS.items()}
@@ -92,13 +92,17 @@ _MAY_LACK = {
     (Leave, "incarnation"),
     (Leave, "pushed"),
     (Rejoin, "ticket"),
-    (Back, "asked"),
+    (ServerReport, "asked"),
 }
-_NONE = {(Hello, "worker"), (Rejoin, "ticket"), (Back, "asked")}  # there -1 is None, elsewhere itself
+_NONE = {(Hello, "worker"), (Rejoin, "ticket"), (ServerReport, "asked")}  # there -1 is None, elsewhere itself
 FROM_WORKERS = frozenset(_FORMS[each].kind for each in (Ask, Hello, WorkerSeconds, Join, Leave, Push))
 TO_WORKERS = frozenset(_FORMS[each].kind for each in (Terms, Welcome, ParametersPart, Rejoin, Done))
-FROM_SERVERS = frozenset(_FORMS[each].kind for each in (PushStaged, Broken, SnapshotKept, Back))
-TO_SERVERS = frozenset(_FORMS[each].kind for each in (ReportRequest, Apply, Give, Keep, Drop, Restore))
+FROM_SERVERS = frozenset(
+    _FORMS[each].kind for each in (PushStaged, NotFinitePush, SnapshotKept, ServerReport)
+)
+TO_SERVERS = frozenset(
+    _FORMS[each].kind for each in (ReportRequest, Apply, SendParameters, TakeSnapshot, DropPush, Restore)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +163,7 @@ def encode(message: Any, holding: ServerState | None = None) -> tuple[Header, li
             tensors += _encode_held(message.values, holding.slices) + _encode_held(
                 [buffers[name] for name in holding.buffers], [*holding.buffers.values()]
             )
-        case Back():
+        case ServerReport():
             rows = [[version, kind.incarnation] for version, kind in message.snapshots.items()]
             tensors.append(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 2))
         case Terms():
@@ -208,12 +212,12 @@ def decode(header: Header, tensors: Sequence[Tensor], holding: ServerState | Non
         )
         if not holding.buffers:
             fields |= {"changes": None} if made is Push else {}
-    elif made is Back:
+    elif made is ServerReport:
         fields["snapshots"] = {
             version: SnapshotKind(incarnation=incarnation, state=None)
             for version, incarnation in _rows(next(rest, None))
         }
-    elif made is Keep:
+    elif made is TakeSnapshot:
         fields["state"] = None
     elif made is Terms:
         fields["text"] = _text(rest)
@@ -302,9 +306,9 @@ def _rows(tensor: Tensor | None) -> list[list[int]]:
         or tensor.shape[1] != 2
         or len(tensor) > MOST_SNAPSHOTS
     ):
-        raise MessageError("A Back whose snapshots are no pairs of version and incarnation.")
+        raise MessageError("A ServerReport whose snapshots are no pairs of version and incarnation.")
     if tensor.numel() and int(tensor.min()) < 0:
-        raise MessageError("A Back with snapshots of numbers below 0.")
+        raise MessageError("A ServerReport with snapshots of numbers below 0.")
     return tensor.tolist()
 
 

@@ -1,19 +1,21 @@
-"""Asynchronous training as state machines: no clock, no input or output of their own, so that a simulation
-and real processes run the same ones.
+"""Asynchronous training as state machines without clock, input or output, which a simulation and real
+processes both run.
 
-                 Join, Leave                 Apply, Give, Keep, Drop, Restore
-    worker.py  ---------------->  head.py  ------------------------------------>  store.py (server 0 .. K-1)
-               <----------------           <------------------------------------
-                 Rejoin, Done                Staged, Kept, Back
-               ------------------------------ Push, a part to every server ---->
-               <----------------------------- Part, one of every server --------
+                 Join, Leave                 Apply, SendParameters, TakeSnapshot, DropPush, Restore
+    worker.py  ---------------->  head.py  --------------------------------------------------->  store.py (server 0 .. K-1)
+               <----------------           <---------------------------------------------------
+                 Rejoin, Done                PushStaged, SnapshotKept, ServerReport
+               ------------------------------ Push, a part to every server ------------------->
+               <----------------------------- ParametersPart, one of every server -------------
 
-    messages.py   what they say to each other          clocks.py    how far workers are apart (bounded staleness)
-    head.py       decides: who computes what, order    ledger.py    which shares of the data are done, out, or free
-    store.py      one server's part of the parameters  virtual.py   runs all of them on a virtual clock
-    worker.py     one worker's part in it              circumstances.py   what happens on it: speeds, latencies, who comes and goes
+    messages.py   the messages between them            clocks.py    how far workers are apart (bounded staleness)
+    head.py       decides who computes what, in order  leases.py    which worker computes which share
+    store.py      one server's part of the parameters  ledger.py    which shares of the data are done, out, or free
+    worker.py     one worker                           kept_snapshots.py  which snapshots all servers have
+    virtual.py    runs all of them on a virtual clock  circumstances.py   its speeds, latencies and incidents
+    events.py     what the head reports
 
-The head lives in the process of server 0. Each machine's `receive(message)` returns the messages that it
-sends, as (address, message) pairs. Messages from one to another must arrive in the order in which they were
-sent; they may be lost only where an end of the connection is, and may arrive twice.
+The head runs in the process of server 0. Each machine's `receive(message)` returns the messages that it
+sends, as (address, message) pairs. Messages between two machines must arrive in the order in which they were
+sent; they may be lost only when a connection ends, and may arrive twice.
 """

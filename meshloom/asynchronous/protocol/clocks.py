@@ -1,16 +1,16 @@
 """Bounded staleness: no live worker is more than `staleness` applied pushes ahead of the slowest.
 
 A worker's clock is the number of its pushes that were applied. It begins another share only if it would still
-be within the bound after that push is applied, so the bound holds at every moment (stale synchronous
-parallel, Ho et al. 2013, who let a worker begin its step c while c - slowest <= s, and so let its clock run s
-+ 1 ahead). `staleness=1` is rounds: everybody pushes once before anybody pushes again.
+be within the bound after that push, so the bound holds at every moment (stale synchronous parallel, Ho et al.
+2013, who let a worker begin its step c while c - slowest <= s, so that its clock may run s + 1 ahead).
+`staleness=1` means rounds: every worker pushes once before any pushes again.
 """
 
 from __future__ import annotations
 
 
 class Clocks:
-    """Of the live workers. staleness: the bound, 1 or more; None: there is none."""
+    """The clocks of the live workers. staleness: the bound, 1 or more; None: no bound."""
 
     def __init__(self, staleness: int | None) -> None:
         self._staleness = staleness
@@ -24,20 +24,20 @@ class Clocks:
 
     @property
     def workers(self) -> list[int]:
-        """Who is live."""
+        """The live workers."""
         return list(self._clocks)
 
     @property
     def gap(self) -> int:
-        """Between the fastest and the slowest."""
+        """The difference between the fastest and the slowest."""
         return max(self._clocks.values(), default=0) - min(self._clocks.values(), default=0)
 
     def add(self, worker: int) -> None:
-        """A worker begins where the slowest is: it neither holds up others nor is held up at once."""
+        """A new worker begins at the clock of the slowest: it delays nobody and need not wait."""
         self._clocks[worker] = min(self._clocks.values(), default=0)
 
     def remove(self, worker: int) -> None:
-        """A worker that left or was lost holds up nobody."""
+        """A worker left or was lost; nobody waits for it."""
         del self._clocks[worker]
 
     def advance(self, worker: int) -> None:

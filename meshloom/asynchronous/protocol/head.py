@@ -1,18 +1,17 @@
-"""The head of an asynchronous run: it decides who computes what, and gives every push its place in one order
-that all servers follow.
+"""The head of an asynchronous run: it decides which worker computes which share, and puts all pushes into one
+order that all servers follow.
 
-    worker  --Push--> servers --Staged--> head: when all servers have their part, the push is update n     (exactly once: its ticket is used up)
-    head    --Apply n, Give--> servers --Part--> worker                                                    (all parts are of one version)
+    worker --Push--> servers --PushStaged--> head   when all servers have their part, the push is update n
+                                                    (exactly once: its ticket is used up)
+    head --Apply n, SendParameters--> servers --ParametersPart--> worker   (all parts are of one version)
 
-What the head says to a server is done in order, so parameters that a worker gets from several servers are all
-of the same version, and several servers compute what one server would. A push whose ticket is not out (the
-worker counted as lost, the servers went back to a snapshot, the message came twice) is refused, and dropped
-by all servers.
+Servers execute the head's messages in order, so the parts that a worker gets from several servers are of one
+version, and several servers compute what one server would. A push whose ticket is not out (its worker counts
+as lost, the servers were restored, the message arrived twice) is refused, and dropped by all servers.
 
-When a server comes back after it was killed, all servers go back to the newest snapshot that all of them
-have: there is one history. The updates after it are lost as a block; the shares of data in them are free
-again. A head that starts knows nothing but what servers report, so starting, resuming and coming back are the
-same.
+When a killed server restarts, all servers go back to the newest snapshot that all of them have: there is one
+history. The updates after it are lost together, and their shares of the data are free again. A head that
+starts knows only what servers report, so starting, resuming and recovering are the same.
 """
 
 from __future__ import annotations
@@ -29,30 +28,30 @@ from meshloom.asynchronous.protocol.ledger import Ledger
 from meshloom.asynchronous.protocol.messages import (
     Address,
     Apply,
-    Back,
-    Broken,
     Done,
-    Drop,
-    Give,
+    DropPush,
     Join,
-    Keep,
     Leave,
+    NotFinitePush,
     PushStaged,
     Rejoin,
     ReportRequest,
     Restore,
+    SendParameters,
     Sent,
+    ServerReport,
     SnapshotKept,
+    TakeSnapshot,
 )
 
-STARTS = 1 << 20  # incarnations that one start of a head may use: start n begins with n * STARTS
+STARTS = 1 << 20  # incarnations per start of a head: start n begins with n * STARTS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How a run goes.
+    """The settings of a run.
 
-    num_servers: 1 or more. staleness: bound of the clocks, None: none. steps: updates of the whole run.
+    num_servers: 1 or more. staleness: bound of the clocks; None: no bound. steps: updates of the whole run.
     keep_every: a snapshot is taken after every update whose number is a multiple of one of these, and after
         the last.
     rate_by_age: learning rates are divided by the age of the gradient's parameters if that is above 1 (Zhang
@@ -70,7 +69,7 @@ class Rules:
         return version == self.steps or any(version % every == 0 for every in self.keep_every)
 
     def rate(self, age: int) -> float:
-        """What learning rates are multiplied by."""
+        """The factor of learning rates."""
         return 1.0 / max(1, age) if self.rate_by_age else 1.0
 
 
@@ -80,8 +79,7 @@ def first_state() -> dict[str, Any]:
 
 
 class Head:
-    """incarnation: larger than any that an earlier head of this run has used, by a margin: it counts up from
-    it."""
+    """incarnation: larger than any of an earlier head of this run; it counts up from there."""
 
     def __init__(self, rules: Rules, incarnation: int = 0) -> None:
         self._rules = rules
@@ -90,27 +88,27 @@ class Head:
         self.ages: Counter[int] = Counter()
         self.refused = 0  # pushes
         self._events: list[Event] = []
-        self._expelled: set[int] = set()  # what they push would be refused again and again
+        self._expelled: set[int] = set()  # their pushes would be refused again and again
         self._clear(Ledger())
-        self._reports: dict[int, Back] | None = {}  # while servers are asked what they have; None: running
+        self._reports: dict[int, ServerReport] | None = {}  # while servers report; None: running
 
     @property
     def finished(self) -> bool:
-        """All updates are made and kept."""
+        """Whether all updates are done, and in a snapshot."""
         return self._reports is None and self._snapshots.complete == self._rules.steps
 
     def take_events(self) -> list[Event]:
-        """What has happened since the last call, in order."""
+        """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def start(self) -> Sent:
-        """Ask all servers what they have."""
+        """Ask all servers for reports."""
         self._reports = {}
         return self._to_servers(ReportRequest(incarnation=self.incarnation))
 
     def receive(self, message: Any) -> Sent:
-        """Of workers and servers."""
+        """A message of a worker or server."""
         match message:
             case Join():
                 return self._join(message.worker)
@@ -118,11 +116,11 @@ class Head:
                 return self._leave(message)
             case PushStaged():
                 return self._staged(message)
-            case Broken():
+            case NotFinitePush():
                 return self._broken(message)
             case SnapshotKept():
                 return self._kept(message)
-            case Back():
+            case ServerReport():
                 return self._back(message)
             case _:
                 raise AssertionError(f"a head does not take {type(message).__name__}")
@@ -170,13 +168,15 @@ class Head:
     def _forget(self, worker: int) -> Sent:
         sent: Sent = []
         for ticket in self._leases.remove(worker):
-            sent += self._to_servers(Drop(incarnation=self.incarnation, worker=worker, ticket=ticket))
+            sent += self._to_servers(DropPush(incarnation=self.incarnation, worker=worker, ticket=ticket))
         return sent
 
     def _give_out(self) -> Sent:
         sent: Sent = []
         for ticket, lease in self._leases.give_out(self.version, self._rules.steps):
-            sent += self._to_servers(Give(incarnation=self.incarnation, ticket=ticket, **asdict(lease)))
+            sent += self._to_servers(
+                SendParameters(incarnation=self.incarnation, ticket=ticket, **asdict(lease))
+            )
         return sent
 
     # --- Pushes.
@@ -190,7 +190,7 @@ class Head:
 
     def _refuse(self, message: PushStaged) -> Sent:
         worker, ticket, current = message.worker, message.ticket, message.incarnation == self.incarnation
-        drop = Drop(incarnation=message.incarnation, worker=worker, ticket=ticket)
+        drop = DropPush(incarnation=message.incarnation, worker=worker, ticket=ticket)
         sent: Sent = [(Address("server", message.server), drop)]
         if message.server != 0:
             return sent
@@ -200,7 +200,7 @@ class Head:
             sent.append((Address("worker", worker), Rejoin(ticket=ticket)))
         return sent
 
-    def _broken(self, message: Broken) -> Sent:
+    def _broken(self, message: NotFinitePush) -> Sent:
         worker = message.worker
         if worker in self._expelled:  # another server has said it of the same push
             return []
@@ -232,7 +232,9 @@ class Head:
         state = _state(self._leases.ledger, self.ages)
         self._snapshots.begin(self.version, state)
         before = self._snapshots.complete
-        keep = Keep(incarnation=self.incarnation, version=self.version, state=state, forget_before=before)
+        keep = TakeSnapshot(
+            incarnation=self.incarnation, version=self.version, state=state, forget_before=before
+        )
         return self._to_servers(keep)
 
     def _kept(self, message: SnapshotKept) -> Sent:
@@ -244,8 +246,8 @@ class Head:
         members = self._leases.clocks.workers if self.finished else []
         return [(Address("worker", worker), Done()) for worker in members]
 
-    def _back(self, message: Back) -> Sent:
-        if message.asked is None:  # it was started, again perhaps: whatever it had been sent is gone
+    def _back(self, message: ServerReport) -> Sent:
+        if message.asked is None:  # it has started, perhaps again: messages to it before are lost
             joining, members = self._joining, self._leases.clocks.workers
             if self._reports is None:
                 self.incarnation += 1
@@ -257,11 +259,11 @@ class Head:
         self._reports[message.server] = message
         return self._restore(self._reports) if len(self._reports) == self._rules.num_servers else []
 
-    def _restore(self, reports: dict[int, Back]) -> Sent:
-        """Back to the newest snapshot that all servers have."""
+    def _restore(self, reports: dict[int, ServerReport]) -> Sent:
+        """Go back to the newest snapshot that all servers have."""
         snapshot = newest_common(reports)
         version, state = snapshot.version, snapshot.state
-        # it does at once what the head decides; others may not have gone back the last time yet
+        # server 0 executes the head's decisions immediately; others may still be at an earlier history
         lost = reports[0].newest - version
         joining = list(self._joining)
         self._clear(Ledger.of(state["ledger"]), version)

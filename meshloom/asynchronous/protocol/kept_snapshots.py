@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshloom.asynchronous.protocol.events import Snapshot
-from meshloom.asynchronous.protocol.messages import Back, SnapshotKind
+from meshloom.asynchronous.protocol.messages import ServerReport, SnapshotKind
 
 
 class KeptSnapshots:
@@ -37,7 +37,7 @@ class KeptSnapshots:
         return Snapshot(version=version, state=state)
 
 
-def newest_common(reports: Mapping[int, Back]) -> Snapshot:
+def newest_common(reports: Mapping[int, ServerReport]) -> Snapshot:
     """The newest snapshot that all servers have from the same incarnation. reports: by server."""
     others = [report.snapshots for report in reports.values()]
 

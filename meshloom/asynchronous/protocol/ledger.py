@@ -1,7 +1,7 @@
-"""The ledger of the data: each share is given out, and comes back done or to be given out again.
+"""The ledger of the data: each share is assigned, and comes back done or to be assigned again.
 
-Shares are numbered 0, 1, 2, ... over all epochs. What a share is made of is decided by its number, so the
-ledger holds numbers only.
+Shares are numbered 0, 1, 2, ... over all epochs. A share's number determines its samples, so the ledger holds
+numbers only.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 
 
 class Ledger:
-    """next_share: the first that was never given out. free: those before it that have to be given out
-    again."""
+    """next_share: the first that was never assigned. free: earlier ones that have to be assigned again."""
 
     def __init__(self, next_share: int = 0, free: Iterable[int] = ()) -> None:
         self._next = next_share
@@ -21,7 +20,7 @@ class Ledger:
         self._out: set[int] = set()
 
     def take(self) -> int:
-        """A share to compute: one that came back, the oldest first, or the next."""
+        """A share to compute: the oldest free one, or the next."""
         if self._free:
             share = heapq.heappop(self._free)
         else:
@@ -31,16 +30,16 @@ class Ledger:
         return share
 
     def finish(self, share: int) -> None:
-        """Its gradient was applied."""
+        """The share's gradient was applied."""
         self._out.remove(share)
 
     def give_back(self, share: int) -> None:
-        """Whoever had it will not finish it."""
+        """The share's worker will not finish it."""
         self._out.remove(share)
         heapq.heappush(self._free, share)
 
     def state(self) -> dict[str, Any]:
-        """JSON values. What is out counts as free: whoever has it will not be known when this is read."""
+        """JSON values. Shares that are out count as free: their workers are unknown when this is read."""
         return {"next_share": self._next, "free": sorted([*self._free, *self._out])}
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""What workers, servers and the head of an asynchronous run say to each other.
+"""The messages between workers, servers and the head of an asynchronous run.
 
-Every message is a few integers and floats, and tensors where it says so: nothing else has to be sent.
-`ticket` is the head's number of a lease (a share of the data that a worker is to compute), different for
-every lease of an incarnation; `incarnation` counts the times that servers went back to a snapshot.
+Every message consists of a few integers and floats, and of tensors where it says so. `ticket` is the head's
+number of a lease (a share of the data that a worker is to compute), unique in an incarnation; `incarnation`
+counts how often servers went back to a snapshot.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Any, Literal, NamedTuple
 
 
 class Address(NamedTuple):
-    """Who a message is for."""
+    """The receiver of a message."""
 
     kind: Literal["head", "server", "worker"]
     number: int = 0
 
 
 HEAD = Address("head")
-Sent = list[tuple[Address, Any]]  # messages and whom they are for, in order
+Sent = list[tuple[Address, Any]]  # messages with their receivers, in order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Worker -> head: give me work. What was given to this worker before will not be done."""
+    """Worker -> head: it asks for a share. Earlier leases of this worker are void."""
 
     worker: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    """Worker -> head: I go. pushed: the newest ticket that I have pushed (-1: none), which still counts;
-    anything newer I give back."""
+    """Worker -> head: it leaves. pushed: the newest ticket that it has pushed (-1: none), which still counts;
+    newer leases are void."""
 
     worker: int
     incarnation: int
@@ -42,13 +42,12 @@ class Leave:
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """Worker -> each server: the mean gradient over a share of the data, as far as the server holds the
-    parameters.
+    """Worker -> each server: the server's part of the mean gradient over a share of the data.
 
     gradients: of each slice that the server holds, flat tensors; None was not used. changes: of buffers, to
         server 0 only.
-    loss: mean over the share. norm: 2-norm of the whole gradient, all servers' parts together; NaN if the job
-        does not clip.
+    loss: mean over the share. norm: 2-norm of the whole gradient over all servers; NaN if the job does not
+        clip.
     """
 
     worker: int
@@ -62,8 +61,8 @@ class Push:
 
 @dataclass(frozen=True, kw_only=True)
 class ParametersPart:
-    """Server -> worker: compute share `share` at the parameters after update `version`, of which these are
-    mine.
+    """Server -> worker: compute `share` at the parameters after update `version`; this is the server's part
+    of them.
 
     values: flat tensors, of each slice that the server holds. buffers: by name, from server 0 only.
     """
@@ -79,20 +78,20 @@ class ParametersPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejoin:
-    """Head -> worker: join again. ticket: the push that was refused, which may be an old one; None: whatever
-    you wait for will not come."""
+    """Head -> worker: join again. ticket: of the push that was refused, perhaps an old one; None: the parameters
+    that the worker waits for will not arrive."""
 
     ticket: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """Head -> worker: all updates are made."""
+    """Head -> worker: all updates are done."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushStaged:
-    """Server -> head: my part of a push is here."""
+    """Server -> head: its part of a push has arrived."""
 
     server: int
     incarnation: int
@@ -103,8 +102,8 @@ class PushStaged:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Broken:
-    """Server -> head: my part of a push is not finite, and I have not kept it."""
+class NotFinitePush:
+    """Server -> head: its part of a push is not finite, and was dropped."""
 
     server: int
     worker: int
@@ -112,7 +111,7 @@ class Broken:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotKept:
-    """Server -> head: my part of the snapshot after update `version` is in a safe place."""
+    """Server -> head: its part of the snapshot after update `version` is stored durably."""
 
     server: int
     incarnation: int
@@ -128,12 +127,12 @@ class SnapshotKind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Back:
-    """Server -> head: what I have. asked: the incarnation of the `ReportRequest` that this answers; None: I
-    have just started.
+class ServerReport:
+    """Server -> head: its state. asked: the incarnation of the `ReportRequest` that this answers; None: it has
+    just started.
 
-    snapshots: by version. newest: the newest update that I ever made, also before I was killed; server 0's is
-        the history's.
+    snapshots: by version. newest: the newest update that it has ever done, even before it was killed; that of
+        server 0 counts for the run.
     """
 
     server: int
@@ -144,15 +143,14 @@ class Back:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRequest:
-    """Head -> server: say what you have (`Back`)."""
+    """Head -> server: send a `ServerReport`."""
 
     incarnation: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Apply:
-    """Head -> server: the push of `ticket` is update `version`. rate: what the learning rates are multiplied
-    by in it."""
+    """Head -> server: the push of `ticket` is update `version`. rate: the factor of learning rates in it."""
 
     incarnation: int
     worker: int
@@ -164,8 +162,8 @@ class Apply:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Give:
-    """Head -> server: send the worker your part of the parameters as they are now, after update `version`."""
+class SendParameters:
+    """Head -> server: send the worker your part of the current parameters, after update `version`."""
 
     incarnation: int
     worker: int
@@ -175,7 +173,7 @@ class Give:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep:
+class TakeSnapshot:
     """Head -> server: take a snapshot now, after update `version`. state: the head's, as JSON values. Older
     ones than `forget_before` may go."""
 
@@ -186,7 +184,7 @@ class Keep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drop:
+class DropPush:
     """Head -> server: forget the push of `ticket`."""
 
     incarnation: int

@@ -1,7 +1,7 @@
-"""One server's part of the parameters: pushes wait until the head gives them their place, and everything is
-done in the order of the head.
+"""One server's part of the parameters: pushes wait until the head orders them, and everything is done in the
+head's order.
 
-What the server holds is `Holdings`, made anew from a snapshot whenever the servers go back to one.
+What the server holds is `Holdings`, rebuilt from a snapshot whenever the servers go back to one.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from meshloom.asynchronous.protocol.messages import (
     HEAD,
     Address,
     Apply,
-    Back,
-    Drop,
-    Give,
-    Keep,
+    DropPush,
     ParametersPart,
     Push,
     PushStaged,
     ReportRequest,
     Restore,
+    SendParameters,
     Sent,
+    ServerReport,
     SnapshotKept,
     SnapshotKind,
+    TakeSnapshot,
 )
 
 
 class Holdings(Protocol):
-    """Parameters, the optimizer's state and buffers, as far as a server holds them."""
+    """The parameters, optimizer state and buffers of one server."""
 
     def apply(self, gradients: Any, changes: Any, *, loss: float, norm: float, rate: float) -> None:
-        """Make one update. loss, norm, rate: as in `Apply`."""
+        """One update. loss, norm, rate: as in `Apply`."""
         ...
 
     def values(self) -> tuple[Any, Any]:
@@ -41,21 +41,20 @@ class Holdings(Protocol):
         ...
 
     def snapshot(self) -> Any:
-        """All that a later `Holdings` needs to go on from here; it does not change any more."""
+        """All that a later `Holdings` needs to go on from here; an immutable copy."""
         ...
 
 
 @dataclass(kw_only=True)
 class Storage:
-    """What survives a server that is killed. snapshots: by version, of what kind and what is in it. newest:
-    the newest update that was made."""
+    """What survives a killed server. snapshots: kind and content, by version. newest: the newest update."""
 
     snapshots: MutableMapping[int, tuple[SnapshotKind, Any]]
     newest: int = field(default=0)
 
 
 class Store:
-    """number: of the server. build: makes holdings of a snapshot's content."""
+    """number: of the server. build: creates holdings from a snapshot's content."""
 
     def __init__(self, number: int, storage: Storage, build: Callable[[Any], Holdings]) -> None:
         self._number = number
@@ -66,11 +65,11 @@ class Store:
         self._pushes: dict[int, Push] = {}  # by ticket
 
     def started(self) -> Sent:
-        """What a server says first. Server 0 need not: its head starts with it, and asks."""
+        """A server's first messages. Server 0 needs none: its head starts with it, and asks."""
         return [self._back(None)]
 
     def receive(self, message: Any) -> Sent:
-        """Of workers and the head."""
+        """A message of a worker or the head."""
         if isinstance(message, ReportRequest):
             return [self._back(message.incarnation)]
         if isinstance(message, Restore):
@@ -83,11 +82,11 @@ class Store:
                 server=self._number, incarnation=message.incarnation, worker=message.worker, ticket=message.ticket,
                 loss=message.loss, norm=message.norm,
             )  # fmt: skip
-            return [(HEAD, staged)]  # one of an older incarnation too: it is the head that refuses
+            return [(HEAD, staged)]  # of an older incarnation too: the head refuses it
         return self._do(message, self._holdings) if current and self._holdings else []
 
     def _do(self, message: Any, holdings: Holdings) -> Sent:
-        """What the head has decided."""
+        """A decision of the head."""
         match message:
             case Apply():
                 push = self._pushes.pop(message.ticket)
@@ -96,14 +95,14 @@ class Store:
                 )
                 self._storage.newest = message.version
                 return []
-            case Give():
+            case SendParameters():
                 values, buffers = holdings.values()
                 part = ParametersPart(
                     server=self._number, incarnation=self._incarnation, ticket=message.ticket, share=message.share,
                     version=message.version, values=values, buffers=buffers,
                 )  # fmt: skip
                 return [(Address("worker", message.worker), part)]
-            case Keep():
+            case TakeSnapshot():
                 kept = self._storage.snapshots
                 kept[message.version] = (
                     SnapshotKind(incarnation=self._incarnation, state=message.state),
@@ -119,7 +118,7 @@ class Store:
                         ),
                     )
                 ]
-            case Drop():
+            case DropPush():
                 self._pushes.pop(message.ticket, None)
                 return []
             case _:
@@ -128,13 +127,15 @@ class Store:
     def _restore(self, message: Restore) -> Sent:
         storage = self._storage
         for version in [version for version in storage.snapshots if version > message.version]:
-            del storage.snapshots[version]  # of updates that are no longer part of the history
+            del storage.snapshots[version]  # of updates that are lost
         storage.newest = message.version
         self._incarnation = message.incarnation
         self._holdings = self._build(storage.snapshots[message.version][1])
         self._pushes = {}
         return []
 
-    def _back(self, asked: int | None) -> tuple[Address, Back]:
+    def _back(self, asked: int | None) -> tuple[Address, ServerReport]:
         snapshots = {version: kind for version, (kind, _) in self._storage.snapshots.items()}
-        return HEAD, Back(server=self._number, asked=asked, snapshots=snapshots, newest=self._storage.newest)
+        return HEAD, ServerReport(
+            server=self._number, asked=asked, snapshots=snapshots, newest=self._storage.newest
+        )

@@ -1,9 +1,9 @@
-"""Runs workers, servers and the head on a virtual clock: what happens when is decided by numbers that are
-given, so every run repeats to the bit.
+"""Runs workers, servers and the head on a virtual clock: given speeds and latencies decide what happens when,
+so every run is reproducible bit for bit.
 
-Events wait in a queue, by time and then by the order in which they were caused. Nothing takes time but a
-worker's share and a message between two processes. Messages between two processes arrive in order; what is on
-its way to a process that is killed is lost.
+Events wait in a queue, by time and then by the order in which they were caused. Only computing a share and
+sending a message between two processes take time. Messages between two processes arrive in order; those on
+their way to a killed process are lost.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from meshloom.core.random import derive
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a cluster is made of. head: of an incarnation. store: of a server's number. compute: a worker's
-    share; called when the worker is done with it."""
+    """How a cluster creates its machines. head: from an incarnation. store: from a server's number. compute:
+    a worker's task; called when the worker is done with it."""
 
     head: Callable[[int], Head]
     store: Callable[[int], Store]
@@ -36,15 +36,15 @@ class Parts:
 
 
 class VirtualCluster:
-    """num_workers: those that are there at the start. `seconds` is the time; busy: seconds that each worker
-    has spent on shares that it finished."""
+    """num_workers: at the start. seconds: the time. busy: seconds that each worker has spent on shares that it
+    finished."""
 
     def __init__(
         self, parts: Parts, circumstances: Circumstances, *, num_servers: int, num_workers: int
     ) -> None:
         self.seconds = 0.0
         self.busy: defaultdict[int, float] = defaultdict(float)
-        # seconds that each worker was there, up to when it went
+        # seconds from each worker's joining to its end
         self.present: defaultdict[int, float] = defaultdict(float)
         self.head: Head = parts.head(0)
         self._parts = parts
@@ -53,7 +53,7 @@ class VirtualCluster:
         self._stores: dict[int, Store] = {}
         self._workers: dict[int, Worker] = {}
         self._since: dict[int, float] = {}  # when the worker came
-        # of each process; a message reaches only the start that it was sent to
+        # of each process; a message does not reach a later start
         self._starts: Counter[Address] = Counter()
         # when the newest message from one process arrives at the other
         self._last: dict[tuple[Address, Address], float] = {}
@@ -70,18 +70,19 @@ class VirtualCluster:
 
     @property
     def workers(self) -> list[Worker]:
-        """Those that are there."""
+        """Those that take part."""
         return list(self._workers.values())
 
     def run(self) -> Iterator[Event]:
-        """Until all updates are made and kept, and the workers have gone; yields what happens, at once."""
+        """Until all updates are done and in a snapshot, and the workers have ended; yields events as they
+        happen."""
         while self._queue:
             self.seconds, _, action = heapq.heappop(self._queue)
             action()
             yield from self.head.take_events()
         if not self.head.finished:
             raise TrainingError(
-                f"After update {max(self.head.version, 0)}, at {self.seconds:g} s, no worker is left or to come, so nothing more can happen. "
+                f"After update {max(self.head.version, 0)}, at {self.seconds:g} s, no worker is left and none will join, so nothing more can happen. "
                 "Leave fewer incidents, or let a worker join."
             )
         for worker in list(self._workers):

@@ -1,12 +1,11 @@
-"""A worker of an asynchronous run: it joins, computes what it is given at the parameters that it is given,
-pushes, and waits for more.
+"""A worker of an asynchronous run: it joins, computes the gradient of a share at the parameters that it
+receives, pushes, and waits for the next.
 
-    joining --Part of every server--> computing --Push to every server--> waiting --Part of every server-->
-    computing ...
+    joining --parts of all servers--> computing --Push to every server--> waiting --parts of all servers--> ...
        ^                                                                     |
-       +---------------------- Rejoin, or a connection came back ------------+
+       +---------------------- Rejoin, or a connection was restored ---------+
 
-While it computes it takes messages but does not stop: what came of it is refused later, if it is void.
+Messages that arrive while it computes do not stop it: a void push is refused later.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from meshloom.asynchronous.protocol.messages import (
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Compute share `share` at `parts` (in order of servers), the parameters after update `version`."""
+    """Compute `share` at `parts` (in order of servers), the parameters after update `version`."""
 
     incarnation: int
     ticket: int
@@ -41,7 +40,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What came of a task. gradients: by server, what it holds of the gradient. changes, loss, norm: as in
+    """The result of a task. gradients: each server's part of the gradient. changes, loss, norm: as in
     `Push`."""
 
     gradients: Sequence[Any]
@@ -51,7 +50,7 @@ class Computed:
 
 
 class Worker:
-    """number: its own among the workers of a run. `task` is what it should compute now."""
+    """number: of the worker. task: what it computes now."""
 
     def __init__(self, number: int, num_servers: int) -> None:
         self.number = number
@@ -64,12 +63,12 @@ class Worker:
         self._leaving = False
 
     def connected(self) -> Sent:
-        """A connection to the servers is there, for the first time or again after it was lost, and messages
-        with it."""
+        """The servers are connected, for the first time or after connections, and messages with them, were
+        lost."""
         return [] if self.task or self.ended else [self._join()]
 
     def receive(self, message: Any) -> Sent:
-        """Of servers and the head."""
+        """A message of a server or the head."""
         if self.ended:
             return []
         match message:
@@ -78,7 +77,7 @@ class Worker:
             case Rejoin():
                 if self.task or message.ticket not in (None, self._pushed[1]):
                     return []
-                # a push that came twice is refused twice, and joining twice would make the first lease void
+                # a push that arrived twice is refused twice, and joining twice would void the first lease
                 self._pushed = (-1, -1)
                 return [self._join()]
             case Done():
@@ -88,8 +87,7 @@ class Worker:
                 raise AssertionError(f"a worker does not take {type(message).__name__}")
 
     def computed(self, computed: Computed) -> Sent:
-        """The task is done. Its gradient is pushed, unless something newer came meanwhile: then that is the
-        task."""
+        """The task is done: push its gradient, unless a newer lease has arrived meanwhile."""
         task, self.task = self.task, None
         assert task is not None
         sent: Sent = []
@@ -111,7 +109,7 @@ class Worker:
         return sent
 
     def leave(self) -> Sent:
-        """End as soon as what is being computed is pushed."""
+        """End as soon as the current task is pushed."""
         self._leaving = True
         if self.task or self.ended:
             return []
@@ -133,7 +131,7 @@ class Worker:
         return []
 
     def _begin(self) -> None:
-        """Take up the newest ticket, if its parts are there."""
+        """Begin the newest ticket, if all its parts have arrived."""
         if len(self._parts) < self._num_servers:
             return
         parts = [self._parts[server] for server in range(self._num_servers)]

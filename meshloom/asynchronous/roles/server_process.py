@@ -38,14 +38,14 @@ from meshloom.asynchronous.protocol.head import STARTS, Head
 from meshloom.asynchronous.protocol.messages import (
     HEAD,
     Address,
-    Back,
-    Broken,
     Join,
     Leave,
+    NotFinitePush,
     ParametersPart,
     Push,
     PushStaged,
     Sent,
+    ServerReport,
     SnapshotKept,
 )
 from meshloom.asynchronous.protocol.store import Storage, Store
@@ -210,7 +210,7 @@ class ServerProcess:
             if wrong := what_is_not_finite(
                 message.gradients, message.loss, message.norm if self._job.clip_grad_norm is not None else 0.0
             ):
-                self._send([(HEAD, Broken(server=self._number, worker=message.worker))])
+                self._send([(HEAD, NotFinitePush(server=self._number, worker=message.worker))])
                 raise MessageError(f"A Push of worker {message.worker} whose {wrong} is not finite.")
             self._reports.carried("push", message.gradients, message.changes)
             self._send(self._store.receive(message))
@@ -239,7 +239,7 @@ class ServerProcess:
         message = decode(event.header, event.tensors)
         if self._head is None:
             self._send(self._store.receive(message))
-        elif isinstance(message, PushStaged | Broken | SnapshotKept | Back):
+        elif isinstance(message, PushStaged | NotFinitePush | SnapshotKept | ServerReport):
             self._servers[message.server] = event.peer
             self._send(self._head.receive(message))
 

@@ -1,1 +1,1 @@
-"""What other processes can know of a rank: what it does, and what it left to say."""
+"""What other processes can see of a rank: its current activity, and the note that it leaves when it aborts."""

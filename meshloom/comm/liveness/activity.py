@@ -1,9 +1,8 @@
-"""What a rank is doing at this moment, written where another process can read it, also after the rank was
-killed.
+"""A rank's current activity, written where another process can read it, even after the rank was killed.
 
     a rank      enter("saving", 12)   began(1F3)   waits()   goes_on()   ended(1F3)       about a microsecond each, no system call
                       |
-    a record of 80 bytes: private, or in a page of shared memory that the launcher has made
+    a record of 80 bytes: private, or in a page of shared memory that the launcher has created
                       |
     launcher    read(page) -> Snapshot -> "computing 1F3 of step 12 (stage 1, forward of microbatch 3)"
 
@@ -27,7 +26,7 @@ Phase = Literal[
 PHASES: tuple[Phase, ...] = get_args(Phase)
 PAGE_BYTES = 4096
 KINDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
-WARM_UP_STEPS = 2  # their actions are not typical: memory is touched for the first time, kernels are chosen
+WARM_UP_STEPS = 2  # whose actions take longer: memory is touched for the first time, kernels are selected
 
 _MARK = b"meshloom activity 1".ljust(24, b"\0")
 _RECORD = struct.Struct("=5q2d")  # phase, step, stage, kind, microbatch, since, longest
@@ -36,7 +35,7 @@ _WAITS, _MOVED = (_START + _RECORD.size) // 8, (_START + _RECORD.size) // 8 + 1 
 
 
 class ActionLike(Protocol):
-    """A piece of a rank's work in a pipeline, as `pipeline/schedules/schedule.py` has it."""
+    """An action of a pipeline schedule (`pipeline/schedules/schedule.py`)."""
 
     @property
     def stage(self) -> int: ...
@@ -48,14 +47,14 @@ class ActionLike(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ActivitySnapshot:
-    """What a rank was doing when somebody looked.
+    """A rank's activity at one moment.
 
-    step: the batch's number; in "between steps", "comparing", "evaluating" and "saving" how many steps are
+    step: the batch's number; in "between steps", "comparing", "evaluating" and "saving" the number of steps
         done.
-    stage, kind, microbatch: of the action, in "computing" and "before"; of "chunk", microbatch is the chunk's
-    number in the batch. since: when this began. moved: when the rank last began something, or stopped to wait
-    within it. waits: for another rank, now. longest_seconds: that an action of this stage and kind took at
-    most; 0: not known yet.
+    stage, kind, microbatch: of the action, in "computing" and "before"; in "chunk", microbatch is the chunk's
+        number in the batch. since: when this activity began. moved: when the rank last began an activity, or
+        ended a wait. waits: whether it waits for another rank now. longest_seconds: of an action of this stage
+        and kind so far; 0: not known yet.
     """
 
     phase: Phase
@@ -111,9 +110,9 @@ class ActivitySnapshot:
 
 
 class Activity:
-    """Where a rank writes what it is doing. It is a listener of pipeline runs too.
+    """Records a rank's activity. It is also a listener of pipeline runs.
 
-    page: `PAGE_BYTES` bytes that `new_page` has marked; None: nobody looks on but this process.
+    page: `PAGE_BYTES` bytes that `new_page` has marked; None: private memory.
     """
 
     def __init__(self, page: memoryview | None = None) -> None:
@@ -126,7 +125,7 @@ class Activity:
         self._longest: dict[tuple[int, str], float] = {}
 
     def enter(self, phase: Phase, step: int = 0, microbatch: int = 0) -> None:
-        """Something else than an action begins."""
+        """An activity other than an action begins."""
         self._step = step
         _RECORD.pack_into(
             self._page, _START, PHASES.index(phase), step, 0, 0, microbatch, time.monotonic(), 0.0
@@ -134,19 +133,19 @@ class Activity:
         self._doubles[_WAITS] = 0.0
 
     def follow(self, actions: Sequence[ActionLike]) -> None:
-        """A run of these actions comes, in the step that was entered last."""
+        """A run of these actions begins, in the step that was entered last."""
         self._next = list(reversed(actions))
         self._runs += 1
         if self._next:
             self._write(_BEFORE, self._next[-1], time.monotonic())
 
     def began(self, action: ActionLike) -> None:
-        """What the action needs is there."""
+        """The action's inputs are there, and it begins."""
         self._began = time.monotonic()
         self._write(_COMPUTING, action, self._began)
 
     def ended(self, action: ActionLike) -> None:
-        """It has run; the next one comes, or the messages that it needs are waited for."""
+        """The action has ended; the next one, or the wait for its messages, begins."""
         now = time.monotonic()
         if self._runs > WARM_UP_STEPS:
             key = action.stage, action.kind
@@ -157,16 +156,16 @@ class Activity:
             self._write(_BEFORE, self._next[-1], now)
 
     def waits(self) -> None:
-        """From now on this rank waits for another one."""
+        """This rank begins to wait for another one."""
         self._doubles[_WAITS] = time.monotonic()
 
     def goes_on(self) -> None:
-        """What it waited for has come."""
+        """The wait has ended."""
         self._doubles[_WAITS] = 0.0
         self._doubles[_MOVED] = time.monotonic()
 
     def now(self) -> ActivitySnapshot:
-        """What this rank itself has written."""
+        """This rank's own activity."""
         snapshot = read(self._page)
         assert snapshot
         return snapshot
@@ -190,18 +189,17 @@ _BEFORE, _COMPUTING = PHASES.index("before"), PHASES.index("computing")
 
 
 def new_page() -> bytearray:
-    """What a page holds before its rank has written anything."""
+    """The content of a page before its rank has written anything."""
     return bytearray(_MARK.ljust(PAGE_BYTES, b"\0"))
 
 
 def is_page(page: memoryview) -> bool:
-    """Whether `new_page` has made what lies there."""
+    """Whether the page was created by `new_page`."""
     return len(page) == PAGE_BYTES and bytes(page[:_START]) == _MARK
 
 
 def read(page: memoryview) -> ActivitySnapshot | None:
-    """What is written there; None if the rank is just writing. What a dead rank has left can always be
-    read."""
+    """The activity in a page; None while the rank is writing it. That of a dead rank can always be read."""
     for _ in range(3):  # a write in between shows as a difference
         seen, again = bytes(page[_START : (_MOVED + 1) * 8]), bytes(page[_START : (_MOVED + 1) * 8])
         if seen == again:

@@ -1,7 +1,7 @@
-"""The note that a rank leaves in its group's store when it aborts, for those who wait for it.
+"""The note that a rank leaves in its group's store when it aborts, for the ranks that wait for it.
 
-A store whose host can no longer be reached answers nobody, whatever time it is given, and keeps whoever
-asked. So a thread asks, and is left behind if it does not come back.
+A store whose host cannot be reached blocks its caller for ever, whatever the timeout. So a thread makes the
+call, and is abandoned if it does not return.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Notes:
         self._asking: Thread | None = None
 
     def leave(self, member: str) -> None:
-        """Say that `member` has aborted, if the store can be reached."""
+        """Note that `member` has aborted, if the store can be reached."""
         self._ask(lambda store: store.set(_NOTE, member))
 
     def who_left(self) -> str | None:
@@ -31,13 +31,13 @@ class Notes:
         return self._ask(lambda store: store.get(_NOTE).decode() if store.check([_NOTE]) else None)
 
     def _ask(self, question: Callable[[dist.Store], str | None]) -> str | None:
-        """None: there is no answer, or none yet; while a question is open there is no other."""
+        """None: there is no answer, or none in time. A call that is still open prevents another."""
         answers: list[str | None] = []
 
         def ask() -> None:
             try:
                 answers.append(question(self._find_store()))
-            except RuntimeError:  # it went away with its host: everybody's connections have closed
+            except RuntimeError:  # the store has ended with its host
                 answers.append(None)
 
         if self._asking is not None and self._asking.is_alive():

@@ -1,4 +1,4 @@
-"""A worker's end: connections to the servers of its job, each made again whenever it ends.
+"""A worker's end: connections to the servers of its job, each reopened whenever it ends.
 
     with Connections(["192.168.0.5:5000"], key, limits) as connections:
         for event in connections.poll(timeout_seconds=1.0):
@@ -7,8 +7,8 @@
                 case Message(peer, header, tensors): ...
                 case Lost(peer): ...  # a Joined with another number follows when the server is back
 
-Connections belong to one thread. They are kept alive and encrypted beside it, whatever that thread computes;
-a lost one is made again by `poll`.
+Connections belong to one thread. ZeroMQ's own thread keeps them alive and encrypts, whatever that thread
+computes; `poll` reopens a lost one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from meshloom.core.errors import PeerLostError
 
 
 class Connections:
-    """To the servers at these addresses (HOST:PORT), which need not be there yet. Raises `EndpointError` for
-    addresses that cannot be."""
+    """To the servers at these addresses (HOST:PORT), which need not be running yet. Raises `EndpointError` for
+    malformed or unknown addresses."""
 
     def __init__(
         self,
@@ -56,35 +56,34 @@ class Connections:
 
     @property
     def peers(self) -> dict[int, str]:
-        """The servers that are there: number of the connection -> address, in the order of addresses."""
+        """The connected servers: number of the connection -> address, in the order of addresses."""
         return {each.peer: each.address for each in self._connections if each.peer is not None}
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
-        """Those of now, for a poller that waits for other things too."""
+        """The current sockets, for a poller that also waits for others."""
         return [each for connection in self._connections for each in connection.sockets]
 
     @property
     def num_refused(self) -> int:
-        """Malformed messages so far, of servers that do have the job's key."""
+        """Malformed messages so far, from servers that have the job's key."""
         return sum(each.num_refused for each in self._connections)
 
     def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> PendingSend:
-        """Send without waiting; tensors are not copied and stay as they are until the `PendingSend` is done.
+        """Send without waiting; tensors are not copied, and must not change until the `PendingSend` is done.
 
-        Raises `PeerLostError` if that connection has ended, `MessageError` if the server has not taken what
-        was sent before.
+        Raises `PeerLostError` if that connection has ended, `MessageError` if the server's queue is full.
         """
         return self._connection_of(peer).send(write_frames(header, tensors, self.limits))
 
     def drop(self, peer: int) -> None:
-        """End a connection, for example of a server that does not answer: a `Lost` follows, and a new one is
-        made."""
+        """End a connection, for example of a server that does not answer: a `Lost` follows, and it is
+        reopened."""
         self._connection_of(peer).end()
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """What happened, in order; waits for the first at most this long. Raises `EndpointError` if a server
-        does not take the key."""
+        """The events since the last call, in order; waits for the first at most this long. Raises
+        `EndpointError` if a server refuses the key."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             for each in self._connections:
@@ -103,10 +102,10 @@ class Connections:
             poller.poll(max(1, int((until - now) * 1000)))
 
     def close(self, linger_seconds: float = 1.0) -> None:
-        """End all connections once servers have taken what was sent, or after this long."""
+        """End all connections once servers have received everything, or after this long."""
         for each in self._connections:
             each.close(linger_seconds)
-        self._context.destroy()  # whatever is still open would be waited for without an end otherwise
+        self._context.destroy()  # `term` would wait for open sockets for ever
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""A server's end: it listens at one address, and workers that have the job's key come and go.
+"""A server's end: it listens at one address; workers that have the job's key connect and disconnect.
 
     with Endpoint("192.168.0.5:0", key, limits) as endpoint:
         for event in endpoint.poll(timeout_seconds=1.0):
@@ -7,8 +7,8 @@
                 case Message(peer, header, tensors): endpoint.send(peer, Header(kind=ANSWER,
                 answers=header.sequence), [parameters]) case Lost(peer): ...
 
-An endpoint belongs to one thread. Connections are kept alive and encrypted beside it, whatever that thread
-computes; who is new is let in by the next `poll`.
+An endpoint belongs to one thread. ZeroMQ's own thread keeps connections alive and encrypts, whatever that
+thread computes; the next `poll` admits new workers.
 """
 
 from __future__ import annotations
@@ -42,18 +42,17 @@ from meshloom.comm.messaging.wire_format import FrameLimits, Header, read_frames
 from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
 _MOST_PER_POLL = 16  # messages of one poll
-# how long the messages of a peer that has gone may take to be read, where others keep coming
+# how long a disconnected peer's messages may take to be read while others keep arriving
 _LAST_WORDS_SECONDS = 1.0
 _DOMAIN = "meshloom"
 
 
 @dataclass
 class RefusedCounts:
-    """What was refused so far.
+    """Counts of what was refused so far.
 
-    connections: that ended before their peer was let in: no key, another job's, or not a peer of this kind at
-    all. keys: how many of them had shown a key. messages: of peers that had been let in. last: why the last
-    message was refused.
+    connections: that ended before their peer was admitted: no key, another job's key, or another protocol.
+    keys: how many of them showed a key. messages: of admitted peers. last: why the last message was refused.
     """
 
     connections: int = 0
@@ -62,8 +61,7 @@ class RefusedCounts:
     last: str = ""
 
     def message(self, why: str) -> None:
-        """Count a message that was refused; also for the endpoint's user, for messages that make no sense to
-        it."""
+        """Count a refused message; the endpoint's user counts those here that are senseless to it."""
         self.messages += 1
         self.last = why
 
@@ -77,8 +75,7 @@ class _Peer:
 
 
 class _KeyCheck:
-    """Answers ZeroMQ's question whom to let in (its RFC 27): who has shown the workers' key, and nobody
-    else."""
+    """Answers ZeroMQ's authentication requests (its RFC 27): only the workers' key is accepted."""
 
     def __init__(self, context: zmq.Context[Any], workers_public: str) -> None:
         self._workers_key = z85.decode(workers_public.encode())
@@ -87,7 +84,7 @@ class _KeyCheck:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def answer(self) -> int:
-        """Answer all questions; how many had another key."""
+        """Answer all requests; how many had another key."""
         refused = 0
         while (frames := receive(self.socket, 8)) is not None:
             request = [frame.bytes for frame in frames]
@@ -104,11 +101,11 @@ class _KeyCheck:
 
 
 class Endpoint:
-    """Listens at exactly the address given (HOST:PORT; port 0 lets the kernel choose) from its making until
-    `close`. Raises `EndpointError`.
+    """Listens at exactly the given address (HOST:PORT; port 0 lets the kernel choose) until `close`. Raises
+    `EndpointError`.
 
-    listening: the descriptor of a socket that listens at that address already, which a server that is started
-        again finds as it was.
+    listening: the descriptor of a socket that already listens at that address, so that a restarted server
+        keeps it.
     """
 
     def __init__(
@@ -126,13 +123,13 @@ class Endpoint:
         self._numbers: dict[bytes, int] = {}
         self._peer_of_descriptor: dict[int, int] = {}  # descriptor of a connection -> peer
         self._open: set[int] = set()  # descriptors of connections
-        # peers whose connection ended, and until when their messages are still read
+        # peers whose connection ended -> until when their messages are still read
         self._ending: dict[int, float] = {}
         self._events: deque[Event] = deque()
         self._num_joined = 0
         self._context: zmq.Context[Any] = zmq.Context()
         self._patience = patience or SocketLimits()
-        # before anybody can connect: without it, every key would do
+        # before anybody can connect: without it every key would be accepted
         self._keys = _KeyCheck(self._context, key.workers_public)
         self._router = open_socket(self._context, zmq.ROUTER, limits, self._patience)
         self._router.setsockopt(zmq.IPV6, six)
@@ -145,7 +142,7 @@ class Endpoint:
         if listening is not None:
             self._router.setsockopt(zmq.USE_FD, listening)
         self._monitor = ConnectionMonitor(self._context, self._router)
-        # for a poller that waits for other things too
+        # for a poller that also waits for others
         self.sockets = [self._keys.socket, self._router, self._monitor.socket]
         self._poller = zmq.Poller()
         for each in self.sockets:
@@ -161,14 +158,14 @@ class Endpoint:
 
     @property
     def peers(self) -> frozenset[int]:
-        """Those that have joined and are not lost."""
+        """The admitted peers that are not lost."""
         return frozenset(self._peers)
 
     def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> PendingSend:
-        """Send without waiting; tensors are not copied and stay as they are until the `PendingSend` is done.
+        """Send without waiting; tensors are not copied, and must not change until the `PendingSend` is done.
 
-        Raises `PeerLostError` if the peer is gone, `MessageError` if it has not taken what was sent before
-        (decide: later, or `drop` it).
+        Raises `PeerLostError` if the peer is gone, `MessageError` if its queue is full (send later, or `drop`
+        the peer).
         """
         if peer not in self._peers:
             raise PeerLostError(f"Peer {peer} is gone.")
@@ -185,14 +182,14 @@ class Endpoint:
             raise PeerLostError(f"Peer {peer} at {known.address} is gone.") from None
 
     def drop(self, peer: int) -> None:
-        """Treat a peer as lost: nothing more is read from it, and a `Lost` follows. Its connection stays
-        until the peer or the endpoint closes."""
+        """Treat a peer as lost: nothing more is read from it, and a `Lost` follows. Its connection stays open
+        until the peer or the endpoint closes it."""
         if peer in self._peers:
             self._lose(peer)
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """What happened, in order; waits for the first at most this long. Lets in who shows the job's key,
-        and reads some 16 messages at most."""
+        """The events since the last call, in order; waits for the first at most this long. Admits peers that
+        show the job's key, and reads some 16 messages at most."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             self.refused.keys += self._keys.answer()
@@ -207,7 +204,7 @@ class Endpoint:
             self._poller.poll(max(1, int(remaining * 1000)))
 
     def close(self, linger_seconds: float = 1.0) -> None:
-        """Stop listening, and end once peers have taken what was sent, or after this long."""
+        """Stop listening, and end once peers have received everything, or after this long."""
         if self._context.closed:
             return
         self._monitor.close()
@@ -238,9 +235,9 @@ class Endpoint:
                     self.refused.connections += 1
 
     def _read(self) -> None:
-        """Messages that are there, then the loss of peers that have nothing more to be read."""
+        """Read the messages that have arrived; then report the loss of disconnected peers."""
         for _ in range(_MOST_PER_POLL):
-            # one more than allowed, so that it is seen
+            # one more than allowed, so that an excess is noticed
             frames = receive(self._router, 2 + self.limits.num_tensors + 1)
             if frames is None:
                 for peer in list(self._ending):
@@ -253,7 +250,7 @@ class Endpoint:
     def _take(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         peer = self._numbers.get(identity)
         if peer is None:
-            if len(frames) == 1 and not len(frames[0]):  # what a connection sends first, by itself
+            if len(frames) == 1 and not len(frames[0]):  # ZeroMQ's probe, which a connection sends first
                 self._welcome(identity, frames[0])
             else:
                 self.refused.message("A message of nobody who is there.")
@@ -267,12 +264,12 @@ class Endpoint:
 
     def _welcome(self, identity: bytes, frame: zmq.Frame) -> None:
         descriptor = int(frame.get(zmq.SRCFD))
-        self._read_monitor()  # whatever happened on this descriptor before is known now
+        self._read_monitor()  # earlier events of this descriptor are known now
         if descriptor not in self._open:
-            return  # gone already, before anybody knew that it had come
+            return  # it has already disconnected
         if (
             descriptor in self._peer_of_descriptor
-        ):  # its peer went before this one came, and was welcomed late
+        ):  # its former peer disconnected before, and was admitted late
             self._lose(self._peer_of_descriptor[descriptor])
         self._num_joined += 1
         peer = _Peer(

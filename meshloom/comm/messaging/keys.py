@@ -1,10 +1,9 @@
-"""The keys of one job: one pair for its servers, one for its workers, in two files that only their user can
-read.
+"""The keys of one job: a pair for its servers and a pair for its workers, in two files that only their user
+can read.
 
-Who has the servers' file can be a server of the job, who has the workers' file can join it as a worker. A
-worker talks to nobody but a server of its job, since it knows the servers' public key; a server to nobody but
-workers of its job, since it knows theirs. Keys are those of CURVE (Curve25519, Bernstein 2006), as text of 40
-characters (Z85).
+Whoever has the servers' file can be a server of the job, and whoever has the workers' file can join it as a
+worker. Each side knows the other's public key, so workers connect only to servers of their job, and servers
+accept only its workers. Keys are those of CURVE (Curve25519, Bernstein 2006), as text of 40 characters (Z85).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MOST_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ServerKey:
-    """What a server of a job knows: its own pair, and the public key of the job's workers."""
+    """The keys of a server: its own pair, and the public key of the job's workers."""
 
     public: str
     secret: str = field(repr=False)
@@ -38,7 +37,7 @@ class ServerKey:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerKey:
-    """What a worker of a job knows: its own pair, and the public key of the job's servers."""
+    """The keys of a worker: its own pair, and the public key of the job's servers."""
 
     public: str
     secret: str = field(repr=False)
@@ -60,7 +59,7 @@ def make_keys() -> tuple[ServerKey, WorkerKey]:
 
 
 def write_key(path: Path, key: ServerKey | WorkerKey) -> None:
-    """Make the file, with mode 0600. Raises `EndpointError` if it is there already or cannot be made."""
+    """Create the file, with mode 0600. Raises `EndpointError` if it exists or cannot be created."""
     if isinstance(key, ServerKey):
         content = {
             "meshloom": "server key",
@@ -79,10 +78,10 @@ def write_key(path: Path, key: ServerKey | WorkerKey) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise EndpointError(
-            f"The key file {path} cannot be made: {error.strerror}. Keys are never written over others."
+            f"The key file {path} cannot be created: {error.strerror}. Keys are never overwritten."
         ) from None
     with open(descriptor, "w", encoding="utf-8") as file:
-        os.fchmod(descriptor, 0o600)  # whatever the umask has left of it
+        os.fchmod(descriptor, 0o600)  # whatever the umask is
         file.write(json.dumps(content, indent=1) + "\n")
 
 

@@ -1,7 +1,7 @@
-"""One connection of a worker to one server, made again whenever it ends.
+"""The connection of a worker to one server, reopened whenever it ends.
 
-Every connection has a socket and an identity of its own, so that nothing of one connection, neither sent nor
-received, gets into the next.
+Every connection has its own socket and identity, so that no message of one connection, sent or received,
+reaches the next.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from meshloom.comm.messaging.wire_format import Buffer, FrameLimits, read_frames
 from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
 _RETRY_SECONDS = 0.2
-_MOST_PER_POLL = 16  # messages in one look
-_MOST_BROKEN_HANDSHAKES = 5  # in a row; a single one may be a server that was killed in the middle of it
+_MOST_PER_POLL = 16  # messages
+_MOST_BROKEN_HANDSHAKES = 5  # in a row; a single one may be of a server that was killed meanwhile
 _HANDSHAKE_FAILED = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 
 
 class ServerConnection:
-    """To the server at `address`. What happens goes to `events`; each connection takes its number from
+    """To the server at `address`. Events are appended to `events`; each connection takes its number from
     `numbers`."""
 
     def __init__(
@@ -53,7 +53,7 @@ class ServerConnection:
         numbers: Iterator[int],
     ) -> None:
         self.address = address
-        self.peer: int | None = None  # the connection's number, once the server has let us in
+        self.peer: int | None = None  # the connection's number, once the server has accepted the key
         self.num_refused = 0
         self._context = context
         self._key = key
@@ -70,17 +70,17 @@ class ServerConnection:
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
-        """What wakes a poller when there is something to look at."""
+        """For a poller; none while there is no connection."""
         return [self._socket, self._monitor.socket] if self._socket and self._monitor else []
 
     @property
     def next_look(self) -> float:
-        """The time at which there is something to do, whatever arrives."""
+        """When `look` is due, even if nothing arrives."""
         return self._next_try if self.peer is None else float("inf")
 
     def look(self) -> None:
-        """Connect if it is time, follow what happened to the connection, read its messages. Raises
-        `EndpointError` if the key is not taken."""
+        """Connect if it is time, read the connection's events and messages. Raises `EndpointError` if the key
+        is refused."""
         if self.peer is None and time.monotonic() >= self._next_try:
             self._close(0.0)
             self._open()
@@ -88,17 +88,16 @@ class ServerConnection:
             return
         self._read_events()
         for _ in range(_MOST_PER_POLL):
-            # one more than allowed, so that it is seen
+            # one more than allowed, so that an excess is noticed
             if (frames := receive(self._socket, 1 + self._limits.num_tensors + 1)) is None:
                 if self._ended:
                     self.end()
                 return
-            self._read_events()  # what arrives, arrives after the handshake
+            self._read_events()  # messages follow the handshake, whose event may be unread
             self._take(frames)
 
     def send(self, frames: Sequence[Buffer]) -> PendingSend:
-        """To the server that is there. Raises `PeerLostError`, or `MessageError` if it does not take any
-        more."""
+        """To the connected server. Raises `PeerLostError`, or `MessageError` if its queue is full."""
         if self._socket is None or self._ended:
             raise PeerLostError(f"The connection to {self.address} has ended.")
         try:
@@ -113,7 +112,7 @@ class ServerConnection:
             ) from None
 
     def end(self) -> None:
-        """End this connection; the next is made a little later."""
+        """End this connection; the next is opened a little later."""
         self._close(0.0)
         self._next_try = time.monotonic() + _RETRY_SECONDS
         if self.peer is not None:
@@ -121,23 +120,23 @@ class ServerConnection:
             self.peer = None
 
     def close(self, linger_seconds: float) -> None:
-        """For good, once the server has taken what was sent, or after this long."""
+        """For good, once the server has received everything, or after this long."""
         self._close(linger_seconds if self.peer is not None else 0.0)
         self.peer = None
 
     def _open(self) -> None:
         try:
-            # again: a server that comes back may be at another address of the same name
+            # resolved every time: a restarted server may have another address under the same name
             host, port, six = resolve_address(self.address)
         except EndpointError:  # it was known when the worker started
             self._next_try = time.monotonic() + _RETRY_SECONDS
             return
         made = self._socket = open_socket(
             self._context, zmq.DEALER, self._limits, self._patience
-        )  # kept at once, so that whatever fails, it is closed
+        )  # assigned first, so that it is closed whatever fails
         made.setsockopt(zmq.IPV6, six)
         made.setsockopt(zmq.ROUTING_ID, b"W" + os.urandom(15))
-        # the server learns of every connection, before its first message
+        # tells the server of every connection before its first message
         made.setsockopt(zmq.PROBE_ROUTER, 1)
         made.setsockopt(zmq.CONNECT_TIMEOUT, max(1, round(self._patience.lost_after_seconds * 1000)))
         made.setsockopt(zmq.CURVE_SERVERKEY, self._key.servers_public.encode())

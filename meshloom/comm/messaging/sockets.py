@@ -1,9 +1,8 @@
-"""What endpoints and connections share: ZeroMQ sockets with bounded queues and heartbeats, their events, and
-frames in and out.
+"""ZeroMQ sockets with bounded queues and heartbeats, their connection events, and sending and receiving of
+frames: shared by endpoints and connections.
 
-A context has one thread that does all input and output, so that what it reports about connections comes in
-the order in which it happened. No socket connects again by itself: whoever uses it makes a new one, so that
-nothing queued for one connection reaches the next.
+A context has one I/O thread, so its events of connections arrive in order. Sockets do not reconnect: their
+user opens a new one, so that messages queued for one connection do not reach the next.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from meshloom.core.errors import EndpointError
 
 _ENVELOPE_BYTES = 256  # what CURVE adds to a frame, and more
 _HANDSHAKE_BYTES = 4096
-# -1, which says never, would throw away what has arrived as soon as a connection ends
+# -1 (never) would discard received messages as soon as a connection ends
 _NEVER_SECONDS = 1_000_000
-HANDSHAKE_SECONDS = 30.0  # a server may be busy for a while before it looks at a new peer's key
+HANDSHAKE_SECONDS = 30.0  # a server may be busy for a while before it checks a new peer's key
 MONITORED_EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_CONNECTED
@@ -41,8 +40,8 @@ MONITORED_EVENTS = (
 
 @dataclass(frozen=True)
 class Joined:
-    """A peer is there. Every connection is a new peer with a new number, also when the same process connects
-    again. address: HOST:PORT or HOST."""
+    """A peer was admitted. Every connection is a new peer with a new number, even of the same process.
+    address: HOST:PORT or HOST."""
 
     peer: int
     address: str
@@ -50,7 +49,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Lost:
-    """A peer has gone, and nothing more comes from it. What was on its way to it may be lost; none of it
+    """A peer has disconnected, and no more messages of it follow. Messages on their way to it may be lost; none
     arrives twice or later."""
 
     peer: int
@@ -59,8 +58,7 @@ class Lost:
 
 @dataclass(frozen=True, eq=False)
 class ReceivedMessage:
-    """From a peer that is there. The tensors use the memory that the message arrived in, and may be written
-    to."""
+    """From an admitted peer. The tensors use the memory of the received frames, and may be written to."""
 
     peer: int
     header: Header
@@ -78,7 +76,7 @@ class PendingSend:
 
     @property
     def done(self) -> bool:
-        """Whether the tensors' memory is free again: the bytes have been encrypted, or the peer is gone."""
+        """Whether the tensors' memory may be reused: the bytes have been encrypted, or the peer is gone."""
         return self._tracker is None or self._tracker.done
 
     def wait(self, timeout_seconds: float) -> bool:
@@ -93,11 +91,11 @@ class PendingSend:
 
 @dataclass(frozen=True, kw_only=True)
 class SocketLimits:
-    """How long a peer may be silent, and how much may wait for it.
+    """How long a peer may be silent, and how many messages may be queued for it.
 
     lost_after_seconds: a peer whose machine or process does not answer is lost within this time (one that
-        ended is lost at once). A tensor must be sent in less than half of it, since heartbeats travel between
-        frames. queue_messages: that wait for a peer on this side, and as many on the other.
+        ended, immediately). A tensor must be sent in less than half of it, since heartbeats travel between
+        frames. queue_messages: for a peer on this side, and as many on the other.
     """
 
     lost_after_seconds: float = 10.0
@@ -113,7 +111,7 @@ class SocketLimits:
 def open_socket(
     context: zmq.Context[Any], kind: int, limits: FrameLimits, patience: SocketLimits
 ) -> zmq.Socket[Any]:
-    """A socket that takes no larger frames, queues no more messages, and notices dead peers."""
+    """A socket that limits frames and queues, and detects dead peers."""
     made: zmq.Socket[Any] = context.socket(kind)
     made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.SNDHWM, patience.queue_messages)
@@ -130,19 +128,18 @@ class ConnectionMonitor:
     """The events of a socket's connections, in order: (event, descriptor or detail)."""
 
     def __init__(self, context: zmq.Context[Any], watched: zmq.Socket[Any]) -> None:
-        # A name that no watch has had: the thread that does input and output lets go of one that was closed a
-        # little later.
+        # a new name each time: the I/O thread releases that of a closed monitor a little later
         name = f"inproc://watch-{secrets.token_hex(16)}"
         watched.monitor(name, MONITORED_EVENTS)
         self.socket: zmq.Socket[Any] = context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
-        # a full queue would stop the thread that does all input and output
+        # a full queue would stop the I/O thread
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.connect(name)
         self._watched = watched
 
     def events(self) -> Iterator[tuple[int, int]]:
-        """Those that happened since the last call."""
+        """Since the last call."""
         while (frames := receive(self.socket, 2)) is not None:
             event = parse_monitor_message([frame.bytes for frame in frames])
             yield int(event["event"]), int(event["value"])
@@ -153,7 +150,7 @@ class ConnectionMonitor:
 
 
 def receive(source: zmq.Socket[Any], most: int) -> list[zmq.Frame] | None:
-    """The first `most` frames of the next message, None if there is none. The others are let go."""
+    """The first `most` frames of the next message, whose others are dropped; None if there is none."""
     try:
         frame = source.recv(zmq.DONTWAIT, copy=False)
     except zmq.Again:
@@ -167,13 +164,13 @@ def receive(source: zmq.Socket[Any], most: int) -> list[zmq.Frame] | None:
 
 
 def send(target: zmq.Socket[Any], frames: Sequence[Buffer]) -> PendingSend:
-    """Hand over the frames, whose memory is used as it is. Raises `zmq.Again` or another `zmq.ZMQError`, and
-    then nothing is sent."""
+    """Send frames without copying them. Raises `zmq.Again` or another `zmq.ZMQError`, and then nothing is
+    sent."""
     return PendingSend(target.send_multipart(frames, zmq.DONTWAIT, copy=False, track=True))
 
 
 def resolve_address(address: str) -> tuple[str, int, bool]:
-    """HOST:PORT as an address of the network, its port, and whether it is IPv6. Raises `EndpointError`.
+    """The numeric address of HOST:PORT, its port, and whether it is IPv6. Raises `EndpointError`.
 
     >>> resolve_address("127.0.0.1:5000")
     ('127.0.0.1', 5000, False)

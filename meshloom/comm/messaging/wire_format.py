@@ -1,12 +1,12 @@
-"""A message between peers that come and go: a fixed header, then the raw bytes of its tensors, one frame
-each.
+"""The wire format of messages between servers and workers: a fixed header, then the raw bytes of each tensor,
+one frame each.
 
     header frame    48 bytes: magic, format, kind, worker, number of tensors, sequence, answers, step, version
                     per tensor: dtype, number of dims, bytes, size of each dim
-    tensor frames   the elements in C order, as they lie in memory
+    tensor frames   the elements in C order
 
-All numbers are little-endian, all bytes have a meaning, and only one: whatever can be read is written the
-same way. Nothing is unpickled or evaluated. What is not exactly so is refused with `MessageError`.
+All numbers are little-endian. Every message has exactly one encoding. Nothing is unpickled or evaluated.
+Anything malformed is refused with `MessageError`.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a message is about. The transport gives no meaning to any of it.
+    """The fields of a message, which mean nothing to the transport.
 
-    kind: which message it is (16 bits). worker: which worker it is from or for (32 bits). sequence: the
-    sender's count of messages. answers: the sequence of the message that this one answers. step: the sender's
-    step. version: of the parameters it is about.
+    kind: of the message (16 bits). worker: the sender or receiver (32 bits). sequence: the sender's count of
+    messages. answers: the sequence number of the message that this one answers. step: the sender's step.
+    version: of the parameters concerned.
     """
 
     kind: int
@@ -78,8 +78,8 @@ class Header:
 
 @dataclass(frozen=True, kw_only=True)
 class FrameLimits:
-    """What a peer takes and sends at most, known before anything arrives. Larger frames end the connection
-    before their memory is taken.
+    """The largest messages that a peer accepts and sends, known in advance. Larger frames end the connection
+    before memory is allocated for them.
 
     kinds: of messages. num_tensors: in one message. tensor_bytes: of one tensor.
     """
@@ -105,7 +105,7 @@ class FrameLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A tensor without its elements."""
+    """A tensor's dtype and shape."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -116,10 +116,10 @@ class TensorSpec:
 
 
 def write_frames(header: Header, tensors: Sequence[Tensor], limits: FrameLimits) -> list[Buffer]:
-    """The header's bytes, then each tensor's memory itself (a copy only of tensors that are not contiguous).
+    """The header's bytes, then each tensor's memory (copied only if it is not contiguous).
 
-    Raises `MessageError` for what the limits do not allow and for tensors that are not on the CPU or of a
-    dtype that cannot travel.
+    Raises `MessageError` beyond the limits, and for tensors that are not on the CPU or whose dtype cannot be
+    sent.
     """
     described = [_describe(tensor) for tensor in tensors]
     check_limits(limits, header, described)
@@ -127,8 +127,8 @@ def write_frames(header: Header, tensors: Sequence[Tensor], limits: FrameLimits)
 
 
 def read_frames(frames: Sequence[Buffer], limits: FrameLimits) -> tuple[Header, list[Tensor]]:
-    """Header and tensors, which use the frames' memory (writable if the frames are). Raises `MessageError`
-    for anything malformed."""
+    """Header and tensors, which use the frames' memory (writable if the frames are). Raises `MessageError` if
+    malformed."""
     if not frames:
         raise MessageError("A message without a header.")
     header, described = read_header(frames[0], limits)
@@ -152,8 +152,8 @@ def write_header(header: Header, tensors: Sequence[TensorSpec]) -> bytes:
 
 
 def read_header(frame: Buffer, limits: FrameLimits) -> tuple[Header, list[TensorSpec]]:
-    """Header and the tensors that it describes, within the limits. Raises `MessageError` for anything
-    else."""
+    """Header and the dtypes and shapes of its tensors. Raises `MessageError` if malformed or beyond the
+    limits."""
     if not _FIXED.size <= len(frame) <= limits.header_bytes:
         raise MessageError(f"A header of {len(frame)} bytes; it has {_FIXED.size} to {limits.header_bytes}.")
     magic, form, kind, worker, num_tensors, sequence, answers, step, version = _FIXED.unpack_from(frame)
@@ -178,7 +178,7 @@ def read_header(frame: Buffer, limits: FrameLimits) -> tuple[Header, list[Tensor
 
 
 def check_limits(limits: FrameLimits, header: Header, tensors: Sequence[TensorSpec]) -> None:
-    """Raise `MessageError` for a message that is not within the limits."""
+    """Raise `MessageError` for a message beyond the limits."""
     if header.kind not in limits.kinds:
         raise MessageError(
             f"A message of kind {header.kind}; known are {', '.join(map(str, sorted(limits.kinds)))}."
@@ -201,7 +201,7 @@ def _read_described(frame: Buffer, offset: int) -> tuple[TensorSpec, int]:
     code, num_dims, num_bytes = _TENSOR.unpack_from(frame, offset)
     offset += _TENSOR.size
     if code not in DTYPES:
-        raise MessageError(f"A tensor of dtype code {code}, which there is not.")
+        raise MessageError(f"A tensor of dtype code {code}, which does not exist.")
     if num_dims > MOST_DIMS:
         raise MessageError(f"A tensor of {num_dims} dims; {MOST_DIMS} are allowed.")
     if len(frame) - offset < 8 * num_dims:

@@ -1,17 +1,16 @@
-"""Finds the rank that hangs: it computes far longer than it ever did, or was stopped, and the others wait for
+"""Finds the rank that hangs: it computes far longer than ever before, or is stopped, and the others wait for
 it.
 
-The launcher looks a few times a second at what each rank says that it does (`comm/liveness/activity.py`) and
-at what the system says of its process. A run that is slow, on a machine under load, or held up together with
-the launcher is none that hangs:
+The launcher looks a few times a second at each rank's activity (`comm/liveness/activity.py`) and at the state
+of its process. Slow runs, loaded machines and pauses of the launcher itself are no hangs. A rank hangs only
 
-    only in an action of a pipeline whose usual time is known, after the first steps; never in reading,
-    saving, evaluating, or the user's own code for `seconds` and for ten times the longest that such an action
-    took
-    only time counts in which the launcher had its turns too (not while the machine slept), and half of it not
-    spent on waiting for a core only while the other ranks of the replica wait
+    - in an action of a pipeline whose usual time is known, after the first steps; never while it reads, saves,
+      evaluates, or runs the user's own code;
+    - after `seconds`, and ten times the longest such action. Only time in which the launcher ran too counts
+      (not while the machine slept), and at least half of it must not be spent waiting for a core;
+    - while the other ranks of the replica wait.
 
-A stopped process (SIGSTOP) is reported in whatever it was doing.
+A stopped process (SIGSTOP) is reported whatever it was doing.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from meshloom.launch.names import capital, rank_name
 
 DEFAULT_SECONDS = 7.0
 LOOK_SECONDS = 0.25  # between looks
-LONGEST_GAP_SECONDS = 1.0  # between two looks; what is more is the launcher's own sleep
+LONGEST_GAP_SECONDS = 1.0  # between two looks; beyond that the launcher itself did not run
 TIMES_LONGER = 10.0
 WAITING_SECONDS = 1.0  # how long the others have waited
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessState:
-    """What the system says of a process.
+    """The operating system's view of a process.
 
-    state: R runs or could, S sleeps, D waits for a disk, T is stopped, t is held by a debugger; "" where that
-    cannot be known. starved_seconds: how long its main thread has waited for a core, since it was started.
+    state: R runnable, S sleeping, D waiting for a disk, T stopped, t held by a debugger; "" if unknown.
+    starved_seconds: how long its main thread has waited for a core since its start.
     """
 
     state: str = ""
@@ -46,7 +45,7 @@ class ProcessState:
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """A rank that hangs, and what to say of it. is_stopped: its process does not run at all."""
+    """A rank that hangs, and the message about it. is_stopped: whether its process is stopped."""
 
     rank: int
     text: str
@@ -55,7 +54,7 @@ class Hang:
 
 @dataclass
 class _Watched:
-    """A rank in the state it is in since `moved`: how long it was seen in it."""
+    """A rank whose state has not changed since `moved`: for how many seconds that was seen."""
 
     moved: float
     stopped: bool
@@ -64,8 +63,8 @@ class _Watched:
 
 
 class HangWatch:
-    """Looks at the ranks of `mesh` from time to time; seconds: how long a rank may do what usually takes less
-    than a tenth of it."""
+    """Watches the ranks of `mesh`. seconds: how long a rank may take for an action that usually takes less than
+    a tenth of it."""
 
     def __init__(self, mesh: Mesh, seconds: float) -> None:
         self._mesh = mesh
@@ -91,7 +90,7 @@ class HangWatch:
         return None
 
     def _note(self, rank: int, gap: float, snapshot: ActivitySnapshot | None, process: ProcessState) -> None:
-        """Time passed in the same state, or a new one began."""
+        """Add time in the same state, or begin a new one."""
         if snapshot is None:  # it is writing, so it moves
             self._watched.pop(rank, None)
             return
@@ -152,8 +151,7 @@ class HangWatch:
 
 
 def process_state(process: int) -> ProcessState:
-    """Of a process of this machine, by its number. Nothing is known of one that is gone, or where there is no
-    /proc."""
+    """The state of a process of this machine; unknown if it has ended, or where there is no /proc."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][:1]
         starved = int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9

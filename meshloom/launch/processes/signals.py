@@ -1,5 +1,5 @@
-"""Signals that ask this process to end, noted instead of obeyed, so that what it has started is ended first,
-or what it has computed is saved."""
+"""Signals that ask this process to end, noted instead of obeyed, so that children are ended or state is saved
+first."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# signals within it are one: a terminal and whoever started this process may both hand on one Ctrl-C
+# signals within it are one request: the terminal and the parent process may both deliver one Ctrl-C
 ONE_REQUEST_SECONDS = 1.0
 
 
 @contextmanager
 def noted_signals() -> Generator[list[int]]:
-    """The signals that asked this process to end, in a list, instead of what they usually do. One that is
-    ignored (nohup) stays so."""
+    """Collects the signals that ask this process to end in a list, in place of their usual effect. Ignored
+    signals (nohup) stay ignored."""
     received: list[int] = []
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -34,11 +34,11 @@ def noted_signals() -> Generator[list[int]]:
 
 
 class StopRequests:
-    """The signals that asked a training loop to end, noted from its first step on; before that, and at a
-    second one, they do what they usually do.
+    """The signals that ask a training loop to end, noted from its first step on; before that, and at a second
+    one, they have their usual effect.
 
-    received: the first of them, once it has come. A handler of the user's own stays, and so does ignoring one
-        (nohup).
+    received: the first of them, once it has come. The user's own handlers stay, and ignored signals (nohup)
+        stay ignored.
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class StopRequests:
                     self._previous[number] = signal.signal(number, self._note)
 
     def arm(self) -> None:
-        """From now on there is something to save."""
+        """From now on there is state to save."""
         self._armed = bool(self._previous)
 
     def close(self) -> None:
-        """Put back what was there."""
+        """Restore the handlers."""
         self._armed = False
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self._note:
