@@ -38,6 +38,7 @@ from meshloom.asynchronous.protocol.messages import (
     ReportRequest,
     Restore,
     SendParameters,
+    ServerReport,
     SnapshotKept,
     SnapshotKind,
     TakeSnapshot,
@@ -97,6 +98,7 @@ SIMPLE = [
     ReportRequest,
     Apply,
     SendParameters,
+    ServerReport,
     DropPush,
     Restore,
 ]
