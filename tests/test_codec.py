@@ -98,7 +98,6 @@ SIMPLE = [
     ReportRequest,
     Apply,
     SendParameters,
-    ServerReport,
     DropPush,
     Restore,
 ]
