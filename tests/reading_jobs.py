@@ -15,7 +15,7 @@ from meshloom.comm.steps import run_in_steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
-from meshloom.data.data import open_reader
+from meshloom.data.job_data import open_reader
 
 
 def job_of(data: Any, batch_size: int = 4, **settings: Any) -> Job:

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshloom.core.plan import Plan
-from meshloom.data.chunks import cut_batch, share_of
+from meshloom.data.chunks import share_of, split_batch
 
 
 @given(num_samples=st.integers(0, 40), dp=st.integers(1, 5), microbatches=st.integers(1, 4))
 def test_shares_of_all_replicas_are_the_batch_in_order(num_samples, dp, microbatches):
     plan = Plan(dp=dp, microbatches=microbatches)
-    shares = [share_of(replica, cut_batch(num_samples, plan), plan) for replica in range(dp)]
+    shares = [share_of(replica, split_batch(num_samples, plan), plan) for replica in range(dp)]
     assert all(len(share) == microbatches for share in shares)
     cuts = [cut for share in shares for cut in share]
     assert [cut.index for cut in cuts] == list(range(dp * microbatches))
@@ -23,6 +23,6 @@ def test_shares_of_all_replicas_are_the_batch_in_order(num_samples, dp, microbat
 
 @given(num_samples=st.integers(0, 40), dp=st.integers(1, 5), microbatches=st.integers(1, 4))
 def test_plans_with_as_many_chunks_cut_alike(num_samples, dp, microbatches):
-    assert cut_batch(num_samples, Plan(dp=dp, microbatches=microbatches)) == cut_batch(
+    assert split_batch(num_samples, Plan(dp=dp, microbatches=microbatches)) == split_batch(
         num_samples, Plan(microbatches=dp * microbatches)
     )

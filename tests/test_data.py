@@ -13,7 +13,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError, JobError
 from meshloom.core.plan import Plan
-from meshloom.data.data import evaluation_chunks, open_reader
+from meshloom.data.job_data import evaluation_chunks, open_reader
 
 
 def open_on(datasets, **settings):
@@ -43,7 +43,7 @@ def test_kind_that_differs_between_ranks():
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (3, "Job.data=.... built int, which is no dataset. It needs __len__ and __getitem__"),
+        (3, "Job.data=.... built int, which is not a dataset. It needs __len__ and __getitem__"),
         (DataLoader([1, 2]), "Job.data=.... built a DataLoader. Return its dataset"),
         (
             type("Endless", (), {"__getitem__": lambda self, index: index})(),

@@ -16,7 +16,7 @@ from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError, PlanError
 from meshloom.core.plan import Plan
 from meshloom.core.random import sample_order
-from meshloom.data.data import open_reader
+from meshloom.data.job_data import open_reader
 
 
 def test_an_epoch_visits_every_sample_once_in_the_shuffled_order():

@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshloom.data.proportion import LEAST_GAIN, fastest_sizes, propose
+from meshloom.data.proportion import MIN_GAIN, fastest_sizes, propose
 from tests.compositions import compositions
 
 speeds = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=4)
@@ -44,7 +44,7 @@ def test_a_proposal_gains_what_it_must_and_is_made_when_it_does(
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=len(per_sample), max_size=len(per_sample)))
     proposal = propose(sizes, per_sample)
     best = min(seconds(each, per_sample) for each in compositions(sum(sizes), len(sizes), least=1))
-    limit = (1 - LEAST_GAIN) * seconds(sizes, per_sample)
+    limit = (1 - MIN_GAIN) * seconds(sizes, per_sample)
     if proposal:
         assert seconds(proposal.sizes, per_sample) <= limit * (1 + 1e-12)
     else:

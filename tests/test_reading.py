@@ -15,7 +15,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError
 from meshloom.core.plan import Plan
-from meshloom.data.data import open_reader
+from meshloom.data.job_data import open_reader
 from meshloom.data.reading import WorkerError
 
 

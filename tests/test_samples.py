@@ -45,7 +45,7 @@ def test_all_have_the_size_that_is_asked_for(make: Any):
 
 
 def test_too_little_data_is_an_error():
-    with pytest.raises(DataError, match="has 10 samples, and the batches to look at 11"):
+    with pytest.raises(DataError, match="has 10 samples, and a batch needs 11"):
         first_batches(job_of(Augmented(10)), 2, size=11)
     with pytest.raises(DataError, match="has 10 samples"):
         first_batches(job_of(Stream()), 2, size=11)

@@ -17,11 +17,10 @@ from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import JobError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.data import pace as pace_file
+from meshloom.data import measured_shares as pace_file
 from meshloom.data.chunks import Chunk
-from meshloom.data.data import open_reader
-from meshloom.data.measured_shares import remeasure
-from meshloom.data.pace import LEAST_STEPS, Pace
+from meshloom.data.job_data import open_reader
+from meshloom.data.measured_shares import MIN_STEPS, Pace, remeasure
 from meshloom.data.proportion import EVERY_STEPS
 from meshloom.data.shares import Shares
 
@@ -94,8 +93,8 @@ def test_readers_that_are_ahead_agree_on_the_step_from_which_new_shares_hold(num
     )
 
 
-def test_a_stream_that_is_cut_in_another_process_is_refused() -> None:
-    with pytest.raises(JobError, match="num_workers=1 cuts batches of an iterable dataset ahead of time"):
+def test_a_stream_that_is_split_in_another_process_is_refused() -> None:
+    with pytest.raises(JobError, match="num_workers=1 splits batches of an iterable dataset ahead of time"):
         read(job_of(lambda: Stream(9), num_workers=1), MEASURED, 1, {})
 
 
@@ -129,8 +128,8 @@ def test_a_record_gives_the_same_shares_again(changes: dict[int, list[int]], num
     [
         (Plan(dp=2), [(1, (1, 2))], "for a plan with shares=measured, and this one has shares=even"),
         (MEASURED, [(1, (1, 2))], r"Recorded shares 1\+2 from step 1 are for 2 replicas, and dp=3"),
-        (MEASURED, [(1, (0, 0, 0))], "are no shares"),
-        (MEASURED, [(1, (3, -1, 1))], "are no shares"),
+        (MEASURED, [(1, (0, 0, 0))], "are not valid"),
+        (MEASURED, [(1, (3, -1, 1))], "are not valid"),
         (MEASURED, [(4, (1, 1, 2)), (4, (1, 2, 1))], "come after those from step 4"),
     ],
 )
@@ -157,7 +156,7 @@ def test_waiting_for_other_replicas_is_not_a_replicas_own_time(monkeypatch: pyte
     group: Any = SimpleNamespace(counts={"all_reduce": Count(3, 100, 7.0)})
     pace = Pace([group], SimpleNamespace(type="cpu"))  # type: ignore[arg-type]
     for step, seconds in enumerate((90.0, 4.0, 6.0, 5.0)):  # the first makes things ready
-        assert (pace.median() is None) == (step < LEAST_STEPS)
+        assert (pace.median() is None) == (step < MIN_STEPS)
         pace.begin()
         clock.now += seconds + 2.5
         group.counts["all_reduce"] += Count(seconds=2.5)

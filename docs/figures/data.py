@@ -6,7 +6,7 @@ from sketch import EVERYBODY, NOTHING, QUIET, RANKS, Page
 
 from meshloom.comm.collectives.ring import ring as steps_of_ring
 from meshloom.core.plan import Plan
-from meshloom.data.chunks import cut_batch, share_of
+from meshloom.data.chunks import share_of, split_batch
 
 
 def batch_split() -> Page:
@@ -16,7 +16,7 @@ def batch_split() -> Page:
     page.words(left, 4.35, f"one batch of {samples} samples, --plan {plan}", at="left", bold=True)
     column, gap = 2.05, (wide - 4 * 2.05) / 3
     for replica in range(plan.dp):
-        (cut,) = share_of(replica, cut_batch(samples, plan), plan)
+        (cut,) = share_of(replica, split_batch(samples, plan), plan)
         x, colour = left + replica * (column + gap), RANKS[replica]
         page.box(
             left + wide * cut.start / samples,
@@ -109,7 +109,7 @@ def ring() -> Page:
 def promise() -> Page:
     """10 samples, dp=2,microbatches=2, beside one device."""
     plan, samples = Plan(dp=2, microbatches=2), 10
-    cuts = cut_batch(samples, plan)
+    cuts = split_batch(samples, plan)
     page, left, unit = Page(9.6, 4.5), 1.7, 0.49
     page.words(0.2, 4.25, f"{samples} samples, --plan {plan}", at="left", bold=True)
     page.words(0.2, 3.7, "the batch", at="left")

@@ -1,4 +1,4 @@
-"""A chunk is one microbatch of one replica: what one forward and one backward run on.
+"""Chunks: a chunk is one microbatch of one replica, the input of one forward and backward.
 
 a batch of 10 samples, dp=2, microbatches=2:    replica 0: chunks 0 (3), 1 (3)    replica 1: chunks 2 (2), 3 (2)
 """
@@ -17,8 +17,11 @@ from meshloom.core.plan import Plan
 
 @dataclass(frozen=True)
 class Chunk:
-    """Chunk `index` of the global batch of step `step`, which has `batch` samples: what `collate` made of
-    `samples` of them, None of none."""
+    """A chunk with its data.
+
+    step: of the run. batch: samples of the step's global batch. index: of the chunk in that batch.
+    samples: samples of the chunk. data: what `collate` returned for them; None if there are none.
+    """
 
     step: int
     batch: int
@@ -29,7 +32,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkRange:
-    """Chunk `index` is the samples `start` to `stop` of its batch."""
+    """A chunk without its data: samples `start` to `stop` of its batch are chunk `index`."""
 
     index: int
     start: int
@@ -40,13 +43,14 @@ class ChunkRange:
         return self.stop - self.start
 
 
-def cut_batch(num_samples: int, plan: Plan, shares: Sequence[int] = ()) -> list[ChunkRange]:
-    """All chunks of a batch of `num_samples`, in order: contiguous, larger ones first within a share. shares:
-    as of `Plan.sizes`.
+def split_batch(num_samples: int, plan: Plan, shares: Sequence[int] = ()) -> list[ChunkRange]:
+    """All chunks of a batch of `num_samples`, in order: contiguous, larger ones first within a share.
 
-    >>> cut_batch(3, Plan(dp=2))
+    shares: as of `Plan.sizes`.
+
+    >>> split_batch(3, Plan(dp=2))
     [ChunkRange(index=0, start=0, stop=2), ChunkRange(index=1, start=2, stop=3)]
-    >>> cut_batch(5, Plan(dp=2), (1, 4))
+    >>> split_batch(5, Plan(dp=2), (1, 4))
     [ChunkRange(index=0, start=0, stop=1), ChunkRange(index=1, start=1, stop=5)]
     """
     sizes = plan.sizes(num_samples, shares)
@@ -56,27 +60,25 @@ def cut_batch(num_samples: int, plan: Plan, shares: Sequence[int] = ()) -> list[
     ]
 
 
-def share_of(replica: int, cuts: list[ChunkRange], plan: Plan) -> list[ChunkRange]:
-    """The chunks that `replica` runs, empty ones included."""
-    return cuts[replica * plan.microbatches : (replica + 1) * plan.microbatches]
+def share_of(replica: int, ranges: list[ChunkRange], plan: Plan) -> list[ChunkRange]:
+    """The chunks of `replica`, empty ones included."""
+    return ranges[replica * plan.microbatches : (replica + 1) * plan.microbatches]
 
 
 class Reader(ABC):
-    """What gives a replica its chunks, step after step."""
+    """The contract of a reader: the chunks of one replica, step after step."""
 
     @property
     @abstractmethod
     def num_samples(self) -> int | None:
-        """Samples of one epoch; None for a stream, whose end is not known."""
+        """Samples of an epoch; None for a stream, whose length is unknown."""
 
     @abstractmethod
     def read(self, step: int) -> Steps[list[Chunk]]:
-        """This replica's chunks of `step`, in order, empty ones included; all replicas of the plan call it
-        together.
+        """This replica's chunks of `step`, in order, empty ones included; all replicas call it together.
 
-        The step after the last one read is at hand; any other makes the reader go there. Raises `DataError`
-        with the
-        sample and the user's line when the job's dataset or `collate` fails.
+        The step after the last one is read ahead; any other restarts the reader there. Raises `DataError` with
+        the sample and the user's source line if the job's dataset or `collate` fails.
         """
 
     @abstractmethod

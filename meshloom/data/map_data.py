@@ -1,9 +1,7 @@
-"""Map-style data: which samples a step reads is a function of (seed, step), so a position is a step and
-nothing more.
+"""Map-style data: the samples of a step are a function of (seed, step), so a position is a step.
 
-Each replica reads its own samples only. A sample's draws (augmentation) belong to (seed, epoch, index): they
-are the same
-whichever rank or worker reads it, and after a resume.
+Each replica reads its own samples only. A sample's draws (augmentation) are keyed by (seed, epoch, index), so they
+do not depend on the rank or worker that reads it, nor on a resume.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import sample_order, sample_seed
-from meshloom.data.chunks import Chunk, ChunkRange, Reader, cut_batch, share_of
+from meshloom.data.chunks import Chunk, ChunkRange, Reader, share_of, split_batch
 from meshloom.data.reading import Collation, ReadFailure, read_ahead, seed_draws
 from meshloom.data.shares import Shares
 
@@ -35,7 +33,7 @@ class ReadRequest:
 
 
 class ChunkSource(Dataset[Any]):
-    """A dataset whose items are whole chunks: collated samples, or the `ReadFailure` to read them."""
+    """A dataset of chunks: each item is a collated chunk, or a `ReadFailure`."""
 
     def __init__(self, dataset: Any, job: Job) -> None:
         self._dataset = dataset
@@ -54,13 +52,14 @@ class ChunkSource(Dataset[Any]):
 
 
 class Batches:
-    """The global batch of each step, as indices into a dataset of `num_samples`."""
+    """The global batch of each step, as indices of a dataset of `num_samples`. Raises `DataError` if an epoch
+    has no batch."""
 
     def __init__(self, job: Job, num_samples: int) -> None:
         self._job = job
         self._num_samples = num_samples
-        whole, rest = divmod(num_samples, job.batch_size)
-        self.per_epoch = whole + (1 if rest and not job.drop_last else 0)
+        full, rest = divmod(num_samples, job.batch_size)
+        self.per_epoch = full + (1 if rest and not job.drop_last else 0)
         if not num_samples:
             raise DataError("The dataset is empty. Job(data=...) must build one with samples.")
         if not self.per_epoch:
@@ -71,11 +70,11 @@ class Batches:
         self._order: tuple[int, list[int]] = (-1, [])
 
     def size(self, step: int) -> int:
-        """Samples of the batch of `step`; the last one of an epoch may be short."""
+        """Samples of the batch of `step`; the last batch of an epoch may be short."""
         return min(self._job.batch_size, self._num_samples - step % self.per_epoch * self._job.batch_size)
 
     def of(self, step: int) -> tuple[int, list[int]]:
-        """Epoch of `step`, and the indices of its batch in order."""
+        """The epoch of `step`, and the indices of its batch in order."""
         epoch, position = divmod(step, self.per_epoch)
         if self._order[0] != epoch:
             self._order = epoch, sample_order(self._job.seed, epoch, self._num_samples, self._job.shuffle)
@@ -84,7 +83,7 @@ class Batches:
 
 
 class MapReader(Reader):
-    """The chunks of one replica, read by one loader for the whole run."""
+    """The chunks of one replica, read by one loader."""
 
     def __init__(
         self,
@@ -105,25 +104,25 @@ class MapReader(Reader):
         self._shares = shares
         self._replica = replica
         self._stop_step = stop_step
-        # the latter may be short
+        # the first batch, and the last one of its epoch, which may be short
         for step in (
             start_step,
             start_step + self._batches.per_epoch - 1 - start_step % self._batches.per_epoch,
         ):
             if step < stop_step:
                 plan.check_batch(self._batches.size(step))
-        self._go_to(start_step)
+        self._seek(start_step)
 
     @property
     def num_samples(self) -> int:
         return self._num_samples
 
     def read(self, step: int) -> Steps[list[Chunk]]:
-        yield from ()  # nobody is waited for
+        yield from ()  # waits for no rank
         assert step < self._stop_step, f"step {step} of a run that ends before step {self._stop_step}"
         if step != self._next_step:
-            self._go_to(step)
-        cuts = self._cuts(step, self._batches.size(step))
+            self._seek(step)
+        cuts = self._ranges(step, self._batches.size(step))
         chunks = [
             Chunk(
                 step,
@@ -140,25 +139,27 @@ class MapReader(Reader):
     def close(self) -> None:
         self._items.close()
 
-    def _go_to(self, step: int) -> None:
+    def _seek(self, step: int) -> None:
         if hasattr(self, "_items"):
             self.close()
         self._next_step = step
         self._items = read_ahead(self._source, self._num_workers, self._requests(step))
 
     def _requests(self, start_step: int) -> Iterator[ReadRequest]:
-        """What this replica reads from `start_step` to the end of the run."""
+        """The chunks to read from `start_step` to the end of the run."""
         for step in range(start_step, self._stop_step):
             epoch, indices = self._batches.of(step)
-            for cut in self._cuts(step, len(indices)):
+            for cut in self._ranges(step, len(indices)):
                 if cut.samples:
                     yield ReadRequest(step, cut.index, epoch, indices[cut.start : cut.stop])
 
-    def _cuts(self, step: int, num_samples: int) -> list[ChunkRange]:
-        return share_of(self._replica, cut_batch(num_samples, self._plan, self._shares.of(step)), self._plan)
+    def _ranges(self, step: int, num_samples: int) -> list[ChunkRange]:
+        return share_of(
+            self._replica, split_batch(num_samples, self._plan, self._shares.of(step)), self._plan
+        )
 
 
-EVALUATION = -1  # the epoch that draws belong to while evaluation data is read
+EVALUATION = -1  # the epoch of draws while evaluation data is read
 
 
 def map_chunks(
@@ -169,14 +170,14 @@ def map_chunks(
     shares: Sequence[int] = (),
     num_batches: int | None = None,
 ) -> Iterator[Chunk]:
-    """The chunks of `replica` of one pass over `dataset` in order, those with samples. Arguments: of
+    """The nonempty chunks of `replica` of one pass over `dataset`, in order. Arguments: of
     `evaluation_chunks`."""
     starts = range(0, len(dataset), job.batch_size)[:num_batches]
     batches = [range(start, min(start + job.batch_size, len(dataset))) for start in starts]
     requests = [
         ReadRequest(step, cut.index, EVALUATION, list(batch[cut.start : cut.stop]))
         for step, batch in enumerate(batches)
-        for cut in share_of(replica, cut_batch(len(batch), plan, shares), plan)
+        for cut in share_of(replica, split_batch(len(batch), plan, shares), plan)
         if cut.samples
     ]
     items = read_ahead(ChunkSource(dataset, job), min(job.num_workers, len(requests)), requests)

@@ -1,9 +1,7 @@
-"""Runs the job's dataset and `collate`, here or in worker processes, so that what they draw and how they fail
-is known.
+"""Runs the job's dataset and `collate`, here or in worker processes, with defined seeds and described failures.
 
-Every sample and every `collate` starts from a seed of its own in the CPU generators of torch, `random` and
-numpy. An
-exception becomes a `ReadFailure` on the spot, since one that crosses a process loses its traceback.
+Each sample and each `collate` has its own seed of the CPU generators of torch, `random` and numpy. An exception
+becomes a `ReadFailure` where it is raised, since one that crosses processes loses its traceback.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ from meshloom.core.random import derive, preserved_draws
 
 
 def seed_draws(value: int) -> None:
-    """Seed the CPU generators: 10 us, where `torch.manual_seed`, which visits every kind of device, takes
-    200."""
+    """Seed the CPU generators. Takes 10 us; `torch.manual_seed`, which visits every kind of device, takes
+    200 us."""
     torch.default_generator.manual_seed(value)
     random.seed(value)
     numpy.random.seed(value % 2**32)
@@ -43,7 +41,7 @@ def seed_draws(value: int) -> None:
 
 @dataclass(frozen=True)
 class ReadFailure:
-    """Why the job's own code could not give what was asked: one sentence, and where it comes from."""
+    """A failure of the job's own code: one sentence, and its traceback."""
 
     sentence: str
     traceback: str = ""
@@ -51,8 +49,7 @@ class ReadFailure:
 
     @staticmethod
     def of(what: str, error: Exception) -> ReadFailure:
-        """`what` names the sample or the chunk; the sentence adds the user's source line and the
-        exception."""
+        """The failure of `what`, which names the sample or the chunk; adds the user's source line."""
         frames = traceback.extract_tb(error.__traceback__)
         frame = next((frame for frame in reversed(frames) if _is_users(frame.filename)), frames[-1])
         text = "".join(traceback.format_exception(error))
@@ -61,7 +58,7 @@ class ReadFailure:
         return ReadFailure(sentence, text, error if get_worker_info() is None else None)
 
     def to_error(self) -> DataError:
-        """A `DataError` whose cause is the user's exception, or the text of a worker's traceback."""
+        """A `DataError` caused by the user's exception, or by the text of a worker's traceback."""
         error = DataError(self.sentence)
         error.__cause__ = self.error or (WorkerError(f"\n{self.traceback}") if self.traceback else None)
         return error
@@ -85,7 +82,7 @@ def _is_users(filename: str) -> bool:
 
 
 class Collation:
-    """The job's `collate`, run on a seed of the chunk's own and with its failures described."""
+    """The job's `collate` under a seed of each chunk, with described failures."""
 
     def __init__(self, job: Job) -> None:
         self._collate: Callable[[list[Any]], Any] = job.collate or default_collate
@@ -93,13 +90,16 @@ class Collation:
         self._sendable = False
 
     def __call__(self, samples: list[Any], step: int, index: int, names: Iterable[object]) -> Any:
-        """Batch of `samples`, called `names` in an error, for chunk `index` of `step`; or a `ReadFailure`."""
+        """The batch of `samples`, for chunk `index` of `step`; or a `ReadFailure`. names: of the samples in
+        errors."""
         what = f"Collating chunk {index} of step {step} (samples {', '.join(map(str, names))})"
         seed_draws(derive(self._seed, "collate", step, index))
         try:
             data = self._collate(samples)
             if get_worker_info() is not None and not self._sendable:
-                pickle.dumps(data)  # once per worker: what cannot be sent would be waited for without end
+                pickle.dumps(
+                    data
+                )  # once per worker: the parent would wait forever for what cannot be pickled
                 self._sendable = True
         except Exception as error:
             return ReadFailure.of(what, error)
@@ -109,15 +109,15 @@ class Collation:
 def read_ahead(
     source: Dataset[Any], num_workers: int, requests: Iterable[Any] | None = None
 ) -> Generator[Any, None, None]:
-    """`source[request]` of each request (all of `source`, if iterable), in order, read by `num_workers`
-    forked processes or here.
+    """`source[request]` of each request in order (all items of an iterable `source`), read by `num_workers`
+    forked processes, or here if that is 0.
 
-    The caller's generators are left as they were. Raises the `DataError` of a `ReadFailure`. Closing the
-    iterator ends the processes.
+    The caller's generators are restored. Raises the `DataError` of a `ReadFailure`. Closing the iterator ends
+    the processes.
     """
     loader: DataLoader[Any] = DataLoader(
         source,
-        batch_size=None,  # a request is a whole chunk already
+        batch_size=None,  # a request is a full chunk
         sampler=requests,
         num_workers=num_workers,
         collate_fn=_unchanged,
@@ -126,7 +126,7 @@ def read_ahead(
         multiprocessing_context=multiprocessing.get_context("fork") if num_workers else None,
         worker_init_fn=partial(_end_with, os.getpid()),
     )
-    # Nothing below may be left holding the loader's iterator, an exception's traceback included: its
+    # Nothing below may keep a reference to the loader's iterator, not even an exception's traceback: its
     # processes end with it.
     iterator = _without_handler(loader)
     try:
@@ -141,7 +141,7 @@ def read_ahead(
                     broken, item = str(error), None
             if broken:
                 raise DataError(
-                    f"The processes that read data failed: {_how_ended(iterator) or broken} Go on from a checkpoint with --resume; fewer workers need less memory, "
+                    f"The processes that read data failed: {_how_ended(iterator) or broken} Continue from a checkpoint with --resume; fewer workers need less memory, "
                     "and Job(num_workers=0) reads in the rank's own process."
                 )
             if isinstance(item, ReadFailure):
@@ -152,8 +152,8 @@ def read_ahead(
 
 
 def _without_handler(loader: DataLoader[Any]) -> Any:
-    """The loader's iterator. Torch lets a worker that ends raise an error wherever the main thread is then,
-    in a destructor too; here it does where data is read."""
+    """The loader's iterator, without torch's signal handler. That one raises the error of a worker that ends
+    wherever the main thread is, even in a destructor; here it is raised where data is read."""
     before = signal.getsignal(signal.SIGCHLD)
     iterator = iter(loader)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) != before:
@@ -162,7 +162,7 @@ def _without_handler(loader: DataLoader[Any]) -> Any:
 
 
 def _how_ended(iterator: Any) -> str:
-    """Which of the loader's processes was killed, in a sentence; "" if none was."""
+    """A clause about a process of the loader that was killed; "" if none was."""
     for worker in getattr(iterator, "_workers", ()):
         if worker.exitcode is not None and worker.exitcode < 0:
             hint = (
@@ -173,10 +173,10 @@ def _how_ended(iterator: Any) -> str:
 
 
 def _end_with(parent: int, _worker: int) -> None:
-    """End this process at the moment when `parent` ends, also by kill -9: it holds copies of the parent's
+    """End this process as soon as `parent` ends, even by kill -9: it holds copies of the parent's
     connections, which peers watch.
 
-    Not by a signal at the parent's death: that one comes at the end of the parent's *thread*.
+    A parent-death signal would not do: it is sent at the end of the parent's *thread*.
     """
     if not hasattr(os, "pidfd_open"):
         return  # torch's own watchdog sees it within seconds

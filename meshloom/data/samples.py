@@ -1,5 +1,4 @@
-"""The first batches of a job, for whoever wants to look at what it trains on: no run notices that they were
-read."""
+"""The first batches of a job's data, read without any effect on a run."""
 
 from __future__ import annotations
 
@@ -13,26 +12,28 @@ from torch.utils.data import IterableDataset
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.random import preserved_draws
-from meshloom.data.data import build_dataset, is_stream
+from meshloom.data.job_data import build_dataset, is_iterable
 from meshloom.data.map_data import Batches, ChunkSource, ReadRequest
 from meshloom.data.reading import Collation, ReadFailure
 from meshloom.data.stream_data import stream_batches
 
 
 def first_batches(job: Job, count: int, size: int | None = None) -> list[Any]:
-    """The first `count` batches of `size` samples each (default: the global batch), as `collate` makes them;
-    epoch after epoch if one is too short.
+    """The first `count` batches of `size` samples each (default: the global batch), collated, over as many
+    epochs as needed.
 
-    Samples, their order and their draws are those of training, and so are batches of the default size up to
-    the first short one, which is left out here. The data is built anew and read in this process; generators
-    are left as they were. Raises `DataError` when the data has less than `size` samples, cannot be read, or
-    can be read only once: a stream that is its own iterator and is not built anew.
+    Samples, their order and their draws are those of training; batches of the default size are too, up to the
+    first short one, which is left out here. The data is built once more and read in this process; generators
+    are restored. Raises `DataError` if the data has fewer than `size` samples, cannot be read, or is an
+    iterator that `data` returns each time, which can be read only once.
     """
-    whole = replace(job, batch_size=size or job.batch_size, drop_last=True)
+    full_batches = replace(job, batch_size=size or job.batch_size, drop_last=True)
     dataset = build_dataset(job.data, job.seed)
     with preserved_draws():
         read = (
-            _from_stream(dataset, whole) if is_stream(dataset, "Job(data=...)") else _from_map(dataset, whole)
+            _from_stream(dataset, full_batches)
+            if is_iterable(dataset, "Job(data=...)")
+            else _from_map(dataset, full_batches)
         )
         batches: list[Any] = []
         for batch in islice(read, count):
@@ -45,7 +46,7 @@ def first_batches(job: Job, count: int, size: int | None = None) -> list[Any]:
 def _from_map(dataset: Any, job: Job) -> Iterator[Any]:
     if len(dataset) < job.batch_size:
         raise DataError(
-            f"The dataset has {len(dataset)} samples, and the batches to look at {job.batch_size}. Use a smaller batch_size or more data."
+            f"The dataset has {len(dataset)} samples, and a batch needs {job.batch_size}. Use a smaller batch_size or more data."
         )
     batches = Batches(job, len(dataset))
     source = ChunkSource(dataset, job)
@@ -63,8 +64,8 @@ def _from_stream(dataset: Any, job: Job) -> Iterator[Any]:
         and build_dataset(job.data, job.seed) is dataset
     ):
         raise DataError(
-            f"Job(data=...) returns the same {type(dataset).__name__} each time, which can be read only once, and looking at its first samples would take them "
-            "from training. Build it in the function, or make it an IterableDataset."
+            f"Job(data=...) returns the same {type(dataset).__name__} each time, which can be read only once: its first samples would be missing "
+            "in training. Build it in the function, or make it an IterableDataset."
         )
     collate = Collation(job)
     for step, batch in enumerate(stream_batches(dataset, job)):

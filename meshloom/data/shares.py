@@ -1,6 +1,6 @@
-"""The shares that replicas have of the batch of each step: readers look them up, measurements add to them.
+"""The shares of the replicas in the batch of each step: readers look them up, measurements change them.
 
-record   [(40, (5, 5, 5, 1)), (90, (4, 4, 4, 4))]      steps 0 to 39: as the plan says; 40 to 89: 5 + 5 + 5 + 1; ...
+record   [(40, (5, 5, 5, 1)), (90, (4, 4, 4, 4))]      steps 0 to 39: the plan's; 40 to 89: 5 + 5 + 5 + 1; ...
 """
 
 from __future__ import annotations
@@ -10,44 +10,44 @@ from collections.abc import Sequence
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 
-# first step (counted from 0) and shares from there on, in order of steps
+# (first step, counted from 0; shares from that step on), in order of steps
 Record = Sequence[tuple[int, Sequence[int]]]
 
 
 class Shares:
-    """Of one run under `plan`. record: of an earlier run, to be had again.
+    """The shares of one run under `plan`. record: of an earlier run, to repeat its shares.
 
-    Raises `PlanError` for a record that is none, or not one of this plan.
+    Raises `PlanError` for an invalid record, or one of another plan.
     """
 
     def __init__(self, plan: Plan, record: Record = ()) -> None:
         self._plan = plan
         self._record: list[tuple[int, tuple[int, ...]]] = []
-        self._asked = -1  # the last step whose shares somebody knows
+        self._last_looked_up = -1  # the last step whose shares were looked up
         if record and plan.shares != "measured":
             raise PlanError(
                 f"Recorded shares are for a plan with shares=measured, and this one has shares={plan.shares}. Leave the record out."
             )
-        self.go_on(record)
+        self.add_record(record)
 
-    def go_on(self, record: Record) -> None:
-        """Add those of the part before a checkpoint."""
+    def add_record(self, record: Record) -> None:
+        """Add the changes before a checkpoint."""
         for step, shares in record:
             self._add(step, tuple(shares))
 
     @property
     def record(self) -> list[tuple[int, tuple[int, ...]]]:
-        """All changes so far, those that are still to come included."""
+        """All changes, future ones included."""
         return list(self._record)
 
     @property
     def first_free(self) -> int:
-        """The first step whose shares nobody has looked up here: they can still change."""
-        return self._asked + 1
+        """The first step whose shares were not looked up on this rank, so that they can still change."""
+        return self._last_looked_up + 1
 
     def of(self, step: int) -> tuple[int, ...]:
-        """The shares of `step`, relative; none if they are the plan's own."""
-        self._asked = max(self._asked, step)
+        """The relative shares of `step`; empty: the plan's."""
+        self._last_looked_up = max(self._last_looked_up, step)
         return next((shares for first, shares in reversed(self._record) if first <= step), ())
 
     def sizes(self, step: int, num_samples: int) -> list[int]:
@@ -56,9 +56,9 @@ class Shares:
         return [sum(sizes[start : start + m]) for start in range(0, len(sizes), m)]
 
     def change(self, step: int, shares: Sequence[int]) -> None:
-        """From `step` on, which is free, replicas have these shares."""
+        """Set the shares from `step` on, which must not have been looked up."""
         assert step >= self.first_free, (
-            f"the shares of step {step} are to change, and those of step {self._asked} were looked up already"
+            f"the shares of step {step} are to change, and those of step {self._last_looked_up} were looked up already"
         )
         self._add(step, tuple(shares))
 
@@ -69,7 +69,7 @@ class Shares:
                 f"{known} are for {len(shares)} replicas, and dp={self._plan.dp}. Use dp={len(shares)}, or leave the record out."
             )
         if not any(shares) or any(share < 0 for share in shares):
-            raise PlanError(f"{known} are no shares: give 0 or more to each replica, and something to one.")
+            raise PlanError(f"{known} are not valid: give 0 or more to each replica, and more than 0 to one.")
         if self._record and step <= self._record[-1][0]:
             raise PlanError(
                 f"{known} come after those from step {self._record[-1][0]}. Give them in the order of steps."

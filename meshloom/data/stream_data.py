@@ -1,13 +1,11 @@
-"""Iterable data: rank 0 reads the stream and deals each global batch out, so that nothing is read twice.
+"""Iterable data: rank 0 reads the stream and scatters each global batch, so that nothing is read twice.
 
-    rank 0   read a batch, cut, collate every chunk -> scatter -> chunks 0 .. m-1
-    rank r                                          -> scatter -> chunks r*m .. r*m + m-1
+    rank 0   read a batch, split it, collate every chunk -> scatter -> chunks 0 .. m-1
+    rank r                                               -> scatter -> chunks r*m .. r*m + m-1
 
-When the stream ends, the next epoch begins with a new `iter()`, told its number through `set_epoch` if it has
-one. A
-position in a stream is a number of batches: going there reads from the beginning and throws away, every
-sample under the
-seed it had, since a stream has no other way to say where it is.
+When the stream ends, the next epoch begins with a new `iter()`, after `set_epoch(epoch)` if the dataset has that.
+A position in a stream is a number of batches. Seeking reads and discards from the beginning, each sample under its
+own seed, since a stream has no other notion of position.
 """
 
 from __future__ import annotations
@@ -25,16 +23,15 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import derive, sample_seed
-from meshloom.data.chunks import Chunk, Reader, cut_batch
+from meshloom.data.chunks import Chunk, Reader, split_batch
 from meshloom.data.reading import Collation, ReadFailure, read_ahead, seed_draws
 from meshloom.data.shares import Shares
 
-Sample = tuple[str, Any]  # what an error calls it, and the sample itself
+Sample = tuple[str, Any]  # its name in errors, and the sample
 
 
 class StepSource(IterableDataset[Any]):
-    """A stream whose items are the chunks of whole steps: a list of `Chunk`, or the `ReadFailure` to read
-    it."""
+    """A stream of steps: each item is the list of all chunks of a step, or a `ReadFailure`."""
 
     def __init__(
         self, dataset: Any, job: Job, plan: Plan, shares: Shares, start_step: int, stop_step: int
@@ -53,7 +50,7 @@ class StepSource(IterableDataset[Any]):
                 yield batch
                 return
             chunks: list[Chunk] = []
-            for cut in cut_batch(len(batch), self._plan, self._shares.of(step)):
+            for cut in split_batch(len(batch), self._plan, self._shares.of(step)):
                 names, samples = zip(*batch[cut.start : cut.stop], strict=True) if cut.samples else ((), ())
                 data = self._collate(list(samples), step, cut.index, names) if cut.samples else None
                 if isinstance(data, ReadFailure):
@@ -64,7 +61,7 @@ class StepSource(IterableDataset[Any]):
 
 
 def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | ReadFailure]:
-    """The global batches, epoch after epoch without end; a `ReadFailure` is the last item."""
+    """The global batches, epoch after epoch, without end; a `ReadFailure` is the last item."""
     for epoch in count():
         position = 0
         batch: list[Sample] = []
@@ -92,11 +89,11 @@ def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | ReadFailur
         if batch and not job.drop_last:
             yield batch
         elif position < job.batch_size:
-            yield ReadFailure(_dry(epoch, position, job))
+            yield ReadFailure(_ran_dry(epoch, position, job))
             return
 
 
-def _dry(epoch: int, num_samples: int, job: Job) -> str:
+def _ran_dry(epoch: int, num_samples: int, job: Job) -> str:
     if num_samples:
         return (
             f"Epoch {epoch} of the stream has {num_samples} samples, and drop_last=True drops the short batch of them (batch_size={job.batch_size}). "
@@ -111,7 +108,7 @@ def _dry(epoch: int, num_samples: int, job: Job) -> str:
 
 
 class StreamReader(Reader):
-    """The chunks of one replica, dealt out by rank 0 of `group`, which alone opens the stream."""
+    """The chunks of one replica, scattered by rank 0 of `group`, which alone opens the stream."""
 
     def __init__(
         self,
@@ -130,7 +127,7 @@ class StreamReader(Reader):
             )
         if job.num_workers and plan.shares == "measured":
             raise JobError(
-                f"num_workers={job.num_workers} cuts batches of an iterable dataset ahead of time, in a process that does not learn of new shares. "
+                f"num_workers={job.num_workers} splits batches of an iterable dataset ahead of time, in a process that does not know new shares. "
                 "Use num_workers=0, a map-style dataset, or a plan without shares=measured."
             )
         plan.check_batch(job.batch_size)
@@ -140,7 +137,7 @@ class StreamReader(Reader):
         self._shares = shares
         self._group = group
         self._stop_step = stop_step
-        self._go_to(start_step)
+        self._seek(start_step)
 
     @property
     def num_samples(self) -> None:
@@ -149,7 +146,7 @@ class StreamReader(Reader):
     def read(self, step: int) -> Steps[list[Chunk]]:
         assert step < self._stop_step, f"step {step} of a run that ends before step {self._stop_step}"
         if step != self._next_step:
-            self._go_to(step)
+            self._seek(step)
         self._next_step = step + 1
         if self._group.rank:
             share: list[Chunk] = yield from scatter_objects(self._group, None)
@@ -167,7 +164,7 @@ class StreamReader(Reader):
     def close(self) -> None:
         self._items.close()
 
-    def _go_to(self, step: int) -> None:
+    def _seek(self, step: int) -> None:
         if hasattr(self, "_items"):
             self.close()
         self._next_step = step

@@ -1,4 +1,4 @@
-"""Data of a replica that several ranks compute: one of them reads, and the others get what it read."""
+"""The data of a replica of several ranks: the first of them reads, and sends the chunks to the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk, Reader
-from meshloom.data.data import open_reader
+from meshloom.data.job_data import open_reader
 from meshloom.data.shares import Shares
 
 
@@ -21,8 +21,8 @@ def open_team_reader(
     stop_step: int,
     shares: Shares | None = None,
 ) -> Steps[Reader]:
-    """As `open_reader`, for a rank of `team`, whose first rank reads. readers: the ranks with its place in
-    the other replicas."""
+    """`open_reader` for a rank of `team`, whose first rank reads. readers: the ranks at the same place of the
+    other replicas."""
     reader = (
         (yield from open_reader(job, plan, readers, start_step, stop_step, shares))
         if team.rank == 0
@@ -33,7 +33,7 @@ def open_team_reader(
 
 
 class TeamReader(Reader):
-    """What the first rank of `team` reads, for all of them. reader: None on the others."""
+    """The reader of a rank of `team`. reader: of the first rank; None on the others."""
 
     def __init__(self, reader: Reader | None, num_samples: int | None, team: Group) -> None:
         self._reader = reader

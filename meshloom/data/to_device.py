@@ -1,4 +1,4 @@
-"""Moves a batch, whatever it is built of, to a device."""
+"""Moves a batch, nested in any way, to a device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def to_device(tree: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
-    """`tree` with every tensor on `device`; floating-point ones as `dtype`, if given.
+    """`tree` with every tensor on `device`, floating-point ones as `dtype` if given.
 
-    Goes into mappings, lists, tuples, named tuples and dataclasses. Other objects are moved by their own
-    `to(device)`, if they
-    have one; what is not made of tensors stays as it is.
+    Traverses mappings, lists, tuples, named tuples and dataclasses. Other objects are moved by their own
+    `to(device)` if they have one, and otherwise returned unchanged.
 
     >>> to_device({"x": torch.ones(2), "names": ["a", "b"]}, "cpu", torch.float64)
     {'x': tensor([1., 1.], dtype=torch.float64), 'names': ['a', 'b']}
@@ -36,7 +35,7 @@ def to_device(tree: Any, device: torch.device | str, dtype: torch.dtype | None =
         items = {key: to_device(value, device, dtype) for key, value in tree.items()}
         if not isinstance(tree, MutableMapping):
             return items
-        same_kind = copy.copy(tree)  # a subclass may have more to it than its items
+        same_kind = copy.copy(tree)  # a subclass may have attributes besides its items
         for key, value in items.items():
             same_kind[key] = value
         return same_kind

@@ -15,7 +15,8 @@ from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, Rows, chunk_seed, seed_everything
-from meshloom.data.data import Chunk, to_device
+from meshloom.data.chunks import Chunk
+from meshloom.data.to_device import to_device
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
-from meshloom.data.data import Chunk
+from meshloom.data.chunks import Chunk
 from meshloom.parameters.pipeline_ownership import held
 from meshloom.pipeline.runtime.microbatches import Microbatches
 from meshloom.program.ir.nodes import Node

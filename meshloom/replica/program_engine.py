@@ -29,8 +29,8 @@ from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
-from meshloom.data.data import to_device
 from meshloom.data.samples import first_batches
+from meshloom.data.to_device import to_device
 from meshloom.exchange.exchange import Exchange, Give
 from meshloom.optimizer.sparse_parameters import Sparse, refuse_sparse_adam
 from meshloom.parameters.pipeline_ownership import PipelineOwnership

@@ -29,8 +29,8 @@ from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.modes import Modes
 from meshloom.core.plan import Plan
-from meshloom.data.data import Chunk
-from meshloom.data.pace import Pace
+from meshloom.data.chunks import Chunk
+from meshloom.data.measured_shares import Pace
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup

@@ -10,7 +10,7 @@ from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import DataError, TrainingError
 from meshloom.core.job import NamedParameters
-from meshloom.data.data import Chunk
+from meshloom.data.chunks import Chunk
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
 

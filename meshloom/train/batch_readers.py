@@ -6,7 +6,8 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.data.data import Reader, open_reader
+from meshloom.data.chunks import Reader
+from meshloom.data.job_data import open_reader
 from meshloom.data.shares import Shares
 from meshloom.data.team_data import open_team_reader
 from meshloom.replica.replica import Replica

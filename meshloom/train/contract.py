@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from meshloom.data.data import Chunk
+from meshloom.data.chunks import Chunk
 from meshloom.telemetry.summary import Summary
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.data.data import build_dataset, evaluation_chunks
+from meshloom.data.job_data import build_dataset, evaluation_chunks
 from meshloom.data.shares import Shares
 from meshloom.replica.metrics import evaluate, untouched
 from meshloom.train.local_replicas import LocalReplicas

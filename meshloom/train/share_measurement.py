@@ -60,7 +60,7 @@ class ShareMeasurement:
             return
         dp = len(record[0][1])
         if dp == self._plan.dp:
-            self._shares.go_on(record)
+            self._shares.add_record(record)
         else:
             self._listener.note(
                 f"The shares in the checkpoint are of dp={dp} replicas, so shares begin even for dp={self._plan.dp}."

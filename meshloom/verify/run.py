@@ -20,8 +20,9 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.data.data import Chunk, to_device
+from meshloom.data.chunks import Chunk
 from meshloom.data.samples import first_batches
+from meshloom.data.to_device import to_device
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.parameters.digest import digest
 from meshloom.parameters.model import build_model, check_dense_buffers, state_of

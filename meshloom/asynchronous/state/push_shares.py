@@ -14,8 +14,8 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
-from meshloom.data.chunks import Chunk, ChunkRange, cut_batch, share_of
-from meshloom.data.data import build_dataset, is_stream
+from meshloom.data.chunks import Chunk, ChunkRange, share_of, split_batch
+from meshloom.data.job_data import build_dataset, is_iterable
 from meshloom.data.map_data import Batches, ChunkSource, ReadRequest
 from meshloom.data.reading import ReadFailure
 
@@ -36,7 +36,7 @@ class PushShares:
 
     def __init__(self, job: Job, plan: Plan) -> None:
         dataset = build_dataset(job.data, job.seed)
-        if is_stream(dataset, "Job(data=...)"):
+        if is_iterable(dataset, "Job(data=...)"):
             raise JobError(
                 f"exchange=async gives samples out by their number, and Job(data=...) built an iterable {type(dataset).__name__}. "
                 "Use a map-style dataset, or another exchange."
@@ -49,7 +49,9 @@ class PushShares:
             (batch, replica)
             for batch in range(self._batches.per_epoch)
             for replica in range(plan.dp)
-            if any(cut.samples for cut in share_of(replica, cut_batch(self._batches.size(batch), plan), plan))
+            if any(
+                cut.samples for cut in share_of(replica, split_batch(self._batches.size(batch), plan), plan)
+            )
         ]
 
     @property
@@ -71,7 +73,7 @@ class PushShares:
         step = epoch * self._batches.per_epoch + batch
         _, indices = self._batches.of(step)
         cuts = [
-            cut for cut in share_of(replica, cut_batch(len(indices), self._plan), self._plan) if cut.samples
+            cut for cut in share_of(replica, split_batch(len(indices), self._plan), self._plan) if cut.samples
         ]
         return PushShare(epoch=epoch, step=step, cuts=cuts, indices=indices[cuts[0].start : cuts[-1].stop])
 

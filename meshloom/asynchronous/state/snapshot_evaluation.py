@@ -19,7 +19,8 @@ from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.data.data import Chunk, build_dataset, evaluation_chunks
+from meshloom.data.chunks import Chunk
+from meshloom.data.job_data import build_dataset, evaluation_chunks
 from meshloom.replica.metrics import untouched
 
 

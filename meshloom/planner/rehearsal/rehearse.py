@@ -25,7 +25,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes
 from meshloom.data.chunks import Chunk
-from meshloom.data.data import open_reader
+from meshloom.data.job_data import open_reader
 from meshloom.data.team_data import open_team_reader
 from meshloom.launch.one_process import simulated_ranks
 from meshloom.launch.world import CARRIES_TENSORS, LocalRank, Use

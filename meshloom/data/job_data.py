@@ -1,4 +1,4 @@
-"""The data of a job, as the chunks that one replica runs."""
+"""The data of a job: built, checked, and opened as the chunks of one replica."""
 
 from __future__ import annotations
 
@@ -19,29 +19,24 @@ from meshloom.data.map_data import MapReader, map_chunks
 from meshloom.data.reading import seed_draws
 from meshloom.data.shares import Shares
 from meshloom.data.stream_data import StreamReader
-from meshloom.data.to_device import to_device
-
-__all__ = ["Chunk", "Reader", "build_dataset", "evaluation_chunks", "open_reader", "to_device"]
 
 
 def open_reader(
     job: Job, plan: Plan, group: Group, start_step: int, stop_step: int, shares: Shares | None = None
 ) -> Steps[Reader]:
-    """Build the job's data and read it from `start_step` up to `stop_step`; replica = `group.rank`, of
-    `plan.dp` in `group`.
+    """Build the job's data; a reader of it from `start_step` up to `stop_step`.
 
-    shares: of the run, if they may change; the process asks for those of a step when it begins to read it.
-    Raises `DataError` when the ranks built different
-    data or there is none, `JobError` for what is no dataset, `PlanError` when a batch cannot be run under
-    `plan`.
+    group: the ranks along dp; `group.rank` is the replica. shares: of the run, if they may change; those of a
+    step are looked up when its reading begins. Raises `DataError` if ranks built different data or none,
+    `JobError` for what is not a dataset, `PlanError` for a batch that cannot be run under `plan`.
     """
     dataset = build_dataset(job.data, job.seed)
-    stream = is_stream(dataset, "Job(data=...)")
-    num_samples = None if stream else len(dataset)
+    iterable = is_iterable(dataset, "Job(data=...)")
+    num_samples = None if iterable else len(dataset)
     yield from agree(
         group,
         {
-            "the kind of dataset": "iterable" if stream else "map-style",
+            "the kind of dataset": "iterable" if iterable else "map-style",
             "the number of samples in the dataset": num_samples,
         },
         "Job(data=...) must build the same dataset on every rank.",
@@ -54,8 +49,7 @@ def open_reader(
 
 
 def build_dataset(build: Callable[[], Any], seed: int) -> Any:
-    """What `build` returns; whatever it draws while it builds is decided by `seed`, so that all ranks build
-    the same."""
+    """The result of `build`, with generators seeded by `seed`, so that all ranks build the same."""
     with preserved_draws():
         seed_draws(derive(seed, "data"))
         return build()
@@ -69,16 +63,14 @@ def evaluation_chunks(
     shares: Sequence[int] = (),
     num_batches: int | None = None,
 ) -> Iterator[Chunk]:
-    """This replica's part of `dataset` in order, once: batches of `job.batch_size` cut as in training, empty
-    chunks left out.
+    """This replica's nonempty chunks of one pass over `dataset`, in batches of `job.batch_size` split as in
+    training.
 
-    shares: as of `Plan.sizes`. num_batches: only so many of them, the first ones.
-    `step` of a chunk is the number of its batch. Draws made while reading are the same in every evaluation.
-    Replicas may get
-    different numbers of chunks; none of them waits for another. Raises as `open_reader` does, before the
-    first chunk.
+    shares: as of `Plan.sizes`. num_batches: number of batches; None: all. The `step` of a chunk is the number
+    of its batch. Draws during reading are the same in every evaluation. Replicas may get different numbers of
+    chunks; none waits for another. Raises as `open_reader` does, before the first chunk.
     """
-    if is_stream(dataset, "Evaluate(data=...)"):
+    if is_iterable(dataset, "Evaluate(data=...)"):
         raise JobError(
             f"Evaluate(data=...) built an iterable {type(dataset).__name__}. Evaluation needs a map-style dataset: __len__ and __getitem__."
         )
@@ -87,7 +79,7 @@ def evaluation_chunks(
     return map_chunks(dataset, job, plan, group.rank, shares, num_batches)
 
 
-def is_stream(dataset: Any, where: str) -> bool:
+def is_iterable(dataset: Any, where: str) -> bool:
     """Whether `dataset` is iterable rather than map-style."""
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
@@ -100,7 +92,7 @@ def is_stream(dataset: Any, where: str) -> bool:
         return True
     if not hasattr(dataset, "__getitem__"):
         raise JobError(
-            f"{where} built {kind}, which is no dataset. It needs __len__ and __getitem__ (map-style) or __iter__ (iterable)."
+            f"{where} built {kind}, which is not a dataset. It needs __len__ and __getitem__ (map-style) or __iter__ (iterable)."
         )
     if not hasattr(dataset, "__len__"):
         raise JobError(
