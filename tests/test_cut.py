@@ -361,7 +361,7 @@ def test_parameters_stay_where_the_first_program_put_them(model: type[nn.Module]
             {"first.weight": [0, 2], "second.weight": [1]},
             3,
             r"linear at \S*test_cut.py:\d+ \(return self.first\(torch.tanh\(self.second\(x\)\)\)\) uses second.weight, "
-            r"which lies in stage 1 since the first program was cut: it can only be in stage 0\. ",
+            r"which belongs to stage 1 since the first program was cut: it can only be in stage 0\. ",
         ),
         (
             {"first.weight": [0], "second.weight": [0, 1]},
@@ -384,7 +384,7 @@ def test_all_stages_of_a_rank_have_what_it_holds():
     numbers, holders = random_numbers(program, 0), {"first.weight": [0]}
     assert len(chosen(program, numbers, 4, holders=holders, ranks=(0, 1, 1, 0)).stages) == 4
     with pytest.raises(
-        PlanError, match=r"linear at .* uses first.weight, which lies in stage 0 since the first"
+        PlanError, match=r"linear at .* uses first.weight, which belongs to stage 0 since the first"
     ):
         chosen(program, numbers, 4, holders=holders | {"second.weight": [1]})
 
@@ -393,7 +393,7 @@ def test_given_cuts_move_no_parameters():
     program = program_of(Chain)
     with pytest.raises(
         PlanError,
-        match=r"^cuts=layers.2 puts linear at .* into stage 1, and layers.3.weight, which it uses, lies in stage 0 since ",
+        match=r"^cuts=layers.2 puts linear at .* into stage 1, and layers.3.weight, which it uses, belongs to stage 0 since ",
     ):
         chosen(program, random_numbers(program, 0), 2, cuts=["layers.2"], holders={"layers.3.weight": [0]})
 

@@ -125,8 +125,8 @@ def changed(rank: int, row: str) -> Schedule:
     ("schedule", "sentence"),
     [
         (changed(0, "0F0 0F1 0B0"), "Stage 0 of schedule 1f1b has F for microbatch 1. It needs F and B, or F, I and W."),
-        (changed(0, "0F0 0F1 0B0 0B1 0B1"), "0B1 stands 2 times"),
-        (changed(0, "0F0 0F1 0B0 0B1 1F0"), "1F0 stands on rank 0, and stage 1 of schedule 1f1b lies on rank 1."),
+        (changed(0, "0F0 0F1 0B0 0B1 0B1"), "0B1 occurs 2 times"),
+        (changed(0, "0F0 0F1 0B0 0B1 1F0"), "1F0 is listed on rank 0, but stage 1 of schedule 1f1b belongs to rank 1."),
         (changed(0, "0F0 0F1 0B0 0B1 0F2"), "0F2 on rank 0: schedule 1f1b has 2 stages and 2 microbatches."),
         (changed(1, "1F0 1B0 1B1 1F1"), "1B1 comes before 1F1 on rank 1"),
         (changed(1, "1F0 1W0 1I0 1F1 1B1"), "1W0 comes before 1I0 on rank 1"),
@@ -135,7 +135,7 @@ def changed(rank: int, row: str) -> Schedule:
             Schedule(name="x", ranks=(0, 1), num_microbatches=2, actions=(
                 tuple(map(Action.parse, ["0F0", "0B0", "0F1", "0B1"])), tuple(map(Action.parse, ["1F1", "1B1", "1F0", "1B0"])),
             )),
-            "Schedule x never ends: rank 0 is to run 0B0 and waits for 1B0 of rank 1; rank 1 is to run 1F1 and waits for 0F1 of rank 0.",
+            "Schedule x deadlocks: rank 0 must run 0B0 and waits for 1B0 of rank 1; rank 1 must run 1F1 and waits for 0F1 of rank 0.",
         ),
     ],
 )  # fmt: skip
@@ -171,5 +171,5 @@ def test_actions_read_from_text(text: str):
     if text.strip() == "0F0":
         assert Action.parse(text) == Action(0, "F", 0)
     else:
-        with pytest.raises(PlanError, match="is no action"):
+        with pytest.raises(PlanError, match="is not an action"):
             Action.parse(text)

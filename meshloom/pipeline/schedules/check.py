@@ -128,7 +128,7 @@ def _check_complete(schedule: Schedule) -> None:
         )
     if sorted(set(schedule.ranks)) != list(range(schedule.num_ranks)):
         raise PlanError(
-            f"Schedule {name} has rows for {schedule.num_ranks} ranks, and its stages lie on ranks {sorted(set(schedule.ranks))}."
+            f"Schedule {name} has rows for {schedule.num_ranks} ranks, and its stages belong to ranks {sorted(set(schedule.ranks))}."
         )
     counts = Counter(action for _, action in schedule)
     for rank, action in schedule:
@@ -138,10 +138,10 @@ def _check_complete(schedule: Schedule) -> None:
             )
         if schedule.ranks[action.stage] != rank:
             raise PlanError(
-                f"{action} stands on rank {rank}, and stage {action.stage} of schedule {name} lies on rank {schedule.ranks[action.stage]}."
+                f"{action} is listed on rank {rank}, but stage {action.stage} of schedule {name} belongs to rank {schedule.ranks[action.stage]}."
             )
         if counts[action] > 1:
-            raise PlanError(f"{action} stands {counts[action]} times in schedule {name}.")
+            raise PlanError(f"{action} occurs {counts[action]} times in schedule {name}.")
     for stage in range(schedule.num_stages):
         for number in range(m):
             kinds = "".join(kind for kind in get_args(Kind) if Action(stage, kind, number) in counts)
@@ -172,7 +172,7 @@ def _circle(schedule: Schedule) -> str:
             for each in _needs(stuck, schedule, split):
                 if each not in done:
                     waits.append(
-                        f"rank {rank} is to run {stuck} and waits for {each} of rank {schedule.ranks[each.stage]}"
+                        f"rank {rank} must run {stuck} and waits for {each} of rank {schedule.ranks[each.stage]}"
                     )
                     break
-    return f"Schedule {schedule.name} never ends: {'; '.join(waits)}."
+    return f"Schedule {schedule.name} deadlocks: {'; '.join(waits)}."

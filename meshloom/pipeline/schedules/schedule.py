@@ -48,7 +48,7 @@ class Action:
         found = _ACTION.fullmatch(text.strip())
         if found is None:
             raise PlanError(
-                f"{text!r} is no action. An action is a stage, one of {', '.join(get_args(Kind))}, and a microbatch, like 2F0."
+                f"{text!r} is not an action. An action is a stage, one of {', '.join(get_args(Kind))}, and a microbatch, like 2F0."
             )
         kinds: dict[str, Kind] = {each: each for each in get_args(Kind)}
         return Action(int(found[1]), kinds[found[2]], int(found[3]))
@@ -102,7 +102,7 @@ class Schedule:
         found = re.fullmatch(r"(\S+): stages on ranks ([\d ]+), (\d+) microbatch(?:es)?", head.strip())
         if found is None:
             raise PlanError(
-                f"{head!r} is no head of a schedule. It looks like '1f1b: stages on ranks 0 1 2 3, 6 microbatches'."
+                f"{head!r} is not the header of a schedule. It looks like '1f1b: stages on ranks 0 1 2 3, 6 microbatches'."
             )
         actions: list[tuple[Action, ...]] = []
         for number, row in enumerate(rows):

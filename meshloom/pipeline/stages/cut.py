@@ -198,7 +198,7 @@ def _check_holders(line: Intervals, holders: Holders, num_stages: int) -> None:
         for name in names.get(number, ()):
             if not reached & set(holders[name]):
                 raise PlanError(
-                    f"{node.operator} at {describe_line(node.line)} uses {name}, which lies in {_stages_named(holders[name])} since the first program was "
+                    f"{node.operator} at {describe_line(node.line)} uses {name}, which belongs to {_stages_named(holders[name])} since the first program was "
                     f"cut{f', but runs after {before}' if before else ''}: it can only be in {_stages_named(reached)}. "
                     "Let parameters be used in the same order for every batch, or cut elsewhere (cuts=...)."
                 )
@@ -275,6 +275,6 @@ def _given(line: Intervals, cuts: Sequence[str], limits: Limits, holders: Holder
                 node = nodes[inside[0]]
                 raise PlanError(
                     f"cuts={'+'.join(cuts)} puts {node.operator} at {describe_line(node.line)} into stage {stage}, and {name}, which it uses, "
-                    f"lies in {_stages_named(holders[name])} since the first program was cut."
+                    f"belongs to {_stages_named(holders[name])} since the first program was cut."
                 )
     return ends

@@ -176,8 +176,8 @@ class _Cutter:
         node = self.by_name[crossing.value]
         if crossing.value in self.lists:
             raise CaptureError(
-                f"The cut between stages {crossing.source} and {crossing.destination} goes through {node.operator} at {node.line or node.path}, which gives "
-                f"{len(node.outputs) or 'no'} tensors, and only single tensors cross. Cut elsewhere."
+                f"The cut between stages {crossing.source} and {crossing.destination} splits {node.operator} at {node.line or node.path}, which returns "
+                f"{len(node.outputs) or 'no'} tensors, but only single tensors can be sent between stages. Cut elsewhere."
             )
 
     def _stage(self, number: int, nodes: Sequence[Node], crossings: Sequence[Crossing]) -> Stage:

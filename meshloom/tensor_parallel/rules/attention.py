@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from meshloom.tensor_parallel.rules.call import Call, Operand, Rule
+from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument
 from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, Term, labels_in
 
 
@@ -34,7 +34,7 @@ def _attention(call: Call) -> Factors | None:
         _broadcast((*batch, "h", None, None), k, sizes),
         _broadcast((*batch, "h", None, "v"), v, sizes),
     ]
-    if isinstance(mask, Operand):
+    if isinstance(mask, TensorArgument):
         full: Dims = (*batch, heads, "sq", None)
         operands.append(_broadcast(full[len(full) - len(mask.shape) :], mask, sizes))
     rate = call.arguments.get("dropout_p") or 0.0
@@ -47,7 +47,7 @@ def _attention(call: Call) -> Factors | None:
     )
 
 
-def _broadcast(dims: Dims, operand: Operand, sizes: dict[str, int]) -> Dims:
+def _broadcast(dims: Dims, operand: TensorArgument, sizes: dict[str, int]) -> Dims:
     return tuple(
         None if term is not None and operand.shape[place] == 1 and _size(term, sizes) != 1 else term
         for place, term in enumerate(dims)

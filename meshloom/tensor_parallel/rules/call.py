@@ -12,7 +12,7 @@ from meshloom.tensor_parallel.rules.factors import Dims, Factors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operand:
+class TensorArgument:
     """A tensor argument. number: its index in `Node.operands()`."""
 
     number: int
@@ -29,14 +29,14 @@ class Call:
     """An operator's call.
 
     name: without namespace and overload.
-    arguments: by the schema's names, with defaults filled in; tensors are `Operand`s.
+    arguments: by the schema's names, with defaults filled in; tensors are `TensorArgument`s.
     operands: the tensors, in the order of `Node.operands()`. outputs: the result tensors.
     """
 
     name: str
     node: Node
     arguments: Mapping[str, Any]
-    operands: tuple[Operand, ...]
+    operands: tuple[TensorArgument, ...]
     outputs: tuple[Meta, ...]
 
     def dim(self, name: str, ndim: int) -> int:
@@ -65,12 +65,14 @@ def call_of(node: Node, metas: Mapping[str, tuple[Meta, ...]]) -> Call | None:
     schema = getattr(inner, "_schema", None)
     if schema is None:
         return None
-    operands: list[Operand] = []
+    operands: list[TensorArgument] = []
 
     def replace(value: Any) -> Any:
         if isinstance(value, Ref):
             found = metas[value.name]
-            operands.append(Operand(number=len(operands), meta=found[0]) if len(found) == 1 else _several())
+            operands.append(
+                TensorArgument(number=len(operands), meta=found[0]) if len(found) == 1 else _several()
+            )
             return operands[-1]
         return tuple(map(replace, value)) if isinstance(value, tuple) else value
 
@@ -103,7 +105,7 @@ def tensor_arguments(call: Call) -> Iterator[tuple[int, ...] | None]:
     for argument in schema.arguments:
         if "Tensor" in str(argument.type):
             value = call.arguments.get(argument.name)
-            yield value.shape if isinstance(value, Operand) else None
+            yield value.shape if isinstance(value, TensorArgument) else None
 
 
 def given_by_name(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def to_output_shape(name: str) -> Any:
     )
 
 
-def replicated(operands: Sequence[Operand]) -> tuple[Dims, ...]:
+def replicated(operands: Sequence[TensorArgument]) -> tuple[Dims, ...]:
     """The dims of operands that every rank needs in full."""
     return tuple((None,) * len(each.shape) for each in operands)
 
@@ -136,7 +138,7 @@ class _SeveralError(Exception):
     pass
 
 
-def _several() -> Operand:
+def _several() -> TensorArgument:
     raise _SeveralError
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from meshloom.tensor_parallel.rules.call import Call, Operand, Rule
+from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument
 from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Dims, Factors, labels_except
 
 
@@ -59,7 +59,7 @@ def _quotient(call: Call) -> Factors | None:
     numerator = call.arguments.get("self")
     rounds = call.arguments.get("rounding_mode")
     return elementwise(
-        call, (frozenset({numerator.number}),) if isinstance(numerator, Operand) and not rounds else ()
+        call, (frozenset({numerator.number}),) if isinstance(numerator, TensorArgument) and not rounds else ()
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from meshloom.program.operators.embedding_bag import BagsOfPart
 from meshloom.program.operators.experts import lookup_of_part
 from meshloom.program.operators.partial import embedding_of_part
-from meshloom.tensor_parallel.rules.call import Call, Operand, Rule, given_by_name, replicated
+from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument, given_by_name, replicated
 from meshloom.tensor_parallel.rules.factors import (
     FIRST_LINEAR,
     Dims,
@@ -56,7 +56,7 @@ def _gather(call: Call) -> Factors | None:
     return Factors(operands=(names, out), outputs=(out,), sizes=sizes, linear=FIRST_LINEAR)
 
 
-def _labels_beside(dim: int, x: Operand, index: Operand) -> tuple[Dims, dict[str, int]]:
+def _labels_beside(dim: int, x: TensorArgument, index: TensorArgument) -> tuple[Dims, dict[str, int]]:
     """Labels of the dims, except `dim`, in which x and index have the same size."""
     differ = {place for place, size in enumerate(x.shape) if size != index.shape[place]}
     return labels_except(x.shape, differ | {dim})
@@ -76,7 +76,7 @@ def _index(call: Call) -> Factors | None:
     indices."""
     x = call.operands[0]
     given: tuple[Any, ...] = call.arguments["indices"]
-    found = [(place, each) for place, each in enumerate(given) if isinstance(each, Operand)]
+    found = [(place, each) for place, each in enumerate(given) if isinstance(each, TensorArgument)]
     if not found or any("bool" in str(each.meta.dtype) for _, each in found):
         return None
     places = [place for place, _ in found]

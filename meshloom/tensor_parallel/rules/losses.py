@@ -9,7 +9,7 @@ from meshloom.program.operators.partial import (
     cosine_losses_of_part,
     negative_log_likelihood_of_part,
 )
-from meshloom.tensor_parallel.rules.call import Call, Operand, Rule
+from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument
 from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Dims, Factors, ShardSizes
 
 
@@ -20,7 +20,7 @@ def _cross_entropy(call: Call) -> Factors | None:
     A sharded v takes two small all-reduces; every rank has the full loss.
     """
     logits, target = call.operands[:2]
-    weighted = isinstance(call.arguments.get("weight"), Operand)
+    weighted = isinstance(call.arguments.get("weight"), TensorArgument)
     if len(logits.shape) < 2 or target.meta.dtype.is_floating_point:
         return None
     reduction: int = call.arguments.get("reduction", 1)
@@ -56,7 +56,7 @@ def _likelihood(call: Call) -> Factors | None:
     """nll_loss: log-probabilities [n, v, space], targets [n, space] -> the mean, the sum or [n, space]. A
     shard of v adds the targets in it."""
     x = call.operands[0]
-    if isinstance(call.arguments.get("weight"), Operand) or len(x.shape) < 2:
+    if isinstance(call.arguments.get("weight"), TensorArgument) or len(x.shape) < 2:
         return None
     reduction: int = call.arguments.get("reduction", 1)
     ignored: int = call.arguments.get("ignore_index", -100)

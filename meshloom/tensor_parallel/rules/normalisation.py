@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshloom.tensor_parallel.rules.call import Call, Operand, Rule, replicated, set_argument
+from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument, replicated, set_argument
 from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, ShardSizes, Term, labels_except
 
 
@@ -35,7 +35,7 @@ def _over_batch(call: Call) -> Factors | None:
 def _instance_norm(call: Call) -> Factors | None:
     x = call.operands[0]
     if len(call.operands) > 1 and any(
-        isinstance(call.arguments.get(name), Operand) for name in ("running_mean", "running_var")
+        isinstance(call.arguments.get(name), TensorArgument) for name in ("running_mean", "running_var")
     ):
         return None
     dims: Dims = ("b", "c", *(None,) * (len(x.shape) - 2))

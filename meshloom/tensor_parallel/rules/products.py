@@ -10,8 +10,8 @@ from meshloom.program.operators.experts import grouped_product_of_groups
 from meshloom.program.operators.partial import convolution_of_nothing, grouped_product_of_part
 from meshloom.tensor_parallel.rules.call import (
     Call,
-    Operand,
     Rule,
+    TensorArgument,
     given_by_name,
     set_argument,
     tensor_arguments,
@@ -80,7 +80,7 @@ def _convolution(call: Call) -> Factors | None:
         operands[0] = operands[0][1:]
     else:
         sizes["b"] = x.shape[0]
-    added = isinstance(call.arguments.get("bias"), Operand)
+    added = isinstance(call.arguments.get("bias"), TensorArgument)
     if added:
         operands.append((full_out,))
     out: Dims = ("b", full_out, *space)
@@ -162,7 +162,7 @@ def _grouped(call: Call) -> Factors | None:
     both are matrices, the groups lie along k.
     """
     x, w = call.operands[:2]
-    if isinstance(call.arguments.get("bias"), Operand) or call.arguments.get("out_dtype") is not None:
+    if isinstance(call.arguments.get("bias"), TensorArgument) or call.arguments.get("out_dtype") is not None:
         return None
     pattern = {
         (2, 3): "t! k, e! k n, _ -> t n; sum k; linear 0 1",

@@ -11,7 +11,7 @@ from meshloom.program.operators.recurrent_shards import (
     RecurrentOfPart,
     cell_of_part,
 )
-from meshloom.tensor_parallel.rules.call import Call, Operand, Rule, given_by_name
+from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument, given_by_name
 from meshloom.tensor_parallel.rules.factors import Dims, Factors, InnerCollective, Product, ShardSizes, Term
 
 
@@ -21,15 +21,15 @@ def _recurrent(kind: RecurrentKind) -> Rule:
     def rule(call: Call) -> Factors | None:
         x = call.arguments.get("input")
         first = bool(call.arguments.get("batch_first"))
-        if not isinstance(x, Operand) or len(x.shape) != 3:
+        if not isinstance(x, TensorArgument) or len(x.shape) != 3:
             return None
         hidden: Any = call.arguments["hx"]
         states = {
             each.number
             for each in (hidden if isinstance(hidden, tuple) else (hidden,))
-            if isinstance(each, Operand)
+            if isinstance(each, TensorArgument)
         }
-        weights: tuple[Operand, ...] = tuple(call.arguments["params"])
+        weights: tuple[TensorArgument, ...] = tuple(call.arguments["params"])
         size = weights[1].shape[0] // NUM_GATES[kind]
         # Layers with projections, or under autocast, are not sharded by hidden units.
         units = "h" if weights[1].shape[1] == size and not call.node.context.autocast else None
@@ -88,7 +88,7 @@ def _cell(kind: RecurrentKind) -> Rule:
 
     def rule(call: Call) -> Factors | None:
         given: Any = call.arguments["hx"]
-        states: tuple[Operand, ...] = given if isinstance(given, tuple) else (given,)
+        states: tuple[TensorArgument, ...] = given if isinstance(given, tuple) else (given,)
         if any(len(each.shape) != 2 for each in (call.operands[0], *states)):
             return None
         batch, size = states[0].shape

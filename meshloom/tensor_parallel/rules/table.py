@@ -8,6 +8,7 @@ from meshloom.core.errors import CaptureError
 from meshloom.tensor_parallel.rules.attention import ATTENTION
 from meshloom.tensor_parallel.rules.call import Call, Rule
 from meshloom.tensor_parallel.rules.copies import COPIES
+from meshloom.tensor_parallel.rules.dim_reductions import REDUCTIONS
 from meshloom.tensor_parallel.rules.elementwise import ELEMENTWISE, elementwise, is_elementwise
 from meshloom.tensor_parallel.rules.expansion import EXPANSION
 from meshloom.tensor_parallel.rules.factors import Factors
@@ -18,7 +19,6 @@ from meshloom.tensor_parallel.rules.normalisation import NORMALISATION
 from meshloom.tensor_parallel.rules.permutations import PERMUTATIONS
 from meshloom.tensor_parallel.rules.products import PRODUCTS
 from meshloom.tensor_parallel.rules.recurrent import RECURRENT
-from meshloom.tensor_parallel.rules.reductions import REDUCTIONS
 from meshloom.tensor_parallel.rules.reshapes import RESHAPES
 from meshloom.tensor_parallel.rules.slices import SLICES
 from meshloom.tensor_parallel.rules.spatial import SPATIAL

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshloom.program.operators.log_softmax import LogSoftmaxOfPart
 from meshloom.program.operators.partial import loss_of_part, mean_of_part
-from meshloom.tensor_parallel.rules.call import Call, Operand, Rule, replicated
+from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument, replicated
 from meshloom.tensor_parallel.rules.elementwise import elementwise
 from meshloom.tensor_parallel.rules.factors import (
     FIRST_LINEAR,
@@ -109,7 +109,7 @@ def _settings(call: Call) -> dict[str, Any]:
     return {
         name: value
         for name, value in call.arguments.items()
-        if not isinstance(value, Operand) and name != "reduction" and value is not None
+        if not isinstance(value, TensorArgument) and name != "reduction" and value is not None
     }  # beta, delta
 
 
