@@ -200,10 +200,10 @@ def test_each_side_of_a_question_has_a_program_of_its_own():
 def test_a_loss_that_is_another_one_at_each_size_is_refused_with_the_dim_that_varies(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(module, "MOST_SHAPES", 3)
+    monkeypatch.setattr(module, "MAX_SHAPES", 3)
     wanted = (
-        r"read for batches of 3 shapes, and here is another one: dim 1 of x has had 4 sizes \(6, 8, 9, 11, \.\.\.\)\. "
-        r"Each takes a reading, because it asks for sizes at .*test_any_size\.py:\d+ .*\. Pad x in collate to one size"
+        r"captured for batches of 3 shapes, and here is another one: dim 1 of x has had 4 sizes \(6, 8, 9, 11, \.\.\.\)\. "
+        r"Each needs its own capture, because it asks for sizes at .*test_any_size\.py:\d+ .*\. Pad x in collate to one size"
     )
     with pytest.raises(CaptureError, match=wanted):
         follow(job_of(BY_SIZE["a loop"]), [batch_of(*each) for each in [(4, 9), (4, 6), (4, 11), (4, 8)]])

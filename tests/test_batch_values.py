@@ -23,7 +23,7 @@ from meshloom.core.plan import Plan
 from meshloom.program.ir.batch_values import fits, text_of
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.transfer import pack, unpack
-from meshloom.program.store.captured_loss import MOST, CapturedLoss, _key
+from meshloom.program.store.captured_loss import MAX_VALUES, CapturedLoss, _key
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
@@ -121,10 +121,10 @@ def test_an_input_may_be_one_number_and_another_a_value():
 
 
 def test_reading_for_ever_is_refused():
-    """A counter that Python looks at is another one in every step: MOST programs are read, and then its name
+    """A counter that Python looks at is another one in every step: MAX_VALUES programs are read, and then its name
     is said."""
     programs = programs_of(lambda m, b: m(b["x"]).sum() * (2.0 if b["step"] > 3 else 1.0))
-    batches = batches_with("step", list(range(MOST + 1)))
+    batches = batches_with("step", list(range(MAX_VALUES + 1)))
     first = read(programs, batches[0])
     for batch in batches[1:-1]:  # as if they had been read
         programs._known[_key(batch, True)].append(
@@ -132,7 +132,7 @@ def test_reading_for_ever_is_refused():
         )
     with pytest.raises(
         CaptureError,
-        match=f"reads step of the batch, a int, in Python, and it has had {MOST} values so far",
+        match=f"reads step of the batch, a int, in Python, and it has had {MAX_VALUES} values so far",
     ):
         read(programs, batches[-1])
 

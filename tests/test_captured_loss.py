@@ -144,7 +144,7 @@ def fails(y: Tensor) -> Tensor:
         (
             fails,
             batches(),
-            r"Reading the loss failed at .*test_captured_loss.py:\d+ \(raise RuntimeError.*: RuntimeError: the user's own$",
+            r"Capturing the loss failed at .*test_captured_loss.py:\d+ \(raise RuntimeError.*: RuntimeError: the user's own$",
         ),
         (lambda y: y, batches()[:1], "takes two batches of the same shapes, and there are 1"),
         (lambda y: y, None, "takes two batches of the same shapes, and there are 0"),
@@ -168,7 +168,7 @@ def test_an_error_on_another_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "unpack", second_fails)
     found = errors([CapturedLoss(make_job("mlp", "sgd")) for _ in range(3)], batches())
     assert len({str(each) for each in found}) == 1
-    assert "Rank 2 cannot take the program that rank 0 captured: These" in str(found[0])
+    assert "Rank 2 cannot use the program that rank 0 captured: These" in str(found[0])
 
 
 def test_a_program_that_arrives_as_another_is_refused(monkeypatch: pytest.MonkeyPatch):

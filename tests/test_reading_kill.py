@@ -73,5 +73,5 @@ def test_a_run_that_is_killed_as_it_reads_leaves_nothing_and_the_next_one_reads(
     file.unlink()
     assert "The loss was captured anew: no earlier run has kept it." in started(words)
     if moment == "write":
-        assert "The loss is what an earlier run has read." in started(words)
+        assert "The captured loss is taken from an earlier run." in started(words)
     assert not left(out)

@@ -118,7 +118,7 @@ def runs(tmp_path: Path) -> Runs:
 
 def test_the_same_job_is_read_once(runs: Runs):
     assert not runs.read()
-    assert runs.notes == ["The loss is what an earlier run has read."]
+    assert runs.notes == ["The captured loss is taken from an earlier run."]
 
 
 def scaled() -> nn.Module:
@@ -242,7 +242,7 @@ def test_what_has_no_digest_is_not_kept(runs: Runs):
 
     for _ in range(2):
         assert runs.read(job_of(locked))
-        assert runs.notes == ["The reading is not kept: 1.lock, a lock, has no digest."]
+        assert runs.notes == ["The captured loss is not cached: 1.lock, a lock, has no digest."]
 
 
 def test_a_file_that_is_damaged_is_read_anew_with_one_sentence(runs: Runs):
@@ -262,11 +262,11 @@ def test_a_reading_that_is_not_eagers_is_refused_even_if_its_digests_are_equal(
     assert runs.read()
     assert runs.read(job_of(loss=loss_of(2.0)))
     assert (
-        "What an earlier run read is not used: the loss of its forward differs from eager's" in runs.notes[0]
+        "A cached program is not used: the loss of its forward differs from eager's" in runs.notes[0]
     )
     wider: Callable[[], nn.Module] = lambda: nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 4))  # noqa: E731
     assert runs.read(job_of(wider))
-    assert "2.weight is another one in the model" in runs.notes[0]
+    assert "2.weight has another shape or dtype in the model" in runs.notes[0]
 
 
 def test_a_large_program_is_looked_at_as_small_as_it_was_compared(
@@ -311,7 +311,7 @@ def test_a_second_start_reads_and_chooses_nothing_and_trains_to_the_same_bits(pl
     first, anew = train(tmp_path / "kept")
     second, taken = train(tmp_path / "kept")
     assert "reading" in anew.seconds and "reading" not in taken.seconds and "prices" not in taken.seconds
-    assert taken.notes == ["The loss is what an earlier run has read."]
+    assert taken.notes == ["The captured loss is taken from an earlier run."]
     assert never.keys() == first.keys() == second.keys()
     assert all(
         torch.equal(never[name], first[name]) and torch.equal(never[name], second[name]) for name in never
@@ -340,7 +340,7 @@ def test_batch_norm_is_kept_and_a_plan_that_synchronises_it_reads_nothing(tmp_pa
     assert told == [
         [],
         ["The loss was captured anew: no earlier run has kept it."],
-        ["The loss is what an earlier run has read."],
+        ["The captured loss is taken from an earlier run."],
     ]
 
 
@@ -363,7 +363,7 @@ def test_a_second_description_reads_and_chooses_nothing_and_says_the_same(
         assert main(["describe", str(Path(__file__).with_name("describe_jobs.py")), *words]) == 0
         captured = capsys.readouterr()
         records = [json.loads(line) for line in captured.out.splitlines()]
-        assert ("The loss is what an earlier run has read." in captured.err) == (len(seen) == 1)
+        assert ("The captured loss is taken from an earlier run." in captured.err) == (len(seen) == 1)
         seen.append(captured.err)
         return records[:-1], records[-1]["seconds"]
 
@@ -396,7 +396,7 @@ def test_a_second_description_reads_and_chooses_nothing_and_says_the_same(
     third, _ = described()
     assert third == first
     assert all(
-        f"earlier run found ({kind}) is not used" in seen[-1] for kind in kinds - {"reading", "division"}
+        f"A cached result ({kind}) is not used" in seen[-1] for kind in kinds - {"reading", "division"}
     )
 
 

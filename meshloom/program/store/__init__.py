@@ -1,1 +1,1 @@
-"""Programs of a job, each captured once and kept on disk for later starts."""
+"""Captured programs of a job: each is captured once and cached on disk for later runs."""

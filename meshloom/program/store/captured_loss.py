@@ -1,4 +1,4 @@
-"""The programs of one loss, each captured and compared with eager once, by one rank for all."""
+"""The programs of one loss function, each captured and compared with eager once, on rank 0 for all ranks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from meshloom.telemetry.timings import Timings
 T = TypeVar("T")
 # training, and each tensor's name, shape and dtype
 Key = tuple[bool, tuple[tuple[str, tuple[int, ...], str], ...]]
-MOST = 16  # programs for batches of the same shapes, which differ in what else they hold
-MOST_SHAPES = 64  # of batches, in one mode, for each of which the loss is captured
+MAX_VALUES = 16  # programs for batches of equal shapes that differ in other values
+MAX_SHAPES = 64  # of batches for which the loss is captured, in each mode
 
 
 class CapturedLoss:
-    """Programs by (training or evaluation, shapes of the batch), and by what else the batch holds where a
-    loss looks at it."""
+    """Captured programs by mode (training or evaluation) and shapes of the batch, and by the batch's other
+    values where the loss depends on them."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class CapturedLoss:
         self.num_captured = 0  # programs that were captured, here or on rank 0
 
     def get(self, batch: Any, *, training: bool = True) -> Program | None:
-        """The program for batches like `batch`, if it was captured."""
+        """The program for batches like `batch`, if there is one."""
         values = leaves_of(batch).values
         return next(
             (each for each in self._known.get(_key(batch, training), ()) if fits(each.others, values)), None
@@ -61,19 +61,20 @@ class CapturedLoss:
     def capture(
         self, batches: Sequence[Any], *, training: bool = True, model: nn.Module | None = None
     ) -> Program:
-        """The program for these batches, which have equal shapes: captured from the first two, compared with
-        eager on the last two.
+        """The program for batches of these equal shapes: captured from the first two, compared with eager on
+        the last two.
 
-        With four batches the comparison is on ones that the program was not captured from.
-        model: the job's, as it was built, in this precision and mode, if there is one; it is left unchanged.
+        With four batches, the comparison uses batches that the program was not captured from.
+
+        model: the job's freshly built model in this precision and mode, if any; it is left unchanged.
             Otherwise one is built for the capture, unless a program was captured for other sizes and this one
-            differs from it in sizes only: that takes shapes alone.
+            differs from it in sizes only, which needs shapes alone.
         """
-        _check_two(batches)
+        _check_num_batches(batches)
         program = self.get(batches[0], training=training)
         if program is None:
             key = _key(batches[0], training)
-            _check_number([each.others for each in self._known.get(key, ())], batches[0])
+            _check_num_values([each.others for each in self._known.get(key, ())], batches[0])
             self._check_shapes(batches[0], training)
             known = next(iter(self._captured(training)), None)
             program = self._checked.program(batches, known, training=training, model=model)
@@ -84,14 +85,14 @@ class CapturedLoss:
     def capture_any(
         self, choices: Sequence[Sequence[Any]], *, training: bool = True, model: nn.Module | None = None
     ) -> Program:
-        """As `capture`, with the first of these batches that the loss can compute: what made-up ones do to its
-        own code is no fault of the job's."""
+        """As `capture`, with the first of these choices of batches that the loss accepts: failing on
+        synthetic batches is no error of the job."""
         for batches in choices[:-1]:
             try:
                 return self.capture(batches, training=training, model=model)
             except MeshloomError:
                 raise
-            except Exception:  # of the job's code
+            except Exception:  # raised by the job's code
                 continue
         return self.capture(choices[-1], training=training, model=model)
 
@@ -103,36 +104,38 @@ class CapturedLoss:
         training: bool = True,
         model: nn.Module | None = None,
     ) -> Steps[Program]:
-        """As `capture_any`, once for all ranks: rank 0 captures and compares with eager, the others receive the
-        program and compare its hash.
+        """As `capture_any`, on all ranks: rank 0 captures the loss and compares it with eager, the other
+        ranks receive the program and verify its hash.
 
-        All ranks call it. choices, model: on rank 0; the others may pass none. Whatever goes wrong on one
-        rank is raised on all.
+        Collective. choices, model: on rank 0; the other ranks may pass none. An error on one rank is raised
+        on all.
         """
-        asked = yield from _from_rank_0(group, lambda: self._asked(choices[0], training).encode())
-        key, digest = json.loads(asked)
-        key = _key_from(key)
-        here = next((each for each in self._known.get(key, ()) if digest and each.digest() == digest), None)
-        if all((yield from collect(group, here is not None))):
-            assert here is not None
-            return here
-        made: list[Program] = []
+        request = yield from _broadcast_from_rank_0(
+            group, lambda: self._request(choices[0], training).encode()
+        )
+        key, digest = json.loads(request)
+        key = _key_from_json(key)
+        local = next((each for each in self._known.get(key, ()) if digest and each.digest() == digest), None)
+        if all((yield from collect(group, local is not None))):
+            assert local is not None
+            return local
+        captured: list[Program] = []
 
         def make() -> bytes:
-            made.append(self.capture_any(choices, training=training, model=model))
+            captured.append(self.capture_any(choices, training=training, model=model))
             with self._timings.of("handing on"):
-                return pack(made[0])
+                return pack(captured[0])
 
-        packed = yield from _from_rank_0(group, make)
+        packed = yield from _broadcast_from_rank_0(group, make)
         with self._timings.of("handing on"):
-            program, refused = _attempt(lambda: unpack(packed) if group.rank else made[0])
+            program, refused = _attempt(lambda: unpack(packed) if group.rank else captured[0])
             outcomes = yield from collect(
                 group, {"hash": program.digest() if program else "", "refused": str(refused or "")}
             )
         for rank, outcome in enumerate(outcomes):
             if outcome["refused"]:
                 raise CaptureError(
-                    f"Rank {rank} cannot take the program that rank 0 captured: {outcome['refused']}"
+                    f"Rank {rank} cannot use the program that rank 0 captured: {outcome['refused']}"
                 )
             if outcome["hash"] != outcomes[0]["hash"]:
                 raise CaptureError(
@@ -140,18 +143,18 @@ class CapturedLoss:
                     "Use one version of meshloom and torch on all ranks."
                 )
         assert program is not None
-        if here is None and group.rank:
+        if local is None and group.rank:
             self._known.setdefault(key, []).append(program)
             self.num_captured += 1
-        return here or program
+        return local or program
 
     def of_any_size(self, batch: Any, *, training: bool = True) -> AnySize | None:
-        """What was proved of programs for sizes like those of `batch`, if anything."""
+        """The proof that one program serves all sizes like those of `batch`, if there is one."""
         return self._proofs[training].get(leaves_of(batch))
 
     def prove_together(self, group: Group, batch: Any, *, training: bool = True) -> Steps[AnySize | None]:
-        """Try to prove that there is one program for sizes like those of `batch`, of which nothing was
-        proved. All ranks call it."""
+        """Try to prove that one program serves all sizes like those of `batch`, for which there is no
+        proof yet. Collective."""
 
         def capture(other: Any, known: Program) -> Program | None:
             self.num_captured += 1
@@ -163,14 +166,14 @@ class CapturedLoss:
         return proved
 
     def _captured(self, training: bool) -> list[Program]:
-        """All programs of a mode, in the order in which they were captured."""
+        """All programs of a mode, in the order of their capture."""
         return [each for (mode, _), programs in self._known.items() if mode == training for each in programs]
 
     def told(self) -> list[str]:
-        """Which readings served which sizes, for people: of each mode that was read for several."""
+        """For users: which captures served which sizes, in each mode that saw batches of several shapes."""
         found: list[str] = []
         for training, proofs in self._proofs.items():
-            had = self._shapes_read(training)
+            had = self._captured_shapes(training)
             if len(had) < 2:
                 continue
             for each in proofs.found:
@@ -183,47 +186,47 @@ class CapturedLoss:
                 )
                 found.append(f"one program serves batches of any size of {sizes}")
             if not proofs.found and proofs.why:
-                name, dim, seen = _varied(had)
+                name, dim, seen = _most_varied(had)
                 found.append(
-                    f"each of {len(had)} shapes took a reading, because {proofs.why}: dim {dim} of {name} has had {len(seen)} sizes, "
-                    "and padding it in collate to one of them would take one reading"
+                    f"each of {len(had)} shapes needed its own capture, because {proofs.why}: dim {dim} of {name} has had {len(seen)} sizes, "
+                    "and padding it in collate to one size would need one capture"
                 )
         return found
 
-    def _shapes_read(self, training: bool) -> list[dict[str, tuple[int, ...]]]:
-        """Of the batches that the loss was read for."""
+    def _captured_shapes(self, training: bool) -> list[dict[str, tuple[int, ...]]]:
+        """The shapes of the batches that the loss was captured for."""
         return [
             {name: shape for name, shape, _ in shapes} for mode, shapes in self._known if mode == training
         ]
 
     def _check_shapes(self, batch: Any, training: bool) -> None:
-        """Refuse to read the loss for yet other shapes, naming the dim that has had most."""
-        had = self._shapes_read(training)
-        if len(had) < MOST_SHAPES or _key(batch, training) in self._known:
+        """Refuse to capture the loss for too many shapes, naming the dim that had the most sizes."""
+        had = self._captured_shapes(training)
+        if len(had) < MAX_SHAPES or _key(batch, training) in self._known:
             return
-        name, dim, seen = _varied(
+        name, dim, seen = _most_varied(
             [*had, {name: tuple(leaf.shape) for name, leaf in leaves_of(batch).tensors.items()}]
         )
         raise CaptureError(
-            f"The loss was read for batches of {MOST_SHAPES} shapes, and here is another one: dim {dim} of {name} has had {len(seen)} sizes "
-            f"({', '.join(map(str, seen[:8]))}, ...). Each takes a reading, because {self._proofs[training].why or 'no one program serves them all'}. "
-            f"Pad {name} in collate to one size, or to a few (multiples of 64), or write the loss so that it does not ask for its sizes. {WAY_OUT}"
+            f"The loss was captured for batches of {MAX_SHAPES} shapes, and here is another one: dim {dim} of {name} has had {len(seen)} sizes "
+            f"({', '.join(map(str, seen[:8]))}, ...). Each needs its own capture, because {self._proofs[training].why or 'no one program serves them all'}. "
+            f"Pad {name} in collate to one size, or to a few (multiples of 64), or write the loss so that it does not depend on sizes. {WAY_OUT}"
         )
 
-    def _asked(self, batches: Sequence[Any], training: bool) -> str:
-        """What rank 0 wants, for the others: the key, and which of its programs if there is one already."""
-        _check_two(batches)
+    def _request(self, batches: Sequence[Any], training: bool) -> str:
+        """Rank 0's request: the key, and the digest of its program if it has one already."""
+        _check_num_batches(batches)
         program = self.get(batches[0], training=training)
         return json.dumps([_key(batches[0], training), program.digest() if program else ""])
 
 
-def _from_rank_0(group: Group, make: Callable[[], bytes]) -> Steps[bytes]:
-    """What `make` gives on rank 0, on every rank; or its error, on every rank."""
-    made, refused = _attempt(make) if group.rank == 0 else (b"", None)
+def _broadcast_from_rank_0(group: Group, make: Callable[[], bytes]) -> Steps[bytes]:
+    """The result of `make` on rank 0, or its error, on every rank."""
+    captured, refused = _attempt(make) if group.rank == 0 else (b"", None)
     error: str | None = yield from share(group, str(refused) if refused else None)
     if error is not None:
         raise refused or CaptureError(error)
-    return (yield from share_bytes(group, made or b""))
+    return (yield from share_bytes(group, captured or b""))
 
 
 def _attempt(make: Callable[[], T]) -> tuple[T | None, MeshloomError | None]:
@@ -231,25 +234,23 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, MeshloomError | None]:
         return make(), None
     except MeshloomError as error:
         return None, error
-    except Exception as error:  # the job's own code: the other ranks would wait for ever
+    except Exception as error:  # raised by the job's code: the other ranks must not wait forever
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         refused = CaptureError(
-            f"Reading the loss failed at {describe_line(line_of_error(error.__traceback__))}: {type(error).__name__}: {first}"
+            f"Capturing the loss failed at {describe_line(line_of_error(error.__traceback__))}: {type(error).__name__}: {first}"
         )
         refused.__cause__ = error
         return None, refused
 
 
-def _check_two(batches: Sequence[Any]) -> None:
+def _check_num_batches(batches: Sequence[Any]) -> None:
     if len(batches) < 2:
-        raise CaptureError(
-            f"Reading a loss takes two batches of the same shapes, and there are {len(batches)}."
-        )
+        raise CaptureError(f"Capturing a loss takes two batches of equal shapes, got {len(batches)}.")
 
 
-def _check_number(known: Sequence[Mapping[str, str | None]], batch: Any) -> None:
-    """Refuse to read the loss once more for another value, naming the one that has had most."""
-    if len(known) < MOST:
+def _check_num_values(known: Sequence[Mapping[str, str | None]], batch: Any) -> None:
+    """Refuse to capture the loss for too many values, naming the one that changed the most."""
+    if len(known) < MAX_VALUES:
         return
     values = leaves_of(batch).values
     had = {name: {each.get(name) for each in known} - {None} for name in values}
@@ -258,12 +259,12 @@ def _check_number(known: Sequence[Mapping[str, str | None]], batch: Any) -> None
         raise refused_value(
             name,
             values[name],
-            f"it has had {len(had[name])} values so far, for each of which the loss was read",
+            f"it has had {len(had[name])} values so far, and the loss was captured for each",
         )
 
 
-def _varied(shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> tuple[str, int, list[int]]:
-    """The dim of the batch's tensors that has had most sizes, and these."""
+def _most_varied(shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> tuple[str, int, list[int]]:
+    """The dim of the batch's tensors that had the most sizes, and these."""
     sizes: dict[tuple[str, int], set[int]] = {}
     for each in shapes:
         for name, shape in each.items():
@@ -277,7 +278,6 @@ def _key(batch: Any, training: bool) -> Key:
     return training, shapes_of(leaves_of(batch))
 
 
-def _key_from(value: list[Any]) -> Key:
-    """The key that JSON made lists of."""
+def _key_from_json(value: list[Any]) -> Key:
     training, leaves = value
     return training, tuple((name, tuple(shape), dtype) for name, shape, dtype in leaves)

@@ -1,4 +1,4 @@
-"""Captures a loss and compares the program with eager, or takes what an earlier start has kept."""
+"""Captures a loss and compares the program with eager, or reuses the program that an earlier run cached."""
 
 from __future__ import annotations
 
@@ -28,33 +28,36 @@ from meshloom.telemetry.timings import Timings
 
 
 class CheckedCapture:
-    """Programs of `job`'s loss that compute what eager computes. dtype: that model and batches are lifted to;
-    None: the job's own. stored: what earlier starts have kept."""
+    """Captures programs of `job`'s loss that compute what eager computes.
+
+    dtype: the precision to which model and batches are converted; None: the job's own. stored: the cache of
+    earlier runs.
+    """
 
     def __init__(
         self, job: Job, *, dtype: torch.dtype | None, timings: Timings, stored: Stored | None
     ) -> None:
         self._job, self._dtype, self._timings, self._stored = job, dtype, timings, stored
-        self._shown: dict[str, Smaller] = {}  # digest of a program -> what it was compared as
-        # Models are built as the first one was: some compute numbers of their own, like rates of layers, in
-        # the default precision.
+        self._compared_as: dict[str, Smaller] = {}  # digest of a program -> the smaller one that was compared
+        # Models are built as the first one was: some compute constants, such as drop rates of layers, in the
+        # default precision.
         self._default = torch.get_default_dtype()
 
     def program(
         self, batches: Sequence[Any], known: Program | None, *, training: bool, model: nn.Module | None
     ) -> Program:
-        """Captured from the first two of `batches`, compared with eager on the last two.
+        """The program captured from the first two of `batches` and compared with eager on the last two.
 
-        known: a program of this mode that was compared. Where this one is that but for its sizes, and there
-            is no model, it is captured by shapes.
+        known: a program of this mode that was compared. If the new one differs from it in sizes only, and no
+            `model` is given, it is captured from shapes alone.
         """
         with default_precision(self._default):
             resized = self.at_other_sizes(known, batches[0], batches[1]) if known and model is None else None
             return resized or self._program(batches, training, model, is_first=known is None)
 
     def at_other_sizes(self, known: Program, *batches: Any) -> Program | None:
-        """The program for batches of other sizes, captured by shapes; None where it differs from `known` in
-        more than sizes."""
+        """The program for batches of other sizes, captured from shapes alone; None where it differs from
+        `known` in more than sizes."""
         with default_precision(self._default):
             return resized(
                 known,
@@ -77,28 +80,27 @@ class CheckedCapture:
                     leaves_of(read[0]),
                     kind=f"{training} {self._dtype} {self._default}",
                 )
-                program = self._take(entry, model, fresh[-1], training) if entry else None
+                program = self._cached(entry, model, fresh[-1], training) if entry else None
             if program is not None:
                 return program
         program = self._capture(read, training, model, numbers=True)
-        outside = Outside(self._job.loss)  # what the first readings set up is no harm
+        outside = Outside(self._job.loss)  # state that the first forwards set up does no harm
         try:
             program = self._compared(program, read, fresh, training, model)
         except CaptureError:
-            # calls were taken for alike that are not, as where code outside of the model counts them; or it
-            # is no fault of that
-            whole = self._capture(read, training, model, numbers=True, fold=False)
-            if whole.digest() == program.digest():
+            # Folding may have merged calls that differ, as where code outside of the model counts calls.
+            unfolded = self._capture(read, training, model, numbers=True, fold=False)
+            if unfolded.digest() == program.digest():
                 raise
-            program = self._compared(whole, read, fresh, training, model)
+            program = self._compared(unfolded, read, fresh, training, model)
         outside.check_read()
         if entry is not None and self._stored is not None:
-            self._stored.keep(entry, program, self._shown.get(program.digest()))
+            self._stored.keep(entry, program, self._compared_as.get(program.digest()))
         return program
 
-    def _take(self, entry: StoredEntry, model: nn.Module, batch: Any, training: bool) -> Program | None:
-        """What an earlier run has read and compared, if its forward is still eager's: at the smaller sizes at
-        which it was compared, if it was."""
+    def _cached(self, entry: StoredEntry, model: nn.Module, batch: Any, training: bool) -> Program | None:
+        """The cached program of an earlier run, if its forward still equals eager's, at the smaller sizes
+        at which it was compared then, if it was."""
         assert self._stored is not None
 
         def check(program: Program, small: Smaller | None) -> None:
@@ -119,17 +121,17 @@ class CheckedCapture:
         training: bool,
         model: nn.Module | None,
     ) -> Program:
-        """The program, or one for these numbers alone, which is what eager is."""
+        """The program if it takes numbers as inputs and equals eager, else one specialized for these
+        numbers."""
         if takes_numbers(program.others):
             try:
-                self._compare(program, fresh, read[0], model, moved=True)
+                self._compare(program, fresh, read[0], model, vary_numbers=True)
             except Exception:
-                # with a tensor for the number the loss does something else than with the number, or nothing
-                # that can be done
+                # Given a tensor in place of the number, the loss computes something else, or fails.
                 program = self._capture(read, training, model, numbers=False)
             else:
                 return program
-        self._compare(program, fresh, read[0], model, moved=False)
+        self._compare(program, fresh, read[0], model, vary_numbers=False)
         return program
 
     def _capture(
@@ -154,25 +156,31 @@ class CheckedCapture:
             return program
 
     def _compare(
-        self, program: Program, batches: Sequence[Any], first: Any, model: nn.Module | None, *, moved: bool
+        self,
+        program: Program,
+        batches: Sequence[Any],
+        first: Any,
+        model: nn.Module | None,
+        *,
+        vary_numbers: bool,
     ) -> None:
-        """With eager, on batches with what the program is for; one of them with other numbers where it takes
-        any."""
+        """Compare with eager on batches with the values that the program is for; if it takes numbers as
+        inputs, one batch gets other numbers."""
         values = leaves_of(first).values
         if values:
             batches = [
-                with_other_numbers(leaves_of(each), program.others, values, moved=moved and number > 0)
+                with_other_numbers(leaves_of(each), program.others, values, moved=vary_numbers and number > 0)
                 for number, each in enumerate(batches)
             ]
         with self._timings.of("comparing with eager"), one_thread():
-            there = model or self._model_for(program.training, batches[0])
-            if not self._compare_smaller(program, batches, there):
+            eager = model or self._model_for(program.training, batches[0])
+            if not self._compare_smaller(program, batches, eager):
                 with _all_cores() if is_large(program) else nullcontext():
-                    check_against_module(program, there, self._job.loss, batches)
+                    check_against_module(program, eager, self._job.loss, batches)
 
     def _compare_smaller(self, program: Program, batches: Sequence[Any], model: nn.Module) -> bool:
-        """Whether the program is eager, as comparing it at smaller sizes shows. What is against it may be the
-        sizes' fault."""
+        """Whether a comparison at smaller sizes shows that the program equals eager. A failure there may
+        be due to the sizes, so it decides nothing."""
 
         def read(batch: Any) -> Program:
             numbers = takes_numbers(program.others)
@@ -190,13 +198,13 @@ class CheckedCapture:
         except Exception:
             return False
         if telling:
-            self._shown[program.digest()] = found
+            self._compared_as[program.digest()] = found
         return telling
 
 
 @contextmanager
 def _all_cores() -> Iterator[None]:
-    """With as many threads as there are cores: the other ranks of this host wait meanwhile."""
+    """Use as many threads as there are cores: the other ranks of this host are waiting meanwhile."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(before, cores()))
     try:

@@ -1,4 +1,4 @@
-"""What functions and classes add to a digest: their code, with what it loads from globals and closures."""
+"""What functions and classes add to a digest: their code and the globals and closures that it reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshloom.core.cache import digest_of
 from meshloom.program.capture.outside import Reads, reads_of
 from meshloom.program.ir.lines import is_users
 
-_OF_EVERY_CLASS = {
+_GENERIC_ATTRIBUTES = {
     "__dict__",
     "__weakref__",
     "__doc__",
@@ -28,19 +28,19 @@ _OF_EVERY_CLASS = {
 
 
 class Digest(Protocol):
-    """What values are added to, one after another."""
+    """The digest under construction."""
 
     def put(self, *facts: Any) -> None:
         """Add the text of these facts."""
         ...
 
     def add(self, value: Any, where: str) -> object:
-        """Add a value. where: its description in messages."""
+        """Add a value. where: its description in error messages."""
         ...
 
 
 def add_function(digest: Digest, function: FunctionType, where: str) -> None:
-    """Add a function with its defaults and closure, and the code of the user's own."""
+    """Add a function with its defaults and closure; if it is the user's own, also its code and globals."""
     digest.put(function.__module__, function.__qualname__)
     for each in (function.__defaults__, function.__kwdefaults__):
         digest.add(each, f"a default of {where}")
@@ -62,8 +62,8 @@ def add_function(digest: Digest, function: FunctionType, where: str) -> None:
 
 
 def add_class(digest: Digest, kind: type) -> None:
-    """Add a class without its bases. One of a package counts by its name, besides what the user has added to
-    it; a module's class also by its source file."""
+    """Add a class without its bases. A class of a package counts by its name and by what the user has
+    patched into it; an `nn.Module` of a package also by its source file."""
     digest.put("class", kind.__module__, kind.__qualname__)
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     own = _is_own(kind.__module__, file or "<none>")
@@ -83,13 +83,13 @@ def add_class(digest: Digest, kind: type) -> None:
         for function in functions:
             digest.put(name)
             digest.add(function, f"{kind.__qualname__}.{name}")
-        if own and not functions and name not in _OF_EVERY_CLASS and not hasattr(type(value), "__get__"):
+        if own and not functions and name not in _GENERIC_ATTRIBUTES and not hasattr(type(value), "__get__"):
             digest.put(name)
             digest.add(value, f"{kind.__qualname__}.{name}")
 
 
 def _add_global(digest: Digest, value: Any, where: str, reads: Reads) -> None:
-    """Add a global; of a module of the user's, what the code may load from it."""
+    """Add a global; of a module of the user's, also the attributes that the code may read."""
     digest.add(value, where)
     if isinstance(value, ModuleType) and is_users(getattr(value, "__file__", None) or ""):
         for name in reads.attributes:
@@ -107,7 +107,7 @@ def _add_code(digest: Digest, code: CodeType) -> None:
 
 
 def _is_own(module: str | None, file: str) -> bool:
-    """Whether code is the user's, also if it was typed in or compiled by `exec`."""
+    """Whether code is the user's, including code that was typed in or compiled by `exec`."""
     if not file.startswith("<"):
         return is_users(file)
     there = getattr(sys.modules.get(module or ""), "__file__", None)
@@ -119,7 +119,7 @@ def _is_own(module: str | None, file: str) -> bool:
 
 
 def _functions_in(value: Any) -> list[FunctionType]:
-    """The functions of an entry of a class."""
+    """The functions in a class attribute."""
     if isinstance(value, property):
         found: list[Any] = [value.fget, value.fset]
     elif isinstance(value, functools.cached_property):

@@ -1,8 +1,8 @@
-"""What capturing a loss depends on, as one digest per part: equal digests, equal programs.
+"""What capturing a loss depends on, as one digest per dependency: equal digests, equal programs.
 
-Code counts as its instructions and what it loads from globals and closures, objects as their class and
-attributes, tensors as their values. What an installed package brings counts by its name, and all packages by
-their versions. What has no digest raises.
+Code counts as its bytecode and what it reads from globals and closures, objects as their class and
+attributes, tensors as their values. Contents of installed packages count by name, and all packages by their
+versions. Raises for objects that have no digest.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from meshloom.program.store.object_digest import ObjectDigest, UnknownError
 def parts_of_reading(
     model: nn.Module, loss: LossFunction, leaves: Leaves, *, values: bool = True, known: str | None = None
 ) -> dict[str, str]:
-    """The parts that capturing `loss` depends on, for batches like this one, as digests by name. Raises
-    `UnknownError`.
+    """Digests by name of all that capturing `loss` for batches like this one depends on. Raises
+    `NoDigestError`.
 
-    values: include the values of buffers, which a model of shapes does not have. known: `versions()`, if at
-    hand.
+    values: include the values of buffers, which a model of shapes does not have. known: `versions()`, if
+    already computed.
     """
     return {
         "versions": known or versions(),
@@ -53,8 +53,8 @@ def parts_of_reading(
 
 
 def parts_of_function(function: Callable[..., Any], what: str) -> dict[str, str]:
-    """The parts that a function of the job depends on, besides its arguments. what: its name in messages.
-    Raises `UnknownError`."""
+    """Digests by name of all that a function of the job depends on, except its arguments. what: its name
+    in messages. Raises `NoDigestError`."""
     return {
         "source files": _sources(),
         "settings of torch": digest_of(repr(_settings())),
@@ -94,7 +94,7 @@ def _sources() -> str:
 
 
 def _settings() -> list[Any]:
-    """Switches of torch that change the captured program."""
+    """The settings of torch that change the captured program."""
     backends: Any = torch.backends
     return [
         torch.get_default_dtype(),

@@ -1,4 +1,4 @@
-"""A dict of the entries that came last."""
+"""A dict of bounded size."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ V = TypeVar("V")
 
 
 class Newest(dict[K, V]):
-    """At most `limit` entries: another one takes the place of the oldest, whoever reads what. So ranks that
-    put in the same forget the same.
+    """A dict of at most `limit` entries: a new one evicts the oldest, regardless of reads. So ranks that
+    insert the same entries evict the same.
 
-    >>> newest = Newest(2)
-    >>> newest["a"], newest["b"], newest["c"] = 1, 2, 3
-    >>> list(newest)
+    >>> cache = FifoCache(2)
+    >>> cache["a"], cache["b"], cache["c"] = 1, 2, 3
+    >>> list(cache)
     ['b', 'c']
     """
 

@@ -1,4 +1,4 @@
-"""The digest of Python objects, equal where their classes, attributes, items, code and tensors are."""
+"""Digests of Python objects, equal where their classes, attributes, items, code and tensors are equal."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from meshloom.program.store.code_digest import add_class, add_function
 from meshloom.program.trace.attributes import TORCHS_OWN
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PLAIN = (bool, int, float, complex, str, bytes)
-_BY_TEXT = (
+_SCALARS = (bool, int, float, complex, str, bytes)
+_BY_REPR = (
     torch.dtype,
     torch.device,
     torch.layout,
@@ -60,8 +60,8 @@ _BUILT_IN = (
 
 
 class UnknownError(Exception):
-    """An object of which nobody can tell whether it equals another. what: its description, as the beginning
-    of a sentence."""
+    """Raised for an object that cannot be digested, so its equality with another is unknown. what: its
+    description, as the beginning of a sentence."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -69,11 +69,11 @@ class UnknownError(Exception):
 
 
 class ObjectDigest:
-    """A digest of values, added one after another."""
+    """A digest to which values are added one by one."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=32)
-        # id -> (number, object); objects stay alive, so that no id is used twice
+        # id -> (number, object); holding the objects keeps their ids unique
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def text(self) -> str:
@@ -111,13 +111,13 @@ class ObjectDigest:
         return self
 
     def add(self, value: Any, where: str) -> Self:
-        """Add a value. where: its description in messages."""
+        """Add a value. where: its description in error messages."""
         kind: Any = type(value)
-        if value is None or value is Ellipsis or value is NotImplemented or (kind in _PLAIN):
+        if value is None or value is Ellipsis or value is NotImplemented or (kind in _SCALARS):
             self.put(kind.__name__, repr(value))
         elif isinstance(value, enum.Enum):
             self.put(kind.__module__, kind.__qualname__, value.name)
-        elif isinstance(value, _BY_TEXT):
+        elif isinstance(value, _BY_REPR):
             self.put(kind.__name__, repr(value))
         elif id(value) in self._seen:
             self.put("again", self._seen[id(value)][0])
@@ -158,7 +158,7 @@ class ObjectDigest:
             )
         elif isinstance(value, ModuleType):
             self.put(value.__name__)
-        elif isinstance(value, MappingProxyType):  # as fields of data classes have one
+        elif isinstance(value, MappingProxyType):  # such as the metadata of dataclass fields
             self.add(dict(value), where)
         elif isinstance(value, logging.Logger):
             self.put(value.name)
@@ -175,18 +175,18 @@ class ObjectDigest:
             self._object(value, where)
 
     def _object(self, value: Any, where: str) -> None:
-        """Add a container, or an instance of a Python class that has nothing besides items and attributes."""
-        built_in = next(
+        """Add a container, or an instance of a Python class whose only state is items and attributes."""
+        container = next(
             (each for each in (dict, list, tuple, set, frozenset, deque) if isinstance(value, each)), None
         )
-        if isinstance(value, Mapping) and built_in is dict:
+        if isinstance(value, Mapping) and container is dict:
             self.put(len(value))
             for key, each in value.items():
                 self.add(key, where)
                 self.add(each, f"{where}[{key!r}]")
-        elif built_in in (set, frozenset):
+        elif container in (set, frozenset):
             self.put(*sorted(ObjectDigest().add(each, where).text() for each in value))
-        elif built_in is not None:
+        elif container is not None:
             self.put(len(value))
             for number, each in enumerate(value):
                 self.add(each, f"{where}[{number}]")
@@ -195,7 +195,7 @@ class ObjectDigest:
         if type(value).__module__ not in ("builtins", "collections"):
             self._class(type(value))
         for name, each in _attributes_of(value):
-            # Python's hashes differ between processes
+            # cached hashes of strings differ between processes
             if not (isinstance(each, int) and name.startswith("_") and name.endswith("_hash")):
                 self.put(name)
                 self.add(each, f"{where}.{name}")
@@ -247,7 +247,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_pure(value: Any) -> bool:
-    """Whether an object has no state besides its attributes: its class adds no memory of its own to that of
+    """Whether the attributes are all the state of an object: its class adds no memory besides that of
     Python's objects."""
     slots = sum(
         len(names) if not isinstance(names, str) else 1

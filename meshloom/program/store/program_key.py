@@ -1,4 +1,4 @@
-"""What decides which program a batch needs: the function, the mode, and what the batch is like."""
+"""The key of the program that a batch needs: function, mode, and the shapes and values of the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshloom.core.job import LossFunction
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
 
-# Of a batch's tensors: name, shape and dtype; and what else the batch holds that a program is for, by name.
+# Name, shape and dtype of each tensor of a batch; then name and text of other values that a program is for.
 Shapes = tuple[tuple[str, tuple[int, ...], str] | tuple[str, str | None], ...]
 
 
@@ -28,12 +28,12 @@ class ProgramKey:
 
     @staticmethod
     def of_tensors(function: LossFunction, batch: Any, *, training: bool) -> ProgramKey:
-        """For a batch's tensors, whatever else it holds."""
+        """The key for a batch's tensors; its other values are ignored."""
         return ProgramKey(function, training, shapes_of(leaves_of(batch)))
 
     @staticmethod
     def of_program(function: LossFunction, program: Program) -> ProgramKey:
-        """For the batches that a program is for."""
+        """The key of the batches that a program is for."""
         tensors = tuple(
             (each.name, each.meta.shape, str(each.meta.dtype))
             for each in program.inputs
@@ -42,10 +42,10 @@ class ProgramKey:
         return ProgramKey(function, program.training, (*tensors, *program.others.items()))
 
     def tensors_only(self, others: int) -> ProgramKey:
-        """The same without the last `others`, which are no tensors."""
+        """The same key without the last `others` entries, which are not tensors."""
         return replace(self, shapes=self.shapes[: len(self.shapes) - others])
 
 
 def shapes_of(leaves: Leaves) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    """Of the tensors of a batch."""
+    """Name, shape and dtype of each tensor of a batch."""
     return tuple((name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves.tensors.items())

@@ -1,5 +1,5 @@
-"""Readings and choices of earlier runs (`cache.py`), taken where all that they depend on is equal, and looked
-at before they are believed."""
+"""The cache of captured programs and of choices made for them (`core/cache.py`): entries are used where
+all that they depend on is equal, and validated before use."""
 
 from __future__ import annotations
 
@@ -29,36 +29,37 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class StoredEntry:
-    """Where a reading is kept: what it is of, and what it depends on."""
+    """The cache key of a captured program. place: what it is for; parts: digests of what it depends on."""
 
     place: str
     parts: Mapping[str, str]
 
 
 class Stored:
-    """What is kept in `cache`. timings: whose notes say what was taken, and if not why."""
+    """Captured programs and choices in `cache`. timings: its notes say what was taken from the cache, or
+    why not."""
 
     def __init__(self, cache: Cache, timings: Timings | None = None) -> None:
-        self.warnings: list[str] = []  # what was there and is not believed, and what cannot be kept
+        self.warnings: list[str] = []  # cached entries that are not trusted, and those that cannot be saved
         self._cache = cache
         self._notes = (timings or Timings()).notes
 
     def entry(
         self, model: nn.Module, loss: LossFunction, leaves: Leaves, *, kind: str, values: bool = True
     ) -> StoredEntry | None:
-        """Of reading `loss` for batches like this one; None where nobody can tell when that would be the
-        same. kind: mode and precision.
+        """The key of capturing `loss` for batches like this one; None where the job has no digest. kind: mode
+        and precision.
 
-        values: whether the model has some.
+        values: whether the model's tensors have values.
         """
         try:
             parts = parts_of_reading(model, loss, leaves, values=values, known=self._versions)
         except UnknownError as error:
-            self._notes.append(f"The reading is not kept: {error.what} has no digest.")
+            self._notes.append(f"The captured loss is not cached: {error.what} has no digest.")
             return None
-        except Exception as error:  # of the job's objects, when they are looked at
+        except Exception as error:  # raised by the job's objects when inspected
             self._notes.append(
-                f"The reading is not kept: looking at the job ended in {type(error).__name__}: {str(error)[:160]}."
+                f"The captured loss is not cached: inspecting the job raised {type(error).__name__}: {str(error)[:160]}."
             )
             return None
         shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in leaves.tensors.items()]
@@ -76,8 +77,10 @@ class Stored:
         training: bool,
         check: Callable[[Program, Smaller | None], None] = lambda *_: None,
     ) -> Program | None:
-        """What an earlier run read, if it is for this model and batch, and `check` raises nothing."""
-        found = self._told(self._cache.get("reading", entry.place, entry.parts), "The loss was captured")
+        """The cached program, if it is for this model and batch and `check` does not raise."""
+        found = self._content_of(
+            self._cache.get("reading", entry.place, entry.parts), "The loss was captured"
+        )
         if found is None:
             return None
         try:
@@ -86,21 +89,21 @@ class Stored:
             check(program, small)
         except Exception as error:
             self._cache.drop("reading", entry.place, entry.parts)
-            self._warn(f"What an earlier run read is not used: {str(error)[:300]}")
+            self._warn(f"A cached program is not used: {str(error)[:300]}")
             return None
-        self._notes.append("The loss is what an earlier run has read.")
+        self._notes.append("The captured loss is taken from an earlier run.")
         return program
 
     def keep(self, entry: StoredEntry, program: Program, small: Smaller | None) -> None:
-        """For later runs."""
+        """Save a captured program, and the smaller one at which it was compared."""
         if why := self._cache.put("reading", entry.place, entry.parts, _packed(program, small)):
-            self._warn(f"The reading is not kept: {why}.")
+            self._warn(f"The captured loss is not cached: {why}.")
 
     def by_shapes(
         self, model: nn.Module, loss: LossFunction, leaves: Leaves, read: Callable[[], Program]
     ) -> Program:
-        """What `read` gives for a model and a batch without values, in training; taken from an earlier run,
-        or kept."""
+        """The cached result of `read`, which captures a training step from shapes alone; captured and
+        saved if there is none."""
         entry = self.entry(model, loss, leaves, kind="by shapes", values=False)
         program = self.take(entry, model, leaves, training=True) if entry else None
         if program is None:
@@ -110,32 +113,31 @@ class Stored:
         return program
 
     def choice(self, kind: str, program: Program, parts: Mapping[str, Any]) -> Any:
-        """What was chosen for a program, as JSON; None if nothing was. parts: what it depends on besides."""
-        found = self._cache.get(kind, "", self._parts(program, parts))
+        """The cached choice for a program, as JSON, or None. parts: what it depends on besides."""
+        found = self._cache.get(kind, "", self._dependencies(program, parts))
         if found.refused:
-            self._warn(f"What an earlier run found ({kind}) is not used: {found.why}.")
+            self._warn(f"A cached result ({kind}) is not used: {found.why}.")
         return json.loads(found.content) if found.content is not None else None
 
     def keep_choice(self, kind: str, program: Program, parts: Mapping[str, Any], value: Any) -> None:
-        """For later runs. value: JSON."""
-        self._cache.put(kind, "", self._parts(program, parts), json.dumps(value).encode())
+        """Save a choice. value: JSON."""
+        self._cache.put(kind, "", self._dependencies(program, parts), json.dumps(value).encode())
 
     def value(
         self, kind: str, program: Program, parts: Mapping[str, Any], of: Any, make: Callable[[], T]
     ) -> T:
-        """What `make` finds out about a program, as an earlier run found it. of: its type, of what
-        `typed_json.py` knows."""
+        """The cached result of `make` for a program. of: its type, one that `typed_json.py` can encode."""
         known = self.choice(kind, program, parts)
         if known is not None:
             try:
                 return typed(of, known)
-            except (ValueError, TypeError):  # not ours, however it came to have this name
+            except (ValueError, TypeError):  # not written by us
                 pass
         made = make()
         self.keep_choice(kind, program, parts, plain(made))
         return made
 
-    def _parts(self, program: Program, parts: Mapping[str, Any]) -> dict[str, str]:
+    def _dependencies(self, program: Program, parts: Mapping[str, Any]) -> dict[str, str]:
         return {
             "versions": self._versions,
             "program": program.digest(),
@@ -146,7 +148,7 @@ class Stored:
     def _versions(self) -> str:
         return versions()
 
-    def _told(self, found: CacheEntry, what: str) -> bytes | None:
+    def _content_of(self, found: CacheEntry, what: str) -> bytes | None:
         if found.content is None:
             (self._warn if found.refused else self._notes.append)(f"{what} anew: {found.why}.")
         return found.content
@@ -175,18 +177,18 @@ def _unpacked(content: bytes) -> tuple[Program, Smaller | None]:
 
 
 def _check_fits(program: Program, model: nn.Module, leaves: Leaves, training: bool) -> None:
-    """Whether it is for this model and batch by all that can be seen of them."""
-    for kind, known, there in (
+    """Raise unless the program's inputs are those of this model and batch."""
+    for kind, known, actual in (
         ("parameters", program.parameters, dict(model.named_parameters())),
         ("buffers", program.buffers, dict(model.named_buffers())),
     ):
         mine: dict[str, Variable] = {name: each for each in known.values() for name in (each.name,)}
-        if kind == "parameters" and mine.keys() != there.keys():
-            raise CaptureError(f"it has {len(mine)} {kind}, and the model {len(there)}.")
+        if kind == "parameters" and mine.keys() != actual.keys():
+            raise CaptureError(f"it has {len(mine)} {kind}, and the model {len(actual)}.")
         for name, each in mine.items():
-            found = there.get(name)
+            found = actual.get(name)
             if found is None or (tuple(found.shape), found.dtype) != (each.meta.shape, each.meta.dtype):
-                raise CaptureError(f"{name} is another one in the model.")
+                raise CaptureError(f"{name} has another shape or dtype in the model.")
     inputs = {
         each.name: (each.meta.shape, each.meta.dtype)
         for each in program.inputs

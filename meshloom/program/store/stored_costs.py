@@ -1,5 +1,4 @@
-"""What a program costs, and what it keeps for its backward, as an earlier run found it, where the program and
-the rates are the same."""
+"""Costs of programs and choices of saved tensors, cached where program and rates are equal."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from meshloom.program.store.stored import Stored
 def costs_before(
     stored: Stored | None, program: Program, price: Callable[[Program], Mapping[str, Cost]]
 ) -> Mapping[str, Cost]:
-    """What `price` gives for a program, which is kept. Of a node stand its numbers, in the order of `Cost`,
-    and what it keeps."""
+    """The cached result of `price`. Per node the file has the numbers of `Cost`, in order, and the saved
+    tensors."""
     if stored is None:
         return price(program)
     known = stored.choice("costs", program, {})
     try:
         return {node.name: _cost(each) for node, each in zip(program.nodes, known or (), strict=True)}
-    except (ValueError, TypeError):  # none is kept, or it is not ours
+    except (ValueError, TypeError):  # nothing cached, or not written by us
         pass
     found = price(program)
     stored.keep_choice(
@@ -54,7 +53,7 @@ def _cost(value: Sequence[Any]) -> Cost:
 def kept_before(
     stored: Stored | None, program: Program, rates: Rates, choose: Callable[[], list[str]], *, mode: str
 ) -> list[str]:
-    """The values that `choose` keeps for the backward, which are kept on disk. mode: of recomputation."""
+    """The cached result of `choose`: the names of the values saved for backward. mode: of recomputation."""
     if stored is None:
         return choose()
     parts = {"mode": mode, "rates": rates}

@@ -1,5 +1,5 @@
-"""Frozen dataclasses of numbers, text, tuples and mappings as JSON, and back by their annotations: floats to
-the last bit, and nothing but what was asked for."""
+"""Frozen dataclasses of numbers, text, tuples and mappings as JSON, and decoded by their type annotations:
+floats are exact, and anything else is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def plain(value: Any) -> Any:
-    """What `json.dumps` takes: dataclasses as objects, tuples as lists, mappings as lists of pairs."""
+    """A value that `json.dumps` accepts: dataclasses as objects, tuples as lists, mappings as lists of
+    pairs."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: plain(getattr(value, name)) for name in _fields(type(value))}
     if isinstance(value, Mapping):
@@ -20,8 +21,7 @@ def plain(value: Any) -> Any:
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """The value of type `kind` that `plain` has made this of. Raises `ValueError` if it has made it of
-    something else.
+    """The value of type `kind` that `plain` encoded as `value`; raises `ValueError` if it has another type.
 
     >>> typed(tuple[int, ...], plain((1, 2)))
     (1, 2)
@@ -30,7 +30,7 @@ def typed(kind: Any, value: Any) -> Any:
     if is_dataclass(kind) and isinstance(kind, type):
         known = _fields(kind)
         if not isinstance(value, dict) or value.keys() != known.keys():
-            raise ValueError(f"{value!r} is no {kind.__name__}")
+            raise ValueError(f"{value!r} is not a {kind.__name__}")
         return kind(**{name: typed(each, value[name]) for name, each in known.items()})
     if origin in (Union, types.UnionType):
         return _first_of(inner, value)
@@ -46,7 +46,7 @@ def typed(kind: Any, value: Any) -> Any:
             return {typed(inner[0], key): typed(inner[1], each) for key, each in value}
     elif type(value) is kind or (value is None and kind is type(None)):
         return value
-    raise ValueError(f"{value!r} is no {kind}")
+    raise ValueError(f"{value!r} is not a {kind}")
 
 
 @cache
