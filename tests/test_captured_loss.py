@@ -146,8 +146,8 @@ def fails(y: Tensor) -> Tensor:
             batches(),
             r"Capturing the loss failed at .*test_captured_loss.py:\d+ \(raise RuntimeError.*: RuntimeError: the user's own$",
         ),
-        (lambda y: y, batches()[:1], "takes two batches of the same shapes, and there are 1"),
-        (lambda y: y, None, "takes two batches of the same shapes, and there are 0"),
+        (lambda y: y, batches()[:1], "takes two batches of equal shapes, got 1"),
+        (lambda y: y, None, "takes two batches of equal shapes, got 0"),
     ],
     ids=["refused", "wrong", "fails", "one batch", "no batches"],
 )

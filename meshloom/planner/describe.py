@@ -11,7 +11,7 @@ from meshloom.planner.memory.memory import OPTIMIZER_FACTOR, Memory, predict_mem
 from meshloom.planner.readings import Readings
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
-from meshloom.program.store.fingerprint import parts_of_function
+from meshloom.program.store.fingerprint import function_fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def _memory_of(program: Program, readings: Readings) -> tuple[Memory | None, str
     job, stored = readings.job, readings.stored
     parts: Mapping[str, str] = {}
     try:
-        parts = parts_of_function(job.optimizer, "optimizer") if stored else {}
+        parts = function_fingerprint(job.optimizer, "optimizer") if stored else {}
     except Exception:
         # of the job's objects, when they are looked at, or because there is something that has no digest
         stored = None

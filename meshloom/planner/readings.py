@@ -15,8 +15,8 @@ from meshloom.program.capture.shapes import Built, capture_shapes
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
-from meshloom.program.store.stored import Stored
-from meshloom.program.store.stored_costs import costs_before
+from meshloom.program.store.program_cache import ProgramCache
+from meshloom.program.store.stored_costs import cached_costs
 from meshloom.telemetry.timings import Timings
 
 
@@ -27,13 +27,13 @@ class Reading:
     program: Program
     kinds: Mapping[str, str]
     timings: Timings = field(default_factory=Timings, compare=False)
-    stored: Stored | None = field(default=None, compare=False)
+    stored: ProgramCache | None = field(default=None, compare=False)
 
     @cached_property
     def costs(self) -> Mapping[str, Cost]:
         """Of its nodes."""
         with self.timings.of("prices"):
-            return costs_before(self.stored, self.program, costs)
+            return cached_costs(self.stored, self.program, costs)
 
 
 class Readings:
@@ -43,7 +43,7 @@ class Readings:
     def __init__(self, job: Job, cache: Cache | None = None) -> None:
         self.job = job
         self.timings = Timings()
-        self.stored = Stored(cache, self.timings) if cache is not None else None
+        self.stored = ProgramCache(cache, self.timings) if cache is not None else None
         self._read: dict[int, Reading] = {}
         self._built: Built | None = None  # a model that nothing has read
         self._kinds: Mapping[str, str] = {}

@@ -46,7 +46,7 @@ from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.operators.fused_grad_accumulation import InPlace
-from meshloom.program.store.stored import Stored
+from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine, TakeTensor
@@ -65,7 +65,7 @@ class ProgramEngine(Engine):
 
     def __init__(
         self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, timings: Timings | None = None,
-        stored: Stored | None = None,
+        stored: ProgramCache | None = None,
     ) -> None:  # fmt: skip
         self.plan = plan
         self._timings = timings = timings or Timings()

@@ -41,7 +41,7 @@ from meshloom.parameters.model import build_model, copy_from_first, facts, state
 from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.spans import SpanKind
-from meshloom.program.store.stored import Stored
+from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.buffers import batch_norm
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
@@ -95,7 +95,7 @@ class Replica:
 
     def __init__(
         self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, share: bool = False, updates: bool = True,
-        timings: Timings | None = None, stored: Stored | None = None,
+        timings: Timings | None = None, stored: ProgramCache | None = None,
     ) -> None:  # fmt: skip
         self.timings = timings or Timings()
         self.job = job

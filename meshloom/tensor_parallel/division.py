@@ -18,7 +18,7 @@ from meshloom.core.errors import CaptureError, PlanError
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
 from meshloom.program.sizes.forms import alike
-from meshloom.program.store.stored import Stored
+from meshloom.program.store.program_cache import ProgramCache
 from meshloom.telemetry.timings import Timings
 from meshloom.tensor_parallel.layout.layout import Layout, layout_of
 from meshloom.tensor_parallel.partition import Partition, RoutedRows, partition
@@ -54,7 +54,7 @@ class Division:
         memory_bytes: float | None = None,
         num_stages: int = 1,
         timings: Timings | None = None,
-        stored: Stored | None = None,
+        stored: ProgramCache | None = None,
     ) -> None:
         self._num_stages = num_stages
         self._stored = stored
@@ -174,7 +174,7 @@ class Division:
 
 
 def stored_choice(
-    stored: Stored | None,
+    stored: ProgramCache | None,
     layout: Layout,
     num_ranks: int,
     rates: Rates,

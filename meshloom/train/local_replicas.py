@@ -19,7 +19,7 @@ from meshloom.core.plan import Plan
 from meshloom.launch.environment import cache_directory
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.launch.world import World
-from meshloom.program.store.stored import Stored
+from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.trace.precision import default_precision
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.timings import Timings
@@ -108,10 +108,10 @@ class LocalReplicas:
         )
 
 
-def _stored(cache: str, timings: Timings) -> Stored | None:
+def _stored(cache: str, timings: Timings) -> ProgramCache | None:
     """For the rank that reads; in another precision than the job's own every reading is new."""
     directory = cache_directory(cache)
-    return Stored(Cache(directory), timings) if directory is not None else None
+    return ProgramCache(Cache(directory), timings) if directory is not None else None
 
 
 def _naming(rank: Steps[T], seat: Seat) -> Steps[T]:

@@ -27,7 +27,7 @@ from meshloom.pipeline.stages.stages import Crossing, Stage
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.nodes import Node
 from meshloom.program.operators.fused_grad_accumulation import Landing
-from meshloom.program.store.newest import Newest
+from meshloom.program.store.fifo_cache import FifoCache
 from meshloom.program.store.program_key import ProgramKey
 
 MOST_KEPT = 64  # combinations of a step's microbatch shapes whose runs are cached
@@ -78,7 +78,7 @@ class Microbatches:
         self._pp, self._tp = pp, tp
         self._device = device
         self._ready = ready
-        self._known: dict[tuple[ProgramKey, ...], _Known] = Newest(MOST_KEPT)
+        self._known: dict[tuple[ProgramKey, ...], _Known] = FifoCache(MOST_KEPT)
         self._readiness: Readiness | None = None  # of the current run
         self._batches: list[Leaves] = []
         self._finish: Callable[[int, Any], Tensor | None] = lambda microbatch, returned: None

@@ -20,7 +20,7 @@ from meshloom.program.cost.operator_seconds import computed_again, work_of
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
 from meshloom.program.recompute.recompute import recomputed
-from meshloom.program.store.stored import Stored
+from meshloom.program.store.program_cache import ProgramCache
 
 
 def schedule_of(plan: Plan, num_microbatches: int) -> Schedule:
@@ -121,7 +121,7 @@ def _followed(
 
 
 def stored_cuts(
-    stored: Stored | None,
+    stored: ProgramCache | None,
     program: Program,
     rates: Rates,
     choose: Callable[[], CutChoice],

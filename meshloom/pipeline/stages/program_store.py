@@ -31,8 +31,8 @@ from meshloom.program.ir.program import Program
 from meshloom.program.sizes.any_size import AnySize, sizes_of_batch, sizes_of_program
 from meshloom.program.sizes.symbolic import Sizes
 from meshloom.program.store.captured_loss import CapturedLoss
+from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.program_key import ProgramKey, shapes_of
-from meshloom.program.store.stored import Stored
 from meshloom.program.trace.precision import default_precision
 from meshloom.telemetry.timings import Timings
 from meshloom.tensor_parallel.division import Division
@@ -70,7 +70,7 @@ class ProgramStore:
         dtype: torch.dtype | None = None,
         rates: Rates | None = None,
         timings: Timings | None = None,
-        stored: Stored | None = None,
+        stored: ProgramCache | None = None,
     ) -> None:
         self._timings = timings or Timings()
         self.cutter = StageCutter(job, plan, rates=rates, timings=self._timings, stored=stored)
@@ -167,7 +167,7 @@ class ProgramStore:
 
     def told(self) -> str | None:
         """How many captures served which sizes, for people; None: each loss was captured once."""
-        found = [each for captured in self._captured.values() for each in captured.told()]
+        found = [each for captured in self._captured.values() for each in captured.size_notes()]
         times = f"{self.num_captured} times" if self.num_captured > 1 else "once"
         return f"The loss was captured {times}: {'; '.join(found)}." if found else None
 

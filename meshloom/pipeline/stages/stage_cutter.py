@@ -29,8 +29,8 @@ from meshloom.program.operators.experts import place_rows, rows_here, take_rows
 from meshloom.program.operators.gathered import GatheredLayers
 from meshloom.program.recompute.recompute import kept_values
 from meshloom.program.sizes.forms import alike
-from meshloom.program.store.stored import Stored
-from meshloom.program.store.stored_costs import kept_before
+from meshloom.program.store.program_cache import ProgramCache
+from meshloom.program.store.stored_costs import cached_saved_values
 from meshloom.telemetry.timings import Timings
 from meshloom.tensor_parallel.partition import RoutedRows
 
@@ -54,7 +54,7 @@ class StageCutter:
     """
 
     def __init__(
-        self, job: Job, plan: Plan, *, rates: Rates | None, timings: Timings, stored: Stored | None
+        self, job: Job, plan: Plan, *, rates: Rates | None, timings: Timings, stored: ProgramCache | None
     ) -> None:
         self.choice: CutChoice | None = None
         self.first: tuple[Stage, ...] = ()
@@ -170,7 +170,7 @@ class StageCutter:
 
     def _kept(self, whole: Program, priced: Mapping[str, Cost] | None) -> list[str]:
         rates, mode = self._rates_here(whole), self._plan.recompute
-        return kept_before(
+        return cached_saved_values(
             self._stored, whole, rates, lambda: sorted(kept_values(whole, priced, mode, rates)), mode=mode
         )
 

@@ -17,7 +17,7 @@ from meshloom.program.run.runner import Shared
 from meshloom.program.sizes.any_size import AnySize
 from meshloom.program.sizes.forms import Form, UnlikeError, equal, fitted
 from meshloom.program.sizes.symbolic import Sizes, value_of
-from meshloom.program.store.newest import Newest
+from meshloom.program.store.fifo_cache import FifoCache
 
 Stages = tuple[Stage, ...]
 Class = tuple[
@@ -39,7 +39,7 @@ class StageForms:
         self._guesses: dict[Class | None, _Maker | None] = {}
         self._agreeing: dict[Class, _Maker] = {}
         self._trusted: dict[Class, _Maker] = {}
-        self._made: dict[Any, Stages] = Newest(MOST_KEPT)
+        self._made: dict[Any, Stages] = FifoCache(MOST_KEPT)
 
     @property
     def is_new(self) -> bool:

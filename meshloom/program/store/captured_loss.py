@@ -22,8 +22,8 @@ from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.sizes.any_size import AnySize, Proofs
 from meshloom.program.store.checked_capture import CheckedCapture
+from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.program_key import shapes_of
-from meshloom.program.store.stored import Stored
 from meshloom.telemetry.timings import Timings
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class CapturedLoss:
         *,
         dtype: torch.dtype | None = None,
         timings: Timings | None = None,
-        stored: Stored | None = None,
+        stored: ProgramCache | None = None,
     ) -> None:
         self._timings = timings or Timings()
         self._checked = CheckedCapture(job, dtype=dtype, timings=self._timings, stored=stored)
@@ -169,7 +169,7 @@ class CapturedLoss:
         """All programs of a mode, in the order of their capture."""
         return [each for (mode, _), programs in self._known.items() if mode == training for each in programs]
 
-    def told(self) -> list[str]:
+    def size_notes(self) -> list[str]:
         """For users: which captures served which sizes, in each mode that saw batches of several shapes."""
         found: list[str] = []
         for training, proofs in self._proofs.items():

@@ -21,7 +21,7 @@ from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.sizes.resized import resized
 from meshloom.program.sizes.smaller import Smaller, is_large, smaller
-from meshloom.program.store.stored import Stored, StoredEntry
+from meshloom.program.store.program_cache import ProgramCache, ProgramCacheKey
 from meshloom.program.trace.precision import build_model, default_precision
 from meshloom.program.trace.repeated_export import one_thread
 from meshloom.telemetry.timings import Timings
@@ -35,7 +35,7 @@ class CheckedCapture:
     """
 
     def __init__(
-        self, job: Job, *, dtype: torch.dtype | None, timings: Timings, stored: Stored | None
+        self, job: Job, *, dtype: torch.dtype | None, timings: Timings, stored: ProgramCache | None
     ) -> None:
         self._job, self._dtype, self._timings, self._stored = job, dtype, timings, stored
         self._compared_as: dict[str, Smaller] = {}  # digest of a program -> the smaller one that was compared
@@ -70,7 +70,7 @@ class CheckedCapture:
         self, batches: Sequence[Any], training: bool, model: nn.Module | None, *, is_first: bool
     ) -> Program:
         read, fresh = (batches[0], batches[1]), batches[-2:]
-        entry: StoredEntry | None = None
+        entry: ProgramCacheKey | None = None
         if is_first and self._stored is not None:
             with self._timings.of("looking at what was kept"), one_thread():
                 model = model or self._model_for(training, read[0])
@@ -98,7 +98,7 @@ class CheckedCapture:
             self._stored.keep(entry, program, self._compared_as.get(program.digest()))
         return program
 
-    def _cached(self, entry: StoredEntry, model: nn.Module, batch: Any, training: bool) -> Program | None:
+    def _cached(self, entry: ProgramCacheKey, model: nn.Module, batch: Any, training: bool) -> Program | None:
         """The cached program of an earlier run, if its forward still equals eager's, at the smaller sizes
         at which it was compared then, if it was."""
         assert self._stored is not None

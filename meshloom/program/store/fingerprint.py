@@ -21,10 +21,10 @@ from meshloom.core.cache import digest_of
 from meshloom.core.job import LossFunction
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.lines import is_users
-from meshloom.program.store.object_digest import ObjectDigest, UnknownError
+from meshloom.program.store.object_digest import NoDigestError, ObjectDigest
 
 
-def parts_of_reading(
+def capture_fingerprint(
     model: nn.Module, loss: LossFunction, leaves: Leaves, *, values: bool = True, known: str | None = None
 ) -> dict[str, str]:
     """Digests by name of all that capturing `loss` for batches like this one depends on. Raises
@@ -52,7 +52,7 @@ def parts_of_reading(
     }
 
 
-def parts_of_function(function: Callable[..., Any], what: str) -> dict[str, str]:
+def function_fingerprint(function: Callable[..., Any], what: str) -> dict[str, str]:
     """Digests by name of all that a function of the job depends on, except its arguments. what: its name
     in messages. Raises `NoDigestError`."""
     return {
@@ -89,7 +89,7 @@ def _sources() -> str:
             try:
                 found.append((name, digest_of(Path(file).read_bytes())))
             except OSError as error:
-                raise UnknownError(f"the source of {name}, {file},") from error
+                raise NoDigestError(f"the source of {name}, {file},") from error
     return digest_of(repr(found))
 
 

@@ -59,7 +59,7 @@ _BUILT_IN = (
 )
 
 
-class UnknownError(Exception):
+class NoDigestError(Exception):
     """Raised for an object that cannot be digested, so its equality with another is unknown. what: its
     description, as the beginning of a sentence."""
 
@@ -133,7 +133,7 @@ class ObjectDigest:
             self._values(value)
         elif isinstance(value, numpy.ndarray):
             if value.dtype.hasobject:
-                raise UnknownError(f"{where}, an array of objects,")
+                raise NoDigestError(f"{where}, an array of objects,")
             self.put(
                 str(value.dtype),
                 value.shape,
@@ -191,7 +191,7 @@ class ObjectDigest:
             for number, each in enumerate(value):
                 self.add(each, f"{where}[{number}]")
         elif not _is_pure(value):
-            raise UnknownError(f"{where}, a {type(value).__qualname__},")
+            raise NoDigestError(f"{where}, a {type(value).__qualname__},")
         if type(value).__module__ not in ("builtins", "collections"):
             self._class(type(value))
         for name, each in _attributes_of(value):
@@ -234,7 +234,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
         tensor, nn.Parameter | FakeTensor | nn.Buffer
     )
     if not plain or tensor.layout not in (torch.strided, torch.sparse_coo):
-        raise UnknownError(f"a tensor, a {type(tensor).__qualname__} of layout {tensor.layout},")
+        raise NoDigestError(f"a tensor, a {type(tensor).__qualname__} of layout {tensor.layout},")
     strides = tensor.stride() if tensor.layout is torch.strided else None
     return (
         tuple(tensor.shape),

@@ -8,11 +8,11 @@ from typing import Any
 from meshloom.program.cost.cost import Cost, SavedTensor
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
-from meshloom.program.store.stored import Stored
+from meshloom.program.store.program_cache import ProgramCache
 
 
-def costs_before(
-    stored: Stored | None, program: Program, price: Callable[[Program], Mapping[str, Cost]]
+def cached_costs(
+    stored: ProgramCache | None, program: Program, price: Callable[[Program], Mapping[str, Cost]]
 ) -> Mapping[str, Cost]:
     """The cached result of `price`. Per node the file has the numbers of `Cost`, in order, and the saved
     tensors."""
@@ -50,8 +50,8 @@ def _cost(value: Sequence[Any]) -> Cost:
     )  # fmt: skip
 
 
-def kept_before(
-    stored: Stored | None, program: Program, rates: Rates, choose: Callable[[], list[str]], *, mode: str
+def cached_saved_values(
+    stored: ProgramCache | None, program: Program, rates: Rates, choose: Callable[[], list[str]], *, mode: str
 ) -> list[str]:
     """The cached result of `choose`: the names of the values saved for backward. mode: of recomputation."""
     if stored is None:

@@ -8,7 +8,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Newest(dict[K, V]):
+class FifoCache(dict[K, V]):
     """A dict of at most `limit` entries: a new one evicts the oldest, regardless of reads. So ranks that
     insert the same entries evict the same.
 

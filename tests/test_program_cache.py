@@ -23,9 +23,9 @@ from meshloom.core.cache import Cache
 from meshloom.core.job import Job
 from meshloom.program.sizes import smaller as rules
 from meshloom.program.store import checked_capture as module
-from meshloom.program.store import stored as stored_module
+from meshloom.program.store import program_cache as cache_module
 from meshloom.program.store.captured_loss import CapturedLoss
-from meshloom.program.store.stored import Stored
+from meshloom.program.store.program_cache import ProgramCache
 from meshloom.telemetry.timings import Timings
 from meshloom.train.trainer import Trainer
 
@@ -100,9 +100,9 @@ class Runs:
         """Whether the loss was captured, and not taken from an earlier run. What it gives is in both cases
         the program that a reading gives."""
         timings, job, given = Timings(), job or job_of(), given or batches()
-        program = CapturedLoss(job, stored=Stored(Cache(self.directory), timings), timings=timings).capture(
-            given
-        )
+        program = CapturedLoss(
+            job, stored=ProgramCache(Cache(self.directory), timings), timings=timings
+        ).capture(given)
         assert program.digest() == CapturedLoss(job).capture(given).digest()
         self.notes = timings.notes
         return "reading" in timings.seconds
@@ -258,12 +258,10 @@ def test_a_reading_that_is_not_eagers_is_refused_even_if_its_digests_are_equal(
 ):
     """The fault is planted in what tells readings apart: it sees no difference. Other numbers show in a
     forward, other parameters before that."""
-    monkeypatch.setattr(stored_module, "parts_of_reading", lambda *_, **__: {"nothing": ""})
+    monkeypatch.setattr(cache_module, "capture_fingerprint", lambda *_, **__: {"nothing": ""})
     assert runs.read()
     assert runs.read(job_of(loss=loss_of(2.0)))
-    assert (
-        "A cached program is not used: the loss of its forward differs from eager's" in runs.notes[0]
-    )
+    assert "A cached program is not used: the loss of its forward differs from eager's" in runs.notes[0]
     wider: Callable[[], nn.Module] = lambda: nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 4))  # noqa: E731
     assert runs.read(job_of(wider))
     assert "2.weight has another shape or dtype in the model" in runs.notes[0]
@@ -406,14 +404,14 @@ import os
 import subprocess
 import sys
 from torch.utils.data import default_collate
-from meshloom.program.store.fingerprint import parts_of_reading
+from meshloom.program.store.fingerprint import capture_fingerprint
 from meshloom.program.ir.leaves import leaves_of
 from tests.families import FAMILIES
 
 for name in ("gpt2", "llama", "t5"):
     job = FAMILIES[name].make_job(True)
     data = job.data()
-    print(json.dumps(parts_of_reading(job.model(), job.loss, leaves_of((job.collate or default_collate)([data[0], data[1]])))))
+    print(json.dumps(capture_fingerprint(job.model(), job.loss, leaves_of((job.collate or default_collate)([data[0], data[1]])))))
 """
 
 

@@ -20,7 +20,7 @@ from meshloom.program.ir.nodes import Variable
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.sizes.smaller import Smaller
-from meshloom.program.store.fingerprint import UnknownError, parts_of_reading, versions
+from meshloom.program.store.fingerprint import NoDigestError, capture_fingerprint, versions
 from meshloom.program.store.typed_json import plain, typed
 from meshloom.telemetry.timings import Timings
 
@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredEntry:
+class ProgramCacheKey:
     """The cache key of a captured program. place: what it is for; parts: digests of what it depends on."""
 
     place: str
     parts: Mapping[str, str]
 
 
-class Stored:
+class ProgramCache:
     """Captured programs and choices in `cache`. timings: its notes say what was taken from the cache, or
     why not."""
 
@@ -46,15 +46,15 @@ class Stored:
 
     def entry(
         self, model: nn.Module, loss: LossFunction, leaves: Leaves, *, kind: str, values: bool = True
-    ) -> StoredEntry | None:
+    ) -> ProgramCacheKey | None:
         """The key of capturing `loss` for batches like this one; None where the job has no digest. kind: mode
         and precision.
 
         values: whether the model's tensors have values.
         """
         try:
-            parts = parts_of_reading(model, loss, leaves, values=values, known=self._versions)
-        except UnknownError as error:
+            parts = capture_fingerprint(model, loss, leaves, values=values, known=self._versions)
+        except NoDigestError as error:
             self._notes.append(f"The captured loss is not cached: {error.what} has no digest.")
             return None
         except Exception as error:  # raised by the job's objects when inspected
@@ -64,13 +64,13 @@ class Stored:
             return None
         shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in leaves.tensors.items()]
         named = [getattr(loss, "__module__", ""), getattr(loss, "__qualname__", type(loss).__qualname__)]
-        return StoredEntry(
+        return ProgramCacheKey(
             place=repr([named, type(model).__qualname__, shapes, kind]), parts={**parts, "kind": kind}
         )
 
     def take(
         self,
-        entry: StoredEntry,
+        entry: ProgramCacheKey,
         model: nn.Module,
         leaves: Leaves,
         *,
@@ -94,7 +94,7 @@ class Stored:
         self._notes.append("The captured loss is taken from an earlier run.")
         return program
 
-    def keep(self, entry: StoredEntry, program: Program, small: Smaller | None) -> None:
+    def keep(self, entry: ProgramCacheKey, program: Program, small: Smaller | None) -> None:
         """Save a captured program, and the smaller one at which it was compared."""
         if why := self._cache.put("reading", entry.place, entry.parts, _packed(program, small)):
             self._warn(f"The captured loss is not cached: {why}.")
