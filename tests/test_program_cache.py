@@ -278,7 +278,7 @@ def test_a_large_program_is_looked_at_as_small_as_it_was_compared(
         check(program, model, loss, batch)
 
     monkeypatch.setattr(module, "check_forward", noted)
-    monkeypatch.setattr(rules, "WORTH", 0)
+    monkeypatch.setattr(rules, "MIN_ELEMENTS", 0)
     many = [
         {name: each.repeat(40, *[1] * (each.ndim - 1)) for name, each in batch.items()} for batch in batches()
     ]

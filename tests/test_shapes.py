@@ -94,7 +94,7 @@ def test_it_says_that_it_has_no_values_and_cannot_be_run():
     model = job.model()
     with pytest.raises(
         CaptureError,
-        match=r"was read by shapes alone, so it cannot be run. Read it from batches: capture\(job, batches\)",
+        match=r"was captured by shapes, so it cannot be run. Capture it from batches: capture\(job, batches\)",
     ):
         run_program(program, dict(model.named_parameters()), dict(model.named_buffers()), batch)
 

@@ -86,7 +86,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return check(program, model, loss, batches, **settings)
 
     monkeypatch.setattr(module, "check_against_module", noted)
-    monkeypatch.setattr(rules, "WORTH", 0)
+    monkeypatch.setattr(rules, "MIN_ELEMENTS", 0)
     return found
 
 
@@ -97,7 +97,7 @@ def test_a_loss_that_is_indifferent_to_its_length_is_compared_at_a_fifth_of_it(s
 
 
 def test_a_small_program_is_compared_as_it_is(sizes: list[int], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "WORTH", 2**24)
+    monkeypatch.setattr(rules, "MIN_ELEMENTS", 2**24)
     CapturedLoss(job_of()).capture(batches())
     assert sizes == [TOKENS]
 

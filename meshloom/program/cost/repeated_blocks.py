@@ -1,6 +1,6 @@
 """Finds runs of identical blocks of operators in a program.
 
-OperandTable belong to a run because of what they compute and what they use, not because of the modules that they
+Operators belong to a run because of what they compute and what they use, not because of the modules that they
 come from.
 
     ... b0 b1 b2 b3 b4 ... b97 b98 b99 ...      operator i of a block uses what operator i of the one before

@@ -1,9 +1,11 @@
-"""Autograd functions with a backward of their own, written with operators that have it by themselves.
+"""Rewrites autograd functions with a custom backward as differentiable operators.
 
-Where a function's backward multiplies the gradient that arrives by a tensor k, element by element
-(activations, clipped derivatives, rounding that lets gradients through), it computes
+If a function's backward multiplies the incoming gradient by a tensor k, element by element (activations,
+clipped derivatives, straight-through rounding), it is rewritten as
 
-    y = f(x) + (x - x) k    with f(x), k and the second x detached: the value of f wherever x and k are finite, and the gradient of the backward.
+    y = f(x) + (x - x) k    with f(x), k and the second x detached
+
+which has the value of f wherever x and k are finite, and the gradient of the custom backward.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from torch import Tensor
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.lines import WAY_OUT, SourcePlace
 
-MOST_TRIED = 65536  # elements: a function that changes one number in ten thousand is found out
-# nothing that a function of values does
+MAX_TRIED = 65536  # elements: a function that changes one number in ten thousand is detected
+# no function of values calls these
 _REFUSES = ("mark_dirty", "mark_non_differentiable", "save_for_forward")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """One use of an autograd function: what it was given (tensors stand for their shapes), and where."""
+    """A call of an autograd function: its arguments (of tensors only shapes count), and where it is."""
 
     function: Any
     args: tuple[Any, ...]
@@ -34,7 +36,7 @@ class Applied:
 
 
 class _Context:
-    """What a function's forward leaves for its backward."""
+    """The `ctx` that a function's forward fills for its backward."""
 
     saved_tensors: tuple[Tensor, ...] = ()
 
@@ -45,12 +47,12 @@ class _Context:
         self.saved_tensors = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Every output has a gradient here, so there is none to fill in."""
+        """Ignored: every output has a gradient here."""
 
 
 def with_operators(applied: Applied) -> Tensor:
-    """What the function gives, differentiable as its backward says. Raises `CaptureError` if its shapes or
-    types rule that out."""
+    """The function's result, with the gradient of its backward. Raises `CaptureError` if shapes or dtypes
+    rule that out."""
     args = applied.args
     y, backward = _run(applied, [each.detach() if isinstance(each, Tensor) else each for each in args])
     tensors = [each for each in args if isinstance(each, Tensor)]
@@ -67,11 +69,10 @@ def with_operators(applied: Applied) -> Tensor:
 
 
 def check_products(applied: Iterable[Applied]) -> None:
-    """Raise `CaptureError` unless every backward is a product with what arrives: tried on numbers of all
-    sizes and signs, alike uses once.
+    """Raise `CaptureError` unless every backward is a product with the incoming gradient, which is tested
+    with numbers of all magnitudes and signs, once for equal calls.
 
-    On tensors of at most `MOST_TRIED` elements, unless that fails: then of the shapes that the function was
-    given.
+    Tensors have at most `MAX_TRIED` elements, unless that fails; then the shapes of the call.
     """
     for each in {_use(each): each for each in applied}.values():
         try:
@@ -81,17 +82,17 @@ def check_products(applied: Iterable[Applied]) -> None:
 
 
 def _use(applied: Applied) -> tuple[Any, ...]:
-    """What makes two uses of a function alike."""
+    """Equal for calls that need one test."""
     return applied.function, *(
         tuple(each.shape) if isinstance(each, Tensor) else repr(each) for each in applied.args
     )
 
 
 def _smaller(applied: Applied) -> Applied:
-    """The same use on smaller tensors: dims of one size stay of one size, and others stay others."""
+    """The same call with smaller tensors: equal sizes stay equal, and different ones different."""
     shapes = [each.shape for each in applied.args if isinstance(each, Tensor)]
     sizes = {size: size for shape in shapes for size in shape}
-    while any(math.prod(sizes[size] for size in shape) > MOST_TRIED for shape in shapes):
+    while any(math.prod(sizes[size] for size in shape) > MAX_TRIED for shape in shapes):
         largest = max(sizes, key=lambda size: sizes[size])
         half = sizes[largest] // 2
         while half in sizes.values():
@@ -112,10 +113,10 @@ def _check_product(applied: Applied) -> None:
         ]
         try:
             y, backward = _run(applied, args)
-            arriving = torch.randn(y.shape, generator=source, dtype=y.dtype)
-            wanted, factors = backward(arriving), backward(torch.ones_like(y))
+            incoming = torch.randn(y.shape, generator=source, dtype=y.dtype)
+            wanted, factors = backward(incoming), backward(torch.ones_like(y))
             alike = [
-                one is other is None or _alike(one, arriving * other)
+                one is other is None or _are_close(one, incoming * other)
                 for one, other in zip(wanted, factors, strict=True)
             ]
         except Exception as error:
@@ -125,15 +126,15 @@ def _check_product(applied: Applied) -> None:
 
 
 def refusal(applied: Applied) -> CaptureError:
-    """What is said of a function that cannot be written so."""
+    """The error for a function that cannot be rewritten."""
     return CaptureError(
-        f"{applied.function.__name__}.apply at {applied.place} brings a backward of its own, which a program cannot hold unless it multiplies "
-        f"what arrives element by element. Write it with torch operators. {WAY_OUT}"
+        f"{applied.function.__name__}.apply at {applied.place} has a custom backward, which a program cannot represent unless it multiplies "
+        f"the incoming gradient element by element. Write it with torch operators. {WAY_OUT}"
     )
 
 
 def _run(applied: Applied, args: Sequence[Any]) -> tuple[Any, Any]:
-    """The function's output and its backward."""
+    """The function's result and its backward."""
     function, context = applied.function, _Context(len(args))
     with torch.no_grad():
         try:
@@ -147,23 +148,23 @@ def _run(applied: Applied, args: Sequence[Any]) -> tuple[Any, Any]:
                 raise refusal(applied) from error
             raise
 
-    def backward(arriving: Tensor) -> tuple[Any, ...]:
+    def backward(incoming: Tensor) -> tuple[Any, ...]:
         with torch.no_grad():
-            found = function.backward(context, arriving)
+            found = function.backward(context, incoming)
         return found if isinstance(found, tuple) else (found,)
 
     return y, backward
 
 
 def _sample(shape: torch.Size, sign: float | None, source: torch.Generator) -> Tensor:
-    """Numbers from 1e-8 to 100 in size, as float64."""
+    """Numbers of magnitude 1e-8 to 100, as float64."""
     size = 10 ** (10 * torch.rand(shape, generator=source, dtype=torch.float64) - 8)
     return size * (
         sign if sign is not None else torch.randn(shape, generator=source, dtype=torch.float64).sign()
     )
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _are_close(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(
         torch.isclose(one.double(), other.double(), rtol=1e-6, atol=1e-12, equal_nan=True).all()
     )

@@ -1,5 +1,4 @@
-"""Changes of placement: one small autograd function over a group, and the same on a list of all ranks'
-tensors.
+"""Changes of placement (resharding) as autograd functions: over a group, or on a list of all ranks' tensors.
 
     from          to           forward          backward
     invariant     replicated   identity         all-reduce
@@ -8,12 +7,12 @@ tensors.
     partial       invariant    all-reduce       identity
     partial       part         reduce-scatter   all-gather
     part          invariant    all-gather       own part
-    part          partial      zeros around it  own part
+    part          partial      pad with zeros   own part
     part a        part b       all-to-all       all-to-all
 
-Replicated is the part that is everything: from it to a smaller part nothing is sent, and the way back is a
-reduce-scatter of the gradient. Where several ranks hold an index, the first of them speaks for it: it alone
-is asked for the value, and it alone is given the gradient that others would be given again.
+Replicated is the part that is everything: going to a smaller part sends nothing, and its backward is a
+reduce-scatter of the gradient. If several ranks hold an index, the first of them owns it: only its value is
+read, and only it gets the gradient.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ Kind = Literal["invariant", "partial", "part"]
 
 @runtime_checkable
 class Joint(Protocol):
-    """What the ranks compute together: on one of them over a group, or on all at once, where every operand is
-    a list of all ranks'."""
+    """An operator that ranks compute together: on one rank over a group, or on all ranks, where every operand
+    is a list of all ranks' values."""
 
     def run(self, group: Group, *args: Any) -> Any:
-        """On this rank."""
+        """Run on this rank."""
         ...
 
     def run_all(self, *columns: Any) -> list[Any]:
-        """On all ranks: one list per operand -> results[rank]."""
+        """Run on all ranks: one list per operand -> results[rank]."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """A change of placement of one value. before, after: who holds what (all of it, unless it is in
-    parts)."""
+    """A change of placement of one value. before, after: the pieces that ranks hold (everything, unless
+    sharded)."""
 
     source: Kind
     target: Kind
@@ -56,12 +55,12 @@ class Transition:
     after: Pieces
 
     def run(self, group: Group, value: Tensor) -> Tensor:
-        """On this rank."""
+        """Run on this rank."""
         function: Any = _OnOneRank.apply
         return function(self, group, value)
 
     def run_all(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """On all ranks at once: values[rank] -> results[rank]."""
+        """Run on all ranks: values[rank] -> results[rank]."""
         function: Any = _OnAllRanks.apply
         return list(function(self, *values))
 
@@ -91,7 +90,7 @@ class _OnAllRanks(torch.autograd.Function):
         return None, *_gradients(ctx.change, gradients)
 
 
-# All ranks at once: the value (or its gradient) is made whole, and everyone takes what is theirs.
+# All ranks: assemble the value (or its gradient), and take every rank's part.
 
 
 def _values(change: Transition, values: Sequence[Tensor]) -> list[Tensor]:
@@ -101,7 +100,9 @@ def _values(change: Transition, values: Sequence[Tensor]) -> list[Tensor]:
             return [
                 value.clone() if rank == 0 else torch.zeros_like(value) for rank, value in enumerate(values)
             ]
-        return [place(change.before, rank, _spoken_for(change.before, rank, values[rank])) for rank in ranks]
+        return [
+            place(change.before, rank, _masked_to_owned(change.before, rank, values[rank])) for rank in ranks
+        ]
     if change.source == "partial":
         whole = _total(values)
     elif change.source == "invariant":
@@ -122,7 +123,7 @@ def _gradients(change: Transition, gradients: Sequence[Tensor]) -> list[Tensor]:
     if change.source != "part":
         return [(whole if whole is not None else gradient).clone() for gradient in gradients]
     return [
-        _spoken_for(
+        _masked_to_owned(
             change.before,
             rank,
             take(change.before, rank, whole if whole is not None else gradients[rank]).clone(),
@@ -138,8 +139,8 @@ def _total(values: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _spoken_for(pieces: Pieces, rank: int, part: Tensor) -> Tensor:
-    """A rank's part, with zeros where an earlier rank speaks."""
+def _masked_to_owned(pieces: Pieces, rank: int, part: Tensor) -> Tensor:
+    """A rank's part, with zeros where an earlier rank is the owner."""
     if pieces.is_whole:
         return part if rank == 0 else torch.zeros_like(part)
     if not pieces.is_shared:
@@ -149,7 +150,7 @@ def _spoken_for(pieces: Pieces, rank: int, part: Tensor) -> Tensor:
 
 
 def take_within(inner: Pieces, outer: Pieces, rank: int, part: Tensor) -> Tensor:
-    """Of a rank's part in `outer`, that in `inner`, which lies within it."""
+    """The part in `inner` of a rank's part in `outer`, which contains it."""
     return take(inner, rank, place(outer, rank, part))
 
 
@@ -161,7 +162,7 @@ def _value(change: Transition, group: Group, value: Tensor) -> Tensor:
     if change.target == "partial":
         if change.source == "invariant":
             return value.clone() if group.rank == 0 else torch.zeros_like(value)
-        return place(before, group.rank, _spoken_for(before, group.rank, value))
+        return place(before, group.rank, _masked_to_owned(before, group.rank, value))
     if change.source == "invariant":
         return take(after, group.rank, value).clone()
     if change.source == "partial":
@@ -176,7 +177,7 @@ def _gradient(change: Transition, group: Group, gradient: Tensor) -> Tensor:
     if change.target != "part":
         if change.source != "part":
             return gradient
-        return _spoken_for(before, group.rank, take(before, group.rank, gradient).clone())
+        return _masked_to_owned(before, group.rank, take(before, group.rank, gradient).clone())
     if change.source == "part" and before.is_whole:  # was replicated: partial again
         return place(after, group.rank, gradient)
     if after.is_shared:
@@ -188,10 +189,10 @@ def _gradient(change: Transition, group: Group, gradient: Tensor) -> Tensor:
 def start_sum_back(
     change: Transition, group: Group, gradient: Tensor, *, ours: bool = False
 ) -> Callable[[], Tensor]:
-    """Start adding up the ranks' gradients of a value that `change` made parts of; the function returned
-    waits, and gives that of what this rank had.
+    """Start summing the ranks' gradients of a value that `change` sharded; the returned function waits, and
+    returns the gradient of this rank's original part.
 
-    gradient: of the whole value, this rank's share of the sum. ours: nobody else looks at it.
+    gradient: of the full value, this rank's term of the sum. ours: it has no other readers.
     """
     wanted = _wanted_back(change)
     summing = start_sum(wanted, group, gradient, ours=ours)
@@ -199,8 +200,7 @@ def start_sum_back(
 
 
 def _wanted_back(change: Transition) -> Pieces:
-    """What each rank is given of a gradient: of an invariant value all of it, of parts what it alone speaks
-    for."""
+    """The pieces of a gradient that ranks get: all of it for an invariant value, the owned part of shards."""
     return owned(change.before) if change.source == "part" else change.before
 
 
@@ -209,11 +209,11 @@ def _summed(after: Pieces, group: Group, value: Tensor) -> Tensor:
 
 
 def start_sum(after: Pieces, group: Group, value: Tensor, *, ours: bool = False) -> Callable[[], Tensor]:
-    """Start adding up all ranks' `value`s; the function returned waits, and gives what this rank holds in
+    """Start adding up all ranks' `value`s; the returned function waits, and returns this rank's part in
     `after`.
 
-    By all-reduce if that is all of it or shared, else by reduce-scatter. ours: nobody else looks at `value`,
-    so the sum may take its place.
+    By all-reduce if that is everything or shared, else by reduce-scatter. ours: `value` has no other readers,
+    so it may be overwritten by the sum.
     """
     if after.is_whole or after.is_shared:
         total = value.contiguous() if ours else value.clone(memory_format=torch.contiguous_format)
@@ -241,7 +241,7 @@ def start_sum(after: Pieces, group: Group, value: Tensor, *, ours: bool = False)
 
 
 def _gathered(before: Pieces, after: Pieces, group: Group, value: Tensor) -> Tensor:
-    """What this rank holds in `after` of the whole, of which every rank holds a part."""
+    """This rank's part in `after` of the value of which every rank has a part in `before`."""
     if after.is_whole:
         return start_gather(before, group, value)()
     source = owned(before)
@@ -267,7 +267,8 @@ def _gathered(before: Pieces, after: Pieces, group: Group, value: Tensor) -> Ten
 
 
 def start_gather(before: Pieces, group: Group, value: Tensor) -> Callable[[], Tensor]:
-    """Start bringing all ranks' parts to every rank; the function returned waits, and gives the whole."""
+    """Start gathering all ranks' parts on every rank; the returned function waits, and returns the full
+    value."""
     source = owned(before)
     mine = take_within(source, before, group.rank, value) if before.is_shared else value
     longest = max(source.num_elements(rank) for rank in range(group.size))

@@ -1,4 +1,4 @@
-"""Convolutions that divide their output channels over the ranks, with the change of placement of their input
+"""Convolutions with output channels sharded over the ranks, together with resharding of their input
 (`gathered.py`): a residual block's first layer and its shortcut share one collective.
 """
 
@@ -20,9 +20,8 @@ aten = torch.ops.aten
 class Convolution:
     """One layer.
 
-    operator: aten.conv1d, conv2d or conv3d, with one group. stride, padding, dilation: per dim of the
-        picture.
-    A rank may have none of the output channels, which kernels do not like.
+    operator: aten.conv1d, conv2d or conv3d, with one group. stride, padding, dilation: per spatial dim.
+    A rank may have no output channels, which kernels do not support.
     """
 
     operator: Any
@@ -74,7 +73,7 @@ class GatheredConvolutions(GatheredLayers):
         return replace(self, layers=tuple(self.layers[number] for number in numbers))
 
     def lands(self, weight: Tensor) -> bool:
-        return False  # its kernel makes a tensor of its own in any case
+        return False  # its kernel allocates its result in any case
 
     def forward(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.layers[layer].forward(x, weight, bias)
@@ -82,7 +81,7 @@ class GatheredConvolutions(GatheredLayers):
     def input_gradient(
         self, gradients: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int], x: Tensor
     ) -> Tensor:
-        # the kernel asks for the shape of x alone
+        # the kernel only reads the shape of x
         like = x if tuple(x.shape) == tuple(shape) else x.new_empty(shape)
         parts = zip(self.layers, gradients, weights, strict=True)
         dx, *others = (

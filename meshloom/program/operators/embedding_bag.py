@@ -1,4 +1,4 @@
-"""Bags of embeddings where a rank has a part of the table's rows: other rows count nothing in its sums."""
+"""Embedding bags where each rank has some rows of the table; other rows contribute zero to its sums."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SUM, MEAN = 0, 1  # modes, as ATen counts them
 
 @dataclass(frozen=True, kw_only=True)
 class BagsOfPart:
-    """`embedding_bag` of the rows from `start` on, of `num_rows`: the parts sum to the bags.
+    """`embedding_bag` of the rows from `start` on, of `num_rows`: the ranks' results sum to the bags.
 
     mode: SUM or MEAN. padding: the row that does not count, -1 for none. has_last: whether offsets end with
-    the number of entries. first: whether this is the first rank, which alone tells what the operator gives
-    besides the bags. shapes: of that.
+    the number of entries. first: whether this is the first rank, which alone returns the operator's other
+    results. shapes: of those.
     """
 
     start: int
@@ -33,9 +33,11 @@ class BagsOfPart:
     def __call__(
         self, weight: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """weight [part of rows, d], index [entries], offsets [bags], weights [entries] or none -> bags [bags,
+        """weight [some rows, d], index [entries], offsets [bags], weights [entries] or none -> bags [bags,
         d], and three tensors of integers."""
-        return self._bags(weight, index, offsets, weights), *self._told(weight, index, offsets, weights)
+        return self._bags(weight, index, offsets, weights), *self._other_results(
+            weight, index, offsets, weights
+        )
 
     def __str__(self) -> str:
         return f"embedding_bag of rows from {self.start} of {self.num_rows}"
@@ -68,13 +70,13 @@ class BagsOfPart:
             weight, local, offsets, False, SUM, False, torch.where(here, shares, 0.0), self.has_last
         )[0]  # fmt: skip
 
-    def _told(
+    def _other_results(
         self, weight: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None
     ) -> Sequence[Tensor]:
-        """What the undivided operator tells of its bags, which does not depend on the values of the rows."""
+        """The other results of the unsharded operator, which do not depend on the rows' values."""
         if not self.first:
             return [index.new_zeros(shape) for shape in self.shapes]
-        # which decides what is told
+        # one column suffices
         narrow = weight.new_zeros(self.num_rows, 1).requires_grad_(weight.requires_grad)
         padding = self.padding if self.padding >= 0 else None
         bags = torch.ops.aten.embedding_bag.padding_idx

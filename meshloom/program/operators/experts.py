@@ -1,5 +1,4 @@
-"""What a rank does with the rows that data sends to its groups: finds, takes and puts them back, and computes
-with its groups alone."""
+"""Operators on the rows that data routes to a rank's groups (experts): select, gather, scatter, compute."""
 
 from __future__ import annotations
 
@@ -13,15 +12,14 @@ from meshloom.program.operators.partial import grouped_product_of_part, zeros_of
 
 
 def rows_here(value: Tensor, first: int, stop: int, num_groups: int, is_sorted: bool) -> Tensor:
-    """Which rows are sent to the groups from `first` up to `stop`, of `num_groups`: their numbers [n], in
-    order.
+    """Numbers [n] of the rows routed to the groups from `first` up to `stop`, of `num_groups`, in order.
 
-    value: [s], each row's group; where rows are sorted: [groups], where each group's end.
+    value: [s], each row's group; if rows are sorted: [groups], each group's end.
     """
     if is_sorted:
         start, end = (int(value[place - 1]) if place else 0 for place in (first, stop))
         return torch.arange(start, end, device=value.device)
-    group = value.remainder(num_groups)  # a group may be counted from the end
+    group = value.remainder(num_groups)  # groups may be negative, counted from the end
     return ((group >= first) & (group < stop)).nonzero().squeeze(1)
 
 
@@ -31,13 +29,13 @@ def take_rows(x: Tensor, rows: Tensor, dim: int) -> Tensor:
 
 
 def place_rows(part: Tensor, rows: Tensor, dim: int, size: int) -> Tensor:
-    """Rows in their places of a dim of `size`, zeros in the others: the ranks' results sum to the whole. part
+    """Rows scattered into a dim of `size`, zeros elsewhere: the ranks' results sum to the full tensor. part
     [.., n, ..], rows [n] -> [.., size, ..]."""
     return part.new_zeros((*part.shape[:dim], size, *part.shape[dim + 1 :])).index_copy(dim, rows, part)
 
 
 def lookup_of_part(table: Tensor, index: Tensor, first: int, num_groups: int) -> Tensor:
-    """Entries [n, *] of a table, of which this is the part from entry `first` on, by index [n]: all of them
+    """Entries [n, *] by index [n] of a table, of which this is the part from entry `first` on; all of them
     lie in it."""
     local: Any = index.remainder(num_groups) - first
     return torch.ops.aten.index.Tensor(table, [local])
@@ -46,8 +44,8 @@ def lookup_of_part(table: Tensor, index: Tensor, first: int, num_groups: int) ->
 def grouped_product_of_groups(
     product: Callable[..., Tensor], x: Tensor, w: Tensor, ends: Tensor, first: int
 ) -> Tensor:
-    """`_grouped_mm` of the rows of some groups: x [n, k], theirs alone; w [part of groups, k, n], from group
-    `first` on; ends [groups]: of all rows."""
+    """`_grouped_mm` of some groups: x [n, k], their rows; w [some groups, k, n], from group `first` on; ends
+    [groups]: of all rows."""
     if not x.shape[0] or not w.shape[0]:
         return zeros_of(x, w, shape=(x.shape[0], w.shape[-1]))
     here = ends[first : first + w.shape[0]]

@@ -1,14 +1,12 @@
-"""Gradients of weights that are computed straight into the place where they are added up.
+"""Gradients of weights that are computed directly into the buffer in which they accumulate.
 
-Autograd would make dW a tensor of its own, put it into `.grad`, and an exchange would copy it into its
-bucket:
+Autograd allocates dW and puts it into `.grad`, and an exchange copies it into its bucket:
 
-    by autograd    dW = dY^T X,   .grad = dW,   bucket = .grad     in later chunks   dW = dY^T X,   .grad = dW,   bucket += .grad
-    landing        bucket = dY^T X,   .grad is the bucket          in later chunks   bucket += dY^T X,   .grad is the bucket
+    by autograd    dW = dY^T X,   .grad = dW,   bucket = .grad     later chunks:   dW = dY^T X,   .grad = dW,   bucket += .grad
+    fused          bucket = dY^T X,   .grad is the bucket          later chunks:   bucket += dY^T X,   .grad is the bucket
 
-Whoever looks at a parameter in between finds in `.grad` all that came so far, as ever. So a parameter that is
-used elsewhere, too (a tied embedding), comes out right in any order: autograd adds its part to what landed,
-and what lands is added to what autograd brought.
+`.grad` always holds the sum so far. So a parameter that is also used elsewhere (a tied embedding) is right in
+any order: autograd adds to the fused sum, and fused gradients are added to autograd's.
 """
 
 from __future__ import annotations
@@ -24,20 +22,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Where a parameter's gradient is added up: a tensor of its shape and dtype. filled: gradients of this
-    step lie there already, and are not in `.grad`."""
+    """The buffer of a parameter's gradient, of its shape and dtype. filled: it holds gradients of this step,
+    which are not in `.grad`."""
 
     tensor: Tensor
     filled: bool
 
 
 class Landing(ABC):
-    """Who takes the gradients of linear layers' weights from their backward."""
+    """Accumulates the gradients of linear layers' weights, called by their backward."""
 
     @property
     @abstractmethod
     def now(self) -> Landing:
-        """One that puts nothing aside."""
+        """An accumulation that defers nothing."""
 
     @abstractmethod
     def add(self, weight: Tensor | None, bias: Tensor | None, rows: Tensor, inputs: Tensor) -> None:
@@ -46,7 +44,7 @@ class Landing(ABC):
 
 
 class InPlace(Landing):
-    """Adds them up at once. room: where a parameter's gradient belongs; None: in `.grad`."""
+    """Accumulates immediately. room: the buffer of a parameter's gradient; None: `.grad`."""
 
     def __init__(self, room: Callable[[Tensor], Room | None] = lambda parameter: None) -> None:
         self._room = room
@@ -83,7 +81,7 @@ class InPlace(Landing):
 
 
 def may_land(tensor: Tensor) -> bool:
-    """Whether it is a leaf whose gradient autograd would only add up: nobody asked to see, or change, every
-    gradient before that."""
+    """Whether it is a leaf whose gradient autograd would only accumulate: it has no hooks that read or change
+    it."""
     hooked: Any = tensor
     return tensor.is_leaf and tensor.requires_grad and not hooked._backward_hooks

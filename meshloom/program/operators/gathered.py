@@ -1,10 +1,9 @@
-"""Layers that divide their outputs over the ranks, together with the change of placement of their input.
+"""Layers with outputs sharded over the ranks, together with resharding of their input.
 
-Eager autograd would compute dX and dW of each layer in one node, add the dX up, and only then start to talk.
-Here, backward starts gathering x again (it was not kept), computes dX of all layers, starts its sum over the
-ranks, and computes every dW while that travels:
-one collective for all layers that read x, hidden behind their weights' gradients (Korthikanti et al., 2022,
-section 4).
+Eager autograd computes dX and dW of each layer in one node, adds up the dX, and only then communicates. Here,
+backward starts to gather x again (it was not kept), computes dX of all layers, starts its sum over the ranks,
+and computes every dW meanwhile: one collective for all layers that read x, overlapped with their weights'
+gradients (Korthikanti et al., 2022, section 4).
 """
 
 from __future__ import annotations
@@ -25,32 +24,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class GatheredLayers(ABC):
-    """change: of x, to replicated."""
+    """change: the resharding of x, to replicated."""
 
     change: Transition
 
     @abstractmethod
     def biases(self) -> tuple[bool, ...]:
-        """For every layer, whether it has a bias."""
+        """Whether each layer has a bias."""
 
     @abstractmethod
     def only(self, numbers: Sequence[int]) -> GatheredLayers:
-        """Some of the layers, with a change of their input of their own."""
+        """Some of the layers, with a resharding of their own."""
 
     @abstractmethod
     def lands(self, weight: Tensor) -> bool:
-        """Whether the gradient of a weight or bias is taken by others than autograd."""
+        """Whether the gradient of a weight or bias is accumulated by the layer instead of autograd."""
 
     @abstractmethod
     def forward(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What one layer makes of all of x."""
+        """The result of one layer for the full x."""
 
     @abstractmethod
     def input_gradient(
         self, gradients: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int], x: Tensor
     ) -> Tensor:
-        """The gradient of x [shape] from all layers, in memory of its own. x: on this rank, whatever it holds
-        of it."""
+        """The gradient of x [shape] from all layers, as a new tensor. x: this rank's part, whatever it is."""
 
     @abstractmethod
     def weight_gradients(
@@ -62,23 +60,23 @@ class GatheredLayers(ABC):
         wanted: tuple[bool, bool],
         landed: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Of a layer's weight and bias, those that are wanted by autograd. x: all of it. landed: the
-        parameters themselves, if their gradients land."""
+        """Gradients of a layer's weight and bias, those that autograd wants. x: in full. landed: the
+        parameters themselves, if their gradients are accumulated by the layer."""
 
     def run(self, group: Group, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """On this rank: x or its part, then w_0, b_0 (if there is one), w_1, ... -> what each layer gives."""
+        """Run on this rank: x or its part, then w_0, b_0 (if any), w_1, ... -> result of each layer."""
         function: Any = _Layers.apply
         return function(self, group, x, *weights)
 
     def run_all(self, xs: Sequence[Tensor], *weights: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """On all ranks at once."""
+        """Run on all ranks."""
         return [
             self.forwards(x, [column[rank] for column in weights])
             for rank, x in enumerate(self.change.run_all(xs))
         ]
 
     def forwards(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What all layers make of all of x."""
+        """Results of all layers for the full x."""
         return tuple(
             self.forward(layer, x, weight, bias) for layer, (weight, bias) in enumerate(self.parted(weights))
         )
@@ -93,8 +91,7 @@ class _Layers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layers: GatheredLayers, group: Group, x: Tensor, *weights: Tensor) -> Any:
         ctx.layers, ctx.group = layers, group
-        # The parameters themselves: what was saved comes back as another tensor where activations are
-        # recomputed.
+        # The parameters themselves: recomputation would unpack saved tensors as other ones.
         ctx.landed = [weight if layers.lands(weight) else None for weight in weights]
         ctx.save_for_backward(x, *weights)
         return layers.forwards(

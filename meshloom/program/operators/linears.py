@@ -1,7 +1,7 @@
-"""Linear layers that divide their outputs over the ranks, with the change of placement of their input
-(`gathered.py`): q, k and v of a block.
+"""Linear layers with outputs sharded over the ranks, together with resharding of their input (`gathered.py`):
+q, k and v of a block.
 
-y_i = x w_i^T + b_i      x comes in parts, or is invariant; every rank has some rows of every w_i
+y_i = x w_i^T + b_i      x is sharded or invariant; every rank has some rows of every w_i
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from meshloom.program.operators.gathered import GatheredLayers
 
 @dataclass(frozen=True, kw_only=True)
 class GatheredLinears(GatheredLayers):
-    """x [b*, k], weights w_0 [o_0, k], b_0 [o_0], w_1, ... -> [b*, o_i] for each layer. biased: for every
-    layer, whether it has a bias.
+    """x [b*, k], weights w_0 [o_0, k], b_0 [o_0], w_1, ... -> [b*, o_i] for each layer. biased: whether each
+    layer has a bias.
 
-    landing: who takes the gradients of weights that are parameters; None: autograd.
+    landing: accumulates the gradients of weights that are parameters; None: autograd does.
     """
 
     biased: tuple[bool, ...]
@@ -57,7 +57,7 @@ class GatheredLinears(GatheredLayers):
         wanted: tuple[bool, bool],
         landed: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor | None, Tensor | None]:
-        # What was gathered again is not held until later: it was not kept to save memory.
+        # A gathered input is not kept for deferred gradients: it was gathered again to save memory.
         landing = self.landing.now if self.landing and self.change.source == "part" else self.landing
         return weight_gradients(gradient, x, wanted, landing, landed)
 
@@ -69,8 +69,8 @@ def weight_gradients(
     landing: Landing | None,
     landed: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of a layer's weight and bias, those that are wanted and do not land: gradient [b*, o], x [b*, k] -> [o,
-    k], [o]."""
+    """Gradients of a layer's weight and bias, those that are wanted and not accumulated by `landing`:
+    gradient [b*, o], x [b*, k] -> [o, k], [o]."""
     rows, inputs = _rows(gradient), _rows(x)
     weight, bias = landed
     if landing and (weight is not None or bias is not None):

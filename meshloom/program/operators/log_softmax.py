@@ -1,5 +1,4 @@
-"""Log-softmax along a dim of which every rank has a part: two small all-reduces, and each rank keeps its part
-of the result."""
+"""Log-softmax along a sharded dim: two small all-reduces, and each rank keeps its part of the result."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ _Reduce = Callable[[list[Tensor]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LogSoftmaxOfPart:
-    """Log-softmax along `dim` (counted from the front). A number per row is sent: its largest, its sum of
-    exponentials; in backward its gradient's sum."""
+    """Log-softmax along `dim` (non-negative). Per row it all-reduces its maximum and its sum of exponentials;
+    in backward its gradient's sum."""
 
     dim: int
 
@@ -35,7 +34,7 @@ class LogSoftmaxOfPart:
         )[0]
 
     def run_all(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """On all ranks at once."""
+        """Run on all ranks."""
 
         def total(values: list[Tensor]) -> Tensor:
             result = values[0].clone()
@@ -75,7 +74,7 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 def _largest(x: Tensor, dim: int) -> Tensor:
-    """The largest of each row [*, 1, *]; of rows without elements the least number there is."""
+    """Maximum of each row [*, 1, *]; the lowest finite number for empty rows."""
     if x.shape[dim]:
         return x.amax(dim, keepdim=True)
     return x.new_full((*x.shape[:dim], 1, *x.shape[dim + 1 :]), torch.finfo(x.dtype).min)

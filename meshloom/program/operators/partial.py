@@ -1,4 +1,4 @@
-"""Operators on a part of what they work on, where the operator itself would give something else."""
+"""Operators on a shard of their operands, where the plain operator would compute something else."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from meshloom.comm.group import Group
 def mean_of_part(
     x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """This part's share of a mean over `count` elements: parts of it sum to the mean."""
+    """This shard's share of a mean over `count` elements: shares sum to the mean."""
     return x.sum(list(dims), keepdim, dtype=dtype) / count
 
 
 def loss_of_part(
     loss: Callable[..., Tensor], x: Tensor, target: Tensor, count: int, settings: Mapping[str, Any]
 ) -> Tensor:
-    """This part's share of a mean of `count` elementwise losses."""
+    """This shard's share of a mean of `count` elementwise losses."""
     return loss(x, target, reduction=2, **settings) / count
 
 
 def zeros_of(*operands: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zeros [shape] in place of what a kernel refuses to compute from an empty part.
+    """Zeros [shape], for kernels that do not support empty shards.
 
-    Backward goes on to `operands` with zeros: behind them there may be collectives in which other ranks wait.
+    Backward sends zeros to `operands`: there may be collectives behind them, which other ranks wait for.
     """
     function: Any = _Zeros.apply
     return function(tuple(shape), *operands)
@@ -50,10 +50,10 @@ class _Zeros(torch.autograd.Function):
 def convolution_of_nothing(
     x: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[int], *would_be: Any
 ) -> Tensor:
-    """A convolution without input channels or without output channels: its bias [c] in every place of [...,
-    c, space], or nothing.
+    """A convolution without input or output channels: its bias [c] everywhere in [..., c, space], or an empty
+    tensor.
 
-    would_be: the operator on ranks that have some, and its settings.
+    would_be: the operator on ranks that have channels, and its settings.
     """
     zeros = zeros_of(x, weight, shape=shape)
     return zeros if bias is None else zeros + bias.reshape(-1, *(1,) * (weight.ndim - 2))
@@ -62,8 +62,7 @@ def convolution_of_nothing(
 def grouped_product_of_part(
     product: Callable[..., Tensor], x: Tensor, w: Tensor, ends: Tensor | None
 ) -> Tensor:
-    """`_grouped_mm` of parts whose rows need not be multiples of 16 bytes: with zeros added where they are
-    not.
+    """`_grouped_mm` of shards whose rows are not multiples of 16 bytes, padded with zeros.
 
     x [t, k] or [groups, t, k], w [groups, k, n] or [k, n].
     """
@@ -78,10 +77,9 @@ def grouped_product_of_part(
 
 
 def embedding_of_part(weight: Tensor, index: Tensor, start: int, padding: int) -> Tensor:
-    """Rows of an embedding of which `weight` [rows, d] is the part from row `start` on; zeros for rows that
-    are elsewhere.
+    """Rows of an embedding of which `weight` [rows, d] is the part from row `start` on; zeros for other rows.
 
-    index [*] -> [*, d]. The parts sum to the whole embedding.
+    index [*] -> [*, d]. The ranks' results sum to the full embedding.
     """
     here = (index >= start) & (index < start + weight.shape[0])
     if not weight.shape[0]:
@@ -93,17 +91,17 @@ def embedding_of_part(weight: Tensor, index: Tensor, start: int, padding: int) -
 
 
 def cosine_losses_of_part(one: Tensor, other: Tensor, target: Tensor, margin: float, count: int) -> Tensor:
-    """This part's share of a mean of `count` cosine embedding losses of pairs."""
+    """This shard's share of a mean of `count` cosine embedding losses of pairs."""
     return torch.ops.aten.cosine_embedding_loss.default(one, other, target, margin, 2) / count
 
 
 def negative_log_likelihood_of_part(
     x: Tensor, target: Tensor, start: int, reduction: int, ignored: int
 ) -> Tensor:
-    """This part's share of `nll_loss`, where it has the log-probabilities of the classes from `start` on:
-    parts of it sum to the loss.
+    """This shard's share of `nll_loss`, where it has the log-probabilities of the classes from `start` on:
+    shares sum to the loss.
 
-    x [n, part of v, space], target [n, space]. reduction: 0 none, 1 mean, 2 sum, as ATen counts them.
+    x [n, part of v, space], target [n, space]. reduction: 0 none, 1 mean, 2 sum, as in ATen.
     """
     if not x.shape[1]:
         return zeros_of(x, shape=target.shape if reduction == 0 else ())
@@ -118,16 +116,15 @@ def negative_log_likelihood_of_part(
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropyOfPart:
-    """Cross-entropy where every rank has the logits of a part of the classes, and all of them get the whole
-    loss.
+    """Cross-entropy where every rank has the logits of some classes, and all of them get the loss.
 
-    Two all-reduces, of `num_sums` numbers per row in all but one: the largest logit; then the sum of
-    exponentials, the target's logit, with class weights the target's weight, and for smoothing the sum of
-    logits. Backward talks to nobody: softmax minus target of this part. (Megatron-LM's vocabulary-parallel
-    loss; Shoeybi et al., 2019.)
+    Two all-reduces: the largest logit per row; then `num_sums` numbers per row: the sum of exponentials, the
+    target's logit, with class weights the target's weight, and for smoothing the sum of logits. Backward
+    needs no communication: softmax minus target of this part. (Megatron-LM's vocabulary-parallel loss;
+    Shoeybi et al., 2019.)
 
-    starts: first class of every rank's part. reduction: 0 none, 1 mean, 2 sum, as ATen counts them. weighted:
-        whether classes have weights.
+    starts: first class of every rank's part. reduction: 0 none, 1 mean, 2 sum, as in ATen. weighted: whether
+        classes have weights.
     """
 
     starts: tuple[int, ...]
@@ -139,11 +136,12 @@ class CrossEntropyOfPart:
 
     @property
     def num_sums(self) -> int:
-        """Numbers per row that the second all-reduce adds up."""
+        """Numbers per row of the second all-reduce."""
         return 2 + self.weighted + bool(self.smoothing) * (1 + self.weighted)
 
     def run(self, group: Group, logits: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-        """On this rank: logits [n, part of v, space], target [n, space], weight [part of v] -> the loss."""
+        """Run on this rank: logits [n, part of v, space], target [n, space], weight [part of v] -> the
+        loss."""
 
         def largest(values: list[Tensor]) -> Tensor:
             group.all_reduce(values[0], "max").wait()
@@ -163,7 +161,7 @@ class CrossEntropyOfPart:
     def run_all(
         self, logits: Sequence[Tensor], targets: Sequence[Tensor], weights: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """On all ranks at once."""
+        """Run on all ranks."""
 
         def total(values: list[Tensor]) -> Tensor:
             result = values[0].clone()
@@ -272,7 +270,7 @@ class _CrossEntropy(torch.autograd.Function):
             of_target = arriving * (1.0 - part.smoothing)
             if ctx.weights is not None:
                 of_target = of_target * ctx.weight_of_rows
-            # Numbers of rows are multiplied first: the logits are large, and are gone through once.
+            # Factors per row are multiplied first: the logits are large, and are read once.
             result = (
                 exponentials * ((of_target + arriving * smoothing * ctx.weight_of_classes) / ctx.sum)[:, None]
             )

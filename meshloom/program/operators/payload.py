@@ -1,4 +1,5 @@
-"""What a change of placement hands to a collective, forward and backward, as `collectives.py` runs it."""
+"""Collectives of a change of placement and their payloads, forward and backward, as run by
+`collectives.py`."""
 
 from __future__ import annotations
 
@@ -13,8 +14,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 def elements_of_change(
     source: Kind, target: Kind, before: Pieces, after: Pieces, rank: int, *, backward: bool
 ) -> tuple[Collective, int] | None:  # fmt: skip
-    """The collective of a change of placement, and the elements that `rank` hands in. None: nothing is
-    sent."""
+    """The collective of a change of placement, and the elements of `rank`'s input. None: no communication."""
     if not backward:
         if target == "partial" or source == "invariant":
             return None
@@ -33,14 +33,14 @@ def elements_of_change(
 
 
 def elements_of_sum(after: Pieces) -> tuple[Collective, int]:
-    """Of all ranks' values, so that each gets what it holds in `after`."""
+    """The collective that sums all ranks' values, and returns each rank's part in `after`."""
     if after.is_whole or after.is_shared:
         return "all_reduce", after.size
     return "reduce_scatter", after.num_ranks * _longest(after)
 
 
 def elements_of_gather(before: Pieces, after: Pieces, rank: int) -> tuple[Collective, int]:
-    """Of parts, so that each rank gets what it holds in `after`."""
+    """The collective that gathers parts, and returns each rank's part in `after`."""
     source = owned(before)
     if after.is_whole:
         return "all_gather", _longest(source)

@@ -1,14 +1,14 @@
-"""Recurrent networks of which every rank has some hidden units: their gates' rows of the weights, their
+"""Recurrent networks with hidden units sharded over the ranks: rows of the weights of their gates, their
 states, their outputs.
 
-A step needs all of the hidden state h, and makes a part of the next one:
+A step needs the full hidden state h, and computes a part of the next one:
 
     rank 0:   W_0 h + U_0 x  ->  h'_0 \\
                                        gather h'  ->  next step
     rank 1:   W_1 h + U_1 x  ->  h'_1 /
 
-So a rank sends its part of h once a step, and in backward adds up the gradient of h once a step. Gates work
-unit by unit, and send nothing.
+So each step gathers h, and in backward sums the gradient of h. Gates are elementwise, and need no
+communication.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def cell_of_part(
 ) -> Any:
     """One step of a cell for the hidden `units` of this rank.
 
-    x [b, i], states h [b, hidden] (whole), then c [b, part] of an LSTM; w_x [gates part, i], w_h [gates part,
-    hidden], biases [gates part]. Gives h' [b, part], and c' of an LSTM.
+    x [b, i], states h [b, hidden] (in full), then c [b, part] of an LSTM; w_x [gates part, i], w_h [gates
+    part, hidden], biases [gates part]. Returns h' [b, part], and c' of an LSTM.
     """
     h = states[0]
     mine = take(Pieces(tuple(h.shape), ((None, units),)), 0, h)
@@ -60,8 +60,8 @@ class RecurrentOfPart:
     """`aten.lstm`, `gru`, `rnn_tanh` or `rnn_relu` where every rank computes some hidden units of all layers.
 
     held: rank -> its units, of `num_hidden`. dropout: rate between layers; every rank draws the same for all
-        units.
-    num_draws: draws that are counted for all of it; a kernel for the whole may have others.
+    units.
+    num_draws: draws that the unsharded operator counts; its kernel may draw a different number.
     """
 
     kind: RecurrentKind
@@ -71,12 +71,12 @@ class RecurrentOfPart:
     has_biases: bool
     dropout: float
     num_draws: int
-    both_ways: bool
+    bidirectional: bool
     batch_first: bool
 
     def run(self, group: Group, x: Tensor, states: Any, weights: Sequence[Tensor]) -> Any:
-        """On this rank: x [t, b, i] whole; states and weights the part of its units -> outputs [t, b,
-        directions part], last states."""
+        """Run on this rank: x [t, b, i] in full; states and weights of its units -> outputs [t, b, directions
+        part], last states."""
         return self._counted([x], [states], [weights], lambda change, values: [change.run(group, values[0])])[
             0
         ]
@@ -84,14 +84,14 @@ class RecurrentOfPart:
     def run_all(
         self, xs: Sequence[Tensor], states: Sequence[Any], weights: Sequence[Sequence[Tensor]]
     ) -> list[Any]:
-        """On all ranks at once."""
+        """Run on all ranks."""
         return self._counted(list(xs), states, weights, lambda change, values: change.run_all(values))
 
     def sent(
         self, shape: Sequence[int], rank: int, *, backward: bool, states_graded: bool
     ) -> Iterator[tuple[Collective, int]]:
-        """The collectives that `rank` starts, with the elements it hands in. shape: of x. states_graded:
-        whether the first states have gradients."""
+        """The collectives that `rank` starts, with the elements of its input. shape: of x. states_graded:
+        whether the initial states require grad."""
         length, batch = (shape[1], shape[0]) if self.batch_first else (shape[0], shape[1])
         step, between = self._step_change(batch), self._layer_change(length, batch)
         count = self.num_layers * self._num_ways
@@ -106,10 +106,10 @@ class RecurrentOfPart:
 
     @property
     def _num_ways(self) -> int:
-        return 2 if self.both_ways else 1
+        return 2 if self.bidirectional else 1
 
     def _gathering(self, shape: tuple[int, ...]) -> Transition:
-        """From parts of the last dim, hidden units, to all of them on every rank."""
+        """From sharded hidden units, in the last dim, to replicated."""
         lead = (None,) * (len(shape) - 1)
         return Transition(
             source="part",
@@ -184,7 +184,7 @@ class RecurrentOfPart:
         made: list[list[Tensor]] = [[] for _ in xs]
         read: list[list[Tensor]] = [[] for _ in xs]
         later = [
-            _products_later(w_h, b_h, length, each[0], seen)
+            _deferred_products(w_h, b_h, length, each[0], seen)
             for each, (_, w_h, _, b_h), seen in zip(projected, weights, read, strict=True)
         ]
         for number, time in enumerate(reversed(range(length)) if backwards else range(length)):
@@ -218,20 +218,20 @@ class RecurrentOfPart:
         return results
 
 
-def _products_later(
+def _deferred_products(
     w_h: Tensor, b_h: Tensor | None, length: int, like: Tensor, read: list[Tensor]
 ) -> Sequence[Tensor]:
-    """Zeros [t][b, gates part] to be added to each step's W h, through which gradients come to W and b: by
-    one product for all steps.
+    """Zeros [t][b, gates part] to add to each step's W h, which carry gradients to W and b in one product for
+    all steps.
 
-    Autograd alone would compute a gradient of W in every step, and add them up. read: what h was in each
-    step, filled in by then.
+    Autograd alone would compute a gradient of W in every step, and add them up. read: h of each step, filled
+    in during the forward.
     """
-    function: Any = _Later.apply
+    function: Any = _DeferredProducts.apply
     return function(read, length, like.detach(), w_h, b_h).unbind(0)
 
 
-class _Later(torch.autograd.Function):
+class _DeferredProducts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, read: list[Tensor], length: int, like: Tensor, w_h: Tensor, b_h: Tensor | None
@@ -252,7 +252,7 @@ class _Later(torch.autograd.Function):
 
 
 def _step(kind: RecurrentKind, projected: Tensor, recurrent: Tensor, states: Sequence[Tensor]) -> Any:
-    """The next states, unit by unit. projected, recurrent [b, gates part]: of x and of h; states: this rank's
+    """The next states, elementwise. projected, recurrent [b, gates part]: of x and of h; states: this rank's
     parts."""
     if kind == "gru":
         (reset, update, new), (reset_h, update_h, new_h) = projected.chunk(3, -1), recurrent.chunk(3, -1)

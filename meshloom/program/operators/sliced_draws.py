@@ -1,4 +1,4 @@
-"""A random operator on a part of a value, whose draws are that part of the draws for all of it."""
+"""Random operators on a part of a value, whose draws are a slice of the draws for the full value."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from meshloom.program.ir.draws import seed_of_draw
 class PartOfDraw:
     """`op` on this rank's part.
 
-    sizes, held: of the tensor that is drawn inside, its whole dims (of those that are cut) and the runs held
-    here. stride: of what is drawn if it is like the operator's result: a tensor is drawn in the order of its
-    memory. count: draws that are counted for all of it; a kernel for another shape may have others.
+    sizes, held: of the tensor that is drawn inside, its full sizes (of sharded dims) and the runs held here.
+    stride: of the drawn tensor if it is like the operator's result: tensors are drawn in the order of memory.
+    count: draws that the full operator counts; a kernel for another shape may draw a different number.
     """
 
     op: Callable[..., Any]
@@ -32,7 +32,7 @@ class PartOfDraw:
     stride: tuple[int, ...] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `op` gives, with every tensor that is drawn in it taken from one that is drawn whole."""
+        """The result of `op`, with every drawn tensor sliced from a full one."""
         before = torch.default_generator.initial_seed()
         with _Whole(self):
             result = self.op(*args, **kwargs)
@@ -43,7 +43,8 @@ class PartOfDraw:
         return f"part of {self.op}"
 
     def pieces(self, shape: Sequence[int]) -> Pieces | None:
-        """This rank's part of the tensor whose part has `shape`; None if that is no part of what is drawn."""
+        """This rank's part of the tensor whose part has `shape`; None if that is no part of the drawn
+        tensor."""
         if len(shape) != len(self.held):
             return None
         counts = [

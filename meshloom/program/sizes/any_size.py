@@ -1,14 +1,13 @@
-"""One program for all sizes of a batch's dims that a loss is indifferent to: proved from three readings, and
-no further ones.
+"""One program for all sizes of a batch's dims on which a loss does not depend, proved from three captures.
 
-    a first size      read, compared with eager
-    a second size     read by shapes, the first program but for sizes
-    a third size      the loss is run with symbols for sizes (`symbolic.py`): guards, and the expressions of sizes. A third program is read by shapes, at sizes
-                      that differ in every dim that may, and every integer of the three has to be one of those
-                      expressions (`forms.py`)
-    further sizes     made of that form, where its guards hold
+    a first size      captured, compared with eager
+    a second size     captured by shapes: equal to the first program except for sizes
+    a third size      the loss runs with symbolic sizes (`symbolic.py`), which yields guards and expressions of
+                      sizes. A third program is captured by shapes, at sizes that differ in every dim that may, and
+                      every integer of the three must be one of those expressions (`forms.py`)
+    further sizes     computed from that form, where its guards hold
 
-One rank proves and sends what it found; all make their programs of it themselves, and compare the hash of the
+One rank proves and sends the result; all ranks compute their programs from it, and compare the hash of the
 first.
 """
 
@@ -32,16 +31,16 @@ from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.sizes.forms import Form, UnlikeError, alike, fitted
 from meshloom.program.sizes.symbolic import Dim, NotTracedError, Sizes, Trace, sizes_of, trace
 
-MOST_TRIES = 4  # to prove that a loss is indifferent, before its shapes are read as they come
-_STEPS = (3, 5, 7, 11, 13, 17, 2, 1, -1, -3, -5, -7, -11, -2)  # from sizes that were seen to one that was not
+MAX_TRIES = 4  # proofs of a loss, before programs are captured size by size
+_STEPS = (3, 5, 7, 11, 13, 17, 2, 1, -1, -3, -5, -7, -11, -2)  # from known sizes to a new one
 
 Read = Callable[[Any, Program], Program | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnySize:
-    """What was proved: programs of any sizes that `form` covers. points: the programs that it was found from.
-    trace: of their loss."""
+    """A proof: programs of any sizes that `form` covers. points: the programs it was fitted to. trace: of
+    their loss."""
 
     form: Form[Program]
     points: tuple[Program, ...]
@@ -53,12 +52,12 @@ class AnySize:
 
     @property
     def dims(self) -> list[Dim]:
-        """Those whose sizes may be others."""
+        """Dims whose sizes may differ."""
         points = [sizes_of_program(each) for each in self.points]
         return [dim for dim in points[0] if len({each[dim] for each in points}) > 1]
 
     def program(self, leaves: Leaves) -> Program | None:
-        """That for batches like this one, which it covers; None: an integer in it would be a fraction."""
+        """The program for batches like this one, which it covers; None: an integer in it would not be one."""
         try:
             return self.form.at(sizes_of_batch(leaves))
         except UnlikeError:
@@ -66,8 +65,8 @@ class AnySize:
 
 
 class Proofs:
-    """What is known of the sizes of one loss in one mode. found: what was proved, on all ranks alike. why:
-    the last try failed, on the rank that tried."""
+    """Proofs about the sizes of one loss in one mode. found: proofs, the same on all ranks. why: reason for
+    the last failure, on the rank that tried."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -76,20 +75,21 @@ class Proofs:
         self.why = ""
 
     def get(self, leaves: Leaves) -> AnySize | None:
-        """What covers batches like this one."""
+        """The proof that covers batches like this one."""
         return next((each for each in self.found if each.covers(leaves)), None)
 
     def prove_together(
         self, group: Group, batch: Any, known: Sequence[Program], read: Read
     ) -> Steps[AnySize | None]:
-        """What covers batches like this one, which nothing did, if it can be proved. All ranks call it.
+        """A proof that covers batches like this one, which none does so far, if possible. A collective of all
+        ranks.
 
-        known: programs that were read, in order, the same on all ranks. read: on rank 0, a program by shapes
-            for batches like one, if it is another one but for sizes.
+        known: captured programs, in order, the same on all ranks. read: on rank 0, captures a program by
+            shapes for a batch, if it equals the given one except for sizes.
         """
         leaves = leaves_of(batch)
         family = [each for each in known if _like(each, leaves)]
-        if len(family) < 2 or self._tries >= MOST_TRIES:
+        if len(family) < 2 or self._tries >= MAX_TRIES:
             return None
         proved = self._proved(leaves, family, read) if group.rank == 0 else None
         told: list[Any] | None = yield from share(
@@ -108,7 +108,7 @@ class Proofs:
         hashes = yield from collect(group, program.digest() if program else "")
         if len(set(hashes)) > 1:
             raise CaptureError(
-                "Ranks made different programs of the same form. Use one version of meshloom and torch on all ranks."
+                "Ranks computed different programs from the same form. Use one version of meshloom and torch on all ranks."
             )
         self.found.append(mine)
         return mine
@@ -116,8 +116,7 @@ class Proofs:
     def _proved(
         self, leaves: Leaves, family: Sequence[Program], read: Read
     ) -> tuple[AnySize, list[int]] | None:
-        """What is proved, and which programs of the family it was found from, besides the last of its
-        points."""
+        """The proof, and which programs of the family are its points, besides the last point."""
         try:
             found = trace(self._job, family[0], leaves)
         except NotTracedError as error:
@@ -152,29 +151,29 @@ class Proofs:
         except UnlikeError as error:
             self.why = f"it is another program at other sizes: {str(error)[:160]}"
             return None
-        except Exception as error:  # of the job's code, which nobody asked for a batch of these sizes
+        except Exception as error:  # of the job's code, at sizes that the job never had
             self.why = f"{type(error).__name__}: {str(error)[:160]}"
             return None
         return (proved, kept) if proved.covers(leaves) and proved.program(leaves) is not None else None
 
 
 def sizes_of_batch(leaves: Leaves) -> dict[Dim, int]:
-    """Of the dims of a batch's tensors."""
+    """Sizes of the dims of a batch's tensors."""
     return sizes_of({name: tuple(leaf.shape) for name, leaf in leaves.tensors.items()})
 
 
 def sizes_of_program(program: Program) -> dict[Dim, int]:
-    """Of the dims of the tensors of the batches that it is for."""
+    """Sizes of the dims of a program's input tensors."""
     return sizes_of(
         {each.name: each.meta.shape for each in program.inputs if each.name not in program.others}
     )
 
 
 def further_sizes(found: Trace, seen: Sequence[Sizes]) -> dict[Dim, int]:
-    """Sizes for which the loss makes the same calls, and of which as many are new as can be. seen: the last
-    ones meet the guards.
+    """Sizes at which the loss makes the same calls, as many new ones as possible. seen: the last meet the
+    guards.
 
-    Dims that always had equal sizes keep to that.
+    Dims that always had equal sizes get equal sizes.
     """
     groups: dict[tuple[int, ...], list[Dim]] = {}
     for dim in seen[-1]:
@@ -191,7 +190,7 @@ def further_sizes(found: Trace, seen: Sequence[Sizes]) -> dict[Dim, int]:
 
 
 def _like(program: Program, leaves: Leaves) -> bool:
-    """Whether a program is for batches like this one but for sizes above 1."""
+    """Whether a program is for batches like this one, except for sizes above 1."""
     mine = [
         (each.name, each.meta.dtype, _small(each.meta.shape))
         for each in program.inputs
@@ -202,7 +201,7 @@ def _like(program: Program, leaves: Leaves) -> bool:
 
 
 def _small(shape: Sequence[int]) -> list[int]:
-    """0 and 1 as they are, and 2 for anything above."""
+    """Sizes with 2 for anything above 1."""
     return [min(int(size), 2) for size in shape]
 
 

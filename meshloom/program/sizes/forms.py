@@ -1,11 +1,11 @@
-"""What is alike at several sizes but for its integers, as a function of the sizes: found from a few of them,
-made for any.
+"""Fits values that differ only in integers at several sizes, as functions of the sizes, and evaluates them at
+any.
 
     sizes    (4, 32)      (4, 40)      (3, 47)
     program  view(x, [128, 7])  ...  view(x, [160, 7])  ...  view(x, [141, 7])        view(x, [s0 * s1, 7])
 
-Every integer that differs has to be one of the expressions that were seen in the loss. In what was divided it
-may be a part of one, or follow one in a straight line.
+Every integer that differs must be one of the expressions that occur in the loss. In sharded programs it may
+be a part of one, or a linear function of one.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from meshloom.program.sizes.symbolic import Dim, Expression, Sizes, Trace, holds
 from meshloom.program.trace.frozen import equal_bits
 
 T = TypeVar("T")
-MOST_FACTORS = 24  # expressions of which products are tried too
+MAX_FACTORS = 24  # expressions of which products are tried
 
 
 class UnlikeError(Exception):
-    """Things differ in more than integers, or an integer follows no expression, or is none for these
-    sizes."""
+    """Values differ in more than integers, or an integer is no expression of the sizes, or no integer at
+    these sizes."""
 
 
 @dataclass(frozen=True)
 class _Number:
-    """(start + step * source) / below, source being the value of that number."""
+    """(start + step * source) / below, where `source` is the index of an expression."""
 
     source: int
     start: int
@@ -45,7 +45,7 @@ class _Number:
 
 @dataclass(frozen=True)
 class _Changed:
-    """A value like `like`, with other parts at some places. rebuild: of `like` and the new parts."""
+    """A value equal to `like` except at some places. rebuild: from `like` and the new parts."""
 
     like: Any
     parts: tuple[tuple[Any, Any], ...]
@@ -54,19 +54,20 @@ class _Changed:
 
 @dataclass(frozen=True, kw_only=True)
 class Form(Generic[T]):
-    """A value for every batch whose sizes meet `conditions`. sources: what its integers are computed of."""
+    """A value for every batch whose sizes meet `conditions`. sources: expressions from which integers are
+    computed."""
 
     conditions: tuple[Expression, ...]
     sources: tuple[Expression, ...]
     root: Any
 
     def covers(self, sizes: Sizes) -> bool:
-        """Whether it says anything about these sizes."""
+        """Whether the form applies to these sizes."""
         return all(holds(each, sizes) for each in self.conditions)
 
     def at(self, sizes: Sizes) -> T:
-        """The value for these sizes, which it covers. Raises `UnlikeError` where an integer of it would be
-        none."""
+        """The value for these sizes, to which it applies. Raises `UnlikeError` where an integer would not be
+        one."""
         try:
             return _made(self.root, [value_of(each, sizes) for each in self.sources], {})
         except ZeroDivisionError as error:
@@ -74,10 +75,9 @@ class Form(Generic[T]):
 
 
 def fitted(samples: Sequence[tuple[Sizes, T]], trace: Trace, *, num_parts: int = 1) -> Form[T]:
-    """The form of a value that is known for three sizes or more. trace: of the loss that they belong to.
-    Raises `UnlikeError`.
+    """The form of a value known at three sizes or more. trace: of its loss. Raises `UnlikeError`.
 
-    num_parts: into so many parts a dim may have been divided. Then more than what was seen in the loss is
+    num_parts: number of parts into which a dim may be sharded. Then expressions besides those of the loss are
     tried, so that the form is a guess to be checked at another size.
     """
     points = [sizes for sizes, _ in samples]
@@ -88,7 +88,7 @@ def fitted(samples: Sequence[tuple[Sizes, T]], trace: Trace, *, num_parts: int =
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two values are the same but for integers. A bool is none.
+    """Whether two values are equal except for integers. A bool is no integer.
 
     >>> alike({"view": (4, 32)}, {"view": (3, 47)}), alike((4, 32), (4, 32, 1)), alike((1,), (True,))
     (True, False, False)
@@ -97,7 +97,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same, integers too."""
+    """Whether two values are equal, including integers."""
 
     def check(numbers: Sequence[int]) -> int:
         if len(set(numbers)) > 1:
@@ -108,7 +108,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def same_but_for(one: Any, other: Any, pairs: Collection[tuple[Any, ...]]) -> bool:
-    """Whether two values are the same but for integers that are one of these pairs.
+    """Whether two values are equal except for integers, each pair of which is one of `pairs`.
 
     >>> same_but_for((4, 32), (4, 48), {(32, 48)}), same_but_for((4, 32), (4, 40), {(32, 48)})
     (True, False)
@@ -131,8 +131,7 @@ def _compared(one: Any, other: Any, number: Callable[[Sequence[int]], int]) -> b
 
 
 def _conditions(points: Sequence[Sizes], trace: Trace) -> tuple[Expression, ...]:
-    """The guards; what was the same at all points stays so; and of a smaller or larger one it stays the same
-    one."""
+    """The guards; what is equal at all points stays equal; and min and max keep choosing the same operand."""
     dims: list[Expression] = [["size", *dim] for dim in points[0]]
     found: list[Expression] = list(trace.guards)
     for each in _distinct(
@@ -154,14 +153,14 @@ def _conditions(points: Sequence[Sizes], trace: Trace) -> tuple[Expression, ...]
                 found.append(["eq", each, each[chosen]])
         elif each[0] == "size":
             found.append(["gt", each, 1])
-    for dims_together in _groups(points).values():  # nobody knows which of them an integer follows
+    for dims_together in _groups(points).values():  # indistinguishable for integers that follow one of them
         first, *others = dims_together
         found += [["eq", ["size", *first], ["size", *other]] for other in others]
     return tuple(found)
 
 
 def _groups(points: Sequence[Sizes]) -> dict[tuple[int, ...], list[Dim]]:
-    """Dims that had equal sizes at all points, by those sizes."""
+    """Dims that have equal sizes at all points, by those sizes."""
     groups: dict[tuple[int, ...], list[Dim]] = {}
     for dim in points[0]:
         groups.setdefault(tuple(each[dim] for each in points), []).append(dim)
@@ -169,15 +168,15 @@ def _groups(points: Sequence[Sizes]) -> dict[tuple[int, ...], list[Dim]]:
 
 
 def _probes(points: Sequence[Sizes], conditions: Sequence[Expression]) -> list[Sizes]:
-    """Sizes that meet the conditions, and were not seen: sums of multiples of differences, so that divisors
-    and what dims have to do with each other hold."""
+    """New sizes that meet the conditions: sums of multiples of differences, which preserve divisors and
+    relations of dims."""
     draw = random.Random(0)
     first, found = points[0], list[Sizes]()
     for number in range(200):
         multiples = [draw.randrange(-6, 20) for _ in points]
         trial: dict[Dim, int] = {}
         for dims in _groups(points).values():
-            if number % 2:  # each by itself
+            if number % 2:  # dims independently
                 multiples = [draw.randrange(-6, 20) for _ in points]
             moved = (
                 multiple * (point[dims[0]] - first[dims[0]])
@@ -190,7 +189,7 @@ def _probes(points: Sequence[Sizes], conditions: Sequence[Expression]) -> list[S
 
 
 class _Fitting:
-    """Finds the expressions that integers follow. sources: those that were found."""
+    """Finds the expressions of integers. sources: those found."""
 
     def __init__(
         self, points: Sequence[Sizes], trace: Trace, conditions: Sequence[Expression], num_parts: int
@@ -206,7 +205,7 @@ class _Fitting:
         self.sources: list[Expression] = []
 
     def number(self, numbers: Sequence[int]) -> Any:
-        """The form of an integer, of what it is at the points."""
+        """The form of an integer, from its values at the points."""
         key = tuple(numbers)
         if len(set(key)) == 1:
             return key[0]
@@ -221,10 +220,10 @@ class _Fitting:
         return self._known[key]
 
     def _exactly(self, key: tuple[int, ...]) -> tuple[Expression, Fraction, Fraction] | None:
-        """The expression that was seen with these values, if it can be but one."""
+        """The expression with these values, if it is unique."""
         found = self._by_values.get(key, [])
         if len(found) > 1 and (not self._probes or len({_values(each, self._probes) for each in found}) > 1):
-            raise UnlikeError(f"{list(key)} follow one of {len(found)} sizes, and nobody knows which")
+            raise UnlikeError(f"{list(key)} match {len(found)} expressions of sizes")
         return (found[0], Fraction(0), Fraction(1)) if found else None
 
     def _guessed(self, key: tuple[int, ...]) -> tuple[Expression, Fraction, Fraction]:
@@ -241,12 +240,12 @@ class _Fitting:
             fits = all(start + step * value == wanted for value, wanted in zip(values, key, strict=True))
             if step and fits and (start == 0 or expression in singles):
                 return expression, Fraction(start), step
-        raise UnlikeError(f"{list(key)} follow no size")
+        raise UnlikeError(f"{list(key)} match no expression of sizes")
 
 
 def _guesses(seen: Sequence[Expression], num_parts: int) -> tuple[list[Expression], list[Expression]]:
-    """What the sizes of a part may follow: sizes, the smallest and largest parts of them, and products of two
-    of these."""
+    """Candidates for the sizes of a shard: sizes, their smallest and largest shards, and products of two of
+    these."""
     singles = [
         part
         for each in seen
@@ -256,7 +255,7 @@ def _guesses(seen: Sequence[Expression], num_parts: int) -> tuple[list[Expressio
             ["floordiv", ["add", each, num_parts - 1], num_parts],
         )
     ]
-    factors = [each for each in singles if _depth(each) <= 3][:MOST_FACTORS]
+    factors = [each for each in singles if _depth(each) <= 3][:MAX_FACTORS]
     return singles, [["mul", one, other] for one, other in combinations_with_replacement(factors, 2)]
 
 
@@ -265,7 +264,7 @@ def _distinct(expressions: Sequence[Expression]) -> list[Expression]:
 
 
 def _values(expression: Expression, points: Sequence[Sizes]) -> tuple[Any, ...]:
-    """None: it divides by what is 0 there."""
+    """Values at the points; None for a division by zero."""
     found: list[Any] = []
     for each in points:
         try:
@@ -284,8 +283,8 @@ def _depth(expression: Expression) -> int:
 
 
 def _walk(values: Sequence[Any], number: Callable[[Sequence[int]], Any]) -> Any:
-    """The first of these values, with what `number` gives of integers that lie at one place, and `_Changed`
-    around what is not the integer itself."""
+    """The first of these values, with integers replaced by `number` of the integers at the same place, and
+    containers of replaced integers by `_Changed`."""
     first = values[0]
     kind: type[Any] = type(first)
     if any(type(each) is not kind for each in values):
@@ -334,7 +333,7 @@ def _changed(first: Any, places: list[tuple[Any, list[Any]]], rebuild: Any, numb
 
 
 def _interned(part: Any, known: dict[Any, Any]) -> Any:
-    """The form with shapes that are equal as one, which is then made once."""
+    """The form with equal shapes shared, so that each is evaluated once."""
     if not isinstance(part, _Changed):
         return part
     inner = dataclasses.replace(
@@ -345,7 +344,7 @@ def _interned(part: Any, known: dict[Any, Any]) -> Any:
 
 
 def _made(part: Any, values: Sequence[int], known: dict[int, Any]) -> Any:
-    """A part for these values of its sources. known: what was made already."""
+    """A part at these values of its sources. known: parts already evaluated."""
     if isinstance(part, _Number):
         above = part.start + part.step * values[part.source]
         if above % part.below:
@@ -372,8 +371,7 @@ def _mapping(like: Any, parts: list[tuple[Any, Any]]) -> Any:
 
 
 def _record(like: Any, parts: list[tuple[str, Any]]) -> Any:
-    """A dataclass. What it does not compare (what a program has compiled, say) is for its own sizes, and
-    begins anew."""
+    """A dataclass. Fields that it does not compare (compiled code, say) belong to one size, and are reset."""
     kept: dict[str, Any] = {
         each.name: getattr(like, each.name) for each in dataclasses.fields(like) if each.compare
     }

@@ -1,8 +1,7 @@
-"""The program for batches of other sizes, when one was read and compared with eager: by shapes alone, so that
-no model is built in mid-run.
+"""Captures a program by shapes for batches of other sizes, once one has been compared with eager: no model is
+built during the run.
 
-What is read has to be that program but for sizes. Else the caller builds a model, and compares, as it did the
-first time.
+The program must equal the known one except for sizes. Otherwise the caller builds a model and compares again.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ Capture = Callable[[nn.Module, tuple[Any, Any]], Program]
 
 
 def resized(known: Program, job: Job, batches: tuple[Any, Any], capture: Capture) -> Program | None:
-    """The program for batches like these two, with `known`'s constants; None where it is another one but for
-    sizes, or takes values to read.
+    """The program for batches like these two, with `known`'s constants; None if it differs in more than
+    sizes, or if the capture needs values.
 
-    known: a program of the same loss and mode, compared with eager. capture: reads a program from a model and
-        two batches.
+    known: a program of the same loss and mode, compared with eager. capture: captures a program of a model
+        and two batches.
     """
     try:
         with capturing(known.precision), on_cpu(known.device):
@@ -43,7 +42,7 @@ def resized(known: Program, job: Job, batches: tuple[Any, Any], capture: Capture
     except CaptureError:
         return None
     found = moved_to(found, known.device)
-    # no draws of a constructor, say
+    # for example, a constructor draws nothing
     values_are_known = not any(isinstance(each, FakeTensor) for each in found.constants.values())
     return (
         replace(found, constants=dict(known.constants)) if values_are_known and alike(found, known) else None

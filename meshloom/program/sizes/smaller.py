@@ -1,11 +1,11 @@
-"""A program at smaller sizes of its batch, at which comparing it with eager takes a fraction: it is proved to
-be the same but for those sizes.
+"""A program at smaller sizes of its batch, which takes a fraction of the time to compare with eager, and is
+proved to be the same except for sizes.
 
     program      batch [2, 1024]     minutes of forwards and backwards on a CPU
-    smaller      batch [2, 32]       a second; every integer in which the two programs differ is one of the sizes that the loss itself computes
+    smaller      batch [2, 32]       a second; integers that differ are sizes that the loss itself computes
 
-The loss is run once with symbols for sizes (`symbolic.py`), which tells at what sizes it makes the same
-calls, and what sizes operators are given there.
+The loss runs once with symbolic sizes (`symbolic.py`), which yields the sizes at which it makes the same
+calls, and the sizes of its operands.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from meshloom.program.sizes.any_size import sizes_of_batch
 from meshloom.program.sizes.forms import same_but_for
 from meshloom.program.sizes.symbolic import Dim, NotTracedError, Sizes, trace, value_of
 
-# elements of all values of a program: with fewer, comparing it as it is takes no longer than this
-WORTH = 2**24
-SMALLEST = 32  # what a dim is made at least
-_FACTORS = (1, 1.5)  # times powers of two: sizes that are tried
+# elements of all values of a program, below which comparing it in full takes no longer than this
+MIN_ELEMENTS = 2**24
+SMALLEST = 32  # smallest size of a reduced dim
+_FACTORS = (1, 1.5)  # times powers of two: sizes to try
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +39,14 @@ class Smaller:
     sizes: Mapping[Dim, int]
 
     def batch(self, batch: Any) -> Any:
-        """What remains of one."""
+        """The batch reduced to these sizes."""
         return shrunk(leaves_of(batch), self.sizes)
 
 
 def smaller(program: Program, job: Job, batch: Any, read: Callable[[Any], Program]) -> Smaller | None:
-    """The program at smaller sizes, if it is worth while and can be proved to be the same. batch: one of
-    those it is for.
+    """The program at smaller sizes, if it is large and the proof succeeds. batch: one that it applies to.
 
-    read: the program for a batch, from values. What goes wrong in it is no fault of the job's: nobody asked
-        for a batch of these sizes.
+    read: captures the program for a batch, with values. Its errors are ignored: the job never had such sizes.
     """
     if not is_large(program):
         return None
@@ -71,13 +69,12 @@ def smaller(program: Program, job: Job, batch: Any, read: Callable[[Any], Progra
 
 
 def is_large(program: Program) -> bool:
-    """Whether comparing it as it is takes long."""
-    return sum(math.prod(each.shape) for node in program.nodes for each in node.outputs) > WORTH
+    """Whether comparing it in full takes long."""
+    return sum(math.prod(each.shape) for node in program.nodes for each in node.outputs) > MIN_ELEMENTS
 
 
 def shrunk(leaves: Leaves, sizes: Sizes) -> Any:
-    """A batch with as many indices of every dim, taken evenly: of the same places in dims that were equally
-    long."""
+    """A batch with evenly spaced indices of every dim, the same in dims of equal size."""
 
     def part(name: str, leaf: Tensor) -> Tensor:
         for dim, size in enumerate(leaf.shape):
@@ -91,14 +88,14 @@ def shrunk(leaves: Leaves, sizes: Sizes) -> Any:
 
 
 def _smallest(whole: Sizes, allowed: Callable[[Sizes], bool]) -> dict[Dim, int]:
-    """Every size as small as may be, the largest first. Dims of equal sizes keep to that."""
+    """Sizes as small as allowed, the largest first. Dims of equal sizes get equal sizes."""
     found = dict(whole)
     for size in sorted({each for each in whole.values() if each >= 4 * SMALLEST}, reverse=True):
         dims = [dim for dim, each in whole.items() if each == size]
         tried = {
             int(SMALLEST * factor * 2**power) for factor in _FACTORS for power in range(size.bit_length())
         }
-        tried |= {size >> power for power in range(1, size.bit_length())}  # what divides it
+        tried |= {size >> power for power in range(1, size.bit_length())}  # its divisors among them
         for less in sorted(each for each in tried if SMALLEST <= each <= size // 2):
             if allowed(trial := {**found, **dict.fromkeys(dims, less)}):
                 found = trial

@@ -1,13 +1,12 @@
-"""For which sizes of a batch a loss makes the same calls: one run by shapes with symbols in the place of
-sizes.
+"""Finds the sizes of a batch at which a loss makes the same calls, in one run by shapes with symbolic sizes.
 
-What Python asks of a size on the way (`if length > 512`, `range(length)`, whether two dims broadcast) is
-noted as a guard, and every size that an operator is given or gives as an expression. Where all guards hold,
-the loss makes the same calls, with these expressions as their sizes:
+Python's questions about a size (`if length > 512`, `range(length)`, whether two dims broadcast) are recorded
+as guards, and sizes of operands and results as expressions. Where all guards hold, the loss makes the same
+calls, with these expressions as their sizes:
 
-    x [s0, s1], labels [s2, s3]      guards: s0 * s1 == s2 * s3, s1 <= 1024        expressions: s1, 64 * s1, s1 ** 2, s0 * s1
+    x [s0, s1], labels [s2, s3]      guards: s0 * s1 == s2 * s3, s1 <= 1024      expressions: s1, 64 * s1, s0 * s1
 
-Sizes 0 and 1 are no symbols: what broadcasts is another program.
+Sizes 0 and 1 are constants: broadcasting changes the program.
 """
 
 from __future__ import annotations
@@ -28,35 +27,34 @@ from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
 from meshloom.program.trace.repeated_export import capturing
 
-Dim = tuple[str, int]  # a tensor of the batch, and which of its dims
-Expression = Any  # a number, ["size", tensor, dim], or [operator, operands...]: what JSON can say
+Dim = tuple[str, int]  # name of a tensor of the batch, index of its dim
+Expression = Any  # a number, ["size", tensor, dim], or [operator, operands...]: as in JSON
 Sizes = Mapping[Dim, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """guards: conditions under which the calls are the same. expressions: of the sizes in them. lines: of
-    guards, for people."""
+    """guards: conditions under which the calls are the same. expressions: sizes in them. lines: source lines
+    of the guards."""
 
     guards: tuple[Expression, ...]
     expressions: tuple[Expression, ...]
     lines: tuple[str, ...] = field(default=(), compare=False)
 
     def broken(self, sizes: Sizes) -> int | None:
-        """Number of the first guard that does not hold for a batch of these sizes; None: the calls are the
-        same."""
+        """Number of the first guard that does not hold at these sizes; None: the calls are the same."""
         return next((number for number, guard in enumerate(self.guards) if not holds(guard, sizes)), None)
 
 
 @dataclass(frozen=True)
 class NotTracedError(Exception):
-    """The loss cannot be run with symbols. why: for people."""
+    """The loss cannot run with symbolic sizes. why: the reason, for messages."""
 
     why: str
 
 
 def sizes_of(shapes: Mapping[str, Sequence[int]]) -> dict[Dim, int]:
-    """Of all dims of a batch's tensors.
+    """Sizes of all dims of a batch's tensors.
 
     >>> sizes_of({"x": (8, 32)})
     {('x', 0): 8, ('x', 1): 32}
@@ -65,8 +63,8 @@ def sizes_of(shapes: Mapping[str, Sequence[int]]) -> dict[Dim, int]:
 
 
 def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
-    """Of `job.loss` for batches like this one; program: one of them, of the same mode and precision. Raises
-    `NotTracedError`."""
+    """The trace of `job.loss` for batches like this one. program: for one of them, of the same mode and
+    precision. Raises `NotTracedError`."""
     from torch._dispatch.python import enable_python_dispatcher
 
     calls = _Calls()
@@ -90,7 +88,7 @@ def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
         expressions = {repr(each): each for found in calls.expressions for each in [translate(found)]}
     except NotTracedError:
         raise
-    except Exception as error:  # torch has operators without symbols, and code may do anything with them
+    except Exception as error:  # some operators of torch do not support symbols, nor may the job's code
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NotTracedError(f"{type(error).__name__}: {first[:160]}") from error
     lines = tuple(line for _, line in guards.values())
@@ -102,7 +100,7 @@ def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
 
 
 def value_of(expression: Expression, sizes: Sizes) -> Any:
-    """Of an expression or a condition.
+    """The value of an expression or a condition.
 
     >>> value_of(["add", ["mul", 2, ["size", "x", 1]], -1], {("x", 1): 7})
     13
@@ -116,7 +114,7 @@ def value_of(expression: Expression, sizes: Sizes) -> Any:
 
 
 def holds(condition: Expression, sizes: Sizes) -> bool:
-    """Whether it does. One that divides by what is 0 does not."""
+    """Whether a condition holds. One that divides by zero does not."""
     try:
         return bool(value_of(condition, sizes))
     except ZeroDivisionError:
@@ -124,7 +122,7 @@ def holds(condition: Expression, sizes: Sizes) -> bool:
 
 
 def parts_of(expression: Expression) -> Iterator[Expression]:
-    """The expression and all that it is made of."""
+    """The expression and all its subexpressions."""
     yield expression
     if isinstance(expression, list) and expression[0] != "size":
         for each in expression[1:]:
@@ -164,7 +162,7 @@ _NAMES = {  # of sympy's and torch's classes
 
 
 class _Translation:
-    """From sympy's expressions in symbols to our own in dims."""
+    """Translates sympy's expressions of symbols into expressions of dims."""
 
     def __init__(self, symbols: Mapping[Any, Dim]) -> None:
         self._symbols = symbols
@@ -181,20 +179,20 @@ class _Translation:
             return ["pow", *map(self, value.args)]
         if name not in _NAMES:
             raise NotTracedError(
-                f"it computes {str(value)[:80]}, which is no integer made of the sizes of the batch"
+                f"it computes {str(value)[:80]}, which is no integer expression of the sizes of the batch"
             )
         return [_NAMES[name], *map(self, value.args)]
 
 
 class _Calls(TorchDispatchMode):
-    """Notes every number that operators are given or give, and that is an expression."""
+    """Records the symbolic numbers among operands and results."""
 
     def __init__(self) -> None:
         super().__init__()
         self.expressions: dict[Any, None] = {}
 
-    def note(self, values: Any) -> None:
-        """Of tensors, and of numbers themselves."""
+    def record(self, values: Any) -> None:
+        """Record sizes and strides of tensors, and numbers."""
         for each in values:
             for size in (
                 (*each.shape, *each.stride())
@@ -208,12 +206,12 @@ class _Calls(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         value = func(*args, **(kwargs or {}))
-        self.note(tree_leaves((args, kwargs, value)))
+        self.record(tree_leaves((args, kwargs, value)))
         return value
 
 
 def _symbolic(leaves: Leaves, mode: Any) -> tuple[list[Tensor], dict[Any, Dim]]:
-    """The batch's tensors with symbols for sizes, and the symbols."""
+    """The batch's tensors with symbolic sizes, and the symbols."""
     from torch._dynamo.source import LocalSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 

@@ -54,7 +54,7 @@ def _recurrent(kind: RecurrentKind) -> Rule:
                 return target, args, kwargs
             part = RecurrentOfPart(
                 kind=kind, held=shard.runs["h"], num_hidden=size, num_layers=layers, has_biases=bool(call.arguments["has_biases"]), dropout=rate,
-                num_draws=call.node.num_draws, both_ways=both, batch_first=first,
+                num_draws=call.node.num_draws, bidirectional=both, batch_first=first,
             )  # fmt: skip
             given = given_by_name(target, args, kwargs)
             return part, (given["input"], given["hx"], given["params"]), {}
