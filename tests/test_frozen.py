@@ -168,7 +168,7 @@ REFUSED: dict[type[Plain], str] = {
     Sizes: "shape of the result of aten.index.Tensor .* depends on the values in the batch",
     Normalises: "Own.apply at .* has a custom backward",
     WritesParameter: "clamp_ at .* writes to parameter layer.weight in the forward",
-    WritesAttribute: "writes to a tensor that is an attribute but no buffer",
+    WritesAttribute: "writes to a tensor that is an attribute but not a buffer",
     WritesDetached: "writes, without gradient, to a tensor that has one",
     WritesStrided: "writes through as_strided",
 }

@@ -28,23 +28,23 @@ from tests.families.limits import NOT_READ
 FILE = Path(__file__).parents[2] / "docs" / "divided_families.md"
 COUNTS = (2, 3)  # ranks
 HALF = 0.5  # of the parameters or of the FLOPs; below it the table says what stays whole
-HEADER = """# Families divided over ranks
+HEADER = """# Families sharded over ranks
 
-Tiny jobs of the test bed ([families.md](families.md)), dropout on, in float64, their losses divided as a plan would and run in lockstep.
+Tiny jobs of the test bed ([families.md](families.md)), dropout on, in float64, their losses sharded as under a plan and run in lockstep.
 
 - *error*: the largest of the loss on any rank, of any parameter's gradient and of any buffer, against the job's own module, run eagerly
   on one device.
-- *parameters*: the share of the parameters' elements of which no rank holds all.
-- *FLOPs*: that of the matrix products, convolutions and attention, forward and backward, that are divided.
-- *changes*: how many values change their placement, each by a collective or a local copy.
-- Where a share is below one half, what stays whole, why, and its share of all parameters or of all FLOPs; what is below 5 % is left out.
+- *parameters*: the share of the parameters' elements that are sharded.
+- *FLOPs*: the share of those of matrix products, convolutions and attention, forward and backward, that are sharded.
+- *changes*: the number of values that are resharded, each by a collective or a local copy.
+- If a share is below one half: what is replicated, why, and its share of all parameters or of all FLOPs, if at least 5 %.
 
-Models this small are divided at rates that make it worth their while: next to the latencies of a network nothing would be. torch {torch},
+Models this small are sharded at rates that make it worthwhile: with the latencies of a real network nothing would be. torch {torch},
 transformers {transformers}.
 
 This file is generated: `python -m tests.families.divided`.
 
-| family | tp | error | parameters | FLOPs | changes | what stays whole, where a share is below one half |
+| family | tp | error | parameters | FLOPs | changes | what is replicated, if a share is below one half |
 |---|---:|---:|---:|---:|---:|---|
 """
 

@@ -25,28 +25,28 @@ PLAN = Plan(dp=2, microbatches=2)
 BATCH_SIZE = 6
 HEADER = """# Model families
 
-Tiny jobs of {count} architectures, from random starts, that the tests train, verify, export and read as programs (`tests/families/`). The classes
-are those of `transformers` {transformers} and `torch.nn` {torch}, and some written in the tests. All have two layers or more, odd sizes where the
+Tiny jobs of {count} architectures, randomly initialized, that the tests train, verify, export and capture as programs (`tests/families/`). The classes
+are those of `transformers` {transformers} and `torch.nn` {torch}, and some written in the tests. All have two layers or more, and odd sizes if the
 architecture allows them.
 
 *dp* is the largest error of any loss, gradient, buffer, parameter or update in two steps of `{plan}` against one device, in
-float64 unless it says otherwise: batches of six samples, cut into chunks of 2, 2, 1 and 1, whose gradients are added up in two orders. Where a family's
-own code casts to float32, that is where it rounds. *ATen* counts the kinds of operators in what `torch.export` gives for the loss; where it gives
-nothing, the reason stands there.
+float64 unless it says otherwise: batches of six samples, split into chunks of 2, 2, 1 and 1, whose gradients are added up in two orders. If a family's
+own code casts to float32, the error is that rounding. *ATen* counts the kinds of operators in the graph that `torch.export` returns for the loss, or gives the reason
+if it fails.
 
-*Nodes* counts the operators of the program that `meshloom.program` captures from the training loss; where it refuses, the reason stands there. The columns
-behind it are the largest error of that program against eager, of any output, gradient or buffer, on two batches that it was not read from; "0" is
-equality to the last bit.
+*Nodes* counts the operators of the program that `meshloom.program` captures from the training loss, or gives the reason if it refuses. The next columns
+are the largest error of that program against eager, of any output, gradient or buffer, on two batches that it was not captured from; "0" is
+bitwise equality.
 
-- *float32*, *float64*: read and run in that precision. The same operators run in the same order, so most are equal to the last bit; where
-  gradients of one tensor meet, or `transformers` makes another mask while it is traced (and attention runs another kernel), sums have another order.
-- *lifted*: read in float32, run in float64 with inner casts lifted, against eager in which every call is lifted. Behind the slash, against
-  eager that is merely given a float64 model: what its own casts to float32 cost, where it has some.
+- *float32*, *float64*: captured and run in that precision. The same operators run in the same order, so most are bitwise equal; where
+  gradients of one tensor add up, or `transformers` builds another mask while it is traced (and attention runs another kernel), sums have another order.
+- *lifted*: captured in float32, run in float64 with inner casts converted, against eager in which every call is converted. After the slash, against
+  eager with a float64 model: the error of its own casts to float32, if any.
 - *dropout*: with random masks; draws are keyed by their number, in eager and in the program.
-- *bfloat16*: under autocast, with random masks. In the {kernels} families where attention runs another kernel, rounding to bfloat16 is in other places;
-  the error may be twice what eager's own rounding is, and is measured against at least 0.1 of the largest gradient (elsewhere 0.001).
+- *bfloat16*: under autocast, with random masks. In the {kernels} families where attention runs another kernel, rounding to bfloat16 happens in other places;
+  the error may be twice that of eager's own rounding, and is measured against at least 0.1 of the largest gradient (elsewhere 0.001).
 
-{num_read} families are read, {num_refused} refused. A test asserts each number's limit, and each refusal's sentence.
+{num_read} families are captured, {num_refused} refused. A test asserts each number's limit, and each refusal's sentence.
 
 This file is generated: `python -m tests.families.table`.
 
