@@ -15,7 +15,7 @@ import weakref
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +37,6 @@ from meshloom.program.cost.cost_fake import (
 )
 from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
 from meshloom.program.cost.shortened import node_by_node
-from meshloom.program.ir.nodes import Variable
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
 
@@ -78,109 +77,10 @@ class Cost:
     kept: tuple[SavedTensor, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModuleCost:
-    """Cost of the module at a path, with its submodules.
-
-    parameters, parameter_bytes: tied ones count once. kept_bytes: activations, each memory once; without
-    parameters, buffers, constants and the batch. nodes: number of operators.
-    """
-
-    parameters: int
-    parameter_bytes: int
-    flops: int
-    backward_flops: int
-    kept_bytes: int
-    nodes: int
-
-
 def costs(program: Program) -> dict[str, Cost]:
     """Node name -> its cost, in the program's order. Allocates no tensors: the program may be of any size."""
     with fake_tensors():
         return node_by_node(program, _costs, _renamed)
-
-
-def by_module(program: Program, costs: Mapping[str, Cost], depth: int | None = None) -> dict[str, ModuleCost]:
-    """Module path -> sums over the module and its submodules; '' is all. In the order of the forward.
-
-    depth: largest number of parts of a path: 1 for the model's own children. None: all.
-    """
-    given = _given(program)
-    totals: dict[str, _Total] = {"": _Total()}
-    for node in program.nodes:
-        for path in _prefixes(node.path, depth):
-            totals.setdefault(path, _Total()).add(costs[node.name], given)
-    for name, variable in program.parameters.items():
-        paths = {
-            path for each in (name, *variable.aliases) for path in _prefixes(each.rpartition(".")[0], depth)
-        }
-        for path in sorted(paths):
-            total = totals.setdefault(path, _Total())
-            total.parameters += _count(variable)
-            total.parameter_bytes += _count(variable) * variable.meta.dtype.itemsize
-    return {path: total.sum() for path, total in totals.items()}
-
-
-def kept_bytes(program: Program, costs: Iterable[Cost]) -> int:
-    """Bytes of the activations that these nodes keep, each memory once; without parameters, buffers,
-    constants and the batch."""
-    given = _given(program)
-    return sum(
-        {
-            each.memory: each.num_bytes for cost in costs for each in cost.kept if each.memory not in given
-        }.values()
-    )
-
-
-@dataclass
-class _Total:
-    parameters: int = 0
-    parameter_bytes: int = 0
-    flops: int = 0
-    backward_flops: int = 0
-    nodes: int = 0
-    kept: dict[str, int] = field(default_factory=dict[str, int])
-
-    def add(self, cost: Cost, given: frozenset[str]) -> None:
-        self.flops += cost.flops
-        self.backward_flops += cost.backward_flops
-        self.nodes += 1
-        self.kept |= {each.memory: each.num_bytes for each in cost.kept if each.memory not in given}
-
-    def sum(self) -> ModuleCost:
-        return ModuleCost(
-            parameters=self.parameters,
-            parameter_bytes=self.parameter_bytes,
-            flops=self.flops,
-            backward_flops=self.backward_flops,
-            kept_bytes=sum(self.kept.values()),
-            nodes=self.nodes,
-        )
-
-
-def _given(program: Program) -> frozenset[str]:
-    """Values that exist before the program runs."""
-    state = (*program.parameters.values(), *program.buffers.values())
-    return frozenset(
-        [*(each.value for each in state), *program.constants, *(each.value for each in program.inputs)]
-    )
-
-
-def _prefixes(path: str, depth: int | None) -> list[str]:
-    """The path and those of all modules that contain it, outermost first.
-
-    >>> _prefixes("a.b.c", None), _prefixes("a.b.c", 1)
-    (['', 'a', 'a.b', 'a.b.c'], ['', 'a'])
-    """
-    parts = path.split(".") if path else []
-    return [".".join(parts[:count]) for count in range(len(parts[:depth]) + 1)]
-
-
-def _count(variable: Variable) -> int:
-    count = 1
-    for size in variable.meta.shape:
-        count *= size
-    return count
 
 
 def _costs(program: Program) -> dict[str, Cost]:
