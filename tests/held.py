@@ -11,7 +11,7 @@ from torch import Tensor
 from meshloom.verify.compare import Comparer, Comparison, GradientErrors, StateErrors
 from meshloom.verify.comparison_run import ComparisonResult, ComparisonRun
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.reruns import evidence, facts, whole_batch
+from meshloom.verify.reference.reruns import full_evidence, initial_evidence, whole_batch
 from meshloom.verify.reference.step_records import StepRecord
 
 
@@ -29,7 +29,7 @@ def step_of(reference: Reference, *, look: bool = False) -> WholeRecord:
     if look:
         with whole_batch(reference):
             pass
-        evidence(reference, facts(reference, {}))
+        full_evidence(reference, initial_evidence(reference, {}))
     gradients = {name: None if each is None else each.clone() for name, each in reference.gradients.items()}
     record = vars(reference.update())
     buffers = {name: each.clone() for name, each in reference.model.named_buffers()}

@@ -18,7 +18,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.plan_shares import chunk_sizes
 from meshloom.core.random import KeyedDraws, chunk_seed, model_seed, sample_order, seed_everything
-from meshloom.verify.reference.observers import ModuleWatch, digest_parameters, digest_values
+from meshloom.verify.reference.observers import ModuleWatch, digest_values
 from meshloom.verify.reference.step_records import ChunkRecord
 from tests.held import WholeRecord
 
@@ -86,7 +86,7 @@ def simulate(
             optimizer.step()
         for scheduler in schedulers:
             scheduler.step()
-        digest = digest_parameters(model.named_parameters())
+        digest = digest_values(dict(model.named_parameters()))
         yield WholeRecord(
             step=step,
             loss=sum(chunk.loss_sum for chunk in chunks) / total,

@@ -16,7 +16,7 @@ from meshloom.core.errors import DataError
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, sample_order, sample_seed, seed_everything
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.reruns import evidence, facts
+from meshloom.verify.reference.reruns import full_evidence, initial_evidence
 from tests.held import step_of
 from tests.jobs import Samples, make_job, vectors
 
@@ -178,7 +178,7 @@ def test_unused_parameters_have_no_gradient_and_frozen_ones_are_not_listed():
 
 def test_tied_parameters_are_listed_once():
     reference = Reference(make_job("gpt", "sgd"), Plan())
-    assert facts(reference, {}).tied == {"embed.weight": ["head.weight"]}
+    assert initial_evidence(reference, {}).tied == {"embed.weight": ["head.weight"]}
     assert "head.weight" not in step_of(reference).gradients
 
 
@@ -198,7 +198,7 @@ def test_the_chunks_of_the_evidence_add_up_to_the_gradient():
     reference = Reference(make_job("gpt", "sgd"), Plan(dp=2, microbatches=2), torch.float64)
     step_of(reference)
     reference.run()  # a later step: parameters and buffers must be those before it
-    found = evidence(reference, facts(reference, {}))
+    found = full_evidence(reference, initial_evidence(reference, {}))
     second = reference.update()
     for name, gradient in second.gradients.items():
         total = sum(chunk.gradients[name] for chunk in found.chunks) / second.weight

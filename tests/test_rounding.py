@@ -23,9 +23,9 @@ from meshloom.core.plan import Plan
 from meshloom.verify import comparison_run
 from meshloom.verify.compare import Comparison, TensorError
 from meshloom.verify.comparison_run import ComparisonRun
+from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.reruns import moved
-from meshloom.verify.reference.wide_blocks import distance, norm
+from meshloom.verify.reference.reruns import rounding_effect
 from meshloom.verify.run import verify
 from tests.held import hold_against, step_of
 from tests.jobs import Samples, make_job
@@ -144,7 +144,9 @@ def test_a_mean_of_means_over_almost_equal_chunks_is_caught_in_float32(model):
 def test_parameters_are_moved_once_a_step_and_only_where_something_is_far_off(monkeypatch):
     calls: list[int] = []
     monkeypatch.setattr(
-        comparison_run, "moved", lambda reference: [calls.append(reference.number), moved(reference)][1]
+        comparison_run,
+        "rounding_effect",
+        lambda reference: [calls.append(reference.step), rounding_effect(reference)][1],
     )
     ours, other = Reference(deep(), ONE), Reference(deep(), ONE)
     hold_against(ours, [step_of(other)])
@@ -163,7 +165,7 @@ def test_moving_parameters_leaves_everything_as_it_was():
     looked, plain = Reference(job, ONE), Reference(job, ONE)
     for _ in range(2):
         looked.run()
-        how_far = moved(looked)
+        how_far = rounding_effect(looked)
         plain.run()
         for name, each in plain.gradients.items():
             assert each is None or torch.equal(each, looked.gradients[name]), name  # type: ignore[arg-type]

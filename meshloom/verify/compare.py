@@ -12,7 +12,7 @@ is measured by the rest. a is the plan's, b is one device's.
 
 An error counts as rounding up to a tolerance of the precision. Above it, a gradient still agrees if it is no
 further from one device's than one device's own goes, or one of them beyond its tolerance, when the parameters
-are moved at random by a few units of rounding (`reruns.moved`).
+are moved at random by a few units of rounding (`reruns.rounding_effect`).
 
 Elements of a buffer or parameter that are infinite or NaN (a mask of -inf) must be the same on both sides and
 count in no norm. A gradient that is not finite never agrees.
@@ -42,8 +42,8 @@ from torch import Tensor
 
 from meshloom.core.plan import Plan
 from meshloom.verify.compare_chunks import facts_of, first_module
+from meshloom.verify.reference.float64_blocks import distance, float64_blocks, norm, same_rows
 from meshloom.verify.reference.step_records import Cast, StepRecord
-from meshloom.verify.reference.wide_blocks import distance, norm, same_rows, wide_blocks
 
 Kind = Literal["loss", "norm", "gradient", "buffer", "parameter", "update"]
 Gradients = Mapping[str, Tensor | None]
@@ -200,7 +200,7 @@ class GradientErrors:
             if not same_rows(ours, one):
                 return math.inf  # SparseAdam updates the rows that were used
             ours, one = ours.values(), one.values()
-        if not all(bool(block.isfinite().all()) for block in wide_blocks(one.to_dense())):
+        if not all(bool(block.isfinite().all()) for block in float64_blocks(one.to_dense())):
             return math.inf
         return _error(ours.to_dense(), one.to_dense(), size)
 
@@ -330,7 +330,7 @@ def _error(ours: Tensor, one: Tensor, size: float) -> float:
 
 def _norm_of_difference(after: Tensor, before: Tensor) -> float:
     """Of what is finite in it."""
-    blocks = zip(wide_blocks(after), wide_blocks(before), strict=True)
+    blocks = zip(float64_blocks(after), float64_blocks(before), strict=True)
     return math.sqrt(sum(float(torch.nan_to_num(a - b, 0.0, 0.0, 0.0).square().sum()) for a, b in blocks))
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from meshloom.verify.compare import Comparer, Comparison, GradientErrors, StateErrors
 from meshloom.verify.diagnose import diagnose
-from meshloom.verify.reference.mistakes import Cause, Evidence, thinned
+from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.reference import Gradients, Reference
-from meshloom.verify.reference.reruns import evidence, facts, moved
+from meshloom.verify.reference.reruns import full_evidence, initial_evidence, rounding_effect
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
@@ -54,7 +54,7 @@ class ComparisonRun:
         self._state: StateErrors
         self._one: StepRecord
         self._evidence: Evidence
-        self.thinned: Gradients = {}  # of the plan's gradients in this step
+        self.subsampled: Gradients = {}  # of the plan's gradients in this step
 
     def begin(self) -> None:
         """A new step: one device's forward and backward."""
@@ -68,25 +68,28 @@ class ComparisonRun:
         # afterwards the two are no longer at the same parameters
         agreed = all(step.passed for step in self._steps)
         self._gradients = GradientErrors(
-            reference.gradients, reference.number, tolerance, partial(moved, reference) if agreed else None
+            reference.gradients,
+            reference.step,
+            tolerance,
+            partial(rounding_effect, reference) if agreed else None,
         )
-        self.thinned = {}
+        self.subsampled = {}
 
     def gradient(self, name: str, ours: Tensor | None) -> None:
         """The plan's next averaged gradient; nothing of it is kept."""
-        self.thinned[name] = None if ours is None else thinned(ours)
+        self.subsampled[name] = None if ours is None else subsample(ours)
         if self._gradients.take(name, ours).passed:
-            self._reference.take_gradient(name, ours)
+            self._reference.replace_gradient(name, ours)
 
     def update(self) -> None:
         """All gradients have come: one device updates. If some differ, why is looked for now, while its
         parameters are those that they are of."""
         reference = self._reference
-        self._evidence = facts(reference, self._gradients.norms, self._previous)
+        self._evidence = initial_evidence(reference, self._gradients.norms, self._previous)
         if not all(error.passed for error in self._gradients.errors()) and all(
             step.passed for step in self._steps
         ):
-            self._evidence = evidence(reference, self._evidence)
+            self._evidence = full_evidence(reference, self._evidence)
         self._one = reference.update()
         self._state = StateErrors(
             reference.parameters, reference.before, dict(reference.model.named_buffers()), step=self._one.step,
@@ -96,7 +99,7 @@ class ComparisonRun:
     def state(self, name: str, ours: Tensor) -> None:
         """The plan's next parameter or buffer after the step; nothing of it is kept."""
         if all(error.passed for error in self._state.take(name, ours)) and name in self._reference.parameters:
-            self._reference.take_parameter(name, ours)
+            self._reference.replace_parameter(name, ours)
 
     def end(self, ours: StepRecord) -> None:
         """All has come; `ours`: what else the plan's step was."""

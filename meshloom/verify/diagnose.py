@@ -21,7 +21,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.units import plural
 from meshloom.verify.compare import FLOOR, Comparison
 from meshloom.verify.compare_chunks import filled
-from meshloom.verify.reference.mistakes import Cause, Evidence, mistakes, thin, thinned
+from meshloom.verify.reference.mistakes import Cause, Evidence, mistakes, subsample, subsample_each
 from meshloom.verify.reference.step_records import ChunkRecord, StepRecord
 
 Part = Mapping[str, Tensor]  # thinned gradients by name
@@ -171,7 +171,7 @@ def _from_missing(ours: StepRecord, one: StepRecord, names: Sequence[str]) -> It
 def _from_gradients(
     comparison: Comparison, ours: StepRecord, one: StepRecord, evidence: Evidence
 ) -> list[Cause]:
-    a, b = thin(ours.gradients), thin(one.gradients)
+    a, b = subsample_each(ours.gradients), subsample_each(one.gradients)
     failed = [
         name for name in comparison.failed("gradient") if a.get(name) is not None and b.get(name) is not None
     ]
@@ -216,8 +216,11 @@ def _candidates(
             lambda name: uses * right[name],
         )
     for mistake in mistakes(evidence, everything):
-        if everything or mistake.some:
-            yield Cause(mistake.kind, f"{who} {mistake.where}."), _mixed(evidence, mistake.factors, right)
+        if everything or mistake.partial:
+            yield (
+                Cause(mistake.kind, f"{who} {mistake.description}."),
+                _mixed(evidence, mistake.factors, right),
+            )
     if evidence.unsynchronised is not None:
         sentence = (
             f"{who} those with each replica's own batch statistics, which the plan says to synchronise."
@@ -379,7 +382,7 @@ def _figures(ours: StepRecord, one: StepRecord, failed: Sequence[str]) -> str:
     for name in failed[:3]:
         a, b = ours.gradients.get(name), one.gradients.get(name)
         if a is not None and b is not None and a.shape == b.shape:
-            a, b = thinned(a), thinned(b)
+            a, b = subsample(a), subsample(b)
             ratio = float((a * b).sum() / (b * b).sum().clamp_min(1e-300))
             rest = float((a - ratio * b).norm() / a.norm().clamp_min(1e-300))
             shown.append(

@@ -158,7 +158,7 @@ def _run_steps(trainer: Trainer, dtype: torch.dtype | None, holding: ComparisonR
                     replica, holding.state if holding and replica is first else _ignore
                 )
             )
-            record = _record(trainer, result, notes, holding.thinned if holding else {})
+            record = _record(trainer, result, notes, holding.subsampled if holding else {})
             if holding:
                 holding.end(record)
 
@@ -175,7 +175,7 @@ def _record(
         lambda replica: collect(replica.seat.world, _chunks(replica, mine[id(replica)]))
     )[0]
     digests = trainer.together(_digests)[0]
-    apart = trainer.together(_unlike)[0]
+    rerun_distance = trainer.together(_unlike)[0]
     return StepRecord(
         step=result.step,
         loss=result.loss,
@@ -186,7 +186,7 @@ def _record(
             (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank),
             key=lambda chunk: chunk.index,
         ),
-        replicas=[*map(digest_values, digests), *apart],
+        replicas=[*map(digest_values, digests), *rerun_distance],
     )
 
 

@@ -48,7 +48,7 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch:
         return WholeBatch(error=0.0, loss=reference.loss, why="")
     try:
         with whole_batch(reference) as (chunked, whole):
-            errors = GradientErrors(chunked, reference.number, tolerance)
+            errors = GradientErrors(chunked, reference.step, tolerance)
             error = max(
                 (errors.take(name, each).error for name, each in reference.gradients.items()), default=0.0
             )

@@ -1,4 +1,4 @@
-"""Runs one chunk of a plan on one device: loss and backward, with the chunk's seed and draws."""
+"""Runs one forward of the reference: loss and backward, with the seed and draws of the plan's chunk."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, preserved_draws, seed_everything
-from meshloom.verify.reference.chunks_of_plan import ReferenceShare, as_sum
+from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 
 
 @dataclass(frozen=True, kw_only=True)
-class RanChunk:
-    """What a chunk came to."""
+class ChunkResult:
+    """What a forward computed, drew and output."""
 
     loss_sum: float
     weight: float
@@ -30,47 +30,47 @@ class RanChunk:
 
 
 class ChunkRun:
-    """Chunks of `job` on `model`, lifted to `dtype`; None: in the job's own precision."""
+    """Runs chunks of `job` on `model`, in precision `dtype`; None: the job's own precision."""
 
     def __init__(
         self, job: Job, model: nn.Module, device: torch.device, dtype: torch.dtype | None, watch: ModuleWatch
     ) -> None:
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
 
-    def run(self, share: ReferenceShare, step: int, casts: CastWatch) -> RanChunk:
-        """Forward and backward; gradients add up."""
-        batch = convert(self._collate(share.samples, step, share.key), self._device, self._dtype)
-        seed_everything(chunk_seed(self._job.seed, step, share.key))
+    def run(self, forward: ReferenceForward, step: int, casts: CastWatch) -> ChunkResult:
+        """Forward and backward; gradients accumulate."""
+        batch = convert(self._collate(forward.samples, step, forward.key), self._device, self._dtype)
+        seed_everything(chunk_seed(self._job.seed, step, forward.key))
         draws: list[str] = []
-        started_with = torch.initial_seed()
+        initial_seed = torch.initial_seed()
         self._watch.start()
-        # Around backward too: checkpointing runs forwards again there, on both sides, and must draw the same.
-        with default_dtype(self._dtype), casts, KeyedDraws(share.rows, draws):
-            loss_sum, weight = as_sum(self._job.loss(self._model, batch), len(share.samples))
+        # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
+        with default_dtype(self._dtype), casts, KeyedDraws(forward.rows, draws):
+            loss_sum, weight = as_sum(self._job.loss(self._model, batch), len(forward.samples))
             loss_sum.backward()
         modules = self._watch.stop()
-        return RanChunk(
+        return ChunkResult(
             loss_sum=float(loss_sum.detach()),
             weight=float(weight),
-            seed=started_with,
+            seed=initial_seed,
             draws=tuple(draws),
             modules=modules,
         )
 
-    def records(self, share: ReferenceShare, ran: RanChunk, step: int) -> Iterator[ChunkRecord]:
-        """One record per chunk of the plan; the first of those that share a forward carries its loss, draws
+    def records(self, forward: ReferenceForward, result: ChunkResult, step: int) -> Iterator[ChunkRecord]:
+        """One record per chunk of the plan. Of the chunks in one forward, the first has its loss, draws
         and modules."""
-        for index, samples in share.members:
-            first = index == share.members[0][0]
+        for index, samples in forward.members:
+            first = index == forward.members[0][0]
             yield ChunkRecord(
                 index=index,
                 samples=len(samples),
-                weight=ran.weight if first else 0.0,
-                loss_sum=ran.loss_sum if first else 0.0,
+                weight=result.weight if first else 0.0,
+                loss_sum=result.loss_sum if first else 0.0,
                 data=digest_values(self._collate(samples, step, index)),
-                seed=ran.seed,
-                draws=ran.draws if first else (),
-                modules=ran.modules if first else (),
+                seed=result.seed,
+                draws=result.draws if first else (),
+                modules=result.modules if first else (),
             )
 
     def _collate(self, samples: Sequence[Any], step: int, index: int) -> Any:

@@ -1,5 +1,5 @@
-"""How the samples of a global batch become a plan's chunks: written a second time, to hold the plan's own
-cutting against."""
+"""How a global batch is split into a plan's chunks: a second, independent implementation that the plan's
+own is checked against."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ from meshloom.core.random import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceShare:
-    """What one forward of the reference computes: samples, and which chunks of the plan they are."""
+class ReferenceForward:
+    """One forward of the reference: its samples, and the plan's chunks that they are."""
 
-    key: int  # the chunk whose seed decides the draws
+    key: int  # the chunk whose seed determines the draws
     samples: Sequence[Any]
     members: Sequence[tuple[int, Sequence[Any]]]  # chunk index of the plan -> its samples
-    rows: Rows | None = None  # of a larger chunk's draws
+    rows: Rows | None = None  # the rows of a larger chunk's draws
 
 
-def shares_of(
+def forwards_of(
     plan: Plan, samples: Sequence[Any], shares: Sequence[int] | None, synchronised: bool = True
-) -> Iterator[ReferenceShare]:
-    """Non-empty shares in order of execution.
+) -> Iterator[ReferenceForward]:
+    """The non-empty forwards, in order of execution.
 
-    shares: of the replicas in this step, where they change during the run; None: the plan's. synchronised:
-    whether the plan's setting for batch statistics is kept.
+    shares: of the replicas in this step, if they change during the run; None: the plan's. synchronised:
+    whether to apply the plan's setting for batch statistics.
 
-    Chunk c = r * m + j is microbatch j of replica r. With synchronised batch statistics one share is
-    microbatch j of all
-    replicas, in replica order, and j is its key:
+    Chunk c = r * m + j is microbatch j of replica r. With synchronised batch statistics, one forward is
+    microbatch j of all replicas, in replica order, and j is its key:
 
-        m = 2, dp = 3      chunks  0 1 | 2 3 | 4 5      shares  0 2 4,  1 3 5
+        m = 2, dp = 3      chunks  0 1 | 2 3 | 4 5      forwards  0 2 4,  1 3 5
     """
     dp, m = plan.dp, plan.microbatches
     if synchronised and plan.sync_batch_norm:
@@ -48,23 +47,25 @@ def shares_of(
     if synchronised and plan.sync_batch_norm:
         for j in range(m):
             members = [(chunk, pieces[chunk]) for chunk in range(j, dp * m, m)]
-            yield ReferenceShare(
+            yield ReferenceForward(
                 key=j, samples=[sample for _, piece in members for sample in piece], members=members
             )
     else:
         for chunk, piece in enumerate(pieces):
             members = [(chunk, piece)] if piece else []
-            if piece and plan.sync_batch_norm:  # as a replica does that keeps its statistics to itself
+            if (
+                piece and plan.sync_batch_norm
+            ):  # each replica computes its own statistics, as if they were not synchronised
                 together = sizes[chunk % m :: m]
                 rows = Rows(sum(together[: chunk // m]), sizes[chunk], sum(together))
-                yield ReferenceShare(key=chunk % m, samples=piece, members=members, rows=rows)
+                yield ReferenceForward(key=chunk % m, samples=piece, members=members, rows=rows)
             elif piece:
-                yield ReferenceShare(key=chunk, samples=piece, members=members)
+                yield ReferenceForward(key=chunk, samples=piece, members=members)
 
 
 def _sizes(plan: Plan, num_samples: int, changed: Sequence[int] | None) -> list[int]:
-    """Samples of each chunk of a batch: those of a replica are as equal as can be, and so are all chunks
-    where nobody set shares."""
+    """The number of samples of each chunk: as equal as possible within a replica, and over all chunks if
+    no shares are set."""
     shares: Sequence[int] = (
         () if plan.shares in ("even", "measured") else [int(each) for each in plan.shares.split("+")]
     )
@@ -73,7 +74,7 @@ def _sizes(plan: Plan, num_samples: int, changed: Sequence[int] | None) -> list[
         return _split(num_samples, plan.dp * plan.microbatches)
     quotas = [Fraction(num_samples * each, sum(shares)) for each in shares]
     counts = [math.floor(quota) for quota in quotas]
-    while sum(counts) < num_samples:  # the one furthest below its quota, the first of several
+    while sum(counts) < num_samples:  # the chunk furthest below its quota; the first one of equals
         behind = [quota - count for quota, count in zip(quotas, counts, strict=True)]
         counts[behind.index(max(behind))] += 1
     return [size for count in counts for size in _split(count, plan.microbatches)]
@@ -84,7 +85,7 @@ def _split(num_samples: int, parts: int) -> list[int]:
 
 
 def as_sum(value: Any, samples: int) -> tuple[Tensor, float]:
-    """The sum of a loss and what to divide it by: given as a pair, or a mean over `samples`."""
+    """The loss as a sum and its divisor: `value` is either that pair, or a mean over `samples`."""
     loss, weight = value if isinstance(value, tuple) else (value, None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise JobError("The loss must be one number: a mean over the batch's samples, or (sum, weight).")

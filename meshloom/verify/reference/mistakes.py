@@ -1,12 +1,11 @@
-"""Usual mistakes of averaging gradients, each as the factors with which it lets the chunks' gradients enter.
+"""Common mistakes in averaging gradients, each as the factors that it applies to the chunks' gradients.
 
-With G_c the gradient of chunk c's loss *sum*, w_c its weight and W the sum of weights, one device has B = sum
-of f_c G_c with
-f_c = 1/W for all c. On dp replicas with m microbatches, for example:
+With G_c the gradient of chunk c's loss *sum*, w_c its weight and W the sum of weights, one device computes B
+= sum of f_c G_c with f_c = 1/W for all c. On dp replicas with m microbatches, for example:
 
     not divided by the replicas     f_c = dp / W                    a chunk is missing      f_c = 0 for it
     mean of the chunks' means       f_c = 1 / w_c / (dp * m)        one replica's own       f_c = 1 / W for its chunks, 0 for others
-    last microbatch only            f_c = 1 / W for the last ones   clipped too early       f_c = (what clipping gives) / W
+    last microbatch only            f_c = 1 / W for the last ones   clipped too early       f_c = (factor of clipping) / W
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ CauseKind = Literal[
     "stale", "batch statistics", "buffers", "None or zero", "optimizer", "replicas", "loss", "unknown",
 ]  # fmt: skip
 Gradients = Mapping[str, Tensor | None]
-ELEMENTS = 4096  # of each tensor are looked at
+MAX_ELEMENTS = 4096  # of each tensor that are compared
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What probably went wrong, in one sentence."""
+    """A probable cause of a difference, in one sentence."""
 
     kind: CauseKind
     sentence: str
@@ -38,8 +37,8 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkGradients:
-    """One forward of one device: the plan's chunks in it, its weight, its gradients (of the loss sum,
-    thinned)."""
+    """One forward of the reference: the plan's chunks in it, its weight, and the subsampled gradients of
+    its loss sum."""
 
     chunks: Sequence[int]
     weight: float
@@ -48,15 +47,15 @@ class ChunkGradients:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What the failing step says, and when its gradients differ also when one device runs it again, chunk by
-    chunk. All gradients are thinned.
+    """What is known about a failing step; if its gradients differ, the results of rerunning it chunk by chunk
+    as well. All gradients are subsampled.
 
-    norms: 2-norm of the averaged gradient of each parameter that has one.
-    replica_norms, chunk_norms: 2-norm of the whole gradient sum of each replica, and of each of `chunks`, for
-    jobs that clip. unsynchronised: averaged gradients with each replica's own batch statistics; None where
-    that is what the plan says.
-    chained: averaged gradients when a replica's chunks read the buffers that the one before wrote; None
-        without buffers.
+    norms: 2-norm of each parameter's averaged gradient, where it has one.
+    replica_norms, chunk_norms: 2-norm of the whole gradient sum of each replica and of each of `chunks`, for jobs
+        that clip.
+    unsynchronised: averaged gradients with each replica's own batch statistics; None where the plan says so.
+    chained: averaged gradients if a replica's chunks read the buffers that the chunk before wrote; None without
+        buffers.
     previous: averaged gradients of the step before; None in the first.
     tied: parameters with several names: first -> others.
     clip: the job's clip_grad_norm.
@@ -76,47 +75,47 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake that explains a gradient: `factors`, one per chunk of the evidence.
+    """A possible mistake: `factors`, one per chunk of the evidence.
 
-    `where` follows "All gradients are" or "The gradients of ... are". some: it can concern a part of the
-    parameters only.
+    `description` follows "All gradients are" or "The gradients of ... are". partial: it can affect some of
+    the parameters only.
     """
 
     kind: CauseKind
-    where: str
+    description: str
     factors: Sequence[float]
-    some: bool = False
+    partial: bool = False
 
 
-def thin(gradients: Gradients) -> dict[str, Tensor | None]:
-    """At most `ELEMENTS` elements of each, evenly spread, flat, as float64 on the CPU."""
-    return {name: None if each is None else thinned(each) for name, each in gradients.items()}
+def subsample_each(gradients: Gradients) -> dict[str, Tensor | None]:
+    """`subsample` of each gradient."""
+    return {name: None if each is None else subsample(each) for name, each in gradients.items()}
 
 
-def thinned(tensor: Tensor) -> Tensor:
-    """See `thin`; memory of its own."""
+def subsample(tensor: Tensor) -> Tensor:
+    """At most `MAX_ELEMENTS` evenly spaced elements, flat, copied to the CPU as float64."""
     dense = tensor.to_dense()
     flat = torch.view_as_real(dense).reshape(-1) if dense.is_complex() else dense.reshape(-1)
-    return flat[:: max(1, -(-flat.numel() // ELEMENTS))].detach().to("cpu", torch.float64, copy=True)
+    return flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))].detach().to("cpu", torch.float64, copy=True)
 
 
-def mistakes(evidence: Evidence, everything: bool) -> Iterator[Mistake]:
-    """Simple ones first. `everything`: whether all gradients are wrong, or a part of the parameters only."""
-    cut = _Cut.of(evidence)
-    yield from _scales(cut, everything)
-    if not evidence.plan.sync_batch_norm:  # else no chunk of one device belongs to one replica
-        yield from _weights_of_one_replica(cut)
-        yield from _own_shares(cut, everything)
-    yield from _single_microbatches(cut)
-    yield from _missing(cut)
-    yield from _means_of_means(cut)
+def mistakes(evidence: Evidence, all_wrong: bool) -> Iterator[Mistake]:
+    """Possible mistakes, simple ones first. all_wrong: whether all gradients differ, or some."""
+    chunks = _Chunks.of(evidence)
+    yield from _scales(chunks, all_wrong)
+    if not evidence.plan.sync_batch_norm:  # else a forward has chunks of all replicas
+        yield from _weights_of_one_replica(chunks)
+        yield from _own_shares(chunks, all_wrong)
+    yield from _single_microbatches(chunks)
+    yield from _missing(chunks)
+    yield from _means_of_means(chunks)
     if evidence.clip and not evidence.plan.sync_batch_norm:
-        yield from _clipped_early(cut, evidence, evidence.clip)
+        yield from _clipped_early(chunks, evidence, evidence.clip)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cut:
-    """The chunks, as lists of equal length: weight, replica and microbatch of each."""
+class _Chunks:
+    """The chunks, as parallel lists: name, weight, replica and microbatch of each."""
 
     dp: int
     m: int
@@ -126,9 +125,9 @@ class _Cut:
     places: list[int]
 
     @staticmethod
-    def of(evidence: Evidence) -> _Cut:
+    def of(evidence: Evidence) -> _Chunks:
         m = evidence.plan.microbatches
-        return _Cut(
+        return _Chunks(
             dp=evidence.plan.dp,
             m=m,
             names=["+".join(map(str, each.chunks)) for each in evidence.chunks],
@@ -150,189 +149,177 @@ class _Cut:
         return [factor / self.total] * len(self.weights)
 
 
-def _scales(cut: _Cut, everything: bool) -> Iterator[Mistake]:
-    dp, m, total = cut.dp, cut.m, cut.total
-    if dp > 1 and not everything:
-        yield Mistake(
-            "reduced twice",
+def _scales(chunks: _Chunks, all_wrong: bool) -> Iterator[Mistake]:
+    dp, m, total = chunks.dp, chunks.m, chunks.total
+
+    def scale(factor: float, description: str, kind: CauseKind = "scale") -> Mistake:
+        return Mistake(kind, description, chunks.all_times(factor), True)
+
+    if dp > 1 and not all_wrong:
+        yield scale(
+            dp,
             f"dp = {dp} times one device's and the others right: their bucket is reduced twice",
-            cut.all_times(dp),
-            True,
+            "reduced twice",
         )
     if dp > 1:
         also = f" (or of microbatches, {m} too)" if m == dp else ""
-        where = f"dp = {dp} times one device's: the sum is not divided by the number of replicas{also}, or is reduced twice"
-        yield Mistake("scale", where, cut.all_times(dp), True)
-        yield Mistake(
-            "scale",
-            f"1/dp = 1/{dp} of one device's: the mean is divided by the number of replicas once more",
-            cut.all_times(1 / dp),
-            True,
-        )
+        why = f"the sum is not divided by the number of replicas{also}, or is reduced twice"
+        yield scale(dp, f"dp = {dp} times one device's: {why}")
+        why = "the mean is divided by the number of replicas once more"
+        yield scale(1 / dp, f"1/dp = 1/{dp} of one device's: {why}")
     if m > 1:
-        yield Mistake(
-            "scale",
-            f"microbatches = {m} times one device's: the sum is not divided by the number of microbatches",
-            cut.all_times(m),
-            True,
-        )
-        yield Mistake(
-            "scale",
-            f"1/microbatches = 1/{m} of one device's: the mean is divided by it once more",
-            cut.all_times(1 / m),
-            True,
-        )
+        why = "the sum is not divided by the number of microbatches"
+        yield scale(m, f"microbatches = {m} times one device's: {why}")
+        yield scale(1 / m, f"1/microbatches = 1/{m} of one device's: the mean is divided by it once more")
     if dp > 1 and m > 1:
-        yield Mistake(
-            "scale",
-            f"dp * microbatches = {dp * m} times one device's: the sum is not divided by it",
-            cut.all_times(dp * m),
-            True,
-        )
+        why = "the sum is not divided by it"
+        yield scale(dp * m, f"dp * microbatches = {dp * m} times one device's: {why}")
     if total != 1:
-        yield Mistake(
-            "scale",
-            f"{total:g} times one device's, the weight of the whole batch: the sum is never divided",
-            cut.all_times(total),
-            True,
-        )
-    last = sum(weight for weight, is_last in zip(cut.weights, _last(cut), strict=True) if is_last)
+        why = "the weight of the whole batch: the sum is never divided"
+        yield scale(total, f"{total:g} times one device's, {why}")
+    last = sum(weight for weight, is_last in zip(chunks.weights, _last(chunks), strict=True) if is_last)
     if m > 1 and last:
-        where = f"{total / last:.6g} times one device's: the sum over all {m} microbatches is divided by the weight {last:g} of the last ones only, not by {total:g}"
-        yield Mistake("scale", where, cut.all_times(total / last), True)
+        why = f"is divided by the weight {last:g} of the last ones only, not by {total:g}"
+        factor = total / last
+        yield scale(factor, f"{factor:.6g} times one device's: the sum over all {m} microbatches {why}")
 
 
-def _weights_of_one_replica(cut: _Cut) -> Iterator[Mistake]:
-    for replica in dict.fromkeys(cut.replicas):
-        if cut.dp > 1 and (weight := cut.weight_of(replica)):
-            by = f"divided by the weight of replica {replica} alone ({weight:g}), not of all dp = {cut.dp} replicas ({cut.total:g})"
-            yield Mistake(
-                "scale",
-                f"{cut.total / weight:.6g} times one device's: the sum over all replicas is {by}",
-                cut.all_times(cut.total / weight),
-                True,
-            )
+def _weights_of_one_replica(chunks: _Chunks) -> Iterator[Mistake]:
+    for replica in dict.fromkeys(chunks.replicas) if chunks.dp > 1 else ():
+        if weight := chunks.weight_of(replica):
+            factor = chunks.total / weight
+            by = f"divided by the weight of replica {replica} alone ({weight:g}), not of all dp = {chunks.dp} replicas ({chunks.total:g})"
+            description = f"{factor:.6g} times one device's: the sum over all replicas is {by}"
+            yield Mistake("scale", description, chunks.all_times(factor), True)
 
 
-def _own_shares(cut: _Cut, everything: bool) -> Iterator[Mistake]:
+def _own_shares(chunks: _Chunks, all_wrong: bool) -> Iterator[Mistake]:
     rest = (
-        "they are never reduced over the replicas"
-        if everything
-        else "and the others right: their bucket is never reduced"
+        ": they are never reduced over the replicas"
+        if all_wrong
+        else ", and the others right: their bucket is never reduced"
     )
-    for replica in dict.fromkeys(cut.replicas):
-        for divisor in dict.fromkeys([cut.total, cut.weight_of(replica), cut.total / cut.dp]):
-            if cut.dp > 1 and divisor:
-                where = (
-                    f"those of replica {replica}'s own samples: {rest}"
-                    if everything
-                    else f"those of replica {replica}'s own samples, {rest}"
-                )
-                yield Mistake(
-                    "not reduced", where, [(each == replica) / divisor for each in cut.replicas], True
-                )
+    for replica in dict.fromkeys(chunks.replicas) if chunks.dp > 1 else ():
+        factors = [each == replica for each in chunks.replicas]
+        for divisor in dict.fromkeys([chunks.total, chunks.weight_of(replica), chunks.total / chunks.dp]):
+            if divisor:
+                description = f"those of replica {replica}'s own samples{rest}"
+                yield Mistake("not reduced", description, [each / divisor for each in factors], True)
 
 
-def _single_microbatches(cut: _Cut) -> Iterator[Mistake]:
-    if cut.m == 1:
+def _single_microbatches(chunks: _Chunks) -> Iterator[Mistake]:
+    if chunks.m == 1:
         return
     choices = [
-        ("last", _last(cut)),
-        *((f"number {j}", [place == j for place in cut.places]) for j in range(cut.m)),
+        ("last", _last(chunks)),
+        *((f"number {j}", [place == j for place in chunks.places]) for j in range(chunks.m)),
     ]
     for what, chosen in choices:
-        weight = sum(weight for weight, each in zip(cut.weights, chosen, strict=True) if each)
+        weight = sum(weight for weight, each in zip(chunks.weights, chosen, strict=True) if each)
         first = sum(
             weight
-            for weight, each, replica in zip(cut.weights, chosen, cut.replicas, strict=True)
+            for weight, each, replica in zip(chunks.weights, chosen, chunks.replicas, strict=True)
             if each and replica == 0
         )
-        for divisor in dict.fromkeys([cut.total, weight, first]):
+        for divisor in dict.fromkeys([chunks.total, weight, first]):
             if divisor:
-                where = f"those of each replica's {what} microbatch alone: the gradients of the other microbatches are lost"
-                yield Mistake("microbatches", where, [each / divisor for each in chosen], True)
+                description = f"those of each replica's {what} microbatch alone: the gradients of the other microbatches are lost"
+                yield Mistake("microbatches", description, [each / divisor for each in chosen], True)
 
 
-def _missing(cut: _Cut) -> Iterator[Mistake]:
-    replicas = dict.fromkeys(cut.replicas)
+def _missing(chunks: _Chunks) -> Iterator[Mistake]:
+    replicas = dict.fromkeys(chunks.replicas)
     for replica in replicas if len(replicas) > 1 else ():
-        for divisor in (cut.total, cut.total - cut.weight_of(replica)):
+        for divisor in (chunks.total, chunks.total - chunks.weight_of(replica)):
             if divisor:
                 yield Mistake(
                     "missing chunk",
                     f"without the share of replica {replica}",
-                    [(each != replica) / divisor for each in cut.replicas],
+                    [(each != replica) / divisor for each in chunks.replicas],
                     True,
                 )
-    for number, name in enumerate(cut.names if len(cut.names) > 1 else ()):
-        for divisor in (cut.total, cut.total - cut.weights[number]):
+    for number, name in enumerate(chunks.names if len(chunks.names) > 1 else ()):
+        for divisor in (chunks.total, chunks.total - chunks.weights[number]):
             if divisor:
-                factors = [(each != number) / divisor for each in range(len(cut.names))]
+                factors = [(each != number) / divisor for each in range(len(chunks.names))]
                 yield Mistake("missing chunk", f"without the share of chunk {name}", factors, True)
 
 
-def _means_of_means(cut: _Cut) -> Iterator[Mistake]:
-    by_replica = {replica: cut.weight_of(replica) for replica in dict.fromkeys(cut.replicas)}
+def _means_of_means(chunks: _Chunks) -> Iterator[Mistake]:
+    by_replica = {replica: chunks.weight_of(replica) for replica in dict.fromkeys(chunks.replicas)}
     filled = {
         replica: sum(
-            1 for each, weight in zip(cut.replicas, cut.weights, strict=True) if each == replica and weight
+            1
+            for each, weight in zip(chunks.replicas, chunks.weights, strict=True)
+            if each == replica and weight
         )
         for replica in by_replica
     }
-    unequal = "which differ, count as if they were equal"
-    for count in dict.fromkeys([sum(1 for weight in by_replica.values() if weight), cut.dp]):
-        where = (
-            f"the plain mean of the replicas' means: their weights ({_list(by_replica.values())}), {unequal}"
+    ignored = "which differ, are ignored"
+    for count in dict.fromkeys([sum(1 for weight in by_replica.values() if weight), chunks.dp]):
+        description = (
+            f"the plain mean of the replicas' means: their weights ({_list(by_replica.values())}), {ignored}"
         )
-        yield Mistake(
-            "mean of means", where, [_inverse(by_replica[replica] * count) for replica in cut.replicas]
-        )
-    for count in dict.fromkeys([sum(1 for weight in cut.weights if weight), cut.dp * cut.m]):
-        where = f"the plain mean of the chunks' means: their weights ({_list(cut.weights)}), {unequal}"
-        yield Mistake("mean of means", where, [_inverse(weight * count) for weight in cut.weights])
-    for counts in (filled, dict.fromkeys(filled, cut.m)):
-        where = f"plain means over microbatches, averaged over the replicas: the chunks' weights ({_list(cut.weights)}), {unequal}"
-        pairs = list(zip(cut.replicas, cut.weights, strict=True))
         yield Mistake(
             "mean of means",
-            where,
-            [by_replica[r] * _inverse(weight * counts[r] * cut.total) for r, weight in pairs],
+            description,
+            [_inverse(by_replica[replica] * count) for replica in chunks.replicas],
         )
-        yield Mistake("mean of means", where, [_inverse(weight * counts[r] * cut.dp) for r, weight in pairs])
+    for count in dict.fromkeys([sum(1 for weight in chunks.weights if weight), chunks.dp * chunks.m]):
+        description = (
+            f"the plain mean of the chunks' means: their weights ({_list(chunks.weights)}), {ignored}"
+        )
+        yield Mistake("mean of means", description, [_inverse(weight * count) for weight in chunks.weights])
+    for counts in (filled, dict.fromkeys(filled, chunks.m)):
+        description = f"plain means over microbatches, averaged over the replicas: the chunks' weights ({_list(chunks.weights)}), {ignored}"
+        pairs = list(zip(chunks.replicas, chunks.weights, strict=True))
+        yield Mistake(
+            "mean of means",
+            description,
+            [by_replica[r] * _inverse(weight * counts[r] * chunks.total) for r, weight in pairs],
+        )
+        yield Mistake(
+            "mean of means", description, [_inverse(weight * counts[r] * chunks.dp) for r, weight in pairs]
+        )
 
 
-def _clipped_early(cut: _Cut, evidence: Evidence, clip: float) -> Iterator[Mistake]:
-    """Each replica's gradient, or each chunk's, as a mean, a sum, or its part of the whole mean; then a
-    weighted mean or a plain one."""
+def _clipped_early(chunks: _Chunks, evidence: Evidence, clip: float) -> Iterator[Mistake]:
+    """Clipping of each replica's or each chunk's gradient, as a mean, a sum, or its part of the overall
+    mean; then a weighted mean or a plain one."""
 
-    def kept(norm: float) -> float:
+    def clip_factor(norm: float) -> float:
         return min(1.0, clip / norm) if norm else 1.0
 
-    by_replica = {replica: cut.weight_of(replica) for replica in cut.replicas}
+    by_replica = {replica: chunks.weight_of(replica) for replica in chunks.replicas}
     mean = {
-        replica: kept(norm * _inverse(by_replica[replica]))
+        replica: clip_factor(norm * _inverse(by_replica[replica]))
         for replica, norm in evidence.replica_norms.items()
     }
-    plain = {replica: kept(norm) for replica, norm in evidence.replica_norms.items()}
-    part = {replica: kept(norm * _inverse(cut.total)) for replica, norm in evidence.replica_norms.items()}
-    chunk_norms = list(zip(evidence.chunk_norms, cut.weights, strict=True))
-    where = f"clipped to {clip:g} on each replica, or for each chunk, before they are averaged; one device clips their mean"
+    plain = {replica: clip_factor(norm) for replica, norm in evidence.replica_norms.items()}
+    part = {
+        replica: clip_factor(norm * _inverse(chunks.total))
+        for replica, norm in evidence.replica_norms.items()
+    }
+    chunk_norms = list(zip(evidence.chunk_norms, chunks.weights, strict=True))
+    description = f"clipped to {clip:g} on each replica, or for each chunk, before they are averaged; one device clips their mean"
     for factors in (
-        [mean[replica] / cut.total for replica in cut.replicas],
-        [mean[replica] * _inverse(by_replica[replica] * cut.dp) for replica in cut.replicas],
-        [plain[replica] / cut.total for replica in cut.replicas],
-        [part[replica] / cut.total for replica in cut.replicas],
-        [kept(norm * _inverse(weight)) / cut.total for norm, weight in chunk_norms],
-        [kept(norm * _inverse(cut.total)) / cut.total for norm, _ in chunk_norms],
-        [kept(norm) / cut.total for norm, _ in chunk_norms],
+        [mean[replica] / chunks.total for replica in chunks.replicas],
+        [mean[replica] * _inverse(by_replica[replica] * chunks.dp) for replica in chunks.replicas],
+        [plain[replica] / chunks.total for replica in chunks.replicas],
+        [part[replica] / chunks.total for replica in chunks.replicas],
+        [clip_factor(norm * _inverse(weight)) / chunks.total for norm, weight in chunk_norms],
+        [clip_factor(norm * _inverse(chunks.total)) / chunks.total for norm, _ in chunk_norms],
+        [clip_factor(norm) / chunks.total for norm, _ in chunk_norms],
     ):
-        yield Mistake("clipping", where, factors)
+        yield Mistake("clipping", description, factors)
 
 
-def _last(cut: _Cut) -> list[bool]:
-    """Which chunks are the last of their replica that have samples."""
-    last = dict(zip(cut.replicas, cut.places, strict=True))  # chunks are in order, so the last one stays
-    return [last[replica] == place for replica, place in zip(cut.replicas, cut.places, strict=True)]
+def _last(chunks: _Chunks) -> list[bool]:
+    """For each chunk, whether it is the last non-empty one of its replica."""
+    last = dict(
+        zip(chunks.replicas, chunks.places, strict=True)
+    )  # chunks are in order, so the last one remains
+    return [last[replica] == place for replica, place in zip(chunks.replicas, chunks.places, strict=True)]
 
 
 def _inverse(value: float) -> float:

@@ -1,15 +1,12 @@
-"""Looking on while a chunk or an optimizer runs: what its data, draws and module outputs are, and where
-precision is lost.
-
-Watching changes nothing that is computed.
-"""
+"""Observers of a chunk or an optimizer step: digests of data and draws, outputs of modules, and losses of
+precision. They change nothing that is computed."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshloom.verify.reference.float64_blocks import float64_blocks
 from meshloom.verify.reference.step_records import Cast, ModuleOutput
-from meshloom.verify.reference.wide_blocks import wide_blocks
 
 
 def digest_values(values: Any) -> str:
-    """A hash of nested tensors, arrays and plain values; equal for equal values, on whatever device they lie.
+    """A hash of nested tensors, arrays and plain values: equal for equal values, on any device.
 
     >>> digest_values({"x": torch.ones(2)}) == digest_values({"x": torch.ones(2)}) != digest_values({"x": torch.zeros(2)})
     True
@@ -47,19 +44,14 @@ def digest_values(values: Any) -> str:
     return digest.hexdigest()
 
 
-def digest_parameters(named: Iterable[tuple[str, Tensor]]) -> str:
-    """A hash of tensors by name: equal replicas have equal ones."""
-    return digest_values(dict(named))
-
-
 def _bytes_of(value: Any) -> bytes:
     attributes = getattr(value, "__dict__", {})
-    # their bytes as pickled have more to them than their values
+    # pickled tensors contain more than their values
     if any(isinstance(each, Tensor) for each in attributes.values()):
         return f"{type(value)} {digest_values(dict(attributes))}".encode()
     try:
         return pickle.dumps(value)
-    except Exception:  # whatever cannot be pickled (a lambda, a file) has at least a type
+    except Exception:  # what cannot be pickled (a lambda, a file) has at least a type
         return str(type(value)).encode()
 
 
@@ -83,12 +75,12 @@ class ModuleWatch:
 
     @property
     def place(self) -> str:
-        """Name of the module that is running now; the root module and what is outside of it are ''."""
+        """Name of the innermost running module; '' for the root module and code outside of the model."""
         return self._running[-1] if self._running else ""
 
     @contextmanager
     def attached(self) -> Iterator[ModuleWatch]:
-        """Hooks are there inside, and gone afterwards."""
+        """A context in which the hooks are registered."""
         handles: list[Any] = []
         try:
             for name, module in self.model.named_modules():
@@ -104,7 +96,7 @@ class ModuleWatch:
         self._outputs, self._calls, self._running, self._on = [], {}, [], True
 
     def stop(self) -> tuple[ModuleOutput, ...]:
-        """End it: the outputs since `start`."""
+        """End the chunk: the outputs since `start`."""
         self._on = False
         return tuple(self._outputs)
 
@@ -120,7 +112,7 @@ class ModuleWatch:
             if not self._on:
                 return
             while self._running and self._running.pop() != name:
-                pass  # a module below left by an exception that was caught
+                pass  # a submodule that was left by an exception, since caught
             call = self._calls[name] = self._calls.get(name, 0) + 1
             self._outputs.append(_summary(name, call - 1, output))
 
@@ -136,7 +128,7 @@ def _summary(name: str, call: int, output: Any) -> ModuleOutput:
                 and (leaf.is_floating_point() or leaf.is_complex())
                 and not _is_transformed(leaf)
             ):
-                for values in wide_blocks(leaf):
+                for values in float64_blocks(leaf):
                     total, square, count = (
                         total + values.sum().item(),
                         square + values.square().sum().item(),
@@ -146,16 +138,14 @@ def _summary(name: str, call: int, output: Any) -> ModuleOutput:
 
 
 def _is_transformed(leaf: Tensor) -> bool:
-    """Whether it is what a transform of `torch.func` sees, which has no values of its own."""
+    """Whether it is a wrapper tensor of a `torch.func` transform, which has no values of its own."""
     functorch: Any = torch._C._functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     return functorch.is_functorch_wrapped_tensor(leaf)
 
 
 class CastWatch(TorchDispatchMode):
-    """Notes operations that take a tensor of at least `precision` and give a less precise floating-point one.
-
-    `ModuleWatch`, if given, says in which module.
-    """
+    """Records operations that take a tensor of at least `precision` and return a less precise
+    floating-point tensor, with the module that `ModuleWatch` reports."""
 
     def __init__(
         self, precision: torch.dtype, modules: ModuleWatch | None = None, optimizer: str | None = None
@@ -168,7 +158,7 @@ class CastWatch(TorchDispatchMode):
 
     @property
     def casts(self) -> tuple[Cast, ...]:
-        """What was seen, each place and dtype once."""
+        """The recorded casts, each place and dtype once."""
         return tuple(self._seen.values())
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""A floating-point precision that is not the job's own, so that a difference can be told from rounding."""
+"""Conversion of a job to another floating-point precision, which tells a mistake from rounding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Make new floating-point tensors of this dtype inside; None changes nothing."""
+    """A context in which new floating-point tensors have this dtype; None changes nothing."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
@@ -24,7 +24,7 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def convert(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """The same containers with every tensor on `device`, floating-point ones as `dtype` if given.
+    """The same containers with every tensor on `device`, and floating-point tensors as `dtype` if given.
 
     >>> convert({"x": [torch.ones(1)], "name": "a"}, torch.device("cpu"), torch.float64)
     {'x': [tensor([1.], dtype=torch.float64)], 'name': 'a'}
@@ -51,8 +51,7 @@ def convert(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -
 
 
 def convert_model(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """`model` on `device`, its floating-point parameters and buffers as `dtype` if given; complex ones keep
-    their imaginary part."""
+    """`model` on `device`, its real floating-point parameters and buffers as `dtype` if given."""
     moved = model.to(device)
     for tensor in (*moved.parameters(), *moved.buffers()):
         if dtype is not None and tensor.is_floating_point():

@@ -1,12 +1,11 @@
-"""One device that runs the plan's chunks one after another, as a plain loop: what a plan is held against.
+"""The reference: one device that runs the plan's chunks one after another, as a plain loop.
 
-It shares no code with the exchange, the trainer or the optimizer path; the cutting of batches, the reading of
-samples and
-the order of an epoch's batches are written here a second time. For each step:
+It shares no code with the exchange, the trainer or the optimizer path; splitting of batches, reading of
+samples and the order of an epoch's batches are implemented here a second time. For each step:
 
-    read the global batch, cut it into dp * m chunks          (with synchronised batch statistics: m chunks, see `chunks_of_plan.py`)
-    for each chunk: buffers as the step found them, seed, loss of the chunk, backward of its sum
-    buffers = what the chunks wrote, merged in their order (`merging.py`)
+    read the global batch, split it into dp * m chunks        (with synchronised batch statistics: m forwards, see `chunks_of_plan.py`)
+    for each chunk: buffers as at the start of the step, seed, loss of the chunk, backward of its sum
+    buffers = what the chunks wrote, merged in chunk order (`buffer_merging.py`)
     gradient = sum / total weight;  clip;  optimizer step;  scheduler step
 """
 
@@ -25,26 +24,25 @@ from meshloom.core.compiled import named_as_written
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
-from meshloom.verify.reference.chunk_run import ChunkRun, RanChunk
-from meshloom.verify.reference.chunks_of_plan import ReferenceShare, shares_of
-from meshloom.verify.reference.merging import Merging
-from meshloom.verify.reference.mistakes import thin
+from meshloom.verify.reference.buffer_merging import BufferMerging
+from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
+from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
+from meshloom.verify.reference.float64_blocks import norm_of_all
+from meshloom.verify.reference.mistakes import subsample_each
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
 from meshloom.verify.reference.samples_of_epoch import read_batches
 from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord
-from meshloom.verify.reference.wide_blocks import norm_of_all
 
 Gradients = dict[str, Tensor | None]
 
 
 class Reference:
-    """One device's training run, a step at a time.
+    """A training run on one device, step by step.
 
-    The last step can be run again in other ways until the next one (`reruns.py`).
-    dtype: run in this precision instead of the job's own.
-    shares: (first step, shares of the replicas from there on), in order, where a plan's shares change during
-        the run.
+    Until the next step, the last one can be rerun in other ways (`reruns.py`).
+    dtype: the precision to run in instead of the job's own.
+    shares: (first step, shares of the replicas from that step on), in order, if they change during the run.
     """
 
     def __init__(
@@ -63,72 +61,74 @@ class Reference:
         with preserved_draws():
             seed_everything(model_seed(job.seed))
             self.model = convert_model(named_as_written(job.model()), self.device, dtype)
-            if not self.model.training:  # handed over in evaluation mode as a whole
+            if not self.model.training:  # the job returns the whole model in evaluation mode
                 self.model.train()
-            # modules that the job keeps in evaluation mode stay so
+            # single modules in evaluation mode stay in it
             self._modes = [(module, module.training) for module in self.model.modules()]
-            built = job.optimizer([each for each in self.model.named_parameters() if each[1].requires_grad])
-            self._optimizers = _list_of(built)
-            self._schedulers = _list_of(job.scheduler(built)) if job.scheduler else []
+            optimizers = job.optimizer(
+                [each for each in self.model.named_parameters() if each[1].requires_grad]
+            )
+            self._optimizers = _list_of(optimizers)
+            self._schedulers = _list_of(job.scheduler(optimizers)) if job.scheduler else []
             self._batches = read_batches(job)
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
-        self._merging = Merging(self.model)
+        self._buffers = BufferMerging(self.model)
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
         self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch)
         self._casts = CastWatch(self.precision, self._watch)
-        self.number = -1  # of the last step
+        self.step = -1  # the last one
         self.samples: list[Any] = []
         self.chunks: list[ChunkRecord] = []
         self._loss_sum = self._weight = 0.0
-        # buffers, and parameters that are not trained, as the last step found them
-        self._found: dict[str, Tensor] = {}
+        # buffers and untrained parameters at the start of the last step
+        self._initial: dict[str, Tensor] = {}
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
 
     @property
     def gradients(self) -> Gradients:
-        """Of every trainable parameter after `run`, averaged: the model's own, not copies."""
+        """The averaged gradient of every trainable parameter after `run`: the model's own, not copies."""
         return {
             name: parameter.grad for name, parameter in self.parameters.items() if parameter.requires_grad
         }
 
     @property
     def loss(self) -> float:
-        """Of the last step's global batch."""
+        """The mean loss of the last step's global batch."""
         return self._loss_sum / self._weight
 
     @property
     def casts(self) -> tuple[Cast, ...]:
-        """Reductions of precision in the newest `run`."""
+        """Reductions of precision in the last `run`."""
         return self._casts.casts
 
     def run(self) -> None:
-        """The first half of a step: forward and backward of all chunks; afterwards `gradients` has the
-        average. Raises `DataError` when there is no data."""
+        """The first half of a step: forward and backward of all chunks, after which `gradients` are the
+        average. Raises `DataError` if there is no data."""
         with preserved_draws(), self._watch.attached():
             self.samples = next(self._batches)
-            self.number += 1
+            self.step += 1
             for module, training in self._modes:
                 module.training = training
             self.before = {}
-            self._found = {name: value.detach().clone() for name, value in self._untrained()}
+            self._initial = {name: value.detach().clone() for name, value in self._untrained()}
             self._casts = CastWatch(self.precision, self._watch)
             self.chunks = []
             self._loss_sum = self._weight = 0.0
             self.model.zero_grad(set_to_none=True)
-            start = self._merging.now()
-            wrote: list[tuple[ReferenceShare, dict[str, Tensor]]] = []
-            for share in self.shares():
-                self._merging.put(start)
-                ran = self.run_share(share)
-                wrote.append((share, self._merging.now(start)))
-                self._loss_sum, self._weight = self._loss_sum + ran.loss_sum, self._weight + ran.weight
-                self.chunks += self.records(share, ran)
+            start = self._buffers.snapshot()
+            written: list[tuple[ReferenceForward, dict[str, Tensor]]] = []
+            for forward in self.forwards():
+                self._buffers.load(start)
+                result = self.run_forward(forward)
+                written.append((forward, self._buffers.snapshot(start)))
+                self._loss_sum, self._weight = self._loss_sum + result.loss_sum, self._weight + result.weight
+                self.chunks += self.records(forward, result)
             self.divide(self._weight)
-            self._merging.put(self._merging.merge(start, wrote, self._buffers_after))
+            self._buffers.load(self._buffers.merge(start, written, self._rerun_forward))
 
-    def take_gradient(self, name: str, gradient: Tensor | None) -> None:
-        """Go on with this gradient in place of its own, which it equals up to rounding."""
+    def replace_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """Continue with this gradient in place of its own, which it equals up to rounding."""
         parameter = self.parameters[name]
         if parameter.grad is not None and gradient is not None:
             if parameter.grad.is_sparse:
@@ -136,19 +136,18 @@ class Reference:
             else:
                 parameter.grad.copy_(gradient.to_dense())
 
-    def take_parameter(self, name: str, value: Tensor) -> None:
-        """Go on with this value in place of its own, which it equals up to rounding."""
+    def replace_parameter(self, name: str, value: Tensor) -> None:
+        """Continue with this value in place of its own, which it equals up to rounding."""
         self.parameters[name].detach().copy_(value)
 
     def update(self) -> StepRecord:
-        """The second half: clip, optimizer, scheduler; the record of the whole step."""
-        gradients = thin(self.gradients)
+        """The second half: clip, optimizer, scheduler. Returns the record of the whole step."""
+        gradients = subsample_each(self.gradients)
         self.before = {
-            name: self._found[name] if name in self._found else each.detach().clone()
+            name: self._initial[name] if name in self._initial else each.detach().clone()
             for name, each in self.parameters.items()
         }
-        # of those that were taken over, so that it is the norm that is compared, and not once more the
-        # gradients
+        # Of the replaced gradients: this compares the norms alone, not the gradients a second time.
         norm = norm_of_all(self.gradients)
         if self.job.clip_grad_norm is not None:
             _clip(self.model, self.job.clip_grad_norm, norm)
@@ -160,7 +159,7 @@ class Reference:
                 scheduler.step(self.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
         self.model.zero_grad(set_to_none=True)
         return StepRecord(
-            step=self.number,
+            step=self.step,
             loss=self.loss,
             weight=self._weight,
             gradient_norm=norm,
@@ -169,45 +168,45 @@ class Reference:
             casts=tuple(dict.fromkeys(casts)),
         )
 
-    def shares(self, synchronised: bool = True) -> Iterator[ReferenceShare]:
-        """Of the last step's batch."""
-        changed = [shares for first, shares in self._recorded_shares if first <= self.number]
-        return shares_of(self.plan, self.samples, changed[-1] if changed else None, synchronised)
+    def forwards(self, synchronised: bool = True) -> Iterator[ReferenceForward]:
+        """The forwards of the last step's batch."""
+        changed = [shares for first, shares in self._recorded_shares if first <= self.step]
+        return forwards_of(self.plan, self.samples, changed[-1] if changed else None, synchronised)
 
-    def run_share(self, share: ReferenceShare) -> RanChunk:
-        """Forward and backward of a chunk of the last step; gradients add up."""
-        return self._chunk_run.run(share, self.number, self._casts)
+    def run_forward(self, forward: ReferenceForward) -> ChunkResult:
+        """Forward and backward of the last step's `forward`; gradients accumulate."""
+        return self._chunk_run.run(forward, self.step, self._casts)
 
-    def records(self, share: ReferenceShare, ran: RanChunk) -> Iterator[ChunkRecord]:
-        """One record per chunk of the plan that `share` has."""
-        return self._chunk_run.records(share, ran, self.number)
+    def records(self, forward: ReferenceForward, result: ChunkResult) -> Iterator[ChunkRecord]:
+        """One record per chunk of the plan in `forward`."""
+        return self._chunk_run.records(forward, result, self.step)
 
-    def _buffers_after(self, share: ReferenceShare, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a chunk makes of other buffers; nothing else is changed by it."""
-        going_on = {name: value.detach().clone() for name, value in self.model.named_buffers()}
+    def _rerun_forward(self, forward: ReferenceForward, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The buffers that a forward makes of other ones; all other state is left unchanged."""
+        current = {name: value.detach().clone() for name, value in self.model.named_buffers()}
         gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
-        self._merging.put(buffers)
+        self._buffers.load(buffers)
         self.model.zero_grad(set_to_none=True)
         try:
-            self.run_share(share)
-            return self._merging.now()
+            self.run_forward(forward)
+            return self._buffers.snapshot()
         finally:
             with torch.no_grad():
                 for name, value in self.model.named_buffers():
-                    if name in going_on and value.shape == going_on[name].shape:
-                        value.copy_(going_on[name])
+                    if name in current and value.shape == current[name].shape:
+                        value.copy_(current[name])
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
     def divide(self, weight: float) -> None:
-        """Gradients become averages."""
+        """Turn gradient sums into averages."""
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 average = parameter.grad / weight
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
 
     def _untrained(self) -> Iterator[tuple[str, Tensor]]:
-        """What a forward may change: buffers, and parameters that no optimizer does (a teacher's)."""
+        """All that a forward may change: buffers, and parameters without gradients (a teacher's)."""
         yield from (
             (name, parameter)
             for name, parameter in self.model.named_parameters()
@@ -216,15 +215,15 @@ class Reference:
         yield from self.model.named_buffers()
 
     def restore(self) -> None:
-        """Buffers, and parameters that are not trained, are as the last step found them."""
+        """Restore buffers and untrained parameters as they were at the start of the last step."""
         with torch.no_grad():
             for name, value in self._untrained():
-                value.copy_(self._found[name])
+                value.copy_(self._initial[name])
 
     @contextmanager
-    def again(self) -> Iterator[Gradients]:
-        """Inside, all is as before the last step's forward, and the gradients that it came to are set aside;
-        afterwards all is as it was."""
+    def rerun(self) -> Iterator[Gradients]:
+        """A context with the state before the last step's forward, and its gradients set aside; the state
+        after the step is restored at the end."""
         after = {name: value.detach().clone() for name, value in self._untrained()}
         gradients = self.gradients
         with preserved_draws(), self._watch.attached():
@@ -253,8 +252,8 @@ def _clip(model: nn.Module, limit: float, norm: float) -> None:
 
 
 def _step(optimizer: torch.optim.Optimizer, precision: torch.dtype) -> tuple[Cast, ...]:
-    """What the optimizer reduces the precision of."""
-    # the others compute the same from dense gradients, if they take sparse ones at all
+    """Run the optimizer; returns the casts in it."""
+    # Other optimizers compute the same from dense gradients, if they accept sparse ones at all.
     if not isinstance(optimizer, SparseAdam):
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -1,5 +1,5 @@
-"""The last step of a reference once more, in other ways: as one chunk, from moved parameters, and in ways that
-would be wrong. To be called between `Reference.run` and `Reference.update`."""
+"""Reruns of the reference's last step: as one chunk, with perturbed parameters, and in ways that would be
+wrong. To be called between `Reference.run` and `Reference.update`."""
 
 from __future__ import annotations
 
@@ -11,91 +11,94 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.random import derive
-from meshloom.verify.reference.chunks_of_plan import ReferenceShare
-from meshloom.verify.reference.mistakes import ChunkGradients, Evidence, thin
+from meshloom.verify.reference.chunks_of_plan import ReferenceForward
+from meshloom.verify.reference.float64_blocks import norm_of_all, rerun_distance
+from meshloom.verify.reference.mistakes import ChunkGradients, Evidence, subsample_each
 from meshloom.verify.reference.reference import Gradients, Reference
 from meshloom.verify.reference.step_records import StepRecord
-from meshloom.verify.reference.wide_blocks import apart, norm_of_all
 
-# By how many units in the last place parameters are moved to see what rounding does. A sum of thousands of
-# products is off by several; and an event that rounding brings about once in a run, a relu that flips, is met
-# often enough to be measured. In half precisions products are summed in float32, which leaves the last
-# rounding.
-_UNITS = {torch.float64: 16, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
+# Size of the perturbation, in units in the last place. A sum of thousands of products is off by several; and
+# rare events that rounding causes, such as a ReLU that flips, occur often enough to be measured. In half
+# precisions products are summed in float32, so only the last rounding counts.
+_ROUNDING_UNITS = {torch.float64: 16, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
 
 
 @contextmanager
 def whole_batch(reference: Reference) -> Iterator[tuple[Gradients, StepRecord]]:
-    """The step's batch as one chunk: the averaged gradients by chunks, and the record of it, while the
-    reference's gradients are its own."""
-    with reference.again() as chunked:
-        share = ReferenceShare(key=0, samples=reference.samples, members=[(0, reference.samples)])
-        ran = reference.run_share(share)
-        reference.divide(ran.weight)
+    """Run the step's batch as one chunk: yields the chunked gradients and the record of the rerun, while
+    the reference's gradients are those of the whole batch."""
+    with reference.rerun() as chunked:
+        forward = ReferenceForward(key=0, samples=reference.samples, members=[(0, reference.samples)])
+        result = reference.run_forward(forward)
+        reference.divide(result.weight)
         yield (
             chunked,
             StepRecord(
-                step=reference.number,
-                loss=ran.loss_sum / ran.weight,
-                weight=ran.weight,
+                step=reference.step,
+                loss=result.loss_sum / result.weight,
+                weight=result.weight,
                 gradient_norm=None,
                 gradients={},
-                chunks=list(reference.records(share, ran)),
+                chunks=list(reference.records(forward, result)),
             ),
         )
 
 
-def moved(reference: Reference) -> dict[str, float]:
-    """By name, how far the averaged gradients go when the parameters are moved at random by some units of
+def rounding_effect(reference: Reference) -> dict[str, float]:
+    """By name, how far the averaged gradients move when the parameters are perturbed by a few units of
     rounding.
 
-    The step once more: ||gradient where each element of a parameter is w (1 + u), |u| <= units * eps  -
-    gradient||, eps that of the least precise values in the model. Rounding errors are such moves, as far as
-    what comes of them can tell (backward error analysis).
+    The distance ||g(w (1 + u)) - g(w)|| with random |u| <= units * eps for each element, where eps is that of
+    the least precise values in the model. To first order, rounding errors are such perturbations (backward
+    error analysis).
     """
-    with reference.again() as own, _moved_parameters(reference):
+    with reference.rerun() as gradients, _perturbed_parameters(reference):
         weight = 0.0
-        for share in reference.shares():
+        for forward in reference.forwards():
             reference.restore()
-            weight += reference.run_share(share).weight
+            weight += reference.run_forward(forward).weight
         reference.divide(weight)
         return {
-            name: apart(there, here)
-            for name, there in reference.gradients.items()
-            if there is not None and (here := own[name]) is not None
+            name: rerun_distance(perturbed, gradient)
+            for name, perturbed in reference.gradients.items()
+            if perturbed is not None and (gradient := gradients[name]) is not None
         }
 
 
 @contextmanager
-def _moved_parameters(reference: Reference) -> Iterator[None]:
-    """Trainable parameters are moved inside, and as they were afterwards."""
+def _perturbed_parameters(reference: Reference) -> Iterator[None]:
+    """A context in which the trainable parameters are perturbed."""
     low = [dtype for cast in reference.casts if isinstance(dtype := getattr(torch, cast.dtype), torch.dtype)]
-    farthest = max(_UNITS.get(dtype, 1) * torch.finfo(dtype).eps for dtype in (reference.precision, *low))
+    largest = max(
+        _ROUNDING_UNITS.get(dtype, 1) * torch.finfo(dtype).eps for dtype in (reference.precision, *low)
+    )
     trained = [parameter for parameter in reference.model.parameters() if parameter.requires_grad]
-    kept = [parameter.detach().clone() for parameter in trained]
+    values = [parameter.detach().clone() for parameter in trained]
     generator = torch.Generator(reference.device).manual_seed(
-        derive(reference.job.seed, "moved", reference.number)
+        derive(reference.job.seed, "moved", reference.step)
     )
     try:
         with torch.no_grad():
             for parameter in trained:
                 flat = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-                moves = torch.empty(
+                noise = torch.empty(
                     flat.shape,
                     dtype=torch.float32 if flat.element_size() < 4 else flat.dtype,
                     device=flat.device,
                 )
-                flat.copy_(moves.uniform_(-farthest, farthest, generator=generator).add_(1).mul_(flat))
+                flat.copy_(noise.uniform_(-largest, largest, generator=generator).add_(1).mul_(flat))
         yield
     finally:
         with torch.no_grad():
-            for parameter, value in zip(trained, kept, strict=True):
+            for parameter, value in zip(trained, values, strict=True):
                 parameter.copy_(value)
 
 
-def facts(reference: Reference, norms: Mapping[str, float], previous: Gradients | None = None) -> Evidence:
-    """What is known without running anything again. norms: of the step's averaged gradients. previous:
-    those of the step before, thinned."""
+def initial_evidence(
+    reference: Reference, norms: Mapping[str, float], previous: Gradients | None = None
+) -> Evidence:
+    """What is known without a rerun. norms: of the step's averaged gradients. previous: the gradients of
+    the step before, subsampled."""
     return Evidence(
         plan=reference.plan,
         norms=norms,
@@ -105,26 +108,27 @@ def facts(reference: Reference, norms: Mapping[str, float], previous: Gradients 
     )
 
 
-def evidence(reference: Reference, facts: Evidence) -> Evidence:
-    """The step again, chunk by chunk and in ways that would be wrong, to find
-    out what another run did."""
+def full_evidence(reference: Reference, initial: Evidence) -> Evidence:
+    """The evidence with reruns of the step, chunk by chunk and in ways that would be wrong."""
     chunks: list[ChunkGradients] = []
     chunk_norms: list[float] = []
     replica_norms: dict[int, float] = {}
     sums: dict[str, Tensor] = {}
-    with reference.again():
-        for share in reference.shares():
+    with reference.rerun():
+        for forward in reference.forwards():
             reference.restore()
             reference.model.zero_grad(set_to_none=True)
-            ran = reference.run_share(share)
+            result = reference.run_forward(forward)
             gradients = reference.gradients
-            indices = [index for index, _ in share.members]
-            chunks.append(ChunkGradients(chunks=indices, weight=ran.weight, gradients=thin(gradients)))
-            if facts.clip is None:
+            indices = [index for index, _ in forward.members]
+            chunks.append(
+                ChunkGradients(chunks=indices, weight=result.weight, gradients=subsample_each(gradients))
+            )
+            if initial.clip is None:
                 continue
             chunk_norms.append(norm_of_all(gradients))
             replica = indices[0] // reference.plan.microbatches
-            before = sums if replica in replica_norms else {}  # chunks of a replica follow each other
+            before = sums if replica in replica_norms else {}  # the chunks of a replica are consecutive
             sums = {
                 name: before[name] + each if name in before else each
                 for name, each in gradients.items()
@@ -133,7 +137,7 @@ def evidence(reference: Reference, facts: Evidence) -> Evidence:
             replica_norms[replica] = norm_of_all(sums)
     has_buffers = next(reference.model.buffers(), None) is not None
     return replace(
-        facts,
+        initial,
         chunks=chunks,
         chunk_norms=chunk_norms,
         replica_norms=replica_norms,
@@ -147,26 +151,26 @@ def evidence(reference: Reference, facts: Evidence) -> Evidence:
 
 
 def gradients_of(reference: Reference, *, synchronised: bool = True, chained: bool = False) -> Gradients:
-    """The step's averaged gradients, thinned, computed in a way that would be wrong.
+    """The step's averaged gradients, subsampled, computed in a way that would be wrong.
 
     synchronised=False: batch statistics of each replica's own samples, whatever the plan says.
-    chained: every chunk of a replica reads the buffers that the one before wrote, instead of those of
-        before the step.
+    chained: every chunk of a replica reads the buffers that the chunk before wrote, instead of those at the start
+        of the step.
     """
     m = reference.plan.microbatches
-    with reference.again():
+    with reference.rerun():
         weight, replica = 0.0, -1
-        for share in reference.shares(synchronised):
-            if not chained or share.members[0][0] // m != replica:
-                replica = share.members[0][0] // m
+        for forward in reference.forwards(synchronised):
+            if not chained or forward.members[0][0] // m != replica:
+                replica = forward.members[0][0] // m
                 reference.restore()
-            weight += reference.run_share(share).weight
+            weight += reference.run_forward(forward).weight
         reference.divide(weight)
-        return thin(reference.gradients)
+        return subsample_each(reference.gradients)
 
 
 def _tied(model: nn.Module) -> dict[str, list[str]]:
-    """Parameters that a module holds under several names: first name -> the others."""
+    """Parameters that occur under several names: first name -> the others."""
     first: dict[int, str] = {}
     tied: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

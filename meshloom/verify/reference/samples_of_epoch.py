@@ -1,5 +1,5 @@
-"""The samples of one global batch after another, as one device reads them: written a second time, to hold the
-plan's reading against."""
+"""The samples of one global batch after another, as one device reads them: a second, independent
+implementation that the plan's own is checked against."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from meshloom.core.random import derive, preserved_draws, sample_order, sample_s
 
 
 def read_batches(job: Job) -> Iterator[list[Any]]:
-    """Samples of one global batch after another, for ever: what to read is decided by (seed, epoch,
-    index)."""
+    """The samples of one global batch after another, forever: (seed, epoch, index) determines what is
+    read."""
     seed_everything(derive(job.seed, "data"))
     dataset = job.data()
     return (

@@ -1,8 +1,7 @@
-"""What one step did, as plain data: both sides of a verification write the same records.
+"""What happened in one step, as plain data: both sides of a verification write the same records.
 
-A `StepRecord` of the plan and one of the reference are all that comparison and diagnosis look at; neither
-knows how the
-numbers came about.
+Comparison and diagnosis use nothing but a `StepRecord` of the plan and one of the reference; neither knows
+how the numbers were computed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class ModuleOutput:
     """One call of one module: the sum, the sum of squares and the number of elements of its floating-point
     output.
 
-    All three add up over the rows of a batch, so that ranks which share a chunk can be compared with a device
+    All three are additive over the rows of a batch, so ranks that share a chunk can be compared with a device
     that has all of it.
     """
 
@@ -32,8 +31,8 @@ class ModuleOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """A value that was made less precise than the parameters: to which dtype, and in which module (or
-    optimizer)."""
+    """A reduction of precision below that of the parameters: its dtype, and the module (or optimizer) it
+    is in."""
 
     place: str
     dtype: str
@@ -45,9 +44,9 @@ class ChunkRecord:
     """One microbatch of one replica. Empty chunks have no samples, no draws and no modules.
 
     index: replica * microbatches + number of the microbatch.
-    weight, loss_sum: what the mean loss divides, and by what it is divided after summing.
-    data: digest of the batch that the loss received.
-    seed: the generator's seed when the forward began.
+    loss_sum, weight: the mean loss is their quotient.
+    data: digest of the batch passed to the loss.
+    seed: the generator's seed at the start of the forward.
     draws: digest of every random draw, in order.
     modules: outputs of all modules, in order of execution.
     """
@@ -67,7 +66,7 @@ class ChunkRecord:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ChunkRecord:
-        """The inverse of `to_dict`, also after JSON."""
+        """The inverse of `to_dict`, also after a round trip through JSON."""
         given: dict[str, Any] = {**values, "draws": tuple(values["draws"])}
         given["modules"] = tuple(ModuleOutput(**output) for output in values["modules"])
         return ChunkRecord(**given)
@@ -77,13 +76,13 @@ class ChunkRecord:
 class StepRecord:
     """One step of all replicas together.
 
-    loss, weight: global mean, and what it was divided by.
+    loss, weight: global mean, and its divisor.
     gradient_norm: 2-norm of the whole gradient before clipping.
-    gradients: by parameter name, averaged, not clipped, thinned (`mistakes.py`); None where nothing used the
-    parameter. Whole tensors are compared as they come, and nobody keeps them.
-    chunks: of all replicas, in order of their index; empty ones may be left out.
+    gradients: by parameter name, averaged, not clipped, subsampled (`mistakes.py`); None for unused parameters.
+        Full tensors are compared as they arrive and are not kept.
+    chunks: of all replicas, in order of their index; empty ones may be missing.
     replicas: a digest of each replica's parameters after the update.
-    casts: reductions of precision that were seen.
+    casts: the reductions of precision in the step.
     """
 
     step: int

@@ -1,0 +1,68 @@
+"""Tensors in float64, block by block: what is compared may fill the memory, so there is no room for a copy
+of twice the width."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+BLOCK_ELEMENTS = 2**20
+
+
+def float64_blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Flat float64 pieces of a dense tensor, in order. Of complex numbers real and imaginary part are
+    separate elements, as each of them may be infinite.
+
+    >>> [block.tolist() for block in float64_blocks(torch.tensor([1 + 2j]))]
+    [[1.0, 2.0]]
+    """
+    dense = tensor.detach()
+    flat = (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).reshape(-1)
+    for block in flat.split(BLOCK_ELEMENTS):
+        yield block.double()
+
+
+def norm(tensor: Tensor) -> float:
+    """2-norm of the finite elements; of a sparse tensor, that of its values."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return math.sqrt(
+        sum(float(torch.nan_to_num(block, 0.0, 0.0, 0.0).square().sum()) for block in float64_blocks(values))
+    )
+
+
+def same_rows(a: Tensor, b: Tensor) -> bool:
+    """Whether two coalesced sparse tensors have the same indices."""
+    return a.shape == b.shape and torch.equal(a.indices().to(b.device), b.indices())
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """||a - b|| of dense tensors of one shape; infinite if non-finite elements are not the same in both."""
+    square = 0.0
+    for here, there in zip(float64_blocks(a.to(b.device)), float64_blocks(b), strict=True):
+        not_finite = ~(here.isfinite() & there.isfinite())
+        if not bool(((here == there) | (here.isnan() & there.isnan()))[not_finite].all()):
+            return math.inf
+        square += float((here - there).masked_fill_(not_finite, 0.0).square_().sum())
+    return math.sqrt(square)
+
+
+def rerun_distance(there: Tensor, here: Tensor) -> float:
+    """||there - here||; 0 for sparse gradients with different rows, which rounding cannot cause."""
+    if there.is_sparse and here.is_sparse:
+        there, here = there.coalesce(), here.coalesce()
+        return distance(there.values(), here.values()) if same_rows(there, here) else 0.0
+    found = distance(there.to_dense(), here.to_dense())
+    return found if math.isfinite(found) else 0.0
+
+
+def norm_of_all(gradients: Mapping[str, Tensor | None]) -> float:
+    """2-norm of the whole gradient, in float64: in float32 it is off by 4e-4 for ten million elements."""
+    elements = [
+        each.coalesce().values() if each.is_sparse else each
+        for each in gradients.values()
+        if each is not None
+    ]
+    return math.sqrt(sum(float(block.square().sum()) for each in elements for block in float64_blocks(each)))
