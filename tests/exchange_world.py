@@ -16,7 +16,7 @@ from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.server import Server
-from meshloom.exchange.shared import OneForAll
+from meshloom.exchange.shared import SharedCopy
 from meshloom.exchange.zero import ZeroOne
 from tests.windows import OneProcess
 
@@ -35,7 +35,7 @@ def one_copy(named: Named, group: Group, **settings: Any) -> Exchange:
         named,
         group,
         windows=windows,
-        copies=lambda buckets, group: OneForAll(buckets, group, windows),
+        copies=lambda buckets, group: SharedCopy(buckets, group, windows),
         **settings,
     )
 
@@ -111,12 +111,12 @@ def gathered(exchange: Exchange, gradients: list[Tensor | None]) -> Steps[dict[s
     """Copies of whole gradients by name."""
     whole: dict[str, Tensor | None] = {}
 
-    def give(name: str, gradient: Tensor | None) -> Steps[None]:
+    def emit(name: str, gradient: Tensor | None) -> Steps[None]:
         whole[name] = None if gradient is None else gradient.clone()
         return
         yield
 
-    yield from exchange.each_gradient(gradients, give)
+    yield from exchange.each_gradient(gradients, emit)
     return whole
 
 

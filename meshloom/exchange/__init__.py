@@ -1,1 +1,1 @@
-"""How replicas agree, in terms of what each rank owns."""
+"""How replicas agree on gradients and parameters, in terms of what each rank owns."""

@@ -1,4 +1,5 @@
-"""Every replica receives the sum of all gradients, owns everything, and makes the same update."""
+"""Gradients are all-reduced: every replica receives all sums, owns all parameters and makes the same
+update."""
 
 from __future__ import annotations
 
@@ -13,35 +14,34 @@ from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.buckets.reduction import Exact, Reduction
-from meshloom.exchange.exchange import Exchange, Give, Slice
+from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.registry import Setup
-from meshloom.exchange.shared import OneForAll
+from meshloom.exchange.shared import SharedCopy
 from meshloom.exchange.zero import ZeroOne
 from meshloom.program.operators.fused_grad_accumulation import Room
 from meshloom.telemetry.traffic import ExpectedBytes
 
 
 def open_all_reduce(setup: Setup) -> Exchange:
-    """The sum of all gradients, for every replica or (zero=1, and where replicas have one copy of the
-    parameters) for the owner of each part."""
+    """The all-reduce of gradients or, with zero=1 and where replicas share one copy of the parameters, the
+    reduce-scatter to the owner of each slice."""
     plan, windows, settings = setup.plan, setup.windows, setup.bucket_settings
     if plan.compress != "none":
         return AllReduce(setup.dense, setup.group, reduction=setup.reduction(), **settings)
     if windows is not None and setup.may_share():
-        copies = partial(OneForAll, windows=windows, frozen=setup.frozen)
+        copies = partial(SharedCopy, windows=windows, frozen=setup.frozen)
         return ZeroOne(setup.dense, setup.group, windows=windows, copies=copies, **settings)
     return (ZeroOne if plan.zero else AllReduce)(setup.dense, setup.group, windows=windows, **settings)
 
 
 class AllReduce(Exchange):
-    """Gradients are summed over `group`, bucket by bucket, while backward goes on.
+    """Sums gradients over `group`, bucket by bucket, while backward is running.
 
-    Behind a bucket's gradients travels one number per parameter: on how many ranks it was used. Where that is
-    none, the
-    gradient is None, as on one device.
+    After a bucket's gradients there is one flag per parameter: the number of ranks on which it was used. If
+    that is none, the gradient is None, as on one device.
 
-    reduction: of the group, how the sums are made: exactly, or smaller.
-    windows: `group`, if its ranks can have memory in common; then gradients are summed where they lie.
+    reduction: of the group; how the sums are computed, exactly or compressed. windows: `group`, if its ranks
+    can share memory; gradients are then summed in place.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class AllReduce(Exchange):
         *,
         bucket_bytes: int,
         overlap: bool,
-        apart: Collection[str] = (),
+        replicated: Collection[str] = (),
         reduction: Callable[[Group], Reduction] = Exact,
         windows: Windows | None = None,
     ) -> None:
@@ -64,7 +64,7 @@ class AllReduce(Exchange):
             start=self._start,
             overlap=overlap,
             num_extra=lambda num_entries: num_entries,
-            apart=apart,
+            replicated=replicated,
             allocate=allocation(windows, group.rank),
         )
 
@@ -95,9 +95,9 @@ class AllReduce(Exchange):
         yield from self._buckets.share_order(self._group)
         return [gradients[slice_.name] for slice_ in self._owned]
 
-    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
         for slice_, each in zip(self._owned, gradients, strict=True):
-            yield from give(slice_.name, None if each is None else each.view(slice_.parameter.shape))
+            yield from emit(slice_.name, None if each is None else each.view(slice_.parameter.shape))
 
     def expected_bytes(self) -> ExpectedBytes:
         return self._reduction.expected_bytes(self._buckets.buckets) + self._buckets.expected_bytes()

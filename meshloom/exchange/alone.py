@@ -1,4 +1,4 @@
-"""One replica agrees with itself: gradients stay where autograd put them, and are divided by the weight."""
+"""The exchange of a single replica: gradients stay in `.grad` and are divided by the weight."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.steps import Steps
-from meshloom.exchange.exchange import Exchange, Give, Slice
+from meshloom.exchange.exchange import Emit, Exchange, Slice
 
 
 class Alone(Exchange):
-    """The exchange of a plan with dp=1, of one local step, and of ranks that hold nothing that is updated."""
+    """The exchange of plans with dp=1, within local steps, and of ranks that update no parameters."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._owned = [Slice(name, parameter, 0, parameter.numel()) for name, parameter in named]
@@ -37,6 +37,6 @@ class Alone(Exchange):
         return [None if slice_.parameter.grad is None else next(dense).reshape(-1) for slice_ in self._owned]
         yield
 
-    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
         for slice_, each in zip(self._owned, gradients, strict=True):
-            yield from give(slice_.name, None if each is None else each.view(slice_.parameter.shape))
+            yield from emit(slice_.name, None if each is None else each.view(slice_.parameter.shape))

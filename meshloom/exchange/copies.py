@@ -1,7 +1,8 @@
-"""Where replicas keep the parameters of which each owns slices, and how the owners' updates reach the others.
+"""Where replicas store the parameters of which each owns slices, and how the owners' updates reach the
+others.
 
-Parameters lie in flat buckets laid out like those of the gradients, so that a rank's share of a bucket is one
-contiguous piece of both. Their shapes, names and identity stay.
+Parameters lie in flat buckets with the layout of the gradients' buckets, so that a rank's share of a bucket
+is one contiguous piece of both. Their shapes, names and identity stay.
 """
 
 from __future__ import annotations
@@ -15,49 +16,49 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent
 from meshloom.exchange.buckets.buckets import Bucket
-from meshloom.exchange.slices import move_into_flat, share_of
+from meshloom.exchange.slices import flatten_parameters, share_of
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
-class Copies(ABC):
+class ParameterCopies(ABC):
     """One copy of the parameters for each replica, or one for several."""
 
     @property
     @abstractmethod
-    def is_one(self) -> bool:
-        """Whether all ranks have one memory, so that what a rank writes has been written for all."""
+    def is_shared(self) -> bool:
+        """Whether all ranks share the memory, so that a rank's writes are visible on all."""
 
     @abstractmethod
     def open(self) -> Steps[None]:
-        """Once, before anybody reads parameters."""
+        """Called once, before the parameters are first read."""
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Chunks are about to be computed, here or on other ranks."""
+        """Called before chunks are computed, here or on other ranks."""
 
     @abstractmethod
     def computed(self) -> None:
-        """This rank has computed its chunks; nobody has updated anything yet. Raises `TrainingError` if
-        parameters changed meanwhile."""
+        """This rank has computed its chunks; no rank has updated parameters yet. Raises `TrainingError` if
+        parameters have changed since `begin_step`."""
 
     @abstractmethod
     def publish(self) -> Steps[None]:
-        """Return when all owners' updates can be read here."""
+        """Returns when the updates of all owners can be read here."""
 
     @abstractmethod
     def expected_bytes(self) -> ExpectedBytes:
-        """Of `publish`."""
+        """Bytes of `publish`."""
 
 
-class OneEach(Copies):
-    """Every replica has its own; what another rank owns is gathered from there."""
+class SeparateCopies(ParameterCopies):
+    """A copy for every replica; slices of other owners are all-gathered."""
 
     def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:
         self._group = group
-        self._flats = [move_into_flat(bucket) for bucket in buckets]
+        self._flats = [flatten_parameters(bucket) for bucket in buckets]
 
     @property
-    def is_one(self) -> bool:
+    def is_shared(self) -> bool:
         return False
 
     def open(self) -> Steps[None]:
@@ -91,5 +92,5 @@ def extent_of(bucket: Bucket) -> Extent:
 
 
 def segment(flat: Tensor, group: Group) -> Tensor:
-    """This rank's share of a bucket [size * n]: n elements."""
+    """This rank's share [n] of a bucket [size * n]."""
     return share_of(flat, group.rank, group.size)

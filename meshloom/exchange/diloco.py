@@ -25,14 +25,14 @@ from meshloom.exchange.registry import Named, Setup
 
 
 def open_diloco(setup: Setup) -> Exchange:
-    """As the plan's settings say."""
+    """The exchange with the plan's outer optimizer."""
     return open_local_sgd(
         setup, OuterStep(learning_rate=setup.plan.outer_learning_rate, momentum=setup.plan.outer_momentum)
     )
 
 
 class OuterStep(RoundEnd):
-    """momentum: of each parameter, by name; none before the first round has ended."""
+    """momentum: of each parameter, by name; empty before the end of the first round."""
 
     def __init__(self, *, learning_rate: float, momentum: float) -> None:
         self._learning_rate = learning_rate

@@ -1,17 +1,17 @@
 """The contract of an exchange: how replicas agree, in terms of what each rank owns.
 
-A step of one rank, in order, with other ranks' steps in between (`Steps` yields where it waits for them):
+One rank's step, in order. A `Steps` generator yields where it waits for other ranks:
 
     begin_step()
-    for each chunk:  backward -> gradient_ready(parameter), as gradients come out of it; some were computed into room(parameter)
+    for each chunk:  backward -> gradient_ready(parameter), as gradients are computed; some are computed into room(parameter)
     yield from finish(weight)   -> gradients of what this rank owns, averaged
-    (the one optimizer path clips and updates what this rank owns)
-    yield from publish()        -> everybody's parameters are up to date
+    (the updater clips and updates what this rank owns)
+    yield from publish()        -> all parameters are up to date on all ranks
     yield from settle(early=False)
 
-Before the first of them: `yield from open()`.
+Before the first step: `yield from open()`.
 
-An exchange never waits in `begin_step` and `gradient_ready`, so that lockstep ranks cannot deadlock.
+`begin_step` and `gradient_ready` never wait, so ranks that run in lockstep cannot deadlock.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from meshloom.comm.steps import Steps
 from meshloom.program.operators.fused_grad_accumulation import Room
 from meshloom.telemetry.traffic import ExpectedBytes
 
-# takes a tensor by the name of its parameter; None: it was not used
-Give = Callable[[str, Tensor | None], Steps[None]]
+# receives the tensor of a parameter, by name; None: the parameter was not used
+Emit = Callable[[str, Tensor | None], Steps[None]]
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class Slice:
     stop: int
 
     @property
-    def whole(self) -> bool:
-        """Whether this is all of the parameter."""
+    def is_full(self) -> bool:
+        """Whether these are all elements of the parameter."""
         return self.stop - self.start == self.parameter.numel()
 
     def data(self) -> Tensor:
-        """The elements themselves, flat, sharing memory with the parameter."""
+        """The elements, flat; they share memory with the parameter."""
         return self.parameter.data.view(-1)[self.start : self.stop]
 
 
 class Ownership(Protocol):
-    """What the one optimizer path has to know: what this rank updates, and which ranks update the rest."""
+    """What the updater needs to know: what this rank updates, and which ranks update the rest."""
 
     @property
     def owned(self) -> Sequence[Slice]: ...
@@ -65,93 +65,93 @@ class Ownership(Protocol):
 
 
 class Exchange(ABC):
-    """How the replicas of one place agree on gradients and parameters.
+    """How the replicas of a job agree on gradients and parameters.
 
-    What is not abstract is, as it stands here, that of an exchange in which every replica makes the same
-    update of everything.
+    The methods that are not abstract are those of an exchange in which every replica makes the same update of
+    all parameters.
     """
 
     @property
     @abstractmethod
     def owned(self) -> Sequence[Slice]:
-        """What this rank updates. The same length and order for as long as the exchange lives."""
+        """The slices that this rank updates, of the same number and order as long as the exchange lives."""
 
     @property
     def owners(self) -> Group | None:
-        """The ranks among which every element has exactly one owner; None: this rank owns everything."""
+        """The ranks among which every element has exactly one owner; None: this rank owns all elements."""
         return None
 
     @property
     def num_owners(self) -> int:
-        """How many of `owners` own anything: the first ones."""
+        """The number of `owners` that own any elements; these are the first ones."""
         return self.owners.size if self.owners is not None else 1
 
     @property
     def one_copy(self) -> bool:
-        """Whether `owners` have one copy of the parameters in common: what is written of them on one rank is
-        written on all."""
+        """Whether `owners` share one copy of the parameters in memory, so that a write on one rank is visible
+        on all."""
         return False
 
     def open(self) -> Steps[None]:
-        """Once, before anybody reads parameters."""
+        """Called once, before the parameters are first read."""
         return
         yield
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Forget the last step's gradients."""
+        """Discards the gradients of the previous step."""
 
     def begin_last_chunk(self) -> None:  # noqa: B027
-        """The next backward is this rank's last one of the step: gradients that are ready may travel."""
+        """Called before this rank's last backward of the step: from now on complete gradients may be sent."""
 
     def room(self, parameter: Tensor) -> Room | None:
-        """Where a gradient may be added up without a copy, `.grad` then being that room; None: in a `.grad`
-        like any other."""
+        """The buffer into which a gradient may be accumulated without a copy; `.grad` is then that buffer.
+        None: `.grad` is an ordinary tensor."""
         return None
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:  # noqa: B027
-        """Take `parameter.grad`, if there is one (of a sum, not a mean), add it up, and start sending when it
-        is complete.
+        """Accumulates `parameter.grad` (of the loss sum, not of the mean), if there is one, and starts to
+        send the gradient when it is complete.
 
-        Called when all of a chunk's gradient is there, or once when all of the last one's is. What lies in
-        the parameter's room is not copied.
+        Called for each chunk when all of the chunk's gradient is there, or once after the last chunk. A
+        gradient that was computed into the parameter's room is not copied.
         """
 
     @abstractmethod
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
-        """Gradient of each owned slice (flat, same order as `owned`), summed over all chunks and divided by
-        `weight` (float64 []).
+        """The gradient of each owned slice, flat and in the order of `owned`: the sum over all chunks divided
+        by `weight` (float64 []).
 
-        The weight is that of the global batch, or of this replica's share where replicas are `independent`.
-        One of exactly 1 costs nothing.
+        The weight is that of the global batch or, where replicas are `independent`, that of this replica's
+        share. A weight of exactly 1 costs no division.
 
-        None for a parameter that no chunk of any rank used. Gradients of rows may be sparse
+        None for a parameter that no chunk on any rank used. Gradients may be sparse
         (`exchange/sparse_gradients.py`).
         """
 
     def publish(self) -> Steps[None]:
-        """Make the owners' updated parameters visible on all ranks."""
+        """Makes the owners' updated parameters visible on all ranks."""
         return
         yield
 
     @abstractmethod
-    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
-        """Give what `finish` returned as whole gradients, one after another, on every rank: for inspection.
-        At most a bucket of them is gathered at a time."""
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
+        """Passes the full gradients that `finish` returned to `emit`, one by one, on every rank, for
+        inspection. At most one bucket is gathered at a time."""
 
     def expected_bytes(self) -> ExpectedBytes:
-        """Bytes that this rank hands to the group of replicas."""
+        """The bytes that this rank hands to collectives of the group of replicas."""
         return ExpectedBytes()
 
     def notes(self) -> list[str]:
-        """What the user should know before the first step."""
+        """Messages for the user before the first step."""
         return []
 
     # --- Where replicas take independent local steps.
 
     @property
     def independent(self) -> bool:
-        """Whether they do: each updates its parameters by the mean gradient of its own share."""
+        """Whether each replica updates its parameters with the mean gradient of its own share."""
         return False
 
     @property
@@ -160,22 +160,22 @@ class Exchange(ABC):
         return True
 
     def settle(self, *, early: bool) -> Steps[bool]:
-        """Make them hold the same, if that is due or `early`; whether parameters got values that no update
-        made."""
+        """Makes the parameters equal on all replicas, if that is due or `early`; returns whether parameters
+        have changed outside an update."""
         return False
         yield
 
     def show_mean(self) -> Steps[Callable[[], None]]:
-        """Put the mean of the replicas' parameters in their place, until what is returned is called."""
+        """Replaces the parameters by their mean over the replicas, until the returned function is called."""
         return lambda: None
         yield
 
     @property
     def state(self) -> Mapping[str, Tensor] | None:
-        """What checkpoints keep of each parameter besides, by its name, in its shape; {}: nothing yet. None:
-        nothing ever."""
+        """The additional tensors that checkpoints save, by parameter and in its shape; {}: none yet. None:
+        this exchange never has any."""
         return None
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take what `state` was."""
-        raise AssertionError("nothing is kept of this exchange")
+        """Restores `state`."""
+        raise AssertionError("this exchange has no state")

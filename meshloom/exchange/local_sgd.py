@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.exchange.exchange import Exchange, Give, Slice
+from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.registry import Named, Setup
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class RoundEnd(ABC):
-    """What becomes of the mean of all replicas' parameters at the end of a round."""
+    """How parameters continue from their mean over the replicas at the end of a round."""
 
     @property
     def state(self) -> Mapping[str, Tensor] | None:
@@ -36,20 +36,21 @@ class RoundEnd(ABC):
         return None
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take what `state` was."""
+        """Restores `state`."""
         raise AssertionError("nothing is kept between rounds")
 
     @abstractmethod
     def begin(self, named: Named) -> None:
-        """A round begins; the parameters are the same on all replicas."""
+        """A round begins; the parameters are equal on all replicas."""
 
     @abstractmethod
     def end(self, named: Named, means: Sequence[Tensor]) -> None:
-        """Set the parameters, alike on all replicas. means: of each, in its shape; not kept."""
+        """Sets the parameters, to equal values on all replicas. means: of each parameter, in its shape; not
+        to be kept."""
 
 
 class TakeMean(RoundEnd):
-    """Every replica goes on from the mean."""
+    """Every replica continues from the mean."""
 
     def begin(self, named: Named) -> None:
         pass
@@ -60,19 +61,25 @@ class TakeMean(RoundEnd):
 
 
 def open_local_sgd(setup: Setup, end: RoundEnd | None = None) -> Exchange:
-    """As the plan's settings say. end: of a round; default: every replica goes on from the mean."""
+    """The exchange with the plan's number of local steps. end: of a round; default: every replica continues
+    from the mean."""
     steps = setup.plan.local_steps
     return LocalSGD(
-        setup.alone(), setup.named, setup.group, local_steps=steps, end=end or TakeMean(), apart=setup.apart
+        setup.alone(),
+        setup.named,
+        setup.group,
+        local_steps=steps,
+        end=end or TakeMean(),
+        replicated=setup.replicated,
     )
 
 
 class LocalSGD(Exchange):
-    """Replicas of `group` step by the gradients of `inner`, each its own, and average parameters at the end
-    of a round.
+    """Each replica of `group` steps with its own gradients, those of `inner`; parameters are averaged at the
+    end of a round.
 
-    named: the trainable parameters. apart: names of those that other groups hold too, and average apart from
-        others, so that the same bits come out.
+    named: the trainable parameters. replicated: names of those that are replicated over other groups. They are
+    averaged in messages of their own, so that the results have the same bits in all groups.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class LocalSGD(Exchange):
         *,
         local_steps: int,
         end: RoundEnd,
-        apart: Collection[str] = (),
+        replicated: Collection[str] = (),
     ) -> None:
         self._inner = inner
         self._group = group
@@ -91,7 +98,7 @@ class LocalSGD(Exchange):
         self._end = end
         self._kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in named:
-            self._kinds.setdefault((parameter.dtype, name in apart), []).append((name, parameter))
+            self._kinds.setdefault((parameter.dtype, name in replicated), []).append((name, parameter))
         self._named = [pair for pairs in self._kinds.values() for pair in pairs]
         self._parameters = dict(named)
         self._taken = 0  # steps of this round
@@ -142,9 +149,9 @@ class LocalSGD(Exchange):
         self._set(means)
         return lambda: self._set(own)
 
-    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
-        """The plain mean over replicas of whole gradients, those that are None counting as zero."""
-        yield from self._inner.each_gradient(gradients, partial(self._give_mean, give))
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
+        """The plain mean over replicas of full gradients; None counts as zero."""
+        yield from self._inner.each_gradient(gradients, partial(self._emit_mean, emit))
 
     def expected_bytes(self) -> ExpectedBytes:
         num_bytes = sum(
@@ -156,7 +163,7 @@ class LocalSGD(Exchange):
         for (_, parameter), value in zip(self._named, values, strict=True):
             parameter.data.copy_(value)
 
-    def _give_mean(self, give: Give, name: str, gradient: Tensor | None) -> Steps[None]:
+    def _emit_mean(self, emit: Emit, name: str, gradient: Tensor | None) -> Steps[None]:
         parameter = self._parameters[name]
         flat = parameter.new_zeros(parameter.numel() + 1, requires_grad=False)
         if gradient is not None:
@@ -165,7 +172,7 @@ class LocalSGD(Exchange):
         work = self._group.all_reduce(flat)
         yield
         work.wait()
-        yield from give(
+        yield from emit(
             name, flat[:-1].div(self._group.size).view(parameter.shape) if bool(flat[-1]) else None
         )
 

@@ -1,4 +1,4 @@
-"""Opens the exchange that a plan asks for, as its entry in `core/exchanges.py` says."""
+"""Opens the exchange that a plan names, by its entry in `core/exchanges.py`."""
 
 from __future__ import annotations
 
@@ -25,35 +25,39 @@ Named = Sequence[tuple[str, nn.Parameter]]
 class Setup:
     """What an exchange is opened with.
 
-    named, frozen: what this rank holds of the trainable parameters, and of the others. group: the replicas.
-    apart: as for `GradientBuckets`. windows: the group, if its ranks can have memory in common. may_share:
-    whether they may have one copy of the parameters then.
-    sparse: names of parameters with sparse gradients; kept, insisted: of these, as for `WithSparse`.
+    named, frozen: the trainable and the other parameters that this rank holds. group: the replicas. replicated: as
+    for `GradientBuckets`. windows: the group, if its ranks can share memory. may_share: whether they may then
+    share one copy of the parameters. sparse: names of the parameters with sparse gradients; kept, sparse_only:
+    some of these, as for `WithSparse`.
     """
 
     plan: Plan
     named: Named
     frozen: Named = ()
     group: Group
-    apart: Collection[str] = ()
+    replicated: Collection[str] = ()
     windows: Windows | None = None
     may_share: Callable[[], bool] = lambda: False
     sparse: Collection[str] = ()
     kept: Collection[str] = ()
-    insisted: Collection[str] = ()
+    sparse_only: Collection[str] = ()
 
     @property
     def dense(self) -> Named:
-        """The parameters whose gradients are dense."""
+        """The parameters with dense gradients."""
         return [(name, each) for name, each in self.named if name not in self.sparse]
 
     @property
     def bucket_settings(self) -> dict[str, Any]:
-        """Those of exchanges that put gradients into buckets."""
-        return {"bucket_bytes": self.plan.bucket_bytes, "overlap": self.plan.overlap, "apart": self.apart}
+        """The arguments of exchanges that put gradients into buckets."""
+        return {
+            "bucket_bytes": self.plan.bucket_bytes,
+            "overlap": self.plan.overlap,
+            "replicated": self.replicated,
+        }
 
     def alone(self) -> Exchange:
-        """The exchange of a replica that agrees with itself alone."""
+        """The exchange of a single replica."""
         return self._with_sparse(Alone(self.dense), None)
 
     def open(self) -> Exchange:
@@ -66,7 +70,7 @@ class Setup:
         return self._with_sparse(resolve_name(entry.factory)(self) if self.dense else Alone([]), self.group)
 
     def reduction(self) -> Callable[[Group], Reduction]:
-        """How the mean of a bucket is made, as the plan's `compress` says."""
+        """The reduction of a bucket that the plan's `compress` names."""
         name, _, number = self.plan.compress.partition(":")
         entry = COMPRESSIONS[name]
         made = resolve_name(entry.factory)
@@ -77,4 +81,4 @@ class Setup:
         if not self.sparse:
             return exchange
         sparse = [(name, each) for name, each in self.named if name in self.sparse]
-        return WithSparse(exchange, sparse, group, kept=self.kept, insisted=self.insisted)
+        return WithSparse(exchange, sparse, group, kept=self.kept, sparse_only=self.sparse_only)

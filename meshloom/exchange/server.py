@@ -1,5 +1,5 @@
-"""Some ranks are parameter servers: all ranks send them their gradients, they update, and send everybody the
-new values.
+"""Some ranks are parameter servers: all ranks send them gradients; the servers update and send back the new
+values.
 
                         pushed: gradients           pulled: parameters
     rank 0, server 0    [ 0+1+2+3 |         ]       [ updated | <------ ]
@@ -7,9 +7,10 @@ new values.
     rank 2, worker      [ to 0    | to 1    ]       [ from 0  | from 1  ]
     rank 3, worker      [ to 0    | to 1    ]       [ from 0  | from 1  ]
 
-Once a step, on the mean over all ranks. Servers compute a share of the batch like the others. A server needs
-room for what all ranks send it, dp / servers times the gradients, and adds it up in rank order (Li et al.,
-"Scaling Distributed Machine Learning with the Parameter Server", 2014, with a barrier in each step).
+Once a step, with the mean over all ranks. Servers compute a share of the batch like the other ranks. A server
+needs memory for the gradients of all ranks, dp / servers times the size of the model, and adds them up in
+rank order (Li et al., "Scaling Distributed Machine Learning with the Parameter Server", 2014, with a barrier
+in each step).
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.sharded import Sharded
-from meshloom.exchange.slices import move_into_flat, share_of
+from meshloom.exchange.slices import flatten_parameters, share_of
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 def open_server(setup: Setup) -> Exchange:
-    """As the plan's settings say."""
+    """The exchange with the plan's number of servers."""
     return Server(setup.dense, setup.group, num_servers=setup.plan.servers, **setup.bucket_settings)
 
 
 class Server(Sharded):
-    """The first `num_servers` ranks of `group` own everything, divided evenly by bytes; the others own
-    nothing."""
+    """The first `num_servers` ranks of `group` own all parameters, split evenly by bytes; the others own
+    none."""
 
     def __init__(
         self,
@@ -45,9 +46,11 @@ class Server(Sharded):
         num_servers: int,
         bucket_bytes: int,
         overlap: bool,
-        apart: Collection[str] = (),
+        replicated: Collection[str] = (),
     ) -> None:
-        super().__init__(named, group, num_servers, bucket_bytes=bucket_bytes, overlap=overlap, apart=apart)
+        super().__init__(
+            named, group, num_servers, bucket_bytes=bucket_bytes, overlap=overlap, replicated=replicated
+        )
         buckets = self._buckets.buckets
         is_server = group.rank < num_servers
         # [ranks, n] per bucket: where a server receives its share of everybody's gradients.
@@ -56,7 +59,7 @@ class Server(Sharded):
             for bucket in buckets
             if is_server
         ]
-        self._parameters = [move_into_flat(bucket) for bucket in buckets]
+        self._parameters = [flatten_parameters(bucket) for bucket in buckets]
 
     def publish(self) -> Steps[None]:
         yield from self._pull(self._parameters)
@@ -85,7 +88,7 @@ class Server(Sharded):
         yield from self._pull([whole])
 
     def _pull(self, flats: Sequence[Tensor]) -> Steps[None]:
-        """Everybody gets each server's share of tensors that are laid out like the buckets."""
+        """Every rank receives each server's share of tensors that have the buckets' layout."""
         servers = range(self._num_owners)
         works = [
             self._group.broadcast(share_of(flat, server, self._num_owners), server)

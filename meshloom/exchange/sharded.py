@@ -1,5 +1,5 @@
-"""What exchanges have in common in which elements have one owner each: some ranks own everything, divided
-evenly by bytes, and the others nothing."""
+"""Exchanges in which each element has one owner: the first ranks own all parameters, split evenly by bytes,
+and the other ranks own none."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, separate
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
-from meshloom.exchange.exchange import Exchange, Give, Slice
-from meshloom.exchange.slices import OwnedSlices, Used, give_bucket
+from meshloom.exchange.exchange import Emit, Exchange, Slice
+from meshloom.exchange.slices import OwnedSlices, UsedFlags, emit_bucket
 from meshloom.program.operators.fused_grad_accumulation import Room
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -31,7 +31,7 @@ class Sharded(Exchange):
         *,
         bucket_bytes: int,
         overlap: bool,
-        apart: Collection[str],
+        replicated: Collection[str],
         allocate: Callable[[Sequence[Extent]], list[Tensor]] = separate,
     ) -> None:
         self._group = group
@@ -43,10 +43,10 @@ class Sharded(Exchange):
             start=self._start,
             overlap=overlap,
             multiple=num_owners,
-            apart=apart,
+            replicated=replicated,
             allocate=allocate,
         )
-        self._used = Used(self._buckets.buckets, group)
+        self._used = UsedFlags(self._buckets.buckets, group)
         self._is_used: list[bool] = []
         self._mine = OwnedSlices(self._buckets.buckets, group.rank, num_owners)
         self._sums: list[Tensor] = []  # this rank's share of each bucket's sum, of the newest step
@@ -79,7 +79,7 @@ class Sharded(Exchange):
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
         self._buckets.start_rest()
         self._computed()
-        # Started here and not before: who has waited for it knows that nobody computes with the old
+        # Not started earlier: a rank that has waited for it knows that no rank computes with the old
         # parameters any more.
         self._works.append(self._used.start())
         yield
@@ -93,13 +93,13 @@ class Sharded(Exchange):
         yield from self._buckets.share_order(self._group)
         return self._mine.gradients(self._sums, self._is_used)
 
-    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
         is_used = iter(self._is_used)
-        # who owns nothing has no shares
+        # a rank that owns nothing has no shares
         for bucket, share in zip_longest(self._buckets.buckets, self._mine.shares(gradients, self._sums)):
             whole = torch.zeros_like(bucket.flat)
             yield from self._gather(whole, share)
-            yield from give_bucket(bucket, whole, is_used, give)
+            yield from emit_bucket(bucket, whole, is_used, emit)
 
     def expected_bytes(self) -> ExpectedBytes:
         flags = ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self._used.num_bytes))
@@ -107,20 +107,20 @@ class Sharded(Exchange):
 
     @abstractmethod
     def _start(self, bucket: Bucket) -> None:
-        """A bucket is complete on this rank: start to send its shares to their owners. Never waits."""
+        """A bucket is complete on this rank: starts to send its shares to their owners. Never waits."""
 
     def _computed(self) -> None:
-        """This rank has computed its chunks; nobody has updated anything yet."""
+        """This rank has computed its chunks; no rank has updated parameters yet."""
 
     @abstractmethod
     def _expected_bytes(self) -> ExpectedBytes:
-        """Of buckets and of parameters."""
+        """Bytes of gradients and parameters."""
 
     @abstractmethod
     def _add_up(self) -> list[Tensor]:
-        """This rank's share of each bucket's sum, once all that was started has been waited for."""
+        """This rank's share of each bucket's sum, after all started work has been waited for."""
 
     @abstractmethod
     def _gather(self, whole: Tensor, share: Tensor | None) -> Steps[None]:
-        """Make a flat tensor of zeros, laid out like a bucket, that of all owners' shares, of which this
-        rank's is `share`."""
+        """Fills a flat tensor of zeros with a bucket's layout with the shares of all owners; this rank's is
+        `share`."""

@@ -1,17 +1,17 @@
-"""One copy of the parameters for all replicas of a host: each rank updates its own slices where all others
-read them.
+"""One copy of the parameters for all replicas of a host: each rank updates its own slices in place, and all
+ranks read them.
 
                  gradients, each in its rank's window          parameters, in the window of rank 0
     rank 0       [ sum | ... | ... ]                           [ updated by 0 | updated by 1 | updated by 2 ]
-    rank 1       [ ... | sum | ... ]   each sums its slice            ^ read by all ranks
-    rank 2       [ ... | ... | sum ]   of everybody's
+    rank 1       [ ... | sum | ... ]   each rank sums its         ^ read by all ranks
+    rank 2       [ ... | ... | sum ]   slice over all ranks
 
-Nothing is sent. Two meetings per step keep readers and writers apart: nobody updates before all ranks have
-computed their chunks (the end of `Exchange.finish`, where they count who used which parameter), and nobody
-reads before all have updated (`publish`).
+Nothing is sent. Two barriers a step keep readers and writers apart: no rank updates before all ranks have
+computed their chunks (the end of `Exchange.finish`, where flags are all-reduced), and no rank reads before
+all have updated (`publish`).
 
-With a copy each, what a training forward does to a parameter happens once on every replica. With one copy it
-would happen as many times as there are replicas, so it is an error.
+With separate copies, a training forward that writes a parameter does so once on every replica. With one copy
+the write would happen once per replica to the same memory, so it is an error.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, Windows, in_window, window_bytes
 from meshloom.core.errors import TrainingError
 from meshloom.exchange.buckets.buckets import Bucket
-from meshloom.exchange.copies import Copies, extent_of
+from meshloom.exchange.copies import ParameterCopies, extent_of
 from meshloom.telemetry.traffic import ExpectedBytes
 
 BITS_EVERY = 100  # steps between comparisons of all bits before and after a step's chunks
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class OneForAll(Copies):
-    """All ranks' parameters lie in the window of rank 0.
+class SharedCopy(ParameterCopies):
+    """The parameters of all ranks, in the window of rank 0.
 
-    group: the replicas, for meetings; `windows` is the same group. frozen: parameters that nobody updates, by
-    name, which lie there too. Every rank has equal values when this is made, and writes its share of them.
-    All ranks make it together.
+    group: the replicas, for barriers; `windows` is the same group. frozen: parameters that are not trained,
+    by name; they are stored there too. All ranks construct it together, with equal values, and each writes
+    its share of them.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class OneForAll(Copies):
             if number % group.size == group.rank:
                 place.copy_(parameter.data)
             parameter.data = place
-        self._untouched = Untouched(
+        self._untouched = WriteDetector(
             [(entry.name, entry.parameter) for bucket in buckets for entry in bucket.entries] + list(frozen)
         )
 
     @property
-    def is_one(self) -> bool:
+    def is_shared(self) -> bool:
         return True
 
     def open(self) -> Steps[None]:
@@ -99,29 +99,29 @@ class OneForAll(Copies):
         work.wait()
 
 
-class Untouched:
-    """Finds out that somebody other than the owners wrote a parameter.
+class WriteDetector:
+    """Detects writes to parameters by anything but the owners' updates.
 
-    What torch sees being written in place counts in a tensor's version, which is looked at in every step.
-    What goes around that (`.data`) is found by comparing bits before and after the chunks of every hundredth
-    step. No rank updates in between, so every change seen there is a mistake.
+    In-place writes that torch sees count in a tensor's version, which is checked in every step. Others
+    (`.data`) are found by comparing bits before and after the chunks of every hundredth step. No rank updates
+    in between, so every change seen there is an error.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._named = list(named)
-        self._versions: list[int] = []  # after the newest update
+        self._versions: list[int] = []  # after the last update
         self._bits: list[int] = []  # before the chunks, in steps in which they are compared
         self._steps = 0
 
     def begin_step(self) -> None:
-        """What is written before the first step (a checkpoint that is loaded) is everybody's."""
+        """Writes before the first step (loading a checkpoint) are allowed."""
         if not self._versions:
             self.note()
         self._bits = [_sum_of_bits(each) for _, each in self._named] if self._steps % BITS_EVERY == 0 else []
         self._steps += 1
 
     def check(self) -> None:
-        """Raise `TrainingError` naming the first parameter that was written since."""
+        """Raises `TrainingError` with the first parameter that was written since."""
         for (name, parameter), version in zip(self._named, self._versions, strict=True):
             if parameter._version != version:
                 raise _written(name)
@@ -130,14 +130,14 @@ class Untouched:
                 raise _written(name)
 
     def note(self) -> None:
-        """The owners have written."""
+        """Accepts the owners' updates."""
         self._versions = [each._version for _, each in self._named]
 
 
 def _written(name: str) -> TrainingError:
     return TrainingError(
         f"{name} was changed outside the optimizer (in a forward, a hook or between steps), and all replicas of this host have one copy of it: the change "
-        "would be made once by each. Leave it to the optimizer, compute the changed value anew in forward, or let ranks talk over Gloo (--transport gloo), "
+        "would be made once by each. Leave it to the optimizer, compute the changed value anew in forward, or let ranks communicate over Gloo (--transport gloo), "
         "where every replica has a copy of its own."
     )
 

@@ -1,4 +1,4 @@
-"""Buckets divided evenly over owners: which elements of which parameters each of them has.
+"""Buckets split evenly over owners: which elements of which parameters each owner has.
 
 bucket       | head.weight   | head.bias | blocks.1...        | padding |
 3 owners     | owner 0           | owner 1          | owner 2           |
@@ -14,12 +14,12 @@ from torch import Tensor
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets.buckets import Bucket
-from meshloom.exchange.exchange import Give, Slice
+from meshloom.exchange.exchange import Emit, Slice
 
 
 class OwnedSlices:
-    """What one owner has of buckets whose lengths are multiples of `num_owners`; nothing if `owner` is none
-    of them."""
+    """The slices that one owner has of buckets whose lengths are multiples of `num_owners`; none if `owner`
+    is not one of them."""
 
     def __init__(self, buckets: Sequence[Bucket], owner: int, num_owners: int) -> None:
         self.slices: list[Slice] = []
@@ -40,15 +40,16 @@ class OwnedSlices:
                 number += 1
 
     def gradients(self, shares: Sequence[Tensor], is_used: Sequence[bool]) -> list[Tensor | None]:
-        """Of each slice, its elements of the owner's share [n] of each bucket; None if the parameter is not
-        used. is_used: of every entry."""
+        """The gradient of each slice, from the owner's share [n] of each bucket; None if the parameter was
+        not used. is_used: of every entry."""
         return [
             shares[index][start:stop] if is_used[number] else None
             for index, start, stop, number in self._positions
         ]
 
     def shares(self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
-        """The inverse: the owner's share of each bucket, as those in `like`, zero elsewhere."""
+        """The inverse: the owner's share of each bucket, shaped like those in `like`, zero where there is no
+        slice."""
         shares = [torch.zeros_like(each) for each in like]
         for each, (index, start, stop, _) in zip(gradients, self._positions, strict=True):
             if each is not None:
@@ -56,8 +57,8 @@ class OwnedSlices:
         return shares
 
 
-class Used:
-    """Which parameters of some buckets any rank has used in a step."""
+class UsedFlags:
+    """Which parameters of some buckets were used on any rank in a step."""
 
     def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:
         self._entries = [entry for bucket in buckets for entry in bucket.entries]
@@ -65,38 +66,38 @@ class Used:
         self._flags = torch.zeros(len(self._entries), dtype=torch.uint8, device=buckets[0].flat.device)
 
     def start(self) -> Work:
-        """Tell the other ranks what has arrived here."""
+        """Starts to sum the flags of the gradients that have arrived here."""
         self._flags.copy_(torch.tensor([entry.arrived for entry in self._entries], dtype=torch.uint8))
         return self._group.all_reduce(self._flags, "max")
 
     def found(self) -> list[bool]:
-        """Of every entry, once what `start` returned has been waited for."""
+        """Whether each entry was used, after the work that `start` returned."""
         return [bool(each) for each in self._flags.tolist()]
 
     @property
     def num_bytes(self) -> int:
-        """That a step hands to all_reduce."""
+        """Bytes handed to all_reduce in a step."""
         return self._flags.numel()
 
 
 def share_of(flat: Tensor, owner: int, num_owners: int) -> Tensor:
-    """An owner's share [n] of what is laid out like a bucket [num_owners * n]."""
+    """An owner's share [n] of a tensor with a bucket's layout [num_owners * n]."""
     length = flat.numel() // num_owners
     return flat[owner * length : (owner + 1) * length]
 
 
-def give_bucket(bucket: Bucket, flat: Tensor, is_used: Iterator[bool], give: Give) -> Steps[None]:
-    """Give the whole gradients in a flat one that is laid out like `bucket`. is_used: of every entry,
-    beginning with its first."""
+def emit_bucket(bucket: Bucket, flat: Tensor, is_used: Iterator[bool], emit: Emit) -> Steps[None]:
+    """Passes the gradients in a flat tensor with the layout of `bucket` to `emit`. is_used: an iterator over
+    all entries, at the first one of this bucket."""
     for entry in bucket.entries:
-        yield from give(
+        yield from emit(
             entry.name, flat[entry.start : entry.stop].view(entry.parameter.shape) if next(is_used) else None
         )
 
 
-def move_into_flat(bucket: Bucket) -> Tensor:
-    """A bucket of the parameters' values, which the parameters then share. Their shapes, names and identity
-    stay."""
+def flatten_parameters(bucket: Bucket) -> Tensor:
+    """A flat tensor of the values of a bucket's parameters, which become views of it. Their shapes, names and
+    identity stay."""
     flat = torch.zeros_like(bucket.flat)
     for entry in bucket.entries:
         view = flat[entry.start : entry.stop].view(entry.parameter.shape)

@@ -1,13 +1,13 @@
-"""Gradients of few rows (`nn.Embedding(sparse=True)`) travel as the rows' numbers and values, or dense where
+"""Gradients with few rows (`nn.Embedding(sparse=True)`) are sent as row indices and values, or dense where
 that is shorter.
 
-    rank 0    rows 7, 2       values [2, width]       counts: 2, 1, 0   (all ranks learn them first, and so decide alike)
+    rank 0    rows 7, 2       values [2, width]       counts: 2, 1, 0   (exchanged first, so that all ranks decide the same)
     rank 1    row  7          values [1, width]       sum: row 2 of rank 0, row 7 of rank 0 + that of rank 1
     rank 2    not used
 
-Every rank gets all rows and adds them up in the order of ranks, so the sum has the same bits everywhere.
-Which rows were used is part of the gradient, also where a row's values are 0: an optimizer such as SparseAdam
-updates those rows and no others. All other parameters are left to another exchange.
+Every rank gathers all rows and adds them up in rank order, so the sum has the same bits on all ranks. Which
+rows were used is part of the gradient, even where a row's values are 0: an optimizer such as SparseAdam
+updates exactly those rows. All other parameters are left to another exchange.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import TrainingError
-from meshloom.exchange.exchange import Exchange, Give, Slice
+from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 NOT_USED = -1
 
 
 class WithSparse(Exchange):
-    """`inner` for dense gradients; those of `named` are sparse, with one sparse dim: the first.
+    """`inner` for dense gradients; those of `named` are sparse, with one sparse dim, the first.
 
-    group: the replicas; None: this replica agrees with itself alone. Where `inner` has owners, each owns an
-    even share of the elements of `named` too. kept: of whose gradients the optimizer wants to see the sparse
-    form, by name: `finish` gives these as sparse tensors, of the parameter's shape where all of it is owned,
-    else of one dim. insisted: where it takes no other, so that a dense gradient is an error.
+    group: the replicas; None: there is one. Where `inner` has owners, each also owns an even share of the
+    elements of `named`. kept: names of parameters whose optimizer takes sparse gradients. `finish` returns
+    those as sparse tensors, of the parameter's shape where all of it is owned, else of one dim. sparse_only:
+    names of those whose optimizer takes no others, so that a dense gradient is an error.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class WithSparse(Exchange):
         group: Group | None,
         *,
         kept: Collection[str],
-        insisted: Collection[str],
+        sparse_only: Collection[str],
     ) -> None:
         self._inner, self._named, self._group = inner, list(named), group
-        self._kept, self._insisted = frozenset(kept), frozenset(insisted)
+        self._kept, self._sparse_only = frozenset(kept), frozenset(sparse_only)
         self._num_owners = inner.num_owners
         here = group.rank if group is not None and inner.owners is not None else 0
         self._shares = [
@@ -74,7 +74,7 @@ class WithSparse(Exchange):
 
     @property
     def one_copy(self) -> bool:
-        assert not self._inner.one_copy, "what is updated by rows is each replica's own"
+        assert not self._inner.one_copy, "parameters with sparse gradients are not shared"
         return False
 
     def open(self) -> Steps[None]:
@@ -98,7 +98,7 @@ class WithSparse(Exchange):
 
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
         for _, parameter in self._named:
-            self.gradient_ready(parameter)  # one that nobody called ready
+            self.gradient_ready(parameter)  # if it was not reported as ready
         mine = [self._add_up(name, parameter) for name, parameter in self._named]
         self._arrived = {id(parameter): [] for _, parameter in self._named}
         dense = yield from self._inner.finish(weight)
@@ -124,10 +124,10 @@ class WithSparse(Exchange):
         for work in works:
             work.wait()
 
-    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
-        yield from self._inner.each_gradient(gradients[: len(gradients) - len(self._mine)], give)
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
+        yield from self._inner.each_gradient(gradients[: len(gradients) - len(self._mine)], emit)
         for name, total in self._whole.items():
-            yield from give(name, total if total is None or name in self._kept else total.to_dense())
+            yield from emit(name, total if total is None or name in self._kept else total.to_dense())
 
     def expected_bytes(self) -> ExpectedBytes:
         return self._inner.expected_bytes() + ExpectedBytes(so_far=Traffic({"dp": dict(self._sent)}))
@@ -135,17 +135,17 @@ class WithSparse(Exchange):
     def notes(self) -> list[str]:
         if self._group is None:
             return []
-        # What a dense exchange would take, and a flag per row.
+        # the bytes of a dense exchange with a flag per row
         most = sum(8 + len(each) * (_width(each) + 1) * each.element_size() for _, each in self._named)
         return [
-            f"Embeddings with sparse=True send the rows that a step uses, so what that takes is known afterwards only (at most {most:,} bytes of gradients "
-            "a step): the predicted bytes at the end are computed from the rows that there were."
+            f"Embeddings with sparse=True send the rows that a step uses, so the bytes are known only afterwards (at most {most:,} bytes of gradients "
+            "a step): the predicted bytes at the end are computed from the rows that were used."
         ]
 
     def _add_up(self, name: str, parameter: nn.Parameter) -> Tensor | None:
-        """This replica's gradient over all chunks, each row once, in order."""
+        """This replica's gradient over all chunks, with each row once, in order."""
         arrived = self._arrived[id(parameter)]
-        if name in self._insisted and any(each.layout == torch.strided for each in arrived):
+        if name in self._sparse_only and any(each.layout == torch.strided for each in arrived):
             raise TrainingError(
                 f"The gradient of {name} is dense, and its optimizer (SparseAdam) takes sparse ones only. Give it a dense optimizer such as Adam, or use "
                 "the parameter in nn.Embedding(sparse=True) alone, not also as another layer's weight."
@@ -162,7 +162,7 @@ class WithSparse(Exchange):
         )
 
     def _sum(self, mine: Sequence[Tensor | None], group: Group) -> Steps[list[Tensor | None]]:
-        """Of all ranks, the same bits on each."""
+        """The sum over all ranks, with the same bits on each."""
         device = self._named[0][1].device
         counts = torch.tensor(
             [NOT_USED if each is None else each.values().shape[0] for each in mine],
@@ -203,13 +203,13 @@ class WithSparse(Exchange):
             return None
         if owned.name not in self._kept:
             return total.to_dense().reshape(-1)[owned.start : owned.stop]
-        if owned.whole:
+        if owned.is_full:
             return total.clone()  # clipping scales it, and `each_gradient` is before that
         width = _width(owned.parameter)
         at = (total.indices()[0][:, None] * width + torch.arange(width, device=total.device)).reshape(-1)
         inside = (at >= owned.start) & (at < owned.stop)
         values = total.values().reshape(-1)[inside]
-        # Not marked as coalesced, although it is: adding such a one of one dim to a view, torch 2.13 writes
+        # Not marked as coalesced, although it is: when adding such a tensor of one dim to a view, torch 2.13 writes
         # beyond the view (twice its offset).
         return torch.sparse_coo_tensor(
             (at[inside] - owned.start)[None], values, (owned.stop - owned.start,), check_invariants=False
@@ -217,7 +217,7 @@ class WithSparse(Exchange):
 
 
 class _Rows:
-    """A sum that is gathered as rows; what a rank has fewer than the others is filled up."""
+    """A sum that is gathered as rows, padded to the largest number of rows of a rank."""
 
     def __init__(
         self, mine: Tensor | None, parameter: nn.Parameter, counts: Sequence[int], group: Group
@@ -251,7 +251,7 @@ class _Rows:
 
 
 class _Dense:
-    """A sum over all rows, with a column that says which of them any rank has used."""
+    """A sum over all rows, with a column of flags: which rows were used on any rank."""
 
     def __init__(self, mine: Tensor | None, parameter: nn.Parameter, group: Group) -> None:
         self._parameter = parameter
@@ -283,7 +283,7 @@ def _width(parameter: Tensor) -> int:
 
 
 def _of_rows(gradient: Tensor) -> Tensor:
-    """Coalesced, with one sparse dim. A dense gradient's rows of zeros count as not used."""
+    """The gradient coalesced, with one sparse dim. Rows of zeros of a dense gradient count as not used."""
     if gradient.layout != torch.strided and gradient.sparse_dim() == 1:
         return gradient.coalesce()
     dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
@@ -291,5 +291,5 @@ def _of_rows(gradient: Tensor) -> Tensor:
 
 
 def _coalesced(rows: Tensor, values: Tensor, parameter: Tensor) -> Tensor:
-    """The sum of rows [n] with values [n, ...] as a gradient of the parameter."""
+    """The gradient with the sum of rows [n] with values [n, ...]."""
     return torch.sparse_coo_tensor(rows[None], values, parameter.shape, check_invariants=False).coalesce()

@@ -1,5 +1,5 @@
-"""Every replica receives one dp-th of the summed gradients, owns and updates that, and the others get to see
-it (ZeRO-1).
+"""ZeRO-1: every replica receives one dp-th of the summed gradients, updates the parameters that belong to it,
+and gathers the others.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
     stage 1.
@@ -9,7 +9,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
     rank 1       [ ... | sum | ... ]          [ <------ | updated | <-------- ]
     rank 2       [ ... | ... | sum ]          [ <---------------- | updated   ]
 
-On one host there may be one bucket of parameters for all ranks, and nothing is gathered (`shared.py`).
+Ranks of one host may share one bucket of parameters; then nothing is gathered (`shared.py`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets.buckets import Bucket
-from meshloom.exchange.copies import Copies, OneEach, segment
+from meshloom.exchange.copies import ParameterCopies, SeparateCopies, segment
 from meshloom.exchange.sharded import Sharded
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class ZeroOne(Sharded):
-    """Gradients are reduce-scattered over `group`; where parameters lie and how updates become visible,
-    `copies` knows.
+    """Reduce-scatters gradients over `group`. `copies` says where parameters lie and how updates become
+    visible.
 
-    windows: `group`, if its ranks can have memory in common. Then, and where the group works in place,
-        gradients are summed where they lie, a rank's share in its place.
-    copies: makes the home of the parameters, of the gradients' buckets and the group.
+    windows: `group`, if its ranks can share memory. In that case, and where the group works in place,
+    gradients are summed in place.
+
+    copies: builds the storage of the parameters, from the gradients' buckets and the group.
     """
 
     def __init__(
@@ -44,9 +45,9 @@ class ZeroOne(Sharded):
         *,
         bucket_bytes: int,
         overlap: bool,
-        apart: Collection[str] = (),
+        replicated: Collection[str] = (),
         windows: Windows | None = None,
-        copies: Callable[[Sequence[Bucket], Group], Copies] = OneEach,
+        copies: Callable[[Sequence[Bucket], Group], ParameterCopies] = SeparateCopies,
     ) -> None:
         allocate = allocation(windows, group.rank)
         super().__init__(
@@ -55,7 +56,7 @@ class ZeroOne(Sharded):
             group.size,
             bucket_bytes=bucket_bytes,
             overlap=overlap,
-            apart=apart,
+            replicated=replicated,
             allocate=allocate,
         )
         shares = [segment(bucket.flat, group) for bucket in self._buckets.buckets]
@@ -66,7 +67,7 @@ class ZeroOne(Sharded):
 
     @property
     def one_copy(self) -> bool:
-        return self._copies.is_one
+        return self._copies.is_shared
 
     def open(self) -> Steps[None]:
         yield from self._copies.open()

@@ -144,7 +144,7 @@ def _slices(
         if local is not None and slice_.parameter is local:
             # A slice that is all of its parameter keeps the shape, so that a 0-dim parameter's state looks the
             # same everywhere.
-            data = slice_.data().view(local.shape) if slice_.whole else slice_.data()
+            data = slice_.data().view(local.shape) if slice_.is_full else slice_.data()
             target = nn.Parameter(data, requires_grad=local.requires_grad) if exchange.owners else local
             targets[index] = target
             over = shards if name in shards.pieces else None

@@ -15,11 +15,11 @@ from meshloom.core.job import NamedParameters
 @dataclass(frozen=True, kw_only=True)
 class Sparse:
     """names: of parameters whose gradients are of few rows. kept: of those, whose optimizers see them so.
-    insisted: that take no others."""
+    sparse_only: that take no others."""
 
     names: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
-    insisted: frozenset[str] = frozenset()
+    sparse_only: frozenset[str] = frozenset()
 
 
 def sparse_parameters(model: nn.Module, named: NamedParameters, optimizers: Sequence[Optimizer]) -> Sparse:
@@ -46,7 +46,7 @@ def sparse_parameters(model: nn.Module, named: NamedParameters, optimizers: Sequ
         kept=frozenset(
             name for name, optimizer in owner.items() if optimizer is not None and _takes_rows(optimizer)
         ),
-        insisted=frozenset(name for name, optimizer in owner.items() if isinstance(optimizer, SparseAdam)),
+        sparse_only=frozenset(name for name, optimizer in owner.items() if isinstance(optimizer, SparseAdam)),
     )
 
 

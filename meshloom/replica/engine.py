@@ -23,7 +23,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.job import LossFunction, NamedParameters
 from meshloom.core.mesh import Axis
 from meshloom.data.chunks import Chunk
-from meshloom.exchange.exchange import Exchange, Give
+from meshloom.exchange.exchange import Exchange, Emit
 from meshloom.optimizer.sparse_parameters import Sparse
 from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.recorder import Recorder
@@ -96,7 +96,7 @@ class Engine(ABC):
         their owners' values."""
 
     @abstractmethod
-    def gather(self, mine: Callable[[Give], Steps[None]], take: TakeTensor) -> Steps[None]:
+    def gather(self, mine: Callable[[Emit], Steps[None]], take: TakeTensor) -> Steps[None]:
         """Gather full tensors on the replica's first rank, where `take` receives them one after another; None
         where the owner has none.
 

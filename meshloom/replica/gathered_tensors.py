@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshloom.checkpoint.tensor_file import Stream, TensorEntry, widest_first
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.exchange.exchange import Give
+from meshloom.exchange.exchange import Emit
 from meshloom.parameters.model import state_of
 from meshloom.parameters.pipeline_ownership import PipelineOwnership
 from meshloom.parameters.shards import Shards
@@ -30,12 +30,12 @@ class GatheredTensors:
         self._gathered = self._sent = 0  # bytes along tp, along pp
         self._moves = tp is None or tp.rank == 0  # whether this rank sends along pp
 
-    def gather(self, mine: Callable[[Give], Steps[None]], take: TakeTensor) -> Steps[None]:
+    def gather(self, mine: Callable[[Emit], Steps[None]], take: TakeTensor) -> Steps[None]:
         """As `Engine.gather`."""
         tensors = state_of(self._model)
         names, moves = list(tensors), self._moves
 
-        def give(name: str, tensor: Tensor | None) -> Steps[None]:
+        def emit(name: str, tensor: Tensor | None) -> Steps[None]:
             if not self._ownership.owns(name):
                 return
             if tensor is not None:
@@ -63,7 +63,7 @@ class GatheredTensors:
             work.wait()
             return tensor
 
-        yield from mine(give)
+        yield from mine(emit)
         if moves and self._pp.rank:
             yield from tell(-1, 0)
         for sender in range(1, self._pp.size) if moves and self._pp.rank == 0 else ():

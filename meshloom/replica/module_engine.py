@@ -18,7 +18,7 @@ from meshloom.core.job import Job, LossFunction, NamedParameters, as_sum
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
-from meshloom.exchange.exchange import Exchange, Give
+from meshloom.exchange.exchange import Emit, Exchange
 from meshloom.optimizer.sparse_parameters import Sparse, sparse_parameters
 from meshloom.parameters.model import trainable
 from meshloom.parameters.shards import Shards
@@ -103,13 +103,13 @@ class ModuleEngine(Engine):
         return
         yield
 
-    def gather(self, mine: Callable[[Give], Steps[None]], take: TakeTensor) -> Steps[None]:
-        def give(name: str, tensor: Tensor | None) -> Steps[None]:
+    def gather(self, mine: Callable[[Emit], Steps[None]], take: TakeTensor) -> Steps[None]:
+        def emit(name: str, tensor: Tensor | None) -> Steps[None]:
             take(name, tensor)
             return
             yield
 
-        yield from mine(give)
+        yield from mine(emit)
 
     def weights(self) -> dict[str, Any]:
         return self._model.state_dict()

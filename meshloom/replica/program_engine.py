@@ -31,7 +31,7 @@ from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
-from meshloom.exchange.exchange import Exchange, Give
+from meshloom.exchange.exchange import Emit, Exchange
 from meshloom.optimizer.sparse_parameters import Sparse, refuse_sparse_adam
 from meshloom.parameters.pipeline_ownership import PipelineOwnership
 from meshloom.parameters.replica_check import first_difference_in_replica
@@ -219,7 +219,7 @@ class ProgramEngine(Engine):
     def refresh_borrowed(self) -> Steps[None]:
         yield from self.ownership.lend(self._parameters)
 
-    def gather(self, mine: Callable[[Give], Steps[None]], take: TakeTensor) -> Steps[None]:
+    def gather(self, mine: Callable[[Emit], Steps[None]], take: TakeTensor) -> Steps[None]:
         yield from self._gathered.gather(mine, take)
 
     def weights(self) -> Stream:

@@ -257,9 +257,9 @@ class Replica:
             return Alone(self.named)
         sparse = self.engine.sparse(made.optimizers)
         setup = Setup(
-            plan=self.plan, named=self.named, frozen=self.frozen, group=self.replicas, apart=self.engine.replicated,
+            plan=self.plan, named=self.named, frozen=self.frozen, group=self.replicas, replicated=self.engine.replicated,
             windows=windows_of(self.replicas) if self.seat.device.type == "cpu" else None,
             may_share=lambda: self._share and not sparse.names and not why_separate(made, self.named),
-            sparse=sparse.names, kept=sparse.kept, insisted=sparse.insisted,
+            sparse=sparse.names, kept=sparse.kept, sparse_only=sparse.sparse_only,
         )  # fmt: skip
         return setup.open()

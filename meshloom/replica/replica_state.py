@@ -15,7 +15,7 @@ from meshloom.checkpoint.resuming import Loader, check_together, hand_over, open
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError, TrainingError
-from meshloom.exchange.exchange import Give
+from meshloom.exchange.exchange import Emit
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
 from meshloom.optimizer.state_pieces import STATE
 from meshloom.parameters.model import state_of
@@ -87,9 +87,9 @@ def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Step
     on
     the replica's first rank."""
 
-    def mine(give: Give) -> Steps[None]:
+    def mine(emit: Emit) -> Steps[None]:
         for name, tensor in held(state_of(replica.model).items()).items():
-            yield from give(name, tensor.detach())
+            yield from emit(name, tensor.detach())
 
     yield from replica.engine.gather(mine, cast(Any, take))
 
@@ -107,8 +107,8 @@ def each_gradient(
     """Gather the averaged gradient of every trainable parameter; `take` receives the full tensors one after
     another on the replica's first rank."""
 
-    def mine(give: Give) -> Steps[None]:
-        yield from replica.exchange.each_gradient(found.of_owned, give)
+    def mine(emit: Emit) -> Steps[None]:
+        yield from replica.exchange.each_gradient(found.of_owned, emit)
 
     yield from replica.engine.gather(mine, take)
 

@@ -1,1 +1,1 @@
-"""Gradients in flat buckets, and how their mean is made: exactly, or compressed."""
+"""Gradients in flat buckets, and how their mean is computed: exactly, or compressed."""

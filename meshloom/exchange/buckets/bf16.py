@@ -1,7 +1,7 @@
-"""Gradients travel as bfloat16: half the bytes of float32, 8 bits of mantissa, the same range.
+"""Gradients are sent as bfloat16: half the bytes of float32, 8 bits of mantissa, the same range.
 
-Each rank rounds what it sends, and sums are rounded on the way. What rounding loses is lost: errors of single
-steps have no direction.
+Each rank rounds what it sends, and sums are rounded on the way. There is no error feedback: rounding errors
+of single steps have no direction.
 """
 
 from __future__ import annotations

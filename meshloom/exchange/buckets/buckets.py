@@ -1,12 +1,10 @@
-"""Gradients gathered into flat buckets, each of which may travel as soon as it and those before it are
-complete.
+"""Gradients in flat buckets, each of which can be sent as soon as it and those before it are complete.
 
     backward ->  head.weight  blocks.1...   | blocks.0...            | embedding.weight
-                 bucket 0: complete, travels  bucket 1: filling        bucket 2: empty
+                 bucket 0: complete, sent     bucket 1: filling        bucket 2: empty
 
-All ranks start buckets in one order, or collectives would not match: reverse order of the model's parameters
-in the
-first step, then the order in which rank 0's backward completed them.
+All ranks start buckets in one order, or collectives would not match: in the first step the reverse order of
+the model's parameters, then the order in which rank 0's backward completed them.
 """
 
 from __future__ import annotations
@@ -35,14 +33,14 @@ class BucketEntry:
     parameter: nn.Parameter
     start: int
     stop: int
-    arrived: bool = False  # a gradient came in this step
-    counted: bool = False  # it came in the last chunk
+    arrived: bool = False  # a gradient arrived in this step
+    counted: bool = False  # it arrived in the last chunk
 
 
 @dataclass
 class Bucket:
-    """One flat piece of gradients: `length` elements, zero-padded to the length of `flat`. number: its place
-    in `GradientBuckets.buckets`."""
+    """A flat tensor of gradients: `length` elements, padded with zeros to the length of `flat`. number: its
+    index in `GradientBuckets.buckets`."""
 
     number: int
     entries: list[BucketEntry]
@@ -63,16 +61,15 @@ class Bucket:
 
 
 class GradientBuckets:
-    """Adds up gradients chunk by chunk, and hands each complete bucket to `start`, in one order on all ranks.
+    """Accumulates gradients over chunks and passes each complete bucket to `start`, in one order on all
+    ranks.
 
-    named: the trainable parameters. bucket_bytes: size at which a bucket is closed. multiple: the length of
-        every
-    bucket is a multiple of it. num_extra: of the number of entries, how many elements to add for the
-    exchange's own use.
-    overlap: start buckets during the last chunk's backward, or only in `start_rest`. apart: names of
-    parameters that share no bucket with others: those that other groups of ranks hold too, and lay out alike,
-    so that the same sums and updates come out bit by bit.
-    allocate: makes the buckets' flat tensors, of zeros.
+    named: the trainable parameters. bucket_bytes: the size at which a bucket is closed. multiple: every
+    bucket's length is a multiple of it. num_extra: of the number of entries, the number of elements added for
+    the exchange's own use. overlap: start buckets during the last chunk's backward, not only in `start_rest`.
+    replicated: names of parameters that are replicated over other groups of ranks. They share no bucket with
+    others, so that their buckets have the same layout in all groups and sums and updates have the same bits.
+    allocate: allocates the buckets' flat tensors, filled with zeros.
     """
 
     def __init__(
@@ -84,10 +81,10 @@ class GradientBuckets:
         overlap: bool = True,
         multiple: int = 1,
         num_extra: Callable[[int], int] = lambda num_entries: 0,
-        apart: Collection[str] = (),
+        replicated: Collection[str] = (),
         allocate: Callable[[Sequence[Extent]], list[Tensor]] = separate,
     ) -> None:
-        grouped = _group(named, bucket_bytes, apart)
+        grouped = _group(named, bucket_bytes, replicated)
         flats = allocate([_extent(entries, multiple, num_extra(len(entries))) for entries in grouped])
         self.buckets = [
             _bucket(number, entries, flat)
@@ -107,7 +104,7 @@ class GradientBuckets:
         self._order_shared = False
 
     def begin_step(self) -> None:
-        """Forget all gradients; nothing is written until one arrives."""
+        """Discards all gradients; buckets are not written before one arrives."""
         for bucket in self.buckets:
             bucket.missing, bucket.started = len(bucket.entries), False
             for entry in bucket.entries:
@@ -116,11 +113,11 @@ class GradientBuckets:
         self._completed, self._next, self._last_chunk = [], 0, False
 
     def begin_last_chunk(self) -> None:
-        """From now on a complete bucket may start."""
+        """From now on complete buckets may start."""
         self._last_chunk = True
 
     def room(self, parameter: Tensor) -> Room | None:
-        """The parameter's place in its bucket; None if it has none, or the bucket was sent."""
+        """The parameter's place in its bucket; None if it has none, or the bucket has been sent."""
         place = self._place.get(id(parameter))
         if place is None or place[0].started:
             return None
@@ -128,13 +125,13 @@ class GradientBuckets:
         return Room(tensor=view, filled=entry.arrived)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Move `parameter.grad` into its bucket, if there is one and it is not there already; in the last
-        chunk, nothing more comes after that."""
+        """Moves `parameter.grad`, if there is one, into its bucket, unless it is there already. In the last
+        chunk the gradient is then complete."""
         bucket, entry, view = self._place[id(parameter)]
         if parameter.grad is not None:
             if bucket.started:
                 raise TrainingError(
-                    f"The gradient of {entry.name} came a second time after it had been sent (re-entrant checkpointing does this). "
+                    f"The gradient of {entry.name} arrived again after it had been sent (re-entrant checkpointing does this). "
                     "Use overlap=false in the plan."
                 )
             _add(parameter.grad, view, to_what_arrived=entry.arrived)
@@ -149,8 +146,8 @@ class GradientBuckets:
                     self._start_complete()
 
     def start_rest(self) -> None:
-        """Start every bucket that has not started, with gradients that nobody called ready; what got none is
-        zero."""
+        """Starts all other buckets, with gradients that were not reported as ready; those without gradient
+        are zero."""
         for bucket in self.buckets:
             for entry in bucket.entries:
                 self.gradient_ready(entry.parameter) if entry.parameter.grad is not None else None
@@ -158,7 +155,7 @@ class GradientBuckets:
             self._start_next()
 
     def share_order(self, group: Group) -> Steps[None]:
-        """Once, after the first step: adopt the order in which rank 0's backward completed the buckets."""
+        """After the first step, once: adopts the order in which rank 0's backward completed the buckets."""
         if self._order_shared:
             return
         self._order_shared = True
@@ -173,7 +170,7 @@ class GradientBuckets:
         self._order = decided.tolist()
 
     def expected_bytes(self) -> ExpectedBytes:
-        """Of `share_order`."""
+        """Bytes of `share_order`."""
         return ExpectedBytes(once=Traffic.along("dp", broadcast=8 * len(self.buckets)))
 
     def _start_complete(self) -> None:
@@ -191,9 +188,9 @@ class GradientBuckets:
 
 
 def _add(gradient: Tensor, view: Tensor, *, to_what_arrived: bool) -> None:
-    # A gradient itself requires none, so nothing here is recorded.
+    # Gradients require no gradient, so autograd records nothing here.
     if gradient is view:
-        return  # it was computed there, on top of what had arrived
+        return  # it was accumulated in place
     if to_what_arrived:
         view.add_(gradient)
     elif gradient.layout == torch.strided:
@@ -203,13 +200,13 @@ def _add(gradient: Tensor, view: Tensor, *, to_what_arrived: bool) -> None:
 
 
 def _group(
-    named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int, apart: Collection[str]
+    named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int, replicated: Collection[str]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters in reverse order, cut into buckets of one dtype and device each."""
+    """The parameters in reverse order, in buckets of one dtype and device each."""
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[list[tuple[str, nn.Parameter]]]] = {}
     filled: dict[tuple[torch.dtype, torch.device, bool], int] = {}
     for name, parameter in reversed(named):
-        kind = (parameter.dtype, parameter.device, name in apart)
+        kind = (parameter.dtype, parameter.device, name in replicated)
         groups = kinds.setdefault(kind, [])
         limit = min(bucket_bytes, FIRST_BUCKET_BYTES) if len(groups) == 1 else bucket_bytes
         if not groups or filled[kind] >= limit:

@@ -1,13 +1,13 @@
-"""What compression left out of a gradient is kept, and added to the next one, so that it arrives late but is
-not lost.
+"""Error feedback: what compression drops from a gradient is added to the next one, so that it arrives late
+but is not lost.
 
 Source: Seide et al., "1-bit stochastic gradient descent" (2014); Karimireddy et al., "Error feedback fixes
     SignSGD" (2019).
 
     sent + error  =  gradient + error of the step before            on each rank, for each element
 
-A parameter that no rank used in a step takes no update in it, so its error waits. Errors are what this rank's
-own share left out; they differ between ranks and are not part of a checkpoint.
+The error of a parameter that no rank used in a step is kept for the next one. Errors are those of this rank's
+own contribution; they differ between ranks and are not part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ErrorFeedback:
         self._used: list[list[bool]] = []
 
     def begin(self, buckets: Sequence[Bucket], divisor: float, group: Group) -> Steps[None]:
-        """Add up the flags, and let each bucket be this rank's share of the mean (its gradients over
-        `divisor`) plus its errors."""
+        """All-reduces the flags, and turns each bucket into this rank's contribution to the mean (its
+        gradients over `divisor`) plus its errors."""
         works = [group.all_reduce(bucket.flat[bucket.length :]) for bucket in buckets]
         if not self._errors:
             self._errors = [torch.zeros_like(bucket.flat[: bucket.length]) for bucket in buckets]
@@ -47,12 +47,12 @@ class ErrorFeedback:
                 bucket.flat[start:stop].add_(self._errors[index][start:stop])
 
     def keep(self, index: int, bucket: Bucket, left: Tensor) -> None:
-        """left [length]: of bucket number `index`, what was not sent."""
+        """Keeps `left` [length], what was not sent of bucket number `index`."""
         for start, stop in self._places(index, bucket):
             self._errors[index][start:stop] = left[start:stop]
 
     def expected_bytes(self, buckets: Sequence[Bucket]) -> ExpectedBytes:
-        """Of the flags that `begin` adds up."""
+        """Bytes of the flags that `begin` all-reduces."""
         flags = sum(bucket.flat[bucket.length :].nbytes for bucket in buckets)
         return ExpectedBytes(per_step=Traffic.along("dp", all_reduce=flags))
 

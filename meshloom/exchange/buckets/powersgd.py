@@ -1,16 +1,15 @@
-"""Gradients of matrices travel as two thin factors, found by one step of power iteration; what they leave out
-waits as error.
+"""Gradients of matrices are sent as two thin factors, from one step of power iteration, with error feedback.
 
 Source: Vogels, Karimireddy & Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
     Optimization" (2019), algorithms 1 and 2.
 
     M  [n, m]   this rank's gradient plus its error                      (algorithm 2, line 6)
-    P = M Q     [n, r], all-reduced, columns made orthonormal            (algorithm 1, lines 2-4); Q is the last step's, at first random
+    P = M Q     [n, r], all-reduced, columns orthonormalised             (algorithm 1, lines 2-4); Q is that of the last step, at first random
     Q = M' P    [m, r], all-reduced                                      (lines 5-6)
     P Q'        the mean of all ranks' M, projected on the columns of P  (line 8)
 
-The error is M less its own projection. Whatever is not smaller as factors (vectors, small matrices) travels
-as it is, beside P.
+The error is M minus its own projection. Tensors whose factors would not be smaller (vectors, small matrices)
+are sent uncompressed, beside P.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class PowerSGD(Reduction):
-    """rank: columns of the factors, r. A tensor [n, ...] is a matrix of n rows. Travels after backward, in
-    two rounds."""
+    """rank: columns of the factors, r. A tensor [n, ...] is a matrix with n rows. Messages are sent after
+    backward, in two rounds."""
 
     def __init__(self, group: Group, rank: int) -> None:
         self._group = group
@@ -73,7 +72,7 @@ class PowerSGD(Reduction):
             ):
                 factor = flat.view(each.num_columns, self._rank)
                 bucket.flat[each.start : each.stop] = (each.columns @ factor.mH).reshape(-1)
-                if bool(factor.any()):  # else the last one is a better guess
+                if bool(factor.any()):  # else the previous one is a better start
                     self._factors[each.name] = factor.clone()
 
     def expected_bytes(self, buckets: Sequence[Bucket]) -> ExpectedBytes:
@@ -98,7 +97,7 @@ class PowerSGD(Reduction):
         ]
 
     def _factor(self, of: _Matrix) -> Tensor:
-        # from its name, because ranks of tp hold some parameters alike and others not
+        # seeded by name, because ranks along tp hold different parameters
         if of.name not in self._factors:
             generator = torch.Generator().manual_seed(zlib.crc32(of.name.encode()))
             self._factors[of.name] = torch.randn(
@@ -137,7 +136,7 @@ def _matrix_shape(entry: BucketEntry) -> tuple[int, int]:
 
 
 def _joined(parts: Sequence[Tensor], bucket: Bucket) -> Tensor:
-    """What travels of a bucket, flat."""
+    """The parts of a bucket's message, flat."""
     precision = _precision(bucket.flat.dtype)
     return (
         torch.cat([part.reshape(-1).to(precision) for part in parts])

@@ -1,7 +1,7 @@
-"""How the mean of a bucket of gradients over all ranks is made: exactly, here; smaller in `bf16.py`,
+"""How the mean of a bucket of gradients over all ranks is computed: exactly, here; compressed in `bf16.py`,
 `powersgd.py` and `topk.py`.
 
-Behind a bucket's elements stand its *flags*: one number per parameter, 1 where this rank has a gradient of
+After a bucket's elements there are its *flags*: one number per parameter, 1 where this rank has a gradient of
 it, else 0.
 """
 
@@ -17,7 +17,7 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class Reduction(ABC):
-    """One way to make it. Buckets are laid out alike on all ranks, and start in one order."""
+    """One way to compute it. Buckets have the same layout on all ranks, and start in one order."""
 
     @abstractmethod
     def start(self, bucket: Bucket) -> None:
@@ -25,16 +25,16 @@ class Reduction(ABC):
 
     @abstractmethod
     def finish(self, buckets: Sequence[Bucket], divisor: float) -> Steps[None]:
-        """Every bucket, all of which have started, becomes the sum over ranks divided by `divisor`, with the
-        same bits on all of them; its flags the plain sum."""
+        """Turns every bucket, all of which have started, into the sum over ranks divided by `divisor`, with
+        the same bits on all of them; its flags into the plain sum."""
 
     @abstractmethod
     def expected_bytes(self, buckets: Sequence[Bucket]) -> ExpectedBytes:
-        """Bytes that this rank hands over for them."""
+        """Bytes that this rank hands over for these buckets."""
 
 
 class Exact(Reduction):
-    """All-reduces the bucket as it is, as soon as it is complete."""
+    """All-reduces the bucket uncompressed, as soon as it is complete."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -1,5 +1,5 @@
-"""Of each bucket travels the share of elements that are largest on the rank, with their places; the rest
-waits as error.
+"""Of each bucket the elements with the largest magnitudes on the rank are sent with their indices, with error
+feedback.
 
 Source: Aji & Heafield, "Sparse Communication for Distributed Gradient Descent" (2017); with error feedback as
 in Stich et al., "Sparsified SGD with Memory" (2018).
@@ -25,7 +25,8 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class TopK(Reduction):
-    """share: of a bucket's elements, above 0 and up to 1; at least one is sent. Travels after backward."""
+    """share: of a bucket's elements, above 0 and up to 1; at least one element is sent. Messages are sent
+    after backward."""
 
     def __init__(self, group: Group, share: float) -> None:
         self._group = group
@@ -58,7 +59,7 @@ class TopK(Reduction):
             for where, what in zip(
                 places.view(self._group.size, -1), everyone.view(self._group.size, -1), strict=True
             ):
-                # a rank's places differ from each other, so the order of sums is that of ranks
+                # a rank's indices are distinct, so sums are in rank order
                 flat.index_add_(0, where, what)
 
     def expected_bytes(self, buckets: Sequence[Bucket]) -> ExpectedBytes:
