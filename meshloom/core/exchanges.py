@@ -52,6 +52,8 @@ class ExchangeEntry:
     settings: settings of a plan that only this exchange, and others that list them, can have.
     algorithm: whether its name is that of an all-reduce algorithm.
     sums: whether every replica gets the sum of all gradients, so that gradients can be compressed.
+    only_buckets: whether a rank holds nothing for it but gradients in buckets, as predictions of memory
+        assume.
     independent: whether replicas take independent local steps, each from its own parameters.
     no_zero: why zero=1 is refused, and what to do instead, as the end of a sentence; "": it is allowed.
     breaks_promise: of a plan, the setting with its value because of which the plan need not equal one device;
@@ -63,6 +65,7 @@ class ExchangeEntry:
     settings: tuple[str, ...] = ()
     algorithm: bool = False
     sums: bool = False
+    only_buckets: bool = False
     independent: bool = False
     no_zero: str = ""
     breaks_promise: Callable[[ExchangeSettings], str] = lambda plan: ""
@@ -100,7 +103,7 @@ _ALL_UPDATE = f"{_WHO_UPDATES}each of them updates all parameters. Leave zero ou
 _SERVERS_UPDATE = f"{_WHO_UPDATES}the servers do. Use servers=2 or more, and leave zero out."
 
 EXCHANGES: Mapping[str, ExchangeEntry] = {
-    "all_reduce": ExchangeEntry(factory=_ALL_REDUCE, sums=True),
+    "all_reduce": ExchangeEntry(factory=_ALL_REDUCE, sums=True, only_buckets=True),
     "ring": ExchangeEntry(factory=_ALL_REDUCE, sums=True, algorithm=True),
     "tree": ExchangeEntry(factory=_ALL_REDUCE, sums=True, algorithm=True, no_zero=_FULL_SUMS),
     "halving": ExchangeEntry(factory=_ALL_REDUCE, sums=True, algorithm=True),
@@ -236,6 +239,12 @@ def complete_compress(text: str) -> str:
         f"compress={text} is not none, bf16, powersgd:R (matrices of rank R, 1 or more) or topk:X (the share X of elements, above 0 and up to 1). "
         "Write it like compress=powersgd:4 or compress=topk:0.01."
     )
+
+
+def holds_only_buckets(plan: ExchangeSettings) -> bool:
+    """Whether a rank holds nothing for the exchange but gradients in buckets, without errors of a
+    compression."""
+    return EXCHANGES[plan.exchange].only_buckets and plan.compress == "none"
 
 
 def exempt_setting(plan: ExchangeSettings) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshloom.core.errors import CaptureError, MachineError
+from meshloom.core.exchanges import holds_only_buckets
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.plan_shares import chunk_sizes
@@ -178,12 +179,7 @@ class Pricer:
         for such a chunk, divided over tp.
         """
         plan = rehearsal.plan
-        if (
-            self._is_predicted
-            and not plan.captures
-            and plan.exchange == "all_reduce"
-            and plan.compress == "none"
-        ):
+        if self._is_predicted and not plan.captures and holds_only_buckets(plan):
             predicted = self._predicted(plan, one_copy=rehearsal.one_copy)
             if predicted is not None:
                 return predicted.peak

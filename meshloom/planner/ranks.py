@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshloom.core.errors import PlanError
+from meshloom.core.exchanges import holds_only_buckets
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.pipeline.schedules.check import held_by_stage
@@ -38,7 +39,7 @@ class RankShare:
 
 def has_shares(plan: Plan) -> bool:
     """Whether `rank_shares` knows what ranks of the plan hold and send."""
-    return plan.recompute == "none" and plan.exchange == "all_reduce" and plan.compress == "none"
+    return plan.recompute == "none" and holds_only_buckets(plan)
 
 
 def shares_of(
