@@ -199,7 +199,7 @@ def test_ranks_that_drift_apart_are_found():
         trainer.replicas[0].engine.ownership.lend = lambda parameters: iter(())  # type: ignore[union-attr, assignment, method-assign]
         with pytest.raises(
             TrainingError,
-            match=r"embed.weight differs between ranks pp=0 and pp=1, which both hold all of it",
+            match=r"embed.weight differs between ranks pp=0 and pp=1, which both hold a full copy",
         ):
             trainer.fit()
 

@@ -109,7 +109,7 @@ def test_a_sparse_buffer_is_refused_by_name_where_there_are_several_ranks(plan: 
     """It ended in "unsupported memory format option Contiguous"."""
     with pytest.raises(
         JobError,
-        match=r"Buffer adjacency is a sparse matrix \(sparse_coo\), and 2 ranks keep only dense buffers alike",
+        match=r"Buffer adjacency is a sparse matrix \(sparse_coo\), and 2 ranks keep only dense buffers equal",
     ):
         verify(replace(job(), model=with_sparse_buffer), Plan.parse(plan), devices="simulated")
 

@@ -1,9 +1,10 @@
-"""What each rank updates of every optimizer's parameters: all of them, slices of its shards, or full parameters.
+"""What each rank updates of every optimizer's parameters: all of them, slices of its shards, or full
+parameters.
 
-an optimizer that looks at              dp: slices of           tp: shards of parameters
-single elements                         the slice               the shard, or the slice of it
-whole parameters                        one keeper per parameter, on one rank: gradients come there, values go back
-all parameters together                 every rank keeps every parameter
+    an optimizer that looks at      updates here
+    single elements                 this rank's slice (dp) of this rank's shard (tp)
+    whole parameters                the parameters that this rank keeps: gradients are sent to one keeper, values back
+    all parameters together         all parameters: every rank keeps all of them
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from meshloom.parameters.shards import Shards
 class UpdatedParameters:
     """What one rank updates.
 
-    held: by optimizer. targets: for each slice that the exchange owns, the parameter whose `.grad` its
-        gradient becomes; None: the gradient goes to a keeper.
+    held: by optimizer.
+    targets: for each slice that the exchange owns, the parameter whose `.grad` its gradient becomes; None:
+        the gradient is sent to a keeper.
     full: parameters that this rank updates as a whole although it owns only slices or shards of them.
     from_slices, from_shards: how gradients reach these, and how updated values return; None: nothing does.
     """
@@ -43,7 +45,7 @@ class UpdatedParameters:
 
 
 def assign_everything(user: UserOptimizers, named: NamedParameters, exchange: Ownership) -> UpdatedParameters:
-    """Every rank updates all parameters: the optimizers keep those that they were built from."""
+    """Every rank updates all parameters: the optimizers keep those that they were built with."""
     names = {id(parameter): name for name, parameter in named}
     held = lambda parameter: OwnedSlice(  # noqa: E731
         names[id(parameter)], parameter, 0, parameter.numel(), tuple(parameter.shape)
@@ -64,11 +66,12 @@ def assign_parts(
     exchange: Ownership,
     shards: Shards,
 ) -> UpdatedParameters:
-    """Give every optimizer what this rank updates in place of its parameters.
+    """Gives every optimizer what this rank updates in place of its parameters.
 
     named: the full parameters. local_parameters: what this rank holds of them, under the same names. A
-    parameter that is updated as a whole has keepers along dp, to which slices of its shards come
-    (`FullFromSlices`), and, if it is sharded, keepers along tp, to which the shards come (`FullFromShards`).
+    parameter that is updated as a whole has keepers along dp, to which slices of its shards are sent
+    (`FullFromSlices`), and, if it is sharded, keepers along tp, to which the shards are sent
+    (`FullFromShards`).
     """
     names, local = {id(parameter): name for name, parameter in named}, dict(local_parameters)
     optimizers, reaches = user.optimizers, user.reaches
@@ -138,7 +141,7 @@ def _slices(
     name: str, local: nn.Parameter | None, shape: torch.Size, exchange: Ownership, shards: Shards, targets: list[nn.Parameter | None],
 ) -> list[OwnedSlice]:  # fmt: skip
     """What this rank owns of a parameter [shape], of which it holds `local`; None: it is another stage's.
-    Their targets are set."""
+    Sets their targets."""
     held: list[OwnedSlice] = []
     for index, slice_ in enumerate(exchange.owned):
         if local is not None and slice_.parameter is local:
@@ -176,8 +179,8 @@ def _keepers(
 
 
 def _replace(optimizer: Optimizer, by: Callable[[nn.Parameter], list[OwnedSlice]]) -> list[OwnedSlice]:
-    """Put what this rank updates in the place of each parameter, with the state that the optimizer has made
-    for it (Adagrad does)."""
+    """Replaces each parameter of an optimizer by what this rank updates of it, with the state that the
+    optimizer's constructor made for it (Adagrad's does)."""
     all_held: list[OwnedSlice] = []
     for group in optimizer.param_groups:
         parameters: list[nn.Parameter] = list(group["params"])

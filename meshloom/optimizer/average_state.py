@@ -1,9 +1,8 @@
-"""An optimizer's state, of which every replica has its own, becomes the mean of all: what replicas that step
-by themselves save.
+"""The mean over replicas of an optimizer's state, which replicas that take independent steps save.
 
-Values per element, or per row, are averaged over the replicas that have them. Step counters, whole numbers
-and plain values are taken from the first replica that has them. A replica that had no state for a parameter
-(its share did not use it) has that too afterwards.
+Values per element or per row are averaged over the replicas that have them. Step counters, whole numbers and
+plain values are those of the first replica that has them. A replica that had no state for a parameter,
+because its share did not use it, has the mean afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from meshloom.telemetry.traffic import Traffic
 def average_state(
     optimizer: Optimizer, held: Sequence[OwnedSlice], group: Group, talk: Group
 ) -> Steps[Traffic]:
-    """Every rank of `group` calls it, with the same parameters in `held`; the bytes that this took.
+    """Sets the state to the mean over the ranks of `group`, which all call it with the same parameters in
+    `held`; returns the bytes handed over.
 
     talk: the same ranks, for what they agree on first; not counted.
     """
@@ -83,7 +83,7 @@ def _entries(optimizer: Optimizer, held: Sequence[OwnedSlice]) -> list[tuple[int
 
 
 def _facts(optimizer: Optimizer, value: Any) -> tuple[str | None, list[int], Any]:
-    """Of a tensor with elements of its own, dtype and shape; of anything else, its value as JSON."""
+    """Dtype and shape of a tensor with dims; of anything else, its value as JSON."""
     if isinstance(value, Tensor) and value.ndim > 0:
         return str(value.dtype).removeprefix("torch."), list(value.shape), None
     try:

@@ -1,4 +1,4 @@
-"""Clipping: the 2-norm of the whole gradient, each element counted once wherever it lies."""
+"""Clipping by the 2-norm of all gradients, with each element counted once, wherever it lies."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ def clip(
     holders: Sequence[Group] = (),
     counted: Sequence[Tensor | bool] | None = None,
 ) -> Steps[float]:
-    """Scale `gradients` in place so that their joint 2-norm is at most `largest`; the norm they had.
+    """Scales `gradients` in place so that their joint 2-norm is at most `largest`; returns the norm before.
 
     gradients: flat, of the elements that this rank owns; None counts as zero. owners: the ranks that own the
-    other elements; None: there are none. holders: groups of ranks that hold other parameters, or other parts
-    of them.
-    counted: of each gradient, which elements enter the sum here rather than on another holder: all, none, or
-    bool of the gradient's shape. The factor is torch.nn.utils.clip_grad_norm_'s: largest / (norm + 1e-6), at
-    most 1. It has the same bits on all ranks.
+    other elements; None: there are none. holders: groups of ranks that hold other parameters, or other shards
+    of them. counted: of each gradient, which elements are summed here rather than on another holder: all,
+    none, or bool of the gradient's shape.
+
+    The factor is that of torch.nn.utils.clip_grad_norm_: largest / (norm + 1e-6), at most 1. It has the same
+    bits on all ranks.
     """
     total = sum_of_squares(gradients if counted is None else list(map(_counted, gradients, counted)), device)
     for group in (*([owners] if owners is not None else []), *holders):
@@ -45,17 +46,17 @@ def clip(
 
 
 def elements_of(gradient: Tensor) -> Tensor:
-    """What a gradient consists of, sharing its memory: all elements, or those of the rows that a sparse one
-    has, each once."""
+    """The elements of a gradient, sharing its memory: all, or those of the rows of a sparse one, each
+    once."""
     return gradient if gradient.layout == torch.strided else gradient._values()  # pyright: ignore[reportPrivateUsage]  (`values` wants a mark of that)
 
 
 def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Sum of the squares of all elements, float64 [].
+    """The sum of the squares of all elements, float64 [].
 
-    Norms of short blocks in the gradient's own precision, then float64: as cheap as one float32 norm, whose
-    error over ten million elements is 4e-4 on a CPU, and as right as float64 throughout, which takes thirty
-    times as long.
+    Norms of short blocks in the gradient's own precision, then float64: as fast as one float32 norm, whose
+    error over ten million elements is 4e-4 on a CPU, and as accurate as float64 throughout, which takes
+    thirty times as long.
     """
     norms = [
         norm for gradient in gradients if gradient is not None for norm in _block_norms(elements_of(gradient))

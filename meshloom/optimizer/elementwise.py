@@ -1,19 +1,18 @@
-"""A trial on small tensors that finds out how far an optimizer looks: at each element alone, at a parameter,
-or at all of them.
+"""A trial on small tensors that finds out what the update of an element depends on: on that element alone, on
+its whole parameter, or on all parameters.
 
-What one rank may update without the others follows from that: a slice of a parameter, a whole parameter, or
-only everything.
-The same optimizer, with the settings of each of its groups, takes the same steps with the same gradients
-twice: once over whole
-small parameters, and once as several ranks would, each holding pieces of them and one holding nothing.
+It decides what a rank may update without the others: a slice of a parameter, a full parameter, or only all of
+them. The same optimizer, with the settings of each of its groups, takes the same steps with the same
+gradients twice: once with full small parameters, and once as several ranks would, each with pieces of them
+and one with none.
 
     one device   [ a a a a a a ] [ b b b b ]         elements of a and b
     rank 0       [ a a ]         [ b b b b ]         equal within rounding: "element"
     rank 1             [ a a a a ]
     rank 2       (nothing)
 
-Nothing of the user's optimizer is touched: the trial runs on a copy in which small float64 parameters stand
-for the real ones.
+The user's optimizer is not touched: the trial runs on a copy in which small float64 parameters replace the
+real ones.
 """
 
 from __future__ import annotations
@@ -35,20 +34,19 @@ from meshloom.core.random import preserved_draws
 
 Reach = Literal["element", "parameter", "optimizer"]
 
-# Gradients of several sizes, so that a limit on an update's norm shows, and enough steps for what starts late
-# (a warm-up, a preconditioner).
+# Gradients of several sizes, so that a limit on an update's norm takes effect, and enough steps for what
+# starts late (a warm-up, a preconditioner).
 _SCALES = (1.0, 1e-3, 1e3, 1.0, 30.0, 1e-2, 1.0, 1e2, 1.0, 1e-1, 1.0, 1.0)
-_LEARNING_RATE = 0.01  # not the user's: a schedule may start at 0, which would show nothing
+_LEARNING_RATE = 0.01  # not the user's: a schedule may start at 0, and nothing would move
 _TOLERANCE = 1e-9  # of the largest movement; float64 rounding over twelve steps stays below 1e-12
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether each element is updated from that element's own value, gradients and state alone.
 
-    True for SGD, Adam and their like; False for those that look at a whole matrix (Muon, Adafactor, LAMB) and
-    for any that fails
-    when it is given a slice. A trial sees small tensors and a dozen steps: set `Job(elementwise=False)` for
-    an optimizer that changes its rule for large tensors or later on.
+    True for SGD, Adam and the like; False for optimizers that look at a whole matrix (Muon, Adafactor, LAMB)
+    and for any that fails when it is given a slice. A trial sees small tensors and a dozen steps: set
+    `Job(elementwise=False)` for an optimizer whose rule differs for large tensors or later steps.
 
     >>> parameter = nn.Parameter(torch.ones(4, 4))
     >>> is_elementwise(torch.optim.AdamW([parameter])), is_elementwise(torch.optim.Adafactor([parameter]))
@@ -58,19 +56,19 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def reach(optimizer: Optimizer, *, elementwise: bool | None = None) -> Reach:
-    """How much an update of one element depends on: "element", "parameter", or "optimizer" (all parameters,
-    or unknown).
+    """What the update of an element depends on: "element", "parameter", or "optimizer" (all parameters, or
+    unknown).
 
     elementwise: the answer to `is_elementwise`, if the user gave one.
     """
-    # it takes no dense gradients, and updates each element that was used by itself
+    # it accepts no dense gradients, and updates each used element independently
     if elementwise or isinstance(optimizer, SparseAdam):
         return "element"
     with _undisturbed(optimizer):
         try:
             toys = _toys(optimizer)
             whole = _run(optimizer, [[_Piece(toy, 0, toy.start.numel()) for toy in toys]])
-        except Exception:  # a user's optimizer may raise anything on parameters that are not its own
+        except Exception:  # a user's optimizer may raise anything when given other parameters
             return "optimizer"
         if not all(math.isfinite(moved) and moved > 0 for moved in whole.movements()):
             return "optimizer"
@@ -85,7 +83,7 @@ def reach(optimizer: Optimizer, *, elementwise: bool | None = None) -> Reach:
 
 @dataclass(frozen=True)
 class _Toy:
-    """A small parameter that stands for those of `ndim` dims in one group; `model` is one of them."""
+    """A small parameter in place of those of `ndim` dims in one group; `model` is one of them."""
 
     number: int
     group: int
@@ -96,8 +94,7 @@ class _Toy:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements `begin` to `end` of a toy, as a rank holds them: in its shape if it is all of it, else
-    flat."""
+    """Elements `begin` to `end` of a toy, as a rank holds them: in its shape if these are all, else flat."""
 
     toy: _Toy
     begin: int
@@ -110,7 +107,7 @@ class _Piece:
 
 @dataclass
 class _Outcome:
-    """Where the toys ended, by number, and each rank's optimizer."""
+    """The final values of the toys, by number, and each rank's optimizer."""
 
     toys: dict[int, _Toy]
     ends: dict[int, Tensor]
@@ -166,7 +163,7 @@ def _by_element(toys: Sequence[_Toy]) -> list[list[_Piece]]:
     ranks: list[list[_Piece]] = [[], [], []]
     for toy in toys:
         n = toy.start.numel()
-        # every other toy stays whole, as most parameters of a model do
+        # every other toy is kept whole, as most parameters of a model are
         at = n // 3 if toy.number % 2 == 0 else n
         ranks[0] += [_Piece(toy, 0, at)] if at else []
         ranks[1] += [_Piece(toy, at, n)] if at < n else []
@@ -180,8 +177,7 @@ def _by_parameter(toys: Sequence[_Toy]) -> list[list[_Piece]]:
 
 
 def _agrees(optimizer: Optimizer, ranks: list[list[_Piece]], whole: _Outcome) -> bool:
-    """Whether ranks that hold these pieces end where one device did, in values and in the settings of every
-    group."""
+    """Whether ranks that hold these pieces end with the values and group settings of one device."""
     try:
         parts = _run(optimizer, ranks)
         reference = [_settings(group) for group in whole.optimizers[0].param_groups]
@@ -218,8 +214,8 @@ def _run(optimizer: Optimizer, ranks: Sequence[Sequence[_Piece]]) -> _Outcome:
 
 
 def _copy(optimizer: Optimizer, held: Sequence[tuple[_Piece, nn.Parameter]]) -> Optimizer:
-    """The same class and settings over `held`. Its constructor is not called: it may want arguments that
-    nobody kept."""
+    """An optimizer of the same class and settings over `held`. The constructor is not called, because its
+    arguments are not known."""
     stand_in: Optimizer = object.__new__(type(optimizer))
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     for piece, parameter in held:
@@ -273,7 +269,7 @@ def _shrink(value: Any, piece: _Piece) -> Any:
 
 @contextmanager
 def _undisturbed(optimizer: Optimizer) -> Iterator[None]:
-    """Random generators and warnings stay as they were."""
+    """Preserves random generators and warnings."""
     devices = {
         parameter.device
         for group in optimizer.param_groups

@@ -125,7 +125,7 @@ def _spans(
 
 def _joined(owners: Group, flat: Tensor, spans: Sequence[Sequence[int]], num_elements: int) -> Steps[Tensor]:
     """A rank's shard [num_elements], joined from the slices of its owners."""
-    longest = _longest(spans)  # an all_gather takes the same size from all
+    longest = _longest(spans)  # all_gather needs the same size on all ranks
     padded = flat.new_zeros(longest)
     padded[: flat.numel()] = flat
     everyone = flat.new_empty(owners.size * longest)

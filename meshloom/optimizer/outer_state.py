@@ -1,5 +1,5 @@
-"""The outer momentum of DiLoCo in checkpoints: whole tensors under the parameters' names, beside the
-optimizer's state."""
+"""DiLoCo's outer momentum in checkpoints: full tensors under the parameters' names, beside the optimizer's
+state."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def outer_pieces(
 ) -> Steps[tuple[list[Piece], GatheredState | None]]:
     """This rank's pieces of it, and what of them is still to be gathered.
 
-    momentum: of this rank's parameters, or of its parts of them. Every rank of `world` calls it. here: as for
-        `gathered_pieces`.
+    momentum: of this rank's parameters, or of its shards of them. Every rank of `world` calls it. here: as
+    for `gathered_pieces`.
     """
     ready: list[Piece] = []
     parts: list[StateShard] = []
@@ -54,8 +54,8 @@ def outer_pieces(
 def outer_loader(
     named: Sequence[tuple[str, nn.Parameter]], shards: Shards, momentum: dict[str, Tensor]
 ) -> Callable[[str, Tensor], None]:
-    """What puts a saved key's whole tensor into `momentum`, if it is of these parameters: in the shape of the
-    parameter."""
+    """Returns the function that puts a saved key's tensor into `momentum`, in the shape of the parameter;
+    keys of other parameters are ignored."""
     of_key = {_key(name): (name, parameter) for name, parameter in named}
 
     def take(key: str, whole: Tensor) -> None:

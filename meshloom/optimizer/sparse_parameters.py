@@ -1,4 +1,4 @@
-"""Which parameters get sparse gradients, and which optimizers see them as such."""
+"""Which parameters have sparse gradients, and which optimizers receive them as such."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from meshloom.core.job import NamedParameters
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse:
-    """names: of parameters whose gradients are of few rows. kept: of those, whose optimizers see them so.
-    sparse_only: that take no others."""
+    """names: of parameters with sparse gradients. kept: names of those whose optimizers receive sparse
+    gradients. sparse_only: names of those whose optimizers accept no others."""
 
     names: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
@@ -23,10 +23,10 @@ class Sparse:
 
 
 def sparse_parameters(model: nn.Module, named: NamedParameters, optimizers: Sequence[Optimizer]) -> Sparse:
-    """Trainable parameters that are an embedding's with sparse=True, or SparseAdam's.
+    """Trainable parameters of embeddings with sparse=True, and those of SparseAdam.
 
-    SparseAdam, and SGD and Adagrad with settings that leave rows alone which were not used, get sparse
-    gradients, as on one device; others get the same numbers dense, so that Adam and its like can be used too.
+    SparseAdam, and SGD and Adagrad with settings that leave unused rows unchanged, receive sparse gradients,
+    as on one device; others receive the same values dense, so that optimizers such as Adam work too.
     """
     of_modules = {id(each) for each in map(sparse_weight, model.modules()) if each is not None}
     optimizer_of = {
@@ -56,14 +56,15 @@ def sparse_weight(module: nn.Module) -> Tensor | None:
 
 
 def make_dense(model: nn.Module) -> None:
-    """Let embeddings have dense gradients, of the same numbers."""
+    """Switches embeddings to dense gradients of the same values."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.sparse = False
 
 
 def refuse_sparse_adam(optimizers: Sequence[Optimizer], where: str) -> None:
-    """Raise `JobError` where gradients are dense. where: as the end of a sentence."""
+    """Raises `JobError` if one of them is SparseAdam and gradients are dense. where: as the end of a
+    sentence."""
     if any(isinstance(optimizer, SparseAdam) for optimizer in optimizers):
         raise JobError(
             f"SparseAdam needs sparse gradients, and gradients are dense {where}. Use a plan of dp alone (zero=1 and exchange=server too), "
@@ -72,7 +73,7 @@ def refuse_sparse_adam(optimizers: Sequence[Optimizer], where: str) -> None:
 
 
 def _takes_rows(optimizer: Optimizer) -> bool:
-    """Whether it takes sparse gradients, and keeps no sparse state."""
+    """Whether it accepts sparse gradients, and keeps no sparse state."""
     if isinstance(optimizer, SparseAdam):
         return True
     if type(optimizer) not in (SGD, Adagrad):

@@ -1,5 +1,4 @@
-"""What the user's optimizer and scheduler functions return, refused in one sentence where it cannot be
-used."""
+"""What the job's optimizer and scheduler functions return; what cannot be used is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from meshloom.optimizer.elementwise import Reach, reach
 
 @dataclass(frozen=True, kw_only=True)
 class UserOptimizers:
-    """What the job's optimizer function returned, and the same as a list. elementwise: the job's."""
+    """What the job's optimizer function returned, and the same as a list. elementwise: the job's setting."""
 
     returned: Any
     optimizers: list[Optimizer]
@@ -28,19 +27,20 @@ class UserOptimizers:
 
     @cached_property
     def reaches(self) -> list[Reach]:
-        """How far each optimizer looks. To be asked before their parameters are replaced by slices."""
+        """What the updates of each optimizer depend on. To be read before their parameters are replaced by
+        slices."""
         return [reach(each, elementwise=self.elementwise) for each in self.optimizers]
 
 
 def make_optimizers(job: Job, named_parameters: NamedParameters) -> UserOptimizers:
-    """Call `job.optimizer` with the parameters. Raises `JobError` for what cannot be used."""
+    """Calls `job.optimizer` with the parameters. Raises `JobError` for optimizers that cannot be used."""
     returned = _call(job, named_parameters)
     optimizers = _check(returned, {id(parameter): name for name, parameter in named_parameters})
     return UserOptimizers(returned=returned, optimizers=optimizers, elementwise=job.elementwise)
 
 
 def make_schedulers(job: Job, made: Any) -> list[Any]:
-    """The schedulers over what `job.optimizer` returned: none, one or several. Raises `JobError` for those
+    """The schedulers for what `job.optimizer` returned: none, one or several. Raises `JobError` for those
     that cannot be used."""
     if job.scheduler is None:
         return []
@@ -59,8 +59,8 @@ def make_schedulers(job: Job, made: Any) -> list[Any]:
 
 
 def scheduler_values(scheduler: Any) -> Any:
-    """A scheduler's state as JSON. Functions are left out: the job's own function builds the scheduler with
-    the same ones."""
+    """A scheduler's state as JSON. Functions are left out: the job builds the scheduler with the same
+    ones."""
     code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
     state = {key: value for key, value in scheduler.state_dict().items() if not isinstance(value, code)}
     try:

@@ -1,1 +1,1 @@
-"""Which rank holds which parameters, along tp and pp."""
+"""Which rank holds which parameters: shards along tp, owners along pp."""

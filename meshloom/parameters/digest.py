@@ -1,17 +1,18 @@
-"""A hash of the bits of a tensor, computed where the tensor lies."""
+"""A hash of a tensor's bits, computed on the tensor's device."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-BLOCK_WORDS = 1 << 18  # of 8 bytes: what is computed on the way is as large as a block, not as the tensor
+BLOCK_WORDS = 1 << 18  # of 8 bytes: temporaries have the size of a block, not of the tensor
 
 
 def digest(tensor: Tensor) -> Tensor:
     """A 64-bit hash of the bits of a tensor, as an int64 scalar on its device.
 
-    Besides the tensor it takes a few times `BLOCK_WORDS` of memory; one that is not contiguous is copied.
+    It needs a few times `BLOCK_WORDS` of memory besides the tensor; a tensor that is not contiguous is
+    copied.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -21,7 +22,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def _of_block(block: Tensor, first_word: int) -> Tensor:
-    """The part of the sum of some bytes, the first of which begin word `first_word`."""
+    """The contribution of some bytes to the sum; the first of them begin word `first_word`."""
     if block.numel() % 8 or block.storage_offset() % 8:  # a parameter may start anywhere in a bucket
         block = torch.cat([block, block.new_zeros(-block.numel() % 8)])
     words = block.view(torch.int64)

@@ -1,4 +1,5 @@
-"""A replica's model: built by the job, compared with what other ranks built, started from rank 0's values."""
+"""A replica's model: built by the job, compared with those of other ranks, initialised with rank 0's
+values."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from meshloom.core.random import model_seed, seed_everything
 
 
 def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """The job's model in the mode that it trains in."""
+    """The job's model, in the mode that it trains in."""
     seed_everything(model_seed(job.seed))
     model = job.model()
     if not isinstance(model, nn.Module):
@@ -37,7 +38,7 @@ def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The named parameters that are trained. Raises `JobError` if there are none."""
+    """The named trainable parameters. Raises `JobError` if there are none."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         raise JobError(
@@ -69,7 +70,8 @@ def facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
 
 
 def check_dense_buffers(model: nn.Module, why: str) -> None:
-    """Raise `JobError` naming the first sparse buffer, if there is one. why: what cannot be done with it."""
+    """Raises `JobError` with the name of the first sparse buffer, if there is one. why: what a sparse buffer
+    prevents."""
     sparse = next((name for name, each in model.named_buffers() if each.layout != torch.strided), None)
     if sparse is not None:
         raise JobError(
@@ -80,10 +82,10 @@ def check_dense_buffers(model: nn.Module, why: str) -> None:
 
 
 def copy_from_first(model: nn.Module, group: Group) -> Steps[None]:
-    """Give every replica the first one's parameters and buffers."""
+    """Sets all replicas' parameters and buffers to those of the first one."""
     if group.size == 1:
         return
-    check_dense_buffers(model, f"{group.size} ranks keep only dense buffers alike")
+    check_dense_buffers(model, f"{group.size} ranks keep only dense buffers equal")
     works = []
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -102,10 +104,10 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def replace_tensors(model: nn.Module, make: Callable[[list[str], Tensor], Tensor | None]) -> None:
-    """Put other tensors in the places of parameters and buffers: what `make` gives for all names of one and
-    its value. None: it stays.
+    """Replaces parameters and buffers by what `make` returns for all names of one and its value; None keeps
+    it.
 
-    In the place of a parameter stands a new one, trainable if it was.
+    A parameter is replaced by a new parameter, trainable if the old one was.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -126,5 +128,5 @@ def replace_tensors(model: nn.Module, make: Callable[[list[str], Tensor], Tensor
         )
         for name in names[key]:
             path, _, attribute = name.rpartition(".")
-            # a recurrent layer's own list of weights follows
+            # a recurrent layer's own list of weights is updated too
             setattr(model.get_submodule(path), attribute, placed)

@@ -4,10 +4,10 @@
     blocks.0       rank 0 owns it
     blocks.7                           rank 3 owns it
 
-Every parameter has one owner, which updates it and keeps its optimizer state. Who else uses it borrows it:
-once a step its gradients go to the owner, which adds them up in the order of ranks, and the new value comes
-back. So it is clipped, counted and saved once, by any optimizer. On other ranks only its shape is left, as a
-tensor on the meta device.
+Every parameter has one owner, which updates it and holds its optimizer state. Other ranks that use it borrow
+it: once a step they send their gradients to the owner, which adds them up in rank order, and receive the new
+value. So it is clipped, counted and saved once, with any optimizer. On all other ranks only its shape
+remains, as a tensor on the meta device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class PipelineOwnership:
-    """Who holds what along pp, as one rank sees it.
+    """The owner and the borrowers of each parameter and buffer along pp, as one rank sees them.
 
     holders: parameter or buffer -> ranks along pp that hold it, the owner first. group: the ranks along pp.
     """
@@ -32,7 +32,7 @@ class PipelineOwnership:
     def __init__(self, holders: Mapping[str, tuple[int, ...]], group: Group) -> None:
         self.holders = holders
         self._group = group
-        # every name of a tensor in the model -> the one that `holders` knows
+        # every name of a tensor in the model -> its name in `holders`
         self._first: dict[str, str] = {}
         self._sent = 0  # bytes
 
@@ -42,7 +42,7 @@ class PipelineOwnership:
         return self._group.rank
 
     def owns(self, name: str) -> bool:
-        """Whether this rank is the one that updates and saves it."""
+        """Whether this rank updates and saves it."""
         return self.owner(name) == self.rank
 
     def owner(self, name: str) -> int:
@@ -51,11 +51,11 @@ class PipelineOwnership:
 
     @property
     def lent(self) -> list[str]:
-        """Names of what several ranks hold, in one order everywhere."""
+        """Names of what several ranks hold, in the same order on all ranks."""
         return [name for name, ranks in self.holders.items() if len(ranks) > 1]
 
     def release(self, model: nn.Module) -> None:
-        """Leave only the shape of what other ranks hold, under all its names."""
+        """Replaces what this rank does not hold by tensors on the meta device, under all names."""
 
         def shape_of(names: list[str], tensor: Tensor) -> Tensor | None:
             known = next(name for name in names if name in self.holders)
@@ -65,7 +65,7 @@ class PipelineOwnership:
         replace_tensors(model, shape_of)
 
     def return_gradients(self, parameters: Mapping[str, nn.Parameter]) -> Steps[None]:
-        """Owners add to their gradients those of the borrowers, whose own are gone then. parameters: what
+        """Adds the borrowers' gradients to the owners', and clears the borrowers'. parameters: those that
         this rank holds."""
         arriving: list[tuple[Work, Tensor, nn.Parameter]] = []
         sending: list[tuple[Work, Tensor]] = []
@@ -94,14 +94,14 @@ class PipelineOwnership:
                 if parameter.grad is None:
                     parameter.grad = gradient
                 elif parameter.grad.layout == torch.strided:
-                    parameter.grad.add_(gradient)  # it may lie in the exchange's memory
+                    parameter.grad.add_(gradient)  # it may be a view of the exchange's bucket
                 else:
                     parameter.grad = parameter.grad + gradient
         for work, _ in sending:
             work.wait()
 
     def lend(self, parameters: Mapping[str, nn.Parameter]) -> Steps[None]:
-        """Borrowers get the owners' values. parameters: what this rank holds."""
+        """Sends the owners' values to the borrowers. parameters: those that this rank holds."""
         works: list[tuple[Work, Tensor, nn.Parameter | None]] = []
         self._sent += sum(
             each.nbytes * (len(self.holders[name]) - 1)
@@ -129,7 +129,7 @@ class PipelineOwnership:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Steps[Tensor | None]:
-        """The owner's tensor, on the first rank along pp; elsewhere nothing comes of it."""
+        """Sends the owner's tensor to the first rank along pp, which returns it; other ranks return None."""
         if self.owner(name) == 0:
             return tensor if self.rank == 0 else None
         if self.owns(name):
@@ -147,12 +147,12 @@ class PipelineOwnership:
         return None
 
     def expected_bytes(self) -> ExpectedBytes:
-        """Bytes so far: for every return of gradients one with a flag to each owner, for every lending a
+        """Bytes so far: for every `return_gradients` a gradient with a flag to each owner, for every `lend` a
         value to each borrower."""
         return ExpectedBytes(so_far=Traffic.along("pp", send=self._sent))
 
     def _lent_here(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-        """Of what this rank holds, what is trained and other ranks hold, too."""
+        """The trainable parameters that this rank and others hold."""
         return [
             (name, parameters[name])
             for name in self.lent
@@ -161,5 +161,5 @@ class PipelineOwnership:
 
 
 def held(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """What is there of named tensors: those that are more than a shape."""
+    """The tensors that are not on the meta device."""
     return {name: tensor for name, tensor in tensors if not tensor.is_meta}

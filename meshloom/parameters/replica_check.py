@@ -1,5 +1,5 @@
-"""Whether replicas hold the same bits: each hashes its parameters and buffers, and the hashes are
-compared, between replicas and between the ranks of one."""
+"""Checks that ranks hold the same bits: each hashes its parameters and buffers, and the hashes are compared,
+between replicas and between the ranks of one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 def first_difference(model: nn.Module, replicas: Group) -> Steps[tuple[str, int] | None]:
-    """The first parameter or buffer that is not the same on a replica as on the first one, and that replica.
-    All replicas hold the same ones, and call it."""
+    """The first parameter or buffer that differs on a replica from the first replica's, and that replica. All
+    replicas hold the same ones, and call it."""
     tensors = held(state_of(model).items())
     mine = torch.stack(
         [digest(tensor) for tensor in tensors.values()] or [torch.zeros((), dtype=torch.int64)]
@@ -37,7 +37,7 @@ def first_difference(model: nn.Module, replicas: Group) -> Steps[tuple[str, int]
 
 
 def expected_bytes(model: nn.Module) -> ExpectedBytes:
-    """Of `first_difference`."""
+    """Bytes of `first_difference`."""
     num_hashes = max(1, len(held(state_of(model).items())))
     return ExpectedBytes(per_check=Traffic.along("dp", all_gather=8 * num_hashes))
 
@@ -45,8 +45,8 @@ def expected_bytes(model: nn.Module) -> ExpectedBytes:
 def first_difference_in_replica(
     model: nn.Module, shards: Shards, team: Group, plan: Plan
 ) -> Steps[str | None]:
-    """What is wrong if a parameter or buffer that several ranks of the replica, `team`, hold whole is not the
-    same on all of them."""
+    """The error message if a parameter or buffer that is replicated over ranks of the replica, `team`,
+    differs between them; None: they are equal."""
     mine = {
         name: int(digest(each))
         for name, each in held(state_of(model).items()).items()
@@ -59,11 +59,11 @@ def first_difference_in_replica(
             other, known = first.setdefault(name, (rank, value))
             if value != known:
                 places = " and ".join(_place(each, plan) for each in (other, rank))
-                return f"{name} differs between ranks {places}, which both hold all of it"
+                return f"{name} differs between ranks {places}, which both hold a full copy"
     return None
 
 
 def _place(rank: int, plan: Plan) -> str:
-    """A rank of the replica, by its coordinates."""
+    """The coordinates of a rank of the replica, as text."""
     pp, tp = divmod(rank, plan.tp)
     return ",".join(f"{axis}={at}" for axis, at in (("pp", pp), ("tp", tp)) if getattr(plan, axis) > 1)

@@ -1,9 +1,8 @@
-"""What this rank holds of every parameter and buffer along tp, and the moves between its parts and whole
-tensors.
+"""The shards along tp of parameters and buffers, and how they are made of full tensors and gathered.
 
-        whole [4, 6]                     part of rank 0    part of rank 1
+        full [4, 6]                      shard of rank 0   shard of rank 1
 take    a a a b b b                          a a a            b b b
-        a a a b b b     -------------->      a a a            b b b      gather: all parts to every rank,
+        a a a b b b     -------------->      a a a            b b b      gather: all shards to every rank,
         ...             <--------------      ...              ...        one tensor at a time
 """
 
@@ -23,10 +22,10 @@ from meshloom.parameters.model import replace_tensors
 
 
 class Shards:
-    """The parts of one rank of a tensor-parallel group.
+    """The shards that one rank of a tensor-parallel group holds.
 
-    pieces: who holds what of a parameter or buffer, by name; what is not named is whole on every rank. group:
-    the ranks; None: there is one. Tied tensors are known under all their names once `divide` has seen them.
+    pieces: which rank holds what of a parameter or buffer, by name; those not named are replicated. group:
+    the ranks; None: there is one. Tied tensors are known under all their names after `divide`.
     """
 
     def __init__(self, pieces: Mapping[str, Pieces], group: Group | None) -> None:
@@ -35,29 +34,30 @@ class Shards:
         self.size = group.size if group else 1
         for name, each in pieces.items():
             assert each.num_ranks == self.size, (
-                f"{name} is divided over {each.num_ranks} ranks, and the group has {self.size}"
+                f"{name} is sharded over {each.num_ranks} ranks, and the group has {self.size}"
             )
         self.pieces = {name: each for name, each in pieces.items() if not each.is_whole}
-        self._first: dict[str, str] = {}  # of every name of a tied tensor, the first
+        self._first: dict[str, str] = {}  # name of a tied tensor -> its first name
 
     def take(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor that has the whole shape of `name`: contiguous memory of its own, or
-        `whole` itself if it is not divided."""
+        """This rank's shard of a tensor that has the full shape of `name`, contiguous in memory of its own;
+        `whole` itself if `name` is replicated."""
         if name not in self.pieces:
             return whole
         part = moves.take(self.pieces[name], self.rank, whole)
         return part.clone(memory_format=torch.contiguous_format)
 
     def gather(self, name: str, part: Tensor) -> Steps[Tensor]:
-        """The whole tensor of all ranks' parts, on every rank. What several hold is the first holder's.
+        """The full tensor of all ranks' shards, on every rank. Elements that several ranks hold are those of
+        the first of them.
 
-        part: of the local shape of `name`, any dtype; every rank of the group calls it. An undivided tensor
-            comes back as it is.
+        part: of the local shape of `name`, any dtype; every rank of the group calls it. A replicated tensor
+        is returned unchanged.
         """
         if name not in self.pieces:
             return part
         pieces = self.pieces[name]
-        longest = self._longest(name)  # an all_gather takes the same size from all
+        longest = self._longest(name)  # all_gather needs the same size on all ranks
         padded = part.new_zeros(longest)
         padded[: part.numel()] = part.reshape(-1)
         everyone = part.new_empty(self.size * longest)
@@ -76,11 +76,11 @@ class Shards:
         return self._longest(name) * dtype.itemsize if name in self.pieces else 0
 
     def whole_shape(self, name: str, part: Tensor) -> tuple[int, ...]:
-        """Shape of the whole tensor of which `part` is this rank's."""
+        """The full shape of the tensor of which this rank holds `part`."""
         return self.pieces[name].shape if name in self.pieces else tuple(part.shape)
 
     def fingerprint(self, model: nn.Module) -> dict[str, str]:
-        """Whole shape and dtype, as text, of everything that a checkpoint of `model` holds, by the names of
+        """Full shape and dtype, as text, of every tensor that a checkpoint of `model` holds, by the names of
         `state_dict`."""
         return {
             name: f"{list(self.whole_shape(name, tensor))} {tensor.dtype}"
@@ -89,10 +89,10 @@ class Shards:
         }
 
     def speaks_for(self, name: str) -> Tensor | bool:
-        """Which elements of its part this rank counts, so that each element of the whole is counted by one
-        rank: the first that holds it.
+        """The elements of its shard that this rank counts, so that each element of the full tensor is counted
+        by one rank, the first that holds it.
 
-        All or none where it is so; else bool [elements of the part, flat], on the CPU.
+        True or False for all or none; else bool [elements of the shard, flat], on the CPU.
         """
         if name not in self.pieces:
             return self.rank == 0
@@ -106,11 +106,11 @@ class Shards:
         return mine if bool(mine.any()) and not bool(mine.all()) else bool(mine.any())
 
     def divide(self, model: nn.Module) -> None:
-        """Put this rank's part in the place of every divided parameter and buffer of `model`, under all names
-        that it has there.
+        """Replaces every sharded parameter and buffer of `model` by this rank's shard, under all names that
+        it has there.
 
-        A part is a new parameter of the local shape with memory of its own, so the whole one is freed when
-        nobody else holds it.
+        A shard is a new parameter of the local shape in memory of its own, so that the full tensor is freed
+        when nothing else refers to it.
         """
 
         def part_of(names: list[str], whole: Tensor) -> Tensor | None:
@@ -127,10 +127,10 @@ class Shards:
         replace_tensors(model, part_of)
 
     def weights(self, model: nn.Module) -> Stream:
-        """The `state_dict` of a divided model in whole shapes, without what is only a shape here; on the
+        """The `state_dict` of a sharded model with full shapes, without tensors on the meta device; on the
         group's first rank.
 
-        Divided tensors are gathered one by one, tied ones once.
+        Sharded tensors are gathered one by one, tied ones once.
         """
         state = {
             name: each
@@ -169,8 +169,8 @@ class Shards:
         return sum(self.gather_bytes(name, dtype) for name, dtype in divided.items())
 
     def weights_loader(self, model: nn.Module) -> Callable[[str, Tensor], None]:
-        """What copies this rank's part of a whole tensor, by its name in `state_dict`, into a divided
-        model."""
+        """Returns the function that copies this rank's shard of a full tensor, by its name in `state_dict`,
+        into a sharded model."""
         state = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
 
         def take(name: str, whole: Tensor) -> None:
