@@ -23,7 +23,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.job import LossFunction, NamedParameters
 from meshloom.core.mesh import Axis
 from meshloom.data.chunks import Chunk
-from meshloom.exchange.exchange import Exchange, Emit
+from meshloom.exchange.exchange import Emit, Exchange
 from meshloom.optimizer.sparse_parameters import Sparse
 from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.recorder import Recorder
