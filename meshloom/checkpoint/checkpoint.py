@@ -1,6 +1,6 @@
-"""A checkpoint on disk, opened: checked first, then read in the ranges that are asked for, under any plan.
+"""A checkpoint on disk, opened: verified first, then read in the requested ranges, under any plan.
 
-Nothing is unpickled. Written by `save`, laid out as `layout.py` describes.
+Nothing is unpickled. Written by `save`; the layout is described in `format.py`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = ["Checkpoint", "Piece", "check_same_data", "find", "fingerprint_of", "
 
 
 def find(directory: Path) -> Path:
-    """The checkpoint that `directory` is, or the last one written of the run whose directory it is.
+    """The checkpoint that `directory` is, or the last one written to the run directory `directory`.
 
-    One that was damaged later is found as well, unless a whole one is newer: to go on from an older one is
-    not for the program to decide.
+    A checkpoint that was damaged later is also found, unless an intact one is newer: whether to continue from
+    an older one is the user's decision.
     """
     if (directory / META).exists():
         return directory
@@ -59,8 +59,8 @@ def find(directory: Path) -> Path:
 
 
 def passed_over(found: Path) -> str:
-    """A line about later checkpoints beside `found` that cannot be told from unfinished ones; "" if there are
-    none."""
+    """A line about later checkpoints beside `found` that cannot be distinguished from unfinished ones; "" if
+    there are none."""
     later = [
         path
         for path in step_directories(found.parent)
@@ -74,10 +74,10 @@ def passed_over(found: Path) -> str:
 
 
 class Checkpoint:
-    """A whole checkpoint of one step.
+    """A complete checkpoint of one step.
 
-    path: its directory. meta: what its meta.json says. step: updates done. values: what was given to `save`.
-        plan_text: the plan it was saved under.
+    path: its directory. meta: the content of its meta.json. step: updates done. values: those that `save`
+    received. plan_text: the plan it was saved under.
     """
 
     def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
@@ -92,10 +92,10 @@ class Checkpoint:
 
     @staticmethod
     def open(path: Path, checksums: bool = True) -> Checkpoint:
-        """Open the checkpoint that `find(path)` finds, once it is known to be whole.
+        """Opens the checkpoint that `find(path)` finds, after verifying that it is complete.
 
-        checksums: read all files and compare; otherwise sizes only, for who computes them of what it reads
-            (`resuming.py`).
+        checksums: read all files and compare; otherwise sizes only, for callers that compute checksums as
+        they read (`resuming.py`).
         """
         path = find(path)
         problem = _problem(path, checksums)
@@ -106,8 +106,8 @@ class Checkpoint:
         return Checkpoint(path, meta)
 
     def check(self, fingerprint: Mapping[str, str]) -> None:
-        """Raise `CheckpointError` naming the first parameter that this job and the checkpoint do not have
-        alike."""
+        """Raises `CheckpointError` with the first parameter that differs between this job and the
+        checkpoint."""
         for name, here in fingerprint.items():
             there = self._fingerprint.get(name)
             if there is None:
@@ -125,35 +125,35 @@ class Checkpoint:
                 )
 
     def check_data(self, job: Job) -> None:
-        """Raise `CheckpointError` if `job` draws its batches otherwise than the one that was saved."""
+        """Raises `CheckpointError` if `job` draws its batches differently from the job that was saved."""
         check_same_data(self.values, {"seed": job.seed, "batch_size": job.batch_size}, "the job")
 
     def check_steps_left(self, steps: int) -> None:
-        """Raise `CheckpointError` if a run of `steps` steps ends here or before."""
+        """Raises `CheckpointError` if a run of `steps` steps is already finished here."""
         if self.step >= steps:
             raise CheckpointError(
                 f"The checkpoint is at step {self.step} and the run has {format_count(steps, 'step')}, so nothing is left. Give more with --steps."
             )
 
     def keys(self) -> list[str]:
-        """What `read` can read."""
+        """The keys that `read` accepts."""
         return list(self._pieces)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of the tensor that `key`'s elements belong to."""
+        """The full shape of the tensor `key`."""
         return tuple(self._entry(key)["shape"])
 
     def parts(self, key: str) -> list[tuple[str, int, int]]:
-        """The files that hold elements of `key`, and from where to where, in order of the first."""
+        """The files that hold elements of `key`, with start and stop, in order of start."""
         return [(file, start, stop) for file, start, stop in self._entry(key)["parts"]]
 
     def damaged(self, file: str) -> str:
-        """The sentence about a file that does not have the bytes that were written."""
+        """The error message about a file whose bytes are not those that were written."""
         return f"{_damaged(self.path / file)} {_other(self.path)}"
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` of the flattened tensor `key`: flat, on the CPU. Only they are read from
-        the disk."""
+        """Elements `start` to `stop` of the flattened tensor `key`, flat, on the CPU. Only these are read
+        from disk."""
         parts: list[Tensor] = []
         position = start
         for file, first, last in self.parts(key):
@@ -187,8 +187,8 @@ class Checkpoint:
 
 
 def check_same_data(there: Mapping[str, Any], here: Mapping[str, Any], whose: str) -> None:
-    """Raise `CheckpointError` naming the first setting of `here` that is another one in `there`, a
-    checkpoint's values. whose: the settings are."""
+    """Raises `CheckpointError` with the first setting of `here` whose value differs in `there`, a
+    checkpoint's values. whose: the owner of `here`, for the message."""
     for name, value in here.items():
         if there[name] != value:
             raise CheckpointError(
@@ -198,7 +198,7 @@ def check_same_data(there: Mapping[str, Any], here: Mapping[str, Any], whose: st
 
 
 def _problem(path: Path, checksums: bool) -> str | None:
-    """Why the checkpoint in `path` is not whole."""
+    """Why the checkpoint in `path` is not complete; None: it is."""
     meta = read_meta(path)
     if meta is None:
         return f"{path / META} is damaged: it is not what was written."
@@ -230,8 +230,8 @@ def _damaged(file: Path) -> str:
 
 
 def _lies_in(path: Path, name: str) -> bool:
-    """Whether a checkpoint's file of that name is in its directory: a checkpoint may come from somebody who
-    would like others' files to be read."""
+    """Whether a checkpoint's file of that name is in its directory. A checkpoint from an untrusted source
+    could name other files."""
     file = path / name
     return name not in ("", ".", "..") and Path(name).name == name and file.resolve().parent == path.resolve()
 

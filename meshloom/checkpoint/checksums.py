@@ -1,7 +1,7 @@
-"""The CRC-32 of bytes that were read in any order, from those of their parts.
+"""The CRC-32 of bytes that are read in any order, combined from those of parts.
 
-CRC-32 takes bytes for a polynomial over GF(2) and keeps its remainder; `first` before n further bytes counts
-times x^(8n).
+CRC-32 is the remainder of the bytes as a polynomial over GF(2); `first`, followed by n more bytes, is
+multiplied by x^(8n).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _ONE = 1 << 31
 
 
 def joined(first: int, second: int, num_bytes: int) -> int:
-    """The CRC-32 of two runs of bytes of which the second has `num_bytes`.
+    """The CRC-32 of two consecutive runs of bytes, of which the second has `num_bytes`.
 
     >>> import zlib
     >>> joined(zlib.crc32(b"mesh"), zlib.crc32(b"loom"), 4) == zlib.crc32(b"meshloom")
@@ -27,7 +27,7 @@ def joined(first: int, second: int, num_bytes: int) -> int:
 
 
 def _product(left: int, right: int) -> int:
-    """Of two remainders, as a remainder."""
+    """The product of two remainders, as a remainder."""
     total = 0
     for bit in range(31, -1, -1):
         if left >> bit & 1:

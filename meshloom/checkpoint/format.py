@@ -1,16 +1,15 @@
-"""How a checkpoint lies on disk.
+"""The layout of a checkpoint on disk.
 
     OUT/step-00000100/
         model.safetensors                      parameters and buffers in full shape under the user's names
         state-00000-of-00004.safetensors       rank 0's part of the optimizer's state, as flat pieces
         ...
         state-00003-of-00004.safetensors
-        meta.json                              written last: with it the checkpoint is whole
+        meta.json                              written last: it makes the checkpoint complete
 
-While it is written its name is `.saving-step-00000100`; one that is being removed is called
-`.removed-step-...`. Tied
-parameters stand in model.safetensors once under each name, as copies, so that it loads with
-`model.load_state_dict(safetensors.torch.load_file(path), strict=True)`.
+While it is being written its name is `.saving-step-00000100`; one that is being removed is called
+`.removed-step-...`. Tied parameters are in model.safetensors once under each name, as copies, so that it
+loads with `model.load_state_dict(safetensors.torch.load_file(path), strict=True)`.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ _STEP = re.compile(r"step-\d+")
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `start` to `stop` of a flattened tensor of `shape`, which is known as `key`: `tensor` [stop -
-    start].
+    """Elements `start` to `stop` of the flattened tensor `key` of `shape`: `tensor` [stop - start].
 
-    On the meta device it is still to come, from a `Stream`.
+    On the meta device its elements come later, from a `Stream`.
     """
 
     key: str
@@ -60,17 +58,17 @@ class Piece:
 
 
 def piece_name(key: str, start: int, stop: int) -> str:
-    """What the piece of `key` is called in a file."""
+    """The name of the piece of `key` in a file."""
     return f"{key}[{start}:{stop}]"
 
 
 def step_name(step: int) -> str:
-    """The directory of a checkpoint."""
+    """The name of a checkpoint's directory."""
     return f"step-{step:08d}"
 
 
 def state_name(rank: int, num_ranks: int) -> str:
-    """The file of one rank's pieces."""
+    """The name of the file of one rank's pieces."""
     return f"state-{rank:05d}-of-{num_ranks:05d}.safetensors"
 
 
@@ -90,7 +88,7 @@ def fingerprint_of(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, 
 
 
 def sync_directory(path: Path) -> None:
-    """Bring the names in a directory to the disk."""
+    """Flushes the names in a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -99,12 +97,12 @@ def sync_directory(path: Path) -> None:
 
 
 def meta_text(body: Mapping[str, Any]) -> str:
-    """What meta.json says, with its own checksum."""
+    """The content of meta.json, with its own checksum."""
     return json.dumps({"crc32": _checksum(body), "checkpoint": body}, indent=1)
 
 
 def read_meta(path: Path) -> dict[str, Any] | None:
-    """What the meta.json of the checkpoint in `path` says; None where there is none or it is damaged."""
+    """The content of the meta.json of the checkpoint in `path`; None if it is missing or damaged."""
     try:
         meta = json.loads((path / META).read_text())
         return meta["checkpoint"] if meta["crc32"] == _checksum(meta["checkpoint"]) else None
@@ -117,22 +115,23 @@ def _checksum(body: Mapping[str, Any]) -> int:
 
 
 def committed(directory: Path) -> list[Path]:
-    """The checkpoints in a run directory that were written to their end, the one written last first.
+    """The complete checkpoints in a run directory, the last one written first.
 
-    Last written rather than highest step: a run that went back to an earlier step writes lower ones later.
+    The last one written need not have the highest step: a run that was resumed from an earlier step writes
+    lower ones later.
     """
     return [path for _, path in sorted(_orders(directory), reverse=True)]
 
 
 def last_order(directory: Path) -> int:
-    """The number of the checkpoint in a run directory that was written last; they are numbered as they are
-    written, from 1."""
+    """The number of the checkpoint in a run directory that was written last; they are numbered from 1 in the
+    order of writing."""
     return max((order for order, _ in _orders(directory)), default=0)
 
 
 def step_directories(directory: Path) -> list[Path]:
-    """Everything in a run directory that is called like a checkpoint, whole or not, and what a crash left
-    whole but unnamed; lowest step first."""
+    """All directories in a run directory with a checkpoint's name, complete or not, and those that a crash
+    left complete but unnamed; lowest step first."""
     found = {*directory.glob("step-*"), *checkpoint_directories(directory)}
     return sorted(
         (path for path in found if path.is_dir() and _STEP.fullmatch(named_step(path))), key=named_step
@@ -140,8 +139,8 @@ def step_directories(directory: Path) -> list[Path]:
 
 
 def named_step(path: Path) -> str:
-    """The name of a checkpoint's directory, which says its step, also while it is being written: names sort
-    as steps do."""
+    """The name of a checkpoint's directory, which contains its step, also while it is being written: names
+    sort by step."""
     return path.name.removeprefix(SAVING)
 
 
@@ -154,7 +153,7 @@ def _orders(directory: Path) -> list[tuple[int, Path]]:
 
 
 def checkpoint_directories(directory: Path) -> list[Path]:
-    """What has a meta.json in a run directory. One that was killed between that and its renaming is a
+    """The directories in a run directory that have a meta.json. One that was killed before its renaming is a
     checkpoint too."""
     return [
         path

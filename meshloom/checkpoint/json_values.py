@@ -1,5 +1,5 @@
-"""Plain Python values as JSON, and back without loss: what JSON lacks is an object with one key that says
-what it is.
+"""Plain Python values as JSON, and back without loss: values that JSON lacks become an object with one key,
+their type.
 
 Nothing is pickled: only values are read back, never code.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 
 
 class NotPlainError(ValueError):
-    """A value that JSON cannot hold; `str()` says where in the whole and what it is."""
+    """A value that JSON cannot represent; `str()` says where it is and its type."""
 
 
 def to_json(value: Any, where: str = "") -> Any:
-    """Encode None, booleans, numbers, strings, small tensors, and lists, tuples, sets and dicts of them.
+    """Encodes None, booleans, numbers, strings, small tensors, and lists, tuples, sets and dicts of them.
     Raises `NotPlainError`.
 
     >>> to_json({"lr": 0.1, "betas": (0.9, math.inf)})
@@ -57,7 +57,7 @@ def to_json(value: Any, where: str = "") -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The inverse of `to_json`. Raises `NotPlainError` for what it did not write."""
+    """The inverse of `to_json`. Raises `NotPlainError` for anything else."""
     if isinstance(value, list):
         return [from_json(each) for each in value]
     if not isinstance(value, dict):

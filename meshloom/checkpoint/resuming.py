@@ -1,13 +1,13 @@
-"""Resumes on all ranks: rank 0 alone reads the checkpoint's files, each byte once, and hands their tensors
-over, one at a time.
+"""Resuming on all ranks: rank 0 alone reads the checkpoint's files, each byte once, and broadcasts their
+tensors one at a time.
 
     files                        rank 0                          every rank
-    model         ------------>  embed.weight  -- broadcast -->  its part of embed.weight
+    model         ------------>  embed.weight  -- broadcast -->  its shard of embed.weight
     state-0, -1   ------------>  its momentum  -- broadcast -->  its elements of that
 
-So no rank has more than its own state and one whole tensor besides, and only rank 0 needs to see the
-directory. Checksums are those of the bytes as they are read: damage is known when all is handed over, and
-what was loaded by then is given up with the error that every rank raises.
+So a rank needs memory for its own state and one full tensor, and only rank 0 needs access to the directory.
+Checksums are computed from the bytes as they are read, so damage is detected only after everything has been
+sent; every rank then raises the error and discards what it has loaded.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from meshloom.core.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    """What a rank does with what comes. It keeps no tensor that it is given, nor a part of one without
-    copying it.
+    """What a rank does with the tensors that it receives. It keeps no reference to them; it copies.
 
-    weight: a parameter or buffer by name. state: a key's tensor. finish: when all has come.
+    weight: a parameter or buffer by name. state: a key's tensor. finish: called after the last one.
     """
 
     weight: Callable[[str, Tensor], None]
@@ -45,7 +44,7 @@ class Loader:
 
 
 def open_together(directory: Path, group: Group) -> Steps[Checkpoint]:
-    """The checkpoint that rank 0 finds in `directory`, on every rank; sizes are checked, checksums not yet.
+    """The checkpoint that rank 0 finds in `directory`, on every rank; sizes are verified, checksums not yet.
     Its files can be read on rank 0."""
     opened = yield from on_rank_0(group, lambda: Checkpoint.open(directory, checksums=False), CheckpointError)
     path, meta = yield from share(group, [str(opened.path), opened.meta] if opened else None)
@@ -53,14 +52,14 @@ def open_together(directory: Path, group: Group) -> Steps[Checkpoint]:
 
 
 def check_together(group: Group, check: Callable[[], None]) -> Steps[None]:
-    """Raise on every rank what `check` raises on the first rank where it does."""
+    """Raises on every rank what `check` raises on the first rank where it does."""
     yield from _raise_first(group, _attempt(check))
 
 
 def hand_over(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group) -> Steps[None]:
-    """Give every rank's `loader` all weights and the state of `keys`, which are the same on all ranks.
+    """Passes all weights and the state of `keys`, equal on all ranks, to every rank's `loader`.
 
-    Raises the same sentence on every rank if a file is damaged, or else if some rank cannot load.
+    Raises the same error on every rank if a file is damaged, or else if some rank cannot load.
     """
     files = yield from on_rank_0(group, lambda: _Files(checkpoint), CheckpointError)
     told: list[Any] = yield from share(group, files.table(keys) if files else None)
@@ -84,8 +83,8 @@ def _bring(
     *,
     pass_over: bool,
 ) -> Steps[Exception | None]:
-    """Bring one tensor to this rank's `take`; what went wrong. read: fills its bytes, on rank 0. pass_over:
-    only let it go by, with the others."""
+    """Receives one tensor and passes it to `take`; returns the error, if any. read: fills its bytes, on rank
+    0. pass_over: take part in the broadcast only."""
     flat = empty_bytes(entry)
     problem = None if read is None or pass_over else _attempt(partial(read, flat))
     if flat.numel():
@@ -109,8 +108,8 @@ class _Files:
         }
 
     def table(self, keys: Sequence[str]) -> list[list[Any]]:
-        """What will be handed over: kind, name, shape and dtype of each. What a damaged file does not tell,
-        is left out."""
+        """The tensors to be sent: kind, name, shape and dtype of each. What cannot be read from a damaged
+        file is left out."""
         weights = self._entries(MODEL)
         table = [["weight", each.name, list(each.shape), DTYPES[each.dtype]] for each in weights.values()]
         self._absent = next(
@@ -125,7 +124,7 @@ class _Files:
         return table
 
     def read(self, kind: str, entry: TensorEntry, flat: Tensor) -> None:
-        """Fill `flat` with the bytes of a tensor."""
+        """Fills `flat` with the bytes of a tensor."""
         into = tensor_bytes(flat)
         if kind == "weight":
             self._readers[MODEL].read(entry.name, into)
@@ -153,8 +152,8 @@ class _Files:
             )
 
     def damage(self) -> str | None:
-        """What is wrong with the first file that does not have the bytes that were written; the rest of each
-        is read for it."""
+        """The error about the first file whose bytes are not those that were written; reads the rest of each
+        file."""
         for name, reader in sorted(self._readers.items()):
             try:
                 intact = reader.checksum() == self._facts[name]["crc32"]
@@ -175,7 +174,7 @@ class _Files:
 
 
 def _attempt(action: Callable[[], None]) -> Exception | None:
-    """What `action` raises, kept until all ranks may hear of it."""
+    """The exception that `action` raises, held until all ranks know of it."""
     try:
         with torch.no_grad():
             action()
@@ -185,8 +184,8 @@ def _attempt(action: Callable[[], None]) -> Exception | None:
 
 
 def _raise_first(group: Group, problem: Exception | None) -> Steps[None]:
-    """Raise on every rank what the first rank that has a problem says; what others say may be a consequence
-    of it."""
+    """Raises on every rank the problem of the first rank that has one; other problems may be consequences of
+    it."""
     mine = (str(problem) or type(problem).__name__) if problem else None
     everyone = yield from collect(group, mine)
     said = next((each for each in everyone if each is not None), None)

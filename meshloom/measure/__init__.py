@@ -1,1 +1,1 @@
-"""What is found out by running on this machine: what it does, and what plans take on it."""
+"""Measurements on this machine: its speed, contention between ranks, and steps under plans."""

@@ -1,5 +1,5 @@
-"""The devices that plans are priced for: how many ranks, on which machine, with how many threads, and what
-they talk through."""
+"""The devices that plans are priced for: how many ranks, on which machine, with how many threads, over which
+transport."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_RANKS = 8  # that are thought of unless more are asked for
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What the user said of devices.
+    """The user's request for devices.
 
     devices: auto, cpu, or a number of ranks. ranks: the most of them; None: one per core, up to `MOST_RANKS`.
     memory_bytes: of each rank; 0: its share of the host's. machine: the file of another machine.
@@ -49,16 +49,16 @@ class Wish:
 
     @property
     def num_ranks(self) -> int | None:
-        """What was said of it, in either way."""
+        """The number of ranks, from either setting."""
         return int(self.devices) if self.devices.isdecimal() else self.ranks
 
 
 def devices_for(wish: Wish, least: int, tell: Callable[[str], None]) -> Devices | int:
-    """The devices; the exit code if measuring this machine failed. least: ranks of a plan that is asked
-    about.
+    """The devices; the exit code if measuring this machine failed. least: the number of ranks of a plan that
+    is to be priced.
 
-    Raises `MachineError` for measurements over another transport than ranks will use, `DeviceError` for
-    devices that cannot be priced.
+    Raises `MachineError` for measurements over a transport other than the ranks', `DeviceError` for devices
+    that cannot be priced.
     """
     if wish.devices == "auto" and torch.cuda.is_available():
         raise DeviceError(

@@ -1,11 +1,11 @@
-"""Measures the machine: as many ranks as a plan may have, once for each number of them, and what they found
-as one `Machine`.
+"""Measures the machine, with as many ranks as a plan may have, once for each number of ranks; the results are
+one `Machine`.
 
     alone             operators with all cores of this process
     2 ranks           their collectives; how much they slow each other down
     4 ranks           the same; collectives of pairs while there are four; operators of four at once
 
-Each number has processes of its own, with the threads that ranks of a plan of that size get.
+Each number of ranks has processes of its own, with the threads that ranks of a plan of that size have.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CalibrationRequest:
     """What to measure, and how.
 
     devices: auto, cpu or cuda. ranks: the most; None: one per GPU, on CPUs one per core up to `MOST_RANKS`.
-        transport: of `launch.transport.TRANSPORTS`.
+    transport: of `launch.transport.TRANSPORTS`.
     """
 
     devices: str = "auto"
@@ -59,7 +59,7 @@ class CalibrationRequest:
 
     @property
     def num_ranks(self) -> int:
-        """The most ranks that measure together."""
+        """The largest number of ranks that measure together."""
         if self.ranks is not None:
             return self.ranks
         return default_ranks("cuda") if self._on_gpus else min(cores(), MOST_RANKS)
@@ -70,7 +70,7 @@ class CalibrationRequest:
 
     @property
     def kind(self) -> str:
-        """cpu or cuda. Raises `DeviceError` if that is not there."""
+        """cpu or cuda. Raises `DeviceError` if there is none."""
         if self._on_gpus:
             wanted = "cuda"
         else:
@@ -79,8 +79,8 @@ class CalibrationRequest:
 
 
 def measure_machine(request: CalibrationRequest) -> Machine | int:
-    """Start ranks for each number of them and measure; if they fail, their exit code, after they have said
-    why."""
+    """Starts ranks for each number of them and measures. If they fail, returns their exit code, after they
+    have printed why."""
     kind = request.kind
     numbers = numbers_of_ranks(request.num_ranks)
     if not numbers:
@@ -114,7 +114,7 @@ def measure_machine(request: CalibrationRequest) -> Machine | int:
 
 
 def measure_here(request: CalibrationRequest) -> Machine:
-    """What the ranks of this run, of which this process is one, measure together; or this process alone."""
+    """What the ranks of this run measure together, of which this process is one; or this process alone."""
     num_ranks = default_ranks("cpu")
     with open_world(Mesh(dp=num_ranks), request.devices, request.timeout_seconds, request.transport) as world:
         here = world.local[0]
@@ -139,7 +139,7 @@ def measure_here(request: CalibrationRequest) -> Machine:
 
 
 def measure_company(request: CalibrationRequest) -> Company:
-    """What the ranks of this run, of which this process is one, measure of each other."""
+    """What the ranks of this run measure of each other, of which this process is one."""
     with open_world(
         Mesh(dp=default_ranks("cpu")), request.devices, request.timeout_seconds, request.transport
     ) as world:
@@ -160,7 +160,7 @@ def _company(world: World) -> Company:
 
 
 def numbers_of_ranks(most: int) -> list[int]:
-    """Those that are measured: all up to four, then powers of two, and the most.
+    """The numbers that are measured: all up to four, then powers of two, and the largest.
 
     >>> numbers_of_ranks(1), numbers_of_ranks(4), numbers_of_ranks(12)
     ([], [2, 3, 4], [2, 3, 4, 8, 12])
@@ -171,8 +171,8 @@ def numbers_of_ranks(most: int) -> list[int]:
 
 
 def joined(companies: Sequence[Company], machine: Machine) -> Machine:
-    """`machine`, which most ranks have measured, with what fewer of them have of each other. Of a crowd that
-    was measured several times the median."""
+    """`machine`, measured by the largest number of ranks, with what fewer ranks have measured of each other;
+    for contention that was measured several times, the median."""
     links = (*(link for company in companies for link in company.links), *machine.links)
     measured: dict[tuple[int, int], list[Crowd]] = {}
     for crowd in (*(each for company in companies for each in company.crowds), *machine.crowds):
@@ -189,8 +189,8 @@ def joined(companies: Sequence[Company], machine: Machine) -> Machine:
 
 
 def _links(world: World, known: Set[tuple[int, Where]]) -> list[Link]:
-    """Of the groups that this rank is in; the other ranks of each decide alike. known: sizes and places that
-    were measured before."""
+    """The links of the groups that this rank is in; the other ranks of each make the same decisions. known:
+    sizes and places that were measured before."""
     here, hosts = world.local[0], _hosts(world)
     measured = set(known)
     found: list[Link] = []
@@ -207,5 +207,5 @@ def _links(world: World, known: Set[tuple[int, Where]]) -> list[Link]:
 
 
 def _hosts(world: World) -> list[str]:
-    """By rank, an identity of where it runs."""
+    """An identifier of each rank's host, by rank."""
     return run_in_steps([collect(world.local[0].world, host_identity())])[0]

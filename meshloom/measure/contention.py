@@ -1,11 +1,11 @@
-"""How much a job's own chunks slow each other down when several ranks compute them at once, measured on this
-machine's CPU.
+"""How much a job's own chunks slow each other down when several ranks compute them at the same time, measured
+on this machine's CPU.
 
     this process     steps alone   |   steps together   |   steps alone   |   ...        seconds of its processor
-    companion        stands still  |   steps            |   stands still  |
+    companion        idle          |   steps            |   idle          |
 
-Companions are processes that compute the same job for as long as they are told to. They end when this process
-does, however it does.
+Companions are processes that compute the same job while they are told to. They end with this process, in
+whatever way it ends.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ TURN_SECONDS = 120.0  # until it stands still
 
 
 class Companions(AbstractContextManager["Companions"]):
-    """Processes that have loaded the job, as many as are needed beside this one. They start at once, and are
-    waited for when they are needed.
+    """Processes that have loaded the job, as many as are needed beside this one. They are started
+    immediately, and waited for when they are needed.
 
-    target: the job's FILE.py:NAME. words: its sys.argv after its name. num_ranks: at most, of plans.
-        threads_of: of each of so many ranks.
+    target: the job's FILE.py:NAME. words: its sys.argv after its name. num_ranks: the most of any plan.
+    threads_of: of each of so many ranks.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Companions(AbstractContextManager["Companions"]):
         return [each.process for each in self._all]
 
     def factors(self, job: Job) -> dict[int, float]:
-        """Ranks that compute at once, as many as there are cores for -> how many times longer each takes than
-        alone.
+        """Number of ranks that compute at the same time, up to the number of cores -> how many times longer
+        each takes than alone.
 
-        Empty if the batch is too small to be divided, and if a companion fails or meshloom refuses the job:
-        then `failure` says why.
+        Empty if the batch is too small to be split, and if a companion fails or the job is refused; `failure`
+        then says why.
         """
         self.failure = ""
         threads = torch.get_num_threads()
@@ -121,8 +121,8 @@ def advise_beside(
     job: Job, target: str, devices: Devices, *, words: Sequence[str] = (), plans: Sequence[Plan] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Advice:  # fmt: skip
-    """As `advise`, of plans that run on this machine with companions beside it. target, words: the job's
-    FILE.py:NAME, its sys.argv after its name."""
+    """`advise` for plans that run on this machine, with companions. target, words: the job's FILE.py:NAME,
+    its sys.argv after its name."""
     keep_freed_memory()  # plans are rehearsed in this process as they run in others
     num_ranks = max((plan.mesh.size for plan in plans), default=1) if plans is not None else devices.num_ranks
     if devices.here is not None and devices.here.name != devices.machine.name:
@@ -139,7 +139,8 @@ def advise_beside(
 
 
 def numbers_beside(num_ranks: int, threads_of: Callable[[int], int], num_cores: int) -> list[int]:
-    """Ranks that are measured at once: powers of two and the most, of those that have cores of their own.
+    """The numbers of ranks that are measured together: powers of two and the largest, of those that have
+    cores of their own.
 
     >>> numbers_beside(4, lambda ranks: 1, 2), numbers_beside(6, lambda ranks: 1, 8), numbers_beside(4, lambda ranks: 4 // ranks, 4)
     ([2], [2, 4, 6], [2, 4])
@@ -151,7 +152,7 @@ def numbers_beside(num_ranks: int, threads_of: Callable[[int], int], num_cores: 
 
 
 def be_companion(job: Job, descriptors: Sequence[int]) -> None:
-    """What a companion does until its orders end. descriptors: of two pipes, orders to read and answers to
+    """The loop of a companion, until its orders end. descriptors: of two pipes, orders to read and answers to
     write."""
     # Without buffers, so that what `select` says of the pipe is all there is to say.
     orders, answers = (
@@ -182,7 +183,7 @@ def _obey(job: Job, orders: FileIO, answers: FileIO) -> None:
 
 
 class _Companion:
-    """One process, as this one sees it."""
+    """One companion, as this process sees it."""
 
     def __init__(self, target: str, words: Sequence[str]) -> None:
         their_orders, orders = os.pipe()
@@ -210,13 +211,13 @@ class _Companion:
         )
 
     def tell(self, order: str) -> None:
-        """If it has ended, the next `hear` says so."""
+        """Sends an order. If the companion has ended, the next `hear` says so."""
         with suppress(BrokenPipeError):
             self._orders.write(f"{order}\n".encode())
 
     def hear(self, answer: str, seconds: float) -> None:
-        """Wait for it. Raises `ConnectionError` with what it said last if it has ended, and if it does not
-        answer."""
+        """Waits for the answer. Raises `ConnectionError` with its last output if it has ended, and if it does
+        not answer."""
         if not select.select([self._answers], [], [], seconds)[0]:
             raise ConnectionError(
                 f"a process that computed it beside this one did not answer for {seconds:.0f} s."
@@ -228,7 +229,7 @@ class _Companion:
             )
 
     def end(self) -> None:
-        """Whatever it is doing."""
+        """Ends it, whatever it is doing."""
         self.process.kill()
         self.process.wait()
         for pipe in (self._orders, self._answers):
@@ -237,7 +238,7 @@ class _Companion:
 
 @contextmanager
 def _steps(job: Job, number: int) -> Iterator[Callable[[], object]]:
-    """A function that takes a step of what one of `number` replicas has of a batch, after the first two
+    """A function that takes a step of one of `number` replicas' share of a batch, after the first two
     steps."""
     with Trainer(
         replace(job, batch_size=job.batch_size // number, evaluate=None),
@@ -252,7 +253,7 @@ def _steps(job: Job, number: int) -> Iterator[Callable[[], object]]:
 
 
 def _turn(step: Callable[[], object]) -> list[float]:
-    """Seconds of this thread's processor, of each of some steps."""
+    """Seconds of this thread's processor, for each of some steps."""
     found: list[float] = []
     until = time.perf_counter() + SECONDS
     while not found or time.perf_counter() < until:

@@ -1,9 +1,9 @@
-"""Trains a few steps under plans on this machine's CPU, in turns, to see what their steps take.
+"""Trains a few steps under plans on this machine's CPU, in turns, and measures their steps.
 
     try_plans          starts the ranks of a plan, as `meshloom train` does: the same job file, threads and transport
-    try_here           in each rank: steps that warm up, steps that count; rank 0 writes what they took
+    try_here           in each rank: warm-up steps, then measured steps; rank 0 writes their seconds
 
-Of the job only training runs: no evaluation, no checkpoint. What was trained is thrown away.
+Only training runs: no evaluation, no checkpoint. The trained parameters are discarded.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def try_plans(
     tell: Callable[[str], None],
     words: Sequence[str] = (),
 ) -> dict[str, float | None] | int:
-    """Plan -> seconds of a step, the median; None if it failed, after its ranks have said why. The exit code
-    if a signal has ended them.
+    """Plan -> seconds of a step, the median; None if it failed, after its ranks have printed why. The exit
+    code if a signal has ended them.
 
-    target: the job's FILE.py:NAME. words: its sys.argv after its name. tell: hears which plan is tried.
+    target: the job's FILE.py:NAME. words: its sys.argv after its name. tell: receives a line for each plan
+    that is tried.
     """
     took: dict[str, list[float]] = {str(option.plan): [] for option in options}
     failed: set[str] = set()
@@ -83,7 +84,7 @@ def try_plans(
 
 
 def try_here(job: Job, transport: str, steps: int, path: Path) -> None:
-    """What a rank that `try_plans` has started does. Rank 0 writes the seconds of each of `steps` steps to
+    """Runs in a rank that `try_plans` has started. Rank 0 writes the seconds of each of `steps` steps to
     `path`.
 
     Short batches at the end of an epoch do not count, if there are others.
