@@ -1,5 +1,5 @@
-"""The directory that a run saves to, looked at before its first step: nothing of an earlier run is lost
-unasked, and it can be written."""
+"""The directory that a run saves to, checked before its first step: it is writable, and no checkpoint of an
+earlier run is lost unintentionally."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from meshloom.core.errors import CheckpointError
 def open_directory(
     directory: Path | None, group: Group, *, resume: Path | None, overwrite: bool
 ) -> Steps[list[Path]]:
-    """The checkpoints of an earlier run that this run's first one replaces. Every rank of `group` calls it.
+    """The checkpoints of an earlier run that this run's first checkpoint replaces. Every rank of `group`
+    calls it.
 
-    directory: None: nothing is saved. resume: what the run goes on from. overwrite: whether an earlier run's
-        checkpoints may go.
-    Raises the same `CheckpointError` on every rank if they may not, or if some rank cannot write.
+    directory: None: nothing is saved. resume: the checkpoint that the run continues from. overwrite: whether
+    an earlier run's checkpoints may be replaced. Raises the same `CheckpointError` on every rank if they may
+    not, or if some rank cannot write.
     """
     everyone = yield from collect(group, None if directory is None else str(directory.absolute()))
     for rank, theirs in enumerate(everyone):

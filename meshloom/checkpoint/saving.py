@@ -1,13 +1,12 @@
-"""Saves a checkpoint so that a crash at any moment leaves the one before it whole.
+"""Saves a checkpoint so that a crash at any moment leaves the previous one intact.
 
     rank 0      make .saving-step-N      model, state-0                meta.json | rename to step-N, remove old ones
     rank r                          |    state-r                  |              |
-                                  all meet                      all meet     from here on it is the newest
+                                  barrier                       barrier   from here on it is the newest
 
-All ranks write into one directory, which they must share. Nothing counts before meta.json is there, and that
-is written when
-everything else is on the disk. What a crash leaves unfinished is removed, and what it left unnamed is named,
-by the next save.
+All ranks write to one directory, which they must share. Without meta.json nothing counts, and that is written
+when everything else is on disk. The next save removes what a crash left unfinished, and names what it left
+complete but unnamed.
 """
 
 from __future__ import annotations
@@ -62,17 +61,17 @@ def save(
     keep: int,
     replaced: Sequence[Path] = (),
 ) -> Steps[Path]:
-    """Save as `directory`/step-..., and remove all but the `keep` that were saved last. Every rank of `group`
+    """Saves to `directory`/step-..., and removes all but the last `keep` checkpoints. Every rank of `group`
     calls it.
 
-    replaced: what goes too once the new one is whole; of rank 0.
-    weights: by name, in full shape; of rank 0, the others' are not looked at, but where they come one by one
-    all ranks take part. pieces: what this rank has of the optimizer's state. A piece that several ranks have
-    is written by one of them.
-    streams: from which, one after another, those pieces come that are not here yet.
-    values: anything JSON holds; of rank 0.
-    Raises the same `CheckpointError` on every rank when any of them cannot write; nothing but older
-    checkpoints is left then.
+    replaced: checkpoints that are removed as well once the new one is complete; of rank 0. weights: by name,
+    in full shape; of rank 0. Those of other ranks are ignored, but if they are a stream all ranks take part
+    in it. pieces: this rank's pieces of the optimizer's state. A piece that several ranks have is written by
+    one of them. streams: the sources of pieces that have no elements yet, one after another. values: anything
+    that JSON can represent; of rank 0.
+
+    Raises the same `CheckpointError` on every rank when any of them cannot write; then only older checkpoints
+    remain.
     """
     rank = group.rank
     temporary = directory / f"{SAVING}{step_name(step)}"
@@ -135,8 +134,8 @@ def save(
 
 
 def try_saving(directory: Path, group: Group) -> Steps[None]:
-    """Write a few bytes into `directory` the way `save` does, and remove them. Every rank of `group` calls
-    it.
+    """Writes a few bytes to `directory` in the same way as `save`, and removes them. Every rank of `group`
+    calls it.
 
     Raises the same `CheckpointError` on every rank when any of them cannot.
     """
@@ -171,7 +170,7 @@ def _identity(piece: Piece) -> Identity:
 
 
 def _writers(everyone: Sequence[Sequence[Identity]]) -> dict[Identity, int]:
-    """Which rank writes each piece: of those that have it, the one with the least to write so far."""
+    """The rank that writes each piece: of those that have it, the one with the least to write so far."""
     holders: dict[Identity, list[int]] = {}
     for rank, identities in enumerate(everyone):
         for identity in identities:
@@ -185,7 +184,7 @@ def _writers(everyone: Sequence[Sequence[Identity]]) -> dict[Identity, int]:
 
 
 def _index(writers: Mapping[Identity, int], num_ranks: int) -> dict[str, Any]:
-    """By key: the shape of the whole, and where its parts are, as [file, start, stop]."""
+    """By key: the full shape, and the places of its pieces as [file, start, stop]."""
     index: dict[str, Any] = {}
     for (key, start, stop, shape, _), rank in sorted(writers.items(), key=lambda item: item[0][:3]):
         index.setdefault(key, {"shape": list(shape), "parts": []})["parts"].append(
@@ -195,7 +194,7 @@ def _index(writers: Mapping[Identity, int], num_ranks: int) -> dict[str, Any]:
 
 
 def _prepare(directory: Path, temporary: Path) -> None:
-    """Finish or remove what a crash left, and make the directory to write to."""
+    """Finishes or removes what a crash left, and makes the directory to write to."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in directory.glob(f"{SAVING}*"):
         if read_meta(path) is not None:
@@ -216,11 +215,11 @@ def _write(
     group: Group,
     files: dict[str, Any],
 ) -> Steps[dict[str, Any] | None]:
-    """Write one file of this rank, and tell `files` of it; what the others should know if that fails. name:
-    None: this rank only takes part in streams.
+    """Writes one file of this rank and adds its facts to `files`; returns the problem, if any, for the other
+    ranks. name: None: this rank only takes part in streams.
 
-    at_hand: by name; what is only a shape comes from the streams. A rank that cannot write goes on with the
-        others to the end of the streams.
+    at_hand: by name; tensors on the meta device come from the streams. A rank that cannot write stays with
+    the others to the end of the streams.
     """
     needed = sum(getattr(tensor, "nbytes", 0) for tensor in at_hand.values())
     coming = [each for stream in streams for each in stream.entries if each.name in at_hand]
@@ -254,8 +253,8 @@ def _write(
 
 
 class _File:
-    """A file of what is at hand and of what comes, in the order in which it comes, wider elements before
-    narrower ones otherwise."""
+    """A file of tensors at hand and of tensors that come from streams, the latter in the order in which they
+    come, otherwise with wider elements first."""
 
     def __init__(self, path: Path, at_hand: Mapping[str, Any], coming: Sequence[TensorEntry]) -> None:
         self._coming = {each.name for each in coming}
@@ -270,20 +269,20 @@ class _File:
         self._file = TensorFile(path, self._left)
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """The next that comes; what belongs before it is written before it. What another rank writes is
-        passed over."""
+        """The next tensor of a stream; tensors that belong before it are written before it. A tensor that
+        another rank writes is ignored."""
         if name in self._coming:
             self._add_here()
             self._left.pop(0)
             self._file.add(name, tensor)
 
     def close(self) -> dict[str, int]:
-        """Its size and checksum."""
+        """The file's size and checksum."""
         self._add_here()
         return self._file.close()
 
     def abandon(self) -> None:
-        """Let go of it."""
+        """Discards the file."""
         self._file.abandon()
 
     def _add_here(self) -> None:
@@ -295,7 +294,7 @@ class _File:
 def _commit(
     directory: Path, temporary: Path, body: Mapping[str, Any], keep: int, replaced: Sequence[Path]
 ) -> None:
-    """Make the checkpoint count: from the rename of meta.json on it does."""
+    """Makes the checkpoint count, which it does from the rename of meta.json on."""
     for name, facts in body["files"].items():
         path = temporary / name
         size = path.stat().st_size if path.exists() else None
@@ -319,7 +318,7 @@ def _commit(
 
 
 def _name(temporary: Path, directory: Path) -> None:
-    """Give a whole checkpoint its name, in place of an older one of the same step."""
+    """Gives a complete checkpoint its name, in place of an older one of the same step."""
     target = directory / temporary.name.removeprefix(SAVING)
     replaced = _set_aside(target, directory) if target.exists() else None
     temporary.rename(target)
@@ -335,7 +334,8 @@ def _remove(path: Path, directory: Path) -> None:
 
 
 def _set_aside(path: Path, directory: Path) -> Path:
-    """Rename first, so that a removal that is killed half-way does not look like a checkpoint."""
+    """Renames the directory first, so that a removal that is killed does not leave what looks like a
+    checkpoint."""
     aside = directory / f"{REMOVED}{path.name}"
     path.rename(aside)
     return aside
@@ -347,7 +347,7 @@ def _discard(temporary: Path) -> None:
 
 
 def _attempt(rank: int, directory: Path, needed: int, action: Any) -> dict[str, Any] | None:
-    """Run `action`; what the others should know if it fails."""
+    """Runs `action`; returns the problem, if any, for the other ranks."""
     try:
         action()
     except (OSError, CheckpointError) as error:

@@ -1,11 +1,10 @@
-"""Writes a safetensors file whose tensors come one by one, so that nobody holds all of them at once.
+"""Writes a safetensors file whose tensors arrive one by one, so that they are never all in memory.
 
-    length of the header, 8 bytes | header, JSON: name -> dtype, shape, where | elements of the first, of the
-    second, ...
+    length of the header, 8 bytes | header, JSON: name -> dtype, shape, offsets | elements of the first, of the second, ...
 
-The header says where everything will lie, so shapes are known beforehand. By hand rather than by the library,
-which wants all tensors at once, refuses those that share memory (tied ones, slices of one bucket), and would
-have the file read again for its checksum.
+The header contains all offsets, so shapes must be known beforehand. The library is not used because it needs
+all tensors together, refuses those that share memory (tied ones, slices of one bucket), and would require
+reading the file again for its checksum.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a file, before it is there."""
+    """Name, dtype and shape of a tensor of a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +56,7 @@ class TensorEntry:
 
     @staticmethod
     def of(name: str, tensor: Any) -> TensorEntry:
-        """Raises `CheckpointError` for what is no tensor."""
+        """Raises `CheckpointError` for anything but a tensor."""
         if not isinstance(tensor, Tensor):
             raise CheckpointError(
                 f"{name} is of type {type(tensor).__name__}, and a checkpoint holds tensors only"
@@ -65,7 +64,7 @@ class TensorEntry:
         return TensorEntry(name, tuple(tensor.shape), tensor.dtype)
 
     def on_meta(self) -> Tensor:
-        """Its shape and dtype without elements."""
+        """A tensor of its shape and dtype without elements."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     @property
@@ -75,10 +74,10 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Tensors that several ranks put together, one after another.
+    """Tensors that several ranks assemble, one after another.
 
-    entries: those that this rank is given, in this order. run: hands each to its argument, by name; every
-        rank calls it.
+    entries: those that this rank receives, in this order. run: passes each to its argument, by name; every
+    rank calls it.
     """
 
     entries: Sequence[TensorEntry]
@@ -86,13 +85,13 @@ class Stream:
 
 
 def widest_first(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """Those of wider elements first, so that all are aligned."""
+    """The entries with wider elements first, so that all are aligned."""
     return sorted(entries, key=lambda each: -each.dtype.itemsize)
 
 
 class TensorFile:
-    """A new file with these entries, in this order; `add` takes their tensors in the same order, and `close`
-    says its size and checksum."""
+    """A new file with these entries, in this order; `add` writes their tensors in the same order, and `close`
+    returns its size and checksum."""
 
     def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
         header: dict[str, Any] = {}
@@ -116,7 +115,7 @@ class TensorFile:
         self._write(memoryview(len(text).to_bytes(8, "little") + text))
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """The next entry's elements."""
+        """Writes the next entry's elements."""
         entry = self._left.pop()
         assert entry == TensorEntry.of(name, tensor), (
             f"{name} {tuple(tensor.shape)} {tensor.dtype} comes where {entry} is expected"
@@ -124,7 +123,7 @@ class TensorFile:
         self._write(tensor_bytes(tensor))
 
     def close(self) -> dict[str, int]:
-        """Bring it to the disk itself; its size and checksum."""
+        """Flushes the file to disk; returns its size and checksum."""
         assert not self._left, f"{self._left[-1].name} has not come"
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -132,7 +131,7 @@ class TensorFile:
         return {"bytes": self._size, "crc32": self._checksum}
 
     def abandon(self) -> None:
-        """Let go of a file that will not be complete. After `close` nothing happens."""
+        """Closes a file that will not be complete. Does nothing after `close`."""
         with suppress(OSError):  # what could not be written, cannot be flushed
             self._file.close()
 
@@ -143,7 +142,7 @@ class TensorFile:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Write a new file of tensors that are at hand; its size and checksum."""
+    """Writes a new file of tensors that are at hand; returns its size and checksum."""
     file = TensorFile(
         path, entries := widest_first([TensorEntry.of(name, tensor) for name, tensor in tensors.items()])
     )
@@ -156,7 +155,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The elements in row-major order; little-endian, as are all machines that torch runs on."""
+    """The elements in row-major order; little-endian, like all machines that torch runs on."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     elements: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return memoryview(elements)

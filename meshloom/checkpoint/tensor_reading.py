@@ -1,8 +1,8 @@
-"""Reads the tensors of a safetensors file in any order, each byte once, and knows the whole file's checksum
-from that.
+"""Reads the tensors of a safetensors file in any order, each byte once, and computes the whole file's
+checksum from that.
 
-The counterpart of `tensor_file.py`. The file is open only while something is read, because a checkpoint may
-have one for each of a thousand ranks.
+The counterpart of `tensor_file.py`. The file is open only while it is read, because a checkpoint may have one
+for each of a thousand ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NAMED_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
 class TensorReader:
     """A file of `size` bytes.
 
-    entries: what it says that it holds, by name; none where that cannot be understood, so that the file is a
-        damaged one.
+    entries: those of its header, by name; none if the header cannot be parsed, so that the file counts as
+    damaged.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -43,12 +43,12 @@ class TensorReader:
             self._starts = {}
 
     def read(self, name: str, into: memoryview) -> None:
-        """The bytes of a tensor. Raises `EOFError` if the file ends before, and `CheckpointError` if it
+        """Reads the bytes of a tensor. Raises `EOFError` if the file ends early, and `CheckpointError` if it
         cannot be read."""
         self._read(self._starts[name], into)
 
     def checksum(self) -> int:
-        """Of the whole file; what was not read yet is read now, and not kept."""
+        """The checksum of the whole file; what was not read yet is read now, and discarded."""
         checksum, position = 0, 0
         buffer = memoryview(bytearray(_BLOCK))
         for start, (stop, theirs) in sorted([*self._blocks.items(), (self._size, (self._size, 0))]):
@@ -101,5 +101,5 @@ class TensorReader:
 
 
 def empty_bytes(entry: TensorEntry) -> torch.Tensor:
-    """Room for a tensor: uint8 [its bytes], aligned for any dtype."""
+    """An uninitialised uint8 tensor of the entry's bytes, aligned for any dtype."""
     return torch.empty(entry.num_bytes, dtype=torch.uint8)

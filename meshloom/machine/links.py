@@ -1,5 +1,5 @@
-"""How fast ranks talk, and how much they slow each other down, as measured: lines from bytes to seconds, and
-factors.
+"""How fast ranks communicate, and how much they slow each other down, as measured: lines from bytes to
+seconds, and factors.
 
 seconds of a collective                     seconds of an operator
     |             .  bytes / rate               |        .   4 ranks on 2 cores
@@ -32,12 +32,13 @@ class Link:
     measurements.
 
     Bytes are those of the tensor that one rank hands in. residual: largest relative error of the fit.
-    among: ranks that ran on the devices at that time, in groups of `ranks`; 0: just these.
-    place: inside one host, or between hosts. in_place: tensors lay where all ranks of the host can read them.
-    algorithm: by which an all-reduce was spelled out on messages (`costs.ALGORITHMS`); "": the transport's
-        own collective.
-    points: (bytes, seconds), bytes ascending, as measured; where there are some, predictions lie between them
-        rather than on the line.
+    among: ranks that ran on the devices at that time, in groups of `ranks`; 0: only these.
+    place: inside one host, or between hosts. in_place: tensors lay in memory that all ranks of the host can
+        read.
+    algorithm: the explicit all-reduce algorithm on messages (`costs.ALGORITHMS`); "": the transport's own
+        collective.
+    points: (bytes, seconds), bytes ascending, as measured; if there are any, predictions interpolate between
+        them instead of using the line.
     """
 
     collective: Collective
@@ -83,8 +84,8 @@ class Link:
             )
 
     def seconds(self, num_bytes: float) -> float:
-        """Of `num_bytes`: between the measured points, beyond the last one at its rate; the line where there
-        are none."""
+        """The seconds for `num_bytes`: between the measured points, beyond the last one at its rate; from the
+        line where there are none."""
         if not self.points:
             return self.latency_seconds + num_bytes / self.bytes_per_second
         (low, low_seconds), *rest = self.points
@@ -102,7 +103,7 @@ class Crowd:
     """How many times longer operators take when `ranks` ranks with `threads` threads each compute, than when
     one of them does.
 
-    compute: those that multiply in the cache. memory: those that read and write memory.
+    compute: operators that multiply in the cache. memory: operators that read and write memory.
     """
 
     ranks: int
@@ -124,20 +125,20 @@ class Crowd:
 
 @dataclass(frozen=True, kw_only=True)
 class Company:
-    """What ranks that run together have measured of each other: how they talk, and how much they slow each
-    other down."""
+    """What ranks that run together have measured of each other: how fast they communicate, and how much they
+    slow each other down."""
 
     links: tuple[Link, ...]
     crowds: tuple[Crowd, ...]
 
     def to_json(self) -> str:
-        """For `from_json`, of one line."""
+        """One line, for `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_values(cls, found: Mapping[str, Any]) -> Company:
-        """From what JSON gives: the fields of each link and crowd. Raises `MachineError`, or what its absence
-        or type does, if one is wrong."""
+        """From JSON values: the fields of each link and crowd. Raises `MachineError`, or the error of a
+        missing or mistyped field, if one is wrong."""
 
         def link(values: Mapping[str, Any]) -> Link:
             points: Any = tuple(
@@ -163,10 +164,10 @@ def seconds_of(
     """Seconds of the transport's own collective of `ranks` ranks, each handing in `num_bytes`; None if it was
     not measured at all.
 
-    Of what was measured the most similar counts: the place and whether tensors lie in place first, then the
-    ranks of the group, then those on the devices (among; default: any). For a number of ranks that was not
-    measured, latency and bytes are scaled by the steps of a ring and what it moves: an all-reduce takes
-    2(N-1) steps and moves 2(N-1)/N of the bytes (Patarasuk & Yuan, 2009).
+    The most similar measurement is used: place and whether tensors lie in place count first, then the ranks
+    of the group, then those on the devices (among; default: any). For a number of ranks that was not
+    measured, latency and bytes are scaled by the steps of a ring and the bytes it sends: an all-reduce takes
+    2(N-1) steps and sends 2(N-1)/N of the bytes (Patarasuk & Yuan, 2009).
 
     >>> links = [Link(collective="all_reduce", ranks=2, latency_seconds=1e-3, bytes_per_second=1e9, residual=0.0)]
     >>> seconds_of(links, "all_reduce", 1e9, 2), seconds_of(links, "all_reduce", 1e9, 4)
@@ -202,8 +203,8 @@ def seconds_of(
 
 
 def ring(collective: Collective, ranks: int) -> tuple[float, float]:
-    """Steps of a ring and bytes that a rank sends per byte that it hands in. A gather ends on one rank, which
-    receives from all others."""
+    """Steps of a ring, and bytes that a rank sends per byte that it hands in. A gather ends on one rank,
+    which receives from all others."""
     steps = {"all_reduce": 2 * (ranks - 1), "broadcast": math.log2(ranks), "send": 1}.get(
         collective, ranks - 1
     )
@@ -227,7 +228,7 @@ def fit_link(
     in_place: bool = False,
     keep_points: bool = False,
 ) -> Link:
-    """The line through (bytes, seconds) that has the least relative squared error.
+    """The line through (bytes, seconds) with the least relative squared error.
 
     >>> link = fit_link("send", 2, [(1e3, 0.002), (1e6, 1.001)])
     >>> link.latency_seconds, link.bytes_per_second, link.residual

@@ -49,9 +49,9 @@ class Operation:
     """Seconds of one kind of operator in one dtype.
 
     dtype: as torch writes it, like "float32".
-    backward: of its backward instead; work is then the backward's.
+    backward: whether of the operator's backward; work is then the backward's.
     points: (work, seconds), work ascending.
-    spread: how far repeated measurements lay apart: median over lower quartile, less 1, at the worst point.
+    spread: of repeated measurements: median over lower quartile, minus 1, at the worst point.
     """
 
     kind: Kind
@@ -87,14 +87,14 @@ class Machine:
     """One machine and one kind of its devices, as measured.
 
     name: of the host. device: "cpu" or "cuda". model: the device's own name.
-    devices: how many of that kind (CPU: 1). cores, threads: of the CPU; threads of each rank while it was
-        measured.
+    devices: the number of that kind (CPU: 1). cores, threads: of the CPU; threads of each rank during the
+        measurement.
     memory_bytes: of one device.
     measured_at: seconds since 1970.
-    call_seconds, backward_call_seconds: of an operator that moves nothing, like a view.
-    ranks: that measured `operations`, at the same time. crowds: how much slower operators become when ranks
-    compute at the same time. transport: what the links were measured through: shm, gloo, nccl, or shm+gloo
-    between hosts; "": there are none.
+    call_seconds, backward_call_seconds: of an operator that moves no data, like a view.
+    ranks: the number that measured `operations` at the same time. crowds: how much slower operators become
+        when several ranks compute. transport: of the measured links: shm, gloo, nccl, or shm+gloo between
+        hosts; "": there are no links.
     """
 
     name: str
@@ -133,16 +133,16 @@ class Machine:
 
     def slowdown(self, busy: float, threads: int, memory_share: float = 0.5) -> float:
         """How much longer a rank with so many threads takes when `busy` ranks compute, than alone.
-        memory_share: of its time, moving memory.
+        memory_share: the share of its time spent moving memory.
 
-        Where no crowd was measured: that of sharing cores, and on devices other than CPUs nothing.
+        Where contention was not measured: that of sharing cores; on devices other than CPUs none.
         """
         if self.device != "cpu":
             return 1.0
         return slowdown(self.crowds, busy, threads, memory_share, self.cores)
 
     def operation(self, kind: Kind, dtype: str, *, backward: bool = False) -> Operation:
-        """The curve of a kind; for a dtype that was not measured, that of one of the same width, else
+        """The curve of a kind; for a dtype that was not measured, that of a dtype of the same width, else
         float32's, else any."""
         curves = self._curves(kind, backward)
         width = _width(dtype)
@@ -165,9 +165,9 @@ def operator_seconds(
 ) -> float:
     """Predicted seconds of one call of an operator.
 
-    What is counted in FLOPs takes at least as long as its bytes would (the roofline model of Williams et al.,
-    2009).
-    flops, num_bytes: of its forward, or of its backward. num_bytes: read and written, each element once.
+    Operators that are counted in FLOPs take at least as long as their bytes would (the roofline model of
+    Williams et al., 2009). flops, num_bytes: of its forward, or of its backward. num_bytes: read and written,
+    each element once.
 
     >>> machine = example_machine()
     >>> operator_seconds(machine, "matmul", "float32", flops=2e9)
@@ -210,8 +210,7 @@ def collective_seconds(
 
 
 def save(machine: Machine, path: Path) -> None:
-    """Write the machine as JSON, whole or not at all. Raises `MachineError` if that place cannot be
-    written."""
+    """Writes the machine as JSON, atomically. Raises `MachineError` if the path cannot be written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,21 +228,20 @@ def save(machine: Machine, path: Path) -> None:
 
 
 def machine_file(device: str) -> Path:
-    """Where this machine's measurements lie unless another place is named; one file for each kind of
-    device."""
+    """The default path of this machine's measurements; one file for each kind of device."""
     return Path.home() / ".cache" / "meshloom" / "machines" / f"{platform.node() or 'unnamed'}-{device}.json"
 
 
 def this_machine(device: str) -> Machine | None:
-    """What `meshloom calibrate` measured on this machine, if it did. Raises `MachineError` for a broken
-    file."""
+    """The measurements of `meshloom calibrate` on this machine; None if there are none. Raises `MachineError`
+    for a broken file."""
     path = machine_file(device)
     return load(path) if path.is_file() else None
 
 
 def load(path: Path) -> Machine:
-    """The machine that was saved there. Raises `MachineError` for no file, a broken one, or another
-    program's."""
+    """The machine saved in a file. Raises `MachineError` for a missing or broken file, or one of another
+    program."""
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -269,8 +267,8 @@ def load(path: Path) -> Machine:
 
 
 def example_machine() -> Machine:
-    """A round-numbered machine for examples: 1e9 FLOP/s, 1e9 bytes/s, 1 us a call; an all-reduce of two ranks
-    at 1e9 bytes/s after 1 ms."""
+    """A machine with round numbers for examples: 1e9 FLOP/s, 1e9 bytes/s, 1 us a call; an all-reduce of two
+    ranks at 1e9 bytes/s after 1 ms."""
     operations = [
         Operation(kind=kind, dtype="float32", backward=backward, points=((1e3, 1e-6), (1e9, 1.0)))
         for kind in KINDS
