@@ -16,7 +16,7 @@ from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.server import Server
-from meshloom.exchange.shared import SharedCopy
+from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
 from tests.windows import OneProcess
 
@@ -35,7 +35,7 @@ def one_copy(named: Named, group: Group, **settings: Any) -> Exchange:
         named,
         group,
         windows=windows,
-        copies=lambda buckets, group: SharedCopy(buckets, group, windows),
+        copies=lambda buckets, group: OneForAll(buckets, group, windows),
         **settings,
     )
 

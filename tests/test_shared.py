@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.exchange.copies import SeparateCopies
-from meshloom.exchange.shared import SharedCopy
+from meshloom.exchange.copies import OneEach
+from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import make_optimizers
@@ -352,20 +352,20 @@ def updated_early(monkeypatch: pytest.MonkeyPatch) -> None:
                 slice_.data().mul_(0.9)
 
     monkeypatch.setattr(ZeroOne, "begin_step", early)
-    monkeypatch.setattr(SharedCopy, "computed", lambda self: None)
+    monkeypatch.setattr(OneForAll, "computed", lambda self: None)
 
 
 def share_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """What rank 1 was to write of the start values is not there."""
-    made = SharedCopy.__init__
+    made = OneForAll.__init__
 
-    def forget(self: SharedCopy, buckets: Any, group: Any, *rest: Any, **settings: Any) -> None:
+    def forget(self: OneForAll, buckets: Any, group: Any, *rest: Any, **settings: Any) -> None:
         made(self, buckets, group, *rest, **settings)
         for bucket in buckets if group.rank == 1 else ():
             for entry in bucket.entries:
                 entry.parameter.data.view(-1)[max(0, bucket.flat.numel() // 2 - entry.start) :] = 0
 
-    monkeypatch.setattr(SharedCopy, "__init__", forget)
+    monkeypatch.setattr(OneForAll, "__init__", forget)
 
 
 @pytest.mark.parametrize("plant", few([owned_twice, one_rank_dropped, updated_early, share_never_written], 2))
@@ -380,7 +380,7 @@ def test_a_planted_bug_is_caught(
 
 def test_copies_are_one_or_one_each() -> None:
     """What tells the two apart is asked of the exchange."""
-    for share, kind in ((True, SharedCopy), (False, SeparateCopies)):
+    for share, kind in ((True, OneForAll), (False, OneEach)):
         with open_trainer(make_job("mlp", "adamw"), "dp=2,zero=1", share=share) as trainer:
             exchange: Any = trainer.replicas[0].exchange
             assert isinstance(exchange._copies, kind) and exchange.one_copy == share

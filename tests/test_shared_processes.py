@@ -23,7 +23,7 @@ from meshloom.comm.steps import run_in_steps
 from meshloom.comm.windows import windows_of
 from meshloom.core.errors import PeerLostError
 from meshloom.core.plan import Plan
-from meshloom.exchange.shared import SharedCopy
+from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
 from meshloom.optimizer.updater import Updater
 from meshloom.replica.replica_state import check_identical
@@ -70,7 +70,7 @@ def _parameters_after(steps: int, bucket_bytes: int, bug: str) -> list[torch.Ten
     model = Net().double()
     exchange = ZeroOne(
         list(model.named_parameters()), group, bucket_bytes=bucket_bytes, overlap=True, windows=group,
-        copies=lambda buckets, _: SharedCopy(buckets, group, group),
+        copies=lambda buckets, _: OneForAll(buckets, group, group),
     )  # fmt: skip
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(exchange.gradient_ready)

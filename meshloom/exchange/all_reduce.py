@@ -16,7 +16,7 @@ from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.buckets.reduction import Exact, Reduction
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.registry import Setup
-from meshloom.exchange.shared import SharedCopy
+from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
 from meshloom.program.operators.fused_grad_accumulation import Room
 from meshloom.telemetry.traffic import ExpectedBytes
@@ -29,7 +29,7 @@ def open_all_reduce(setup: Setup) -> Exchange:
     if plan.compress != "none":
         return AllReduce(setup.dense, setup.group, reduction=setup.reduction(), **settings)
     if windows is not None and setup.may_share():
-        copies = partial(SharedCopy, windows=windows, frozen=setup.frozen)
+        copies = partial(OneForAll, windows=windows, frozen=setup.frozen)
         return ZeroOne(setup.dense, setup.group, windows=windows, copies=copies, **settings)
     return (ZeroOne if plan.zero else AllReduce)(setup.dense, setup.group, windows=windows, **settings)
 

@@ -50,7 +50,7 @@ class ParameterCopies(ABC):
         """Bytes of `publish`."""
 
 
-class SeparateCopies(ParameterCopies):
+class OneEach(ParameterCopies):
     """A copy for every replica; slices of other owners are all-gathered."""
 
     def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:

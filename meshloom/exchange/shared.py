@@ -33,7 +33,7 @@ BITS_EVERY = 100  # steps between comparisons of all bits before and after a ste
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class SharedCopy(ParameterCopies):
+class OneForAll(ParameterCopies):
     """The parameters of all ranks, in the window of rank 0.
 
     group: the replicas, for barriers; `windows` is the same group. frozen: parameters that are not trained,

@@ -23,7 +23,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets.buckets import Bucket
-from meshloom.exchange.copies import ParameterCopies, SeparateCopies, segment
+from meshloom.exchange.copies import OneEach, ParameterCopies, segment
 from meshloom.exchange.sharded import Sharded
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -47,7 +47,7 @@ class ZeroOne(Sharded):
         overlap: bool,
         replicated: Collection[str] = (),
         windows: Windows | None = None,
-        copies: Callable[[Sequence[Bucket], Group], ParameterCopies] = SeparateCopies,
+        copies: Callable[[Sequence[Bucket], Group], ParameterCopies] = OneEach,
     ) -> None:
         allocate = allocation(windows, group.rank)
         super().__init__(
