@@ -20,7 +20,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.sizes.resized import resized
-from meshloom.program.store import programs as module
+from meshloom.program.store import checked_capture as module
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.families import FAMILIES

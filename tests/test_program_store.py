@@ -113,6 +113,6 @@ def test_fields_are_what_is_sent_of_a_class_that_no_name_leads_to():
     assert (pair.one, pair.other) == (1, "b") == pair
     with pytest.raises(
         DataError,
-        match="only the fields x, words are sent to other ranks, and length is none. Define it at the top of a module",
+        match="only its fields x, words are sent to other ranks, and length is not one. Define it at the top of a module",
     ):
         batch.length()
