@@ -400,5 +400,5 @@ def test_the_choice_says_why():
     )
     assert choose_algorithm(4096, 4, 4, 1e-3, 25e6).algorithm == "halving"
     assert choose_algorithm(25 << 20, 7, 7, 1e-4, 25e6).algorithm == "ring"
-    with pytest.raises(MachineError, match="5 ranks are not as many on each of 2 hosts"):
+    with pytest.raises(MachineError, match="5 ranks cannot be equally many on each of 2 hosts"):
         choose_algorithm(1, 5, 2, 1e-3, 1e6)

@@ -25,7 +25,7 @@ def only_file(cache: Cache) -> Path:
 
 
 def test_what_was_put_is_found_again_by_this_user_alone(cache: Cache):
-    assert cache.get("reading", "a loss", PARTS).why == "no earlier run has kept it"
+    assert cache.get("reading", "a loss", PARTS).why == "no earlier run has stored it"
     assert cache.put("reading", "a loss", PARTS, b"content") is None
     assert cache.get("reading", "a loss", PARTS).content == b"content"
     assert (
@@ -75,7 +75,7 @@ def test_a_file_that_is_not_ours_and_whole_is_not_believed_and_goes(spoil, cache
     cache.put("reading", "a loss", PARTS, b"content")
     spoil(only_file(cache))
     found = cache.get("reading", "a loss", PARTS)
-    assert found.content is None and found.refused and "is not believed" in found.why
+    assert found.content is None and found.refused and "is not trusted" in found.why
     assert cache.put("reading", "a loss", PARTS, b"content") is None
     assert cache.get("reading", "a loss", PARTS).content == b"content"
 
@@ -122,7 +122,7 @@ def test_without_files_that_have_no_name_it_is_written_as_well(cache: Cache, mon
 
 
 def test_the_least_used_goes_when_there_is_no_more_room(tmp_path: Path):
-    cache = Cache(tmp_path / "kept", most_bytes=1500)
+    cache = Cache(tmp_path / "kept", max_bytes=1500)
     for number, loss in enumerate(("first", "second", "third")):
         cache.put("reading", loss, {"loss": loss}, bytes(300))
         for path in cache.directory.iterdir():
@@ -135,7 +135,7 @@ def test_the_least_used_goes_when_there_is_no_more_room(tmp_path: Path):
         if cache.get("reading", loss, {"loss": loss}).content
     ]
     assert there == ["first", "third", "fourth"]
-    assert "more than the 1500 that may be kept" in (cache.put("reading", "large", PARTS, bytes(2000)) or "")
+    assert "more than the limit of 1500" in (cache.put("reading", "large", PARTS, bytes(2000)) or "")
 
 
 def test_several_may_write_and_read_at_once(cache: Cache):

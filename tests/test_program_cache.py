@@ -112,7 +112,7 @@ class Runs:
 def runs(tmp_path: Path) -> Runs:
     found = Runs(tmp_path / "kept")
     assert found.read()
-    assert found.notes == ["The loss was captured anew: no earlier run has kept it."]
+    assert found.notes == ["The loss was captured anew: no earlier run has stored it."]
     return found
 
 
@@ -249,7 +249,7 @@ def test_a_file_that_is_damaged_is_read_anew_with_one_sentence(runs: Runs):
     (path,) = runs.directory.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
     assert runs.read()
-    assert len(runs.notes) == 1 and "is not believed" in runs.notes[0]
+    assert len(runs.notes) == 1 and "is not trusted" in runs.notes[0]
     assert not runs.read()
 
 
@@ -337,7 +337,7 @@ def test_batch_norm_is_kept_and_a_plan_that_synchronises_it_reads_nothing(tmp_pa
         told.append(timings.notes)
     assert told == [
         [],
-        ["The loss was captured anew: no earlier run has kept it."],
+        ["The loss was captured anew: no earlier run has stored it."],
         ["The captured loss is taken from an earlier run."],
     ]
 

@@ -71,7 +71,7 @@ def test_a_run_that_is_killed_as_it_reads_leaves_nothing_and_the_next_one_reads(
     there = [path.name for path in kept.iterdir()] if kept.exists() else []
     assert all(name.startswith(".new-") for name in there) and len(there) == (moment == "write named")
     file.unlink()
-    assert "The loss was captured anew: no earlier run has kept it." in started(words)
+    assert "The loss was captured anew: no earlier run has stored it." in started(words)
     if moment == "write":
         assert "The captured loss is taken from an earlier run." in started(words)
     assert not left(out)

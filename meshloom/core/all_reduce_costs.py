@@ -1,7 +1,7 @@
-"""Seconds of an exchange of gradients by formula, and which algorithm is the fastest.
+"""Seconds of an all-reduce by formula, and the fastest algorithm.
 
-N ranks hand in S bytes each; a message takes `a` seconds plus its bytes at B bytes/s, in both directions at
-once. Adding is taken to be free.
+N ranks contribute S bytes each; a message takes `a` seconds plus its bytes at B bytes/s, in both directions at the
+same time. Additions count as free.
 
     ring            2(N-1) a  +  2(N-1)/N S/B                                 Patarasuk & Yuan, 2009
     tree            2 log2 N (a + S/B)                                        Thakur, Rabenseifner & Gropp, 2005
@@ -24,7 +24,7 @@ ALGORITHMS = ("ring", "tree", "halving", "hierarchical")
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmChoice:
-    """The fastest way of an all-reduce. seconds: measured or predicted. reason: against which others."""
+    """The fastest algorithm. seconds: measured or predicted. reason: compares it with the others."""
 
     algorithm: str
     seconds: float
@@ -43,13 +43,13 @@ def choose_algorithm(
     own_seconds: float | None = None,
     measured: Mapping[str, float] = MappingProxyType({}),
 ) -> AlgorithmChoice:
-    """The algorithm that takes least, of those that are spelled out and the library's own.
+    """The fastest algorithm, of the explicit ones and the backend's own. Raises `MachineError`.
 
-    latency_seconds, bytes_per_second: of a message over the slowest link in use: between hosts, or inside if
-    there is one host. inside_latency_seconds, inside_bytes_per_second: of a message inside a host, where that
-    differs. Ranks are as many on each host. own_seconds: what the library's own all-reduce was measured to
-    take. It is chosen where none is faster.
-    measured: algorithm -> what it was measured to take, instead of its formula.
+    latency_seconds, bytes_per_second: of a message over the slowest link: between hosts, or inside the only one.
+    inside_latency_seconds, inside_bytes_per_second: of a message inside a host; None: the same. All hosts have
+        equally many ranks.
+    own_seconds: measured for the backend's own all-reduce, which is chosen if none is faster.
+    measured: algorithm -> measured seconds, instead of its formula.
 
     >>> choose_algorithm(64 * 2**20, 5, 5, 1e-3, 128 * 2**20).reason
     'ring: 64 MiB over 5 ranks, 808 ms against 1.76 s (halving), 3.01 s (tree)'
@@ -58,7 +58,7 @@ def choose_algorithm(
     """
     if num_hosts < 1 or num_ranks % num_hosts:
         raise MachineError(
-            f"{num_ranks} ranks are not as many on each of {num_hosts} hosts. Give a number of hosts that divides the ranks."
+            f"{num_ranks} ranks cannot be equally many on each of {num_hosts} hosts. Give a number of hosts that divides the ranks."
         )
     link = latency_seconds, bytes_per_second
     found = {
@@ -84,7 +84,7 @@ def choose_algorithm(
 
 
 def ring_seconds(num_bytes: float, num_ranks: int, latency_seconds: float, bytes_per_second: float) -> float:
-    """Of a ring all-reduce: 2(N-1) steps, each moving 1/N of the bytes.
+    """Seconds of a ring all-reduce: 2(N-1) steps, each of 1/N of the bytes.
 
     >>> ring_seconds(8, 4, 0.0, 1.0), ring_seconds(0, 4, 1.0, 1.0)
     (12.0, 6.0)
@@ -94,7 +94,7 @@ def ring_seconds(num_bytes: float, num_ranks: int, latency_seconds: float, bytes
 
 
 def tree_seconds(num_bytes: float, num_ranks: int, latency_seconds: float, bytes_per_second: float) -> float:
-    """Of an all-reduce on a binomial tree: all bytes in each of 2 log2 N messages, rounded up.
+    """Seconds of an all-reduce on a binomial tree: 2 ceil(log2 N) messages of all bytes.
 
     >>> tree_seconds(8, 4, 1.0, 8.0), tree_seconds(8, 5, 1.0, 8.0)
     (8.0, 12.0)
@@ -105,8 +105,8 @@ def tree_seconds(num_bytes: float, num_ranks: int, latency_seconds: float, bytes
 def halving_seconds(
     num_bytes: float, num_ranks: int, latency_seconds: float, bytes_per_second: float
 ) -> float:
-    """Of recursive halving and doubling; the ranks above a power of two are folded in with two messages of
-    all bytes.
+    """Seconds of recursive halving and doubling; ranks beyond a power of two take two more messages of all
+    bytes.
 
     >>> halving_seconds(8, 4, 1.0, 1.0), halving_seconds(8, 5, 1.0, 1.0)
     (16.0, 34.0)
@@ -127,7 +127,7 @@ def hierarchical_seconds(
     inside_latency_seconds: float,
     inside_bytes_per_second: float,
 ) -> float:
-    """Of rings inside hosts, then between them, each rank for its share; the ranks of a host share its link.
+    """Seconds of rings inside hosts, then between them for each rank's share; ranks of a host share its link.
 
     >>> hierarchical_seconds(8, 4, 1, 0.0, 1.0, 0.0, 1.0) == ring_seconds(8, 4, 0.0, 1.0)
     True
@@ -141,8 +141,7 @@ def hierarchical_seconds(
 def server_seconds(
     num_bytes: float, num_workers: int, latency_seconds: float, bytes_per_second: float, num_servers: int = 1
 ) -> float:
-    """Of a push and a pull of all workers at servers that divide the bytes evenly, each with a link of its
-    own.
+    """Seconds of a push and a pull of all workers; servers divide the bytes evenly and have a link each.
 
     >>> server_seconds(8, 4, 0.0, 1.0), server_seconds(8, 4, 0.0, 1.0, num_servers=2)
     (64.0, 32.0)

@@ -1,10 +1,10 @@
-"""Results kept on disk from one run to the next, each under digests of all that it depends on.
+"""A cache on disk, between runs: each entry is keyed by digests of everything that it depends on.
 
     DIRECTORY/reading-PLACE-DIGEST      magic | hash of all that follows | length of the header | header | content
 
-PLACE is what the result is of, DIGEST that of all parts of what it depends on, which stand in the header once
-more. Nothing is believed because of its name: the hash and every part are compared, and the file and the
-directory have to be this user's alone. What cannot be written or read is no error.
+PLACE identifies what the entry is of; DIGEST is that of all its dependencies, which the header repeats. A file is
+not trusted for its name: its hash and every dependency are compared, and only this user may be able to write the
+file and the directory. A failed read or write is not an error.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-MOST_BYTES = 2**30  # of all entries together
+MAX_BYTES = 2**30  # of all entries together
 _MAGIC = b"meshloom kept 1\n"
 _HASH_BYTES, _LENGTH_BYTES = 32, 8
-_STALE_SECONDS = 3600.0  # of a file that was not written to its end
+_STALE_SECONDS = 3600.0  # age of an incomplete file that is removed
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """content: None if there is nothing to be believed. why: then the reason; refused: a file was there that
-    is not believed."""
+    """The result of a look-up.
+
+    content: None if there is no valid entry. why: the reason for that. refused: whether there was a file, which
+    is not trusted.
+    """
 
     content: bytes | None
     why: str = ""
@@ -37,15 +40,16 @@ class CacheEntry:
 
 
 class Cache:
-    """Of one directory, which need not be there. most_bytes: of what is kept there the least used goes
-    first."""
+    """The cache in one directory, which need not exist. max_bytes: of all entries; the least recently used are
+    evicted."""
 
-    def __init__(self, directory: Path, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, directory: Path, max_bytes: int = MAX_BYTES) -> None:
         self.directory = directory
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
 
     def get(self, kind: str, place: str, parts: Mapping[str, str]) -> CacheEntry:
-        """What was kept for equal parts. place: what it is of, as text."""
+        """The entry with equal dependencies. place: what it is of, as text. parts: name -> digest of each
+        dependency."""
         path = self._path(kind, place, parts)
         try:
             if why := self._why_not_ours():
@@ -56,18 +60,18 @@ class Cache:
         except (OSError, _ForeignError) as error:
             with suppress(OSError):
                 path.unlink()
-            return CacheEntry(None, f"{path} is not believed ({_reason(error)})", refused=True)
+            return CacheEntry(None, f"{path} is not trusted ({_reason(error)})", refused=True)
         with suppress(OSError):
             os.utime(path)
         return CacheEntry(content)
 
     def put(self, kind: str, place: str, parts: Mapping[str, str], content: bytes) -> str | None:
-        """Keep it. What is returned says why it could not be kept."""
+        """Store an entry; the reason if that fails."""
         header = json.dumps({"parts": dict(parts)}).encode()
         body = len(header).to_bytes(_LENGTH_BYTES, "little") + header + content
         data = _MAGIC + _hash(body) + body
-        if len(data) > self._most_bytes:
-            return f"{len(data)} bytes are more than the {self._most_bytes} that may be kept"
+        if len(data) > self._max_bytes:
+            return f"{len(data)} bytes are more than the limit of {self._max_bytes}"
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if why := self._why_not_ours():
@@ -79,7 +83,7 @@ class Cache:
         return None
 
     def drop(self, kind: str, place: str, parts: Mapping[str, str]) -> None:
-        """Forget it."""
+        """Remove an entry."""
         with suppress(OSError):
             self._path(kind, place, parts).unlink()
 
@@ -87,24 +91,24 @@ class Cache:
         return self.directory / f"{kind}-{digest_of(place)[:16]}-{digest_of(json.dumps(dict(parts)))[:32]}"
 
     def _why_not_ours(self) -> str:
-        """Why nothing in the directory can be believed. Raises `FileNotFoundError` if it is not there."""
+        """Why the directory cannot be trusted; "" if it can. Raises `FileNotFoundError`."""
         found = self.directory.stat()
         if found.st_uid != os.geteuid():
             return f"{self.directory} belongs to another user"
         return f"others may write into {self.directory}" if found.st_mode & 0o022 else ""
 
     def _what_changed(self, kind: str, place: str, parts: Mapping[str, str]) -> str:
-        """Since the newest that was kept for the same place."""
+        """The dependencies that differ from the newest entry of the same place, as a clause."""
         try:
-            kept = sorted(
+            entries = sorted(
                 self.directory.glob(f"{kind}-{digest_of(place)[:16]}-*"),
                 key=lambda each: -each.stat().st_mtime,
             )
-            there = _parts(_read(kept[0])) if kept else None
+            there = _parts(_read(entries[0])) if entries else None
         except (OSError, _ForeignError):
             there = None
         if there is None:
-            return "no earlier run has kept it"
+            return "no earlier run has stored it"
         names = [name for name in {**there, **parts} if there.get(name) != parts.get(name)]
         return f"changed since an earlier run: {', '.join(names)}"
 
@@ -119,7 +123,7 @@ class Cache:
                     files.append((found.st_mtime, found.st_size, each))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files)[:-1]:
-            if total <= self._most_bytes:
+            if total <= self._max_bytes:
                 break
             with suppress(OSError):
                 path.unlink()
@@ -127,12 +131,12 @@ class Cache:
 
 
 def digest_of(text: str | bytes) -> str:
-    """As text."""
+    """A hash, in hexadecimal."""
     return _hash(text.encode() if isinstance(text, str) else text).hex()
 
 
 class _ForeignError(Exception):
-    """Not what we have written."""
+    """A file that this cache has not written."""
 
 
 def _hash(data: bytes) -> bytes:
@@ -140,11 +144,11 @@ def _hash(data: bytes) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    """The body of a file of this user's."""
+    """The body of a file that only this user can write."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise _ForeignError("it is not this user's alone")
+            raise _ForeignError("others may write it")
         data = file.read()
     start = len(_MAGIC) + _HASH_BYTES
     if data[: len(_MAGIC)] != _MAGIC or data[len(_MAGIC) : start] != _hash(data[start:]):
@@ -163,19 +167,19 @@ def _parts(body: bytes) -> dict[str, str]:
 
 def _content(body: bytes, parts: Mapping[str, str]) -> bytes:
     if _parts(body) != dict(parts):
-        raise _ForeignError("it is of something else than its name says")
+        raise _ForeignError("its dependencies are not those of its name")
     return body[_LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little") :]
 
 
 def _write(path: Path, data: bytes) -> None:
-    """All of it or nothing, also when this process is killed; where two write at once one of them wins."""
+    """Write atomically, even if this process is killed; of concurrent writers, one wins."""
     descriptor, name = _new_file(path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             if not name:
-                # Python follows the link that /proc has only where it is given a directory, too
+                # Python follows the link in /proc only if it is also given a directory
                 with suppress(FileExistsError):
                     os.link(
                         f"/proc/self/fd/{file.fileno()}", path, src_dir_fd=file.fileno(), follow_symlinks=True
@@ -190,7 +194,8 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _new_file(directory: Path) -> tuple[int, str]:
-    """A file, and its name; where the system has such, one without a name, of which nothing stays."""
+    """A new file and its name; "" for an anonymous file, which leaves nothing behind, where that is
+    possible."""
     if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
         with suppress(OSError):
             return os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600), ""

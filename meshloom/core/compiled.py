@@ -1,8 +1,8 @@
 """Compiled modules under the names that they have without `torch.compile`.
 
-`torch.compile(module)` puts a module around the one that it compiles, so that all names below it get a
-further part (`_orig_mod`), in checkpoints, errors and reports. Here the inner one takes its place and is
-called through what was compiled, as after `module.compile()`.
+`torch.compile(module)` wraps the module, which adds a part (`_orig_mod`) to all names inside it, in checkpoints,
+errors and reports. Here the wrapped module replaces its wrapper and calls the compiled code, as after
+`module.compile()`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from torch import nn
 
 
 def named_as_written(model: nn.Module) -> nn.Module:
-    """The model with the module inside in the place of every compiled one; the same computations are
-    compiled.
+    """The model with every wrapper replaced by its module; the same computations are compiled.
 
     >>> import torch
-    >>> model = named_as_written(torch.compile(nn.Sequential(torch.compile(nn.Linear(3, 2), backend="eager")), backend="eager"))
+    >>> model = named_as_written(nn.Sequential(torch.compile(nn.Linear(3, 2), backend="eager")))
     >>> [name for name, _ in model.named_parameters()]
     ['0.weight', '0.bias']
     """
@@ -30,8 +29,7 @@ def named_as_written(model: nn.Module) -> nn.Module:
 
 
 def without_compilation(model: nn.Module) -> list[str]:
-    """Let modules that are `named_as_written` be called as they were written; the names of those that were
-    compiled."""
+    """Undo the compilation of modules that are `named_as_written`; the names of those that were compiled."""
     names: list[str] = []
     for name, module in model.named_modules():
         each: Any = module

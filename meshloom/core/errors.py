@@ -1,41 +1,41 @@
-"""What a user can be told: each error is one clear sentence with the numbers and the way out."""
+"""The errors that users see: each is one clear sentence with the numbers and the way out."""
 
 from __future__ import annotations
 
 
 class MeshloomError(Exception):
-    """A failure that meshloom explains itself. `exit_code` is what the command line returns for it."""
+    """A failure that meshloom explains. exit_code: of the command line."""
 
     exit_code = 1
 
 
 class PlanError(MeshloomError):
-    """A plan that cannot be built, or does not fit the job or the devices."""
+    """A plan that is invalid, or does not fit the job or the devices."""
 
     exit_code = 2
 
 
 class JobError(MeshloomError):
-    """A job file or a `Job` that cannot be trained as it is written."""
+    """A job file or a `Job` that cannot be trained as written."""
 
     exit_code = 2
 
 
 class CaptureError(MeshloomError):
-    """A loss that cannot be read as a program: what it does depends on more than its tensors, or is not
-    written in tensors."""
+    """A loss that cannot be captured as a program: it depends on more than its tensors, or is not computed
+    with tensors."""
 
     exit_code = 2
 
 
 class DeviceError(MeshloomError):
-    """Devices that were asked for and are not there."""
+    """Requested devices that are missing."""
 
     exit_code = 2
 
 
 class MachineError(MeshloomError):
-    """Measurements of a machine that are missing, broken, or do not cover what is asked."""
+    """Measurements of a machine that are missing, invalid, or do not cover what is needed."""
 
     exit_code = 2
 
@@ -47,22 +47,22 @@ class CheckpointError(MeshloomError):
 
 
 class ReportError(MeshloomError):
-    """Something about a run that was not recorded, cannot be read, or cannot be drawn as asked."""
+    """A record of a run that is missing, cannot be read, or cannot be drawn."""
 
     exit_code = 2
 
 
 class DataError(MeshloomError):
-    """Data that ran dry, differs between ranks, or cannot be split as the plan needs."""
+    """Data that is exhausted, differs between ranks, or cannot be split as the plan requires."""
 
 
 class TrainingError(MeshloomError):
-    """A step that cannot go on: a loss that is not finite, a gradient that arrived twice, drifting
-    replicas."""
+    """A step that cannot continue: a loss that is not finite, a gradient that arrives twice, replicas that
+    drift apart."""
 
 
 class CollectiveError(MeshloomError):
-    """Ranks that called different collectives, or the same one with different tensors."""
+    """Ranks that call different collectives, or the same one with different tensors."""
 
 
 class EndpointError(MeshloomError):
@@ -73,11 +73,13 @@ class EndpointError(MeshloomError):
 
 
 class MessageError(MeshloomError):
-    """A message between peers that is malformed, beyond what is expected, or not taken by its peer."""
+    """A message between peers that is malformed, unexpected, or rejected by its peer."""
 
 
-ABORTED = "which has aborted"  # in a `PeerLostError` of a rank that another one has told: that one knows more
+ABORTED = (
+    "which has aborted"  # in a `PeerLostError` because of another rank's abort: that rank knows the cause
+)
 
 
 class PeerLostError(MeshloomError):
-    """Another rank or peer went away; its own error is the cause."""
+    """Another rank or peer is lost; its own error is the cause."""

@@ -1,6 +1,6 @@
-"""Finds the Job in a user's Python file: `FILE.py` or `FILE.py:NAME`.
+"""Loads the Job of a user's Python file: `FILE.py` or `FILE.py:NAME`.
 
-Every rank loads the file itself, so nothing of a job is ever pickled.
+Every rank loads the file itself, so a job is never pickled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshloom.core.job import Job
 
 
 def check_target(target: str) -> tuple[Path, str]:
-    """The file and the name in it, without loading the file. The name is `job` when left out."""
+    """The file and the name in it (default `job`), without loading the file. Raises `JobError`."""
     text, colon, name = target.rpartition(":")
     text, name = (text, name) if colon and name.isidentifier() else (target, "job")
     path = Path(text)
@@ -40,8 +40,7 @@ def check_target(target: str) -> tuple[Path, str]:
 
 @contextmanager
 def as_program(target: str, words: Sequence[str]) -> Generator[None]:
-    """A process as the job file would find it if it were the program: sys.argv is its name and `words`, not
-    what meshloom was started with."""
+    """Set sys.argv to what the job file would see as the program: its name and `words`, not meshloom's."""
     before = sys.argv
     sys.argv = [str(check_target(target)[0]), *words]
     try:
@@ -51,9 +50,9 @@ def as_program(target: str, words: Sequence[str]) -> Generator[None]:
 
 
 def load_job(target: str) -> Job | None:
-    """Load the file and return its Job, calling NAME if it is a function.
+    """The Job in the file; NAME is called if it is a function. Raises `JobError`.
 
-    None: NAME is a function that returned nothing, because it ran a loop of its own.
+    None: NAME is a function that returned nothing, since it ran its own loop.
     """
     path, name = check_target(target)
     module = _load(path)
@@ -80,37 +79,36 @@ def load_job(target: str) -> Job | None:
 
 
 def _load(path: Path) -> ModuleType:
-    """Run the file. It finds what stands beside it, as under `python FILE`, and what is in the working
-    directory, as under `python -m`."""
+    """Run the file. It can import files beside it, as under `python FILE`, and files in the working directory,
+    as under `python -m`."""
     file, here = path.resolve(), Path.cwd()
-    top = file.parent  # above the packages that the file is in
+    top = file.parent  # the directory above the packages of the file
     while (top / "__init__.py").is_file():
         top = top.parent
     if str(here) not in sys.path:
         sys.path.insert(0, str(here))
     sys.path.insert(0, str(top))
-    if top != file.parent:  # last, because a module of a package hides nothing
+    if top != file.parent:  # last, so that modules of a package hide no others
         sys.path.append(str(file.parent))
     name = _module_name(file, here) or _module_name(file, top)
     if name:
         sys.modules.pop(name, None)
         importlib.import_module(name.rpartition(".")[0])
-        if name in sys.modules:  # the package imports it itself
+        if name in sys.modules:  # its package has imported it
             return sys.modules[name]
-    # Where it is in no package, a name of its own, so that a file called random.py does not hide the
-    # library's.
+    # A file in no package gets a name of its own, so that random.py does not hide the standard library's.
     name = name or f"meshloom_job_{file.stem}"
     specification = importlib.util.spec_from_file_location(name, file)
     assert specification and specification.loader
     module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module  # dataclasses and reader processes look their module up
+    sys.modules[name] = module  # dataclasses and worker processes look up their module
     specification.loader.exec_module(module)
     return module
 
 
 def _module_name(file: Path, root: Path) -> str | None:
-    """As what `python -m` would run the file in the directory `root`, which is on the path; None if it is in
-    no package there."""
+    """The name by which `python -m` would run the file from the directory `root`; None if it is in no package
+    there."""
     if root not in file.parents:
         return None
     *packages, last = file.relative_to(root).with_suffix("").parts
@@ -121,7 +119,7 @@ def _module_name(file: Path, root: Path) -> str | None:
     except ValueError:
         return None
     places = [Path(each).resolve() for each in found.submodule_search_locations or ()] if found else []
-    # and not another package of this name
+    # otherwise another package of this name is found
     return ".".join([*packages, last]) if root.resolve() / packages[0] in places else None
 
 

@@ -1,10 +1,9 @@
-"""The grid of ranks: three axes, and which ranks form a group along each.
+"""The grid of ranks: its three axes, and the groups of ranks along each.
 
     rank = (pp * size_dp + dp) * size_tp + tp
 
-so that the ranks of one tensor-parallel group, which talk most, are neighbours, and the stages of a pipeline,
-which
-talk least, are farthest apart. For `Mesh(dp=2, pp=2, tp=2)`:
+Ranks of a tensor-parallel group, which communicate most, are neighbours; stages of a pipeline, which communicate
+least, are farthest apart. `Mesh(dp=2, pp=2, tp=2)`:
 
               dp=0      dp=1
     pp=0      0  1      2  3       (left and right: tp=0, tp=1)
@@ -42,7 +41,7 @@ class MeshCoordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Sizes of the three axes.
+    """Sizes of the three axes. Raises `PlanError` for a size below 1.
 
     >>> mesh = Mesh(dp=2, pp=2, tp=2)
     >>> mesh.size, mesh.place(6), mesh.rank(MeshCoordinates(dp=1, pp=1, tp=0))
@@ -81,7 +80,7 @@ class Mesh:
         return (place.pp * self.dp + place.dp) * self.tp + place.tp
 
     def group_of(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axis` only, itself included, in axis order."""
+        """The ranks that differ from `rank` along `axis` alone, itself included, in order of the axis."""
         here = self.place(rank)
         coordinates = {name: getattr(here, name) for name in AXES}
         return tuple(
@@ -89,7 +88,7 @@ class Mesh:
         )
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """All groups along `axis`, each once, in order of their first rank."""
+        """All groups along `axis`, in order of their first rank."""
         return tuple(
             self.group_of(axis, rank) for rank in range(self.size) if getattr(self.place(rank), axis) == 0
         )

@@ -1,9 +1,8 @@
-"""The mode in which each module trains: as the model was built; a model handed over in evaluation mode trains
-in training mode.
+"""The training or evaluation mode of each module during training: the mode in which the model was built.
 
-`from_pretrained` returns whole models in evaluation mode, and whoever trains them calls `model.train()`: so
-does meshloom. Modules that are in evaluation mode when the whole model is not were put there on purpose
-(batch norm that keeps its statistics), so they stay.
+`from_pretrained` returns models in evaluation mode, and a training loop calls `model.train()`: so does meshloom.
+Submodules in evaluation mode of a model in training mode were put there on purpose (batch norm with frozen
+statistics), so they stay.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from meshloom.core.errors import TrainingError
 
 
 def as_trained(model: nn.Module) -> nn.Module:
-    """`model` in the mode that it trains in. Its own `training` is the whole model's, whatever that of a new
-    part put into it.
+    """`model` in the modes in which it trains: a model in evaluation mode is put into training mode.
 
     >>> model = as_trained(nn.Sequential(nn.Dropout(), nn.Dropout().eval()))
     >>> [each.training for each in model.modules()]
@@ -30,7 +28,7 @@ def as_trained(model: nn.Module) -> nn.Module:
 
 
 class Modes:
-    """The modes of the modules of a model that is `as_trained`, kept from step to step."""
+    """The modes of the modules of a model that is `as_trained`, restored in every step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -39,18 +37,17 @@ class Modes:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Every module is in the mode that it trains in, whatever was called between steps (`model.eval()`,
-        `model.train()`).
+        """Put every module into its training-time mode, whatever was called between steps.
 
-        Raises `TrainingError` if a part of the model was put into evaluation mode since the newest step:
-        programs that were read before would not know.
+        Raises `TrainingError` if a part of the model was put into evaluation mode since the last step, which
+        programs that are already captured could not follow.
         """
         if self._model.training:
             for (name, module, trains), left in zip(self._built, self._left, strict=True):
                 if trains and left and not module.training:
                     raise TrainingError(
                         f"{name} was put into evaluation mode between two steps, and the rest of the model was not. Modules train in the mode in which "
-                        "Job(model=...) returned them: put it there, or build a new Trainer from a job that does."
+                        "Job(model=...) returned them: set its mode there, or build a new Trainer from a job that does."
                     )
         self._restore()
         try:
@@ -60,7 +57,7 @@ class Modes:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """All modules are in evaluation mode; afterwards each is in the mode that it was in."""
+        """Put all modules into evaluation mode, and restore their modes at the end of the context."""
         before = self._now()
         self._model.eval()
         try:

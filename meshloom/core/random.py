@@ -1,12 +1,9 @@
-"""Random draws belong to (seed, step, chunk, n), never to the order of execution.
+"""Random draws keyed by (seed, step, chunk, n), independent of the order of execution.
 
-A chunk's forward starts from the seed of (seed, step, chunk), on whichever rank it runs. With `KeyedDraws`
-every random
-operation n in it is seeded anew from the one before, so that a draw does not depend on how many numbers the
-earlier ones
-took. The chain lives in torch's own CPU generator (its `initial_seed`), so that activation checkpointing,
-which
-saves and restores that generator, repeats the same draws.
+A chunk's forward starts from the seed of (seed, step, chunk), on whichever rank it runs. Under `KeyedDraws`, each
+random operation n has a seed derived from that of operation n - 1, so a draw does not depend on how many numbers the
+earlier ones took. The chain of seeds is stored in torch's CPU generator (its `initial_seed`), so activation
+checkpointing, which saves and restores that generator, repeats the same draws.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def derive(*parts: int | str) -> int:
-    """A 63-bit number decided by `parts`.
+    """A 63-bit hash of `parts`.
 
     >>> derive(0, "chunk", 3) == derive(0, "chunk", 3) != derive(0, "chunk", 4)
     True
@@ -35,16 +32,14 @@ def derive(*parts: int | str) -> int:
 
 
 def seed_everything(value: int) -> None:
-    """Seed torch (every device), `random` and numpy, so that whatever the user's code draws from is
-    decided."""
+    """Seed torch (every device), `random` and numpy."""
     seed_torch(value)
     random.seed(value)
     numpy.random.seed(value % 2**32)
 
 
 def seed_torch(value: int) -> None:
-    """torch.manual_seed; on a machine without accelerators only what there is to seed, which is forty times
-    as fast."""
+    """`torch.manual_seed`; without accelerators only the CPU generator, which is forty times as fast."""
     if torch.accelerator.is_available():
         torch.manual_seed(value)
     else:
@@ -52,22 +47,22 @@ def seed_torch(value: int) -> None:
 
 
 def model_seed(seed: int) -> int:
-    """Decides the initial parameters."""
+    """The seed of the initial parameters."""
     return derive(seed, "model")
 
 
 def chunk_seed(seed: int, step: int, chunk: int) -> int:
-    """Decides the draws of chunk `chunk` of the global batch of step `step`."""
+    """The seed of the draws of chunk `chunk` of the global batch of step `step`."""
     return derive(seed, "chunk", step, chunk)
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """Decides the draws made while sample `index` is read (augmentation)."""
+    """The seed of the draws during the reading of sample `index` (augmentation)."""
     return derive(seed, "sample", epoch, index)
 
 
 def sample_order(seed: int, epoch: int, num_samples: int, shuffle: bool) -> list[int]:
-    """The order in which an epoch visits a map-style dataset: a permutation decided by (seed, epoch)."""
+    """The order of samples in an epoch of map-style data: a permutation determined by (seed, epoch)."""
     if not shuffle:
         return list(range(num_samples))
     generator = torch.Generator().manual_seed(derive(seed, "order", epoch))
@@ -76,7 +71,7 @@ def sample_order(seed: int, epoch: int, num_samples: int, shuffle: bool) -> list
 
 @contextmanager
 def preserved_draws() -> Iterator[None]:
-    """Leave the CPU generators of torch, `random` and numpy as they were."""
+    """Restore the CPU generators of torch, `random` and numpy at the end of the context."""
     kept = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     try:
         yield
@@ -88,7 +83,8 @@ def preserved_draws() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a larger chunk that are computed here: `start` to `start + count` of `total` samples."""
+    """The rows of a larger chunk that are computed on this rank: `start` to `start + count` of `total`
+    samples."""
 
     start: int
     count: int
@@ -96,12 +92,13 @@ class Rows:
 
 
 class KeyedDraws(TorchDispatchMode):
-    """Seed every random operation by its number within the chunk.
+    """Seeds every random operation by its number within the chunk.
 
-    With `rows`, a draw whose first dim is k per sample is the slice of the draw for all `rows.total` samples,
-    so that ranks that
-    share a chunk draw what one device would. `seen`, if given, receives a digest of every draw.
-    Operations that are handed a generator of their own are left alone.
+    rows: ranks share a chunk, and draw what one device would: a draw whose first dim is k per sample is the
+        slice for these rows of the draw for all `rows.total` samples.
+    seen: a list to which a digest of every draw is appended.
+
+    Operations that are passed a generator are not changed.
     """
 
     def __init__(self, rows: Rows | None = None, seen: list[str] | None = None) -> None:
@@ -123,7 +120,7 @@ class KeyedDraws(TorchDispatchMode):
 
 
 def pass_over_draws(count: int) -> None:
-    """Leave the chain of keys where it is after `count` random operations."""
+    """Advance the chain of seeds as `count` random operations do."""
     seed = torch.default_generator.initial_seed()
     for _ in range(count):
         seed = derive(seed, "next")
@@ -131,7 +128,7 @@ def pass_over_draws(count: int) -> None:
 
 
 def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows | None) -> Any:
-    if func in _TAKES_AS_IT_NEEDS and args[0].ndim:
+    if func in _TAKES_A_VARYING_COUNT and args[0].ndim:
         return _draw_row_by_row(func, args, kwargs, rows)
     if rows is None or rows.count == rows.total:
         return func(*args, **kwargs)
@@ -169,9 +166,9 @@ def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows | N
     return tuple(cut(value) for value in full) if isinstance(full, tuple) else cut(full)
 
 
-# How many numbers a draw takes from the generator depends on the values of its arguments, so every row is
-# seeded by itself.
-_TAKES_AS_IT_NEEDS = {
+# The number of values that these take from the generator depends on their arguments, so each row has its own
+# seed.
+_TAKES_A_VARYING_COUNT = {
     torch.ops.aten.poisson.default,
     torch.ops.aten.binomial.default,
     torch.ops.aten._standard_gamma.default,
@@ -197,8 +194,7 @@ def _draw_row_by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any], row
 
 
 def _digest(func: Any, args: Sequence[Any], drawn: Any) -> str:
-    """What was drawn, without what was computed from it: a dropout's mask and not its output, which differs
-    by rounding."""
+    """A digest of the draw alone: of a dropout's mask and not of its output, which differs by rounding."""
     outputs = [
         value
         for value in (drawn if isinstance(drawn, tuple | list) else [drawn])
@@ -207,7 +203,7 @@ def _digest(func: Any, args: Sequence[Any], drawn: Any) -> str:
     parts = [value for value in outputs if value.dtype == torch.bool] or outputs
     inputs = [value for value in args if isinstance(value, Tensor) and value.is_floating_point()]
     if parts is outputs and func not in _DRAWS_ALONE and any(value is not drawn for value in inputs):
-        # computed from a tensor: the numbers carry its rounding
+        # computed from a tensor, with its rounding: only the shapes are comparable
         return f"{func} {[list(value.shape) for value in parts]}"
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
@@ -216,7 +212,7 @@ def _digest(func: Any, args: Sequence[Any], drawn: Any) -> str:
     return digest.hexdigest()
 
 
-# Take a tensor for its shape or as probabilities; what they give is the draw itself.
+# Use a tensor for its shape or as probabilities; their result is the draw itself.
 _DRAWS_ALONE = {
     torch.ops.aten.rand_like.default,
     torch.ops.aten.randn_like.default,
