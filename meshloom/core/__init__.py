@@ -1,1 +1,1 @@
-"""Plain values that everything stands on: the job, the plan, the mesh, errors, units."""
+"""Plain values on which everything else depends: the job, the plan, the mesh, errors, units."""

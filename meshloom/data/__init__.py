@@ -1,1 +1,1 @@
-"""Who reads which samples."""
+"""Reading data: which rank reads which samples, and how many."""

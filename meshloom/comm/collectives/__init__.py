@@ -1,1 +1,1 @@
-"""All-reduce spelled out on messages: ring, tree, halving, hierarchical."""
+"""Collectives on explicit messages: ring, tree, halving, hierarchical."""

@@ -1,1 +1,1 @@
-"""Ranks on several hosts: who runs where, whom a rank believes, how far clocks are apart."""
+"""Groups over several hosts: which ranks share a host, what they trust, and how far their clocks are apart."""

@@ -1,1 +1,1 @@
-"""Ranks of one host that talk through memory which all of them have mapped."""
+"""Groups of ranks of one host over memory that all of them map."""
