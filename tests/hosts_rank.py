@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from meshloom.core.mesh import Mesh
-from meshloom.launch.environment import current_seat
+from meshloom.launch.environment import launched_rank
 from meshloom.launch.opening import open_world
 from tests.two_hosts import WIRE
 
@@ -20,7 +20,7 @@ NUM_BYTES = 8 << 20
 
 def main() -> None:
     """One all-reduce of `NUM_BYTES`, after a first one of the same size."""
-    seat = current_seat()
+    seat = launched_rank()
     assert seat
     with open_world(Mesh(dp=seat.size), "cpu", 60.0, sys.argv[1]) as world:
         group, tensor = world.local[0].groups["dp"], torch.ones(NUM_BYTES // 4)

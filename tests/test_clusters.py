@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshloom.launch.environment import read_seat
+from meshloom.launch.environment import read_launched_rank
 from tests import slurm, two_hosts
 from tests.documents import blocks_of
 from tests.kubernetes import Pod, pods_of_job, pods_of_pytorch_job
@@ -256,7 +256,7 @@ def test_the_service_of_an_indexed_job_names_its_pods():
 )
 def test_every_pod_has_a_seat_of_its_own_and_the_plan_has_as_many_ranks(name: str, kind: str, pods_of: Any):
     pods = pods_of(_read(f"{name}.yaml")[kind])
-    seats = [read_seat(pod.environment) for pod in pods]
+    seats = [read_launched_rank(pod.environment) for pod in pods]
     assert [seat and seat.rank for seat in seats] == list(range(len(pods)))
     assert {seat and (seat.size, seat.address) for seat in seats} == {(len(pods), pods[0].name)}
     assert [seat and seat.hosts_store for seat in seats] == [True] + [False] * (len(pods) - 1)

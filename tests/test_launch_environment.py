@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshloom.core.errors import DeviceError
-from meshloom.launch.environment import cache_directory, is_rank, launched_plan, read_seat
+from meshloom.launch.environment import cache_directory, is_rank, launched_plan, read_launched_rank
 
 SRUN = {
     "SLURM_PROCID": "5",
@@ -27,7 +27,7 @@ def test_seat_under_torchrun_and_under_srun():
         "MASTER_ADDR": "head",
         "MASTER_PORT": "29500",
     }
-    seat = read_seat({**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    seat = read_launched_rank({**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert seat
     assert (
         seat.rank,
@@ -38,7 +38,7 @@ def test_seat_under_torchrun_and_under_srun():
         seat.port,
         seat.hosts_store,
     ) == (5, 8, 1, 4, "head", 29500, False)
-    bare = read_seat({**torchrun, "RANK": "0"})
+    bare = read_launched_rank({**torchrun, "RANK": "0"})
     assert bare and bare.hosts_store
 
     srun = {
@@ -47,7 +47,7 @@ def test_seat_under_torchrun_and_under_srun():
         "SLURM_STEP_NODELIST": "gpu[07-08]",
         "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     }
-    seat = read_seat(srun)
+    seat = read_launched_rank(srun)
     assert seat
     assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.address, seat.hosts_store) == (
         5,
@@ -57,7 +57,7 @@ def test_seat_under_torchrun_and_under_srun():
         "gpu07",
         False,
     )
-    other = read_seat({**srun, "SLURM_PROCID": "0"})
+    other = read_launched_rank({**srun, "SLURM_PROCID": "0"})
     assert other and other.hosts_store and (other.address, other.port) == (seat.address, seat.port)
 
 
@@ -65,11 +65,11 @@ def test_seat_under_torchrun_and_under_srun():
     "environment", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, {**SRUN, "SLURM_STEP_NUM_TASKS": "1"}]
 )
 def test_a_shell_and_a_batch_script_are_no_rank(environment: dict[str, str]):
-    assert read_seat(environment) is None
+    assert read_launched_rank(environment) is None
 
 
 def _slurm_port(**told: str) -> int:
-    seat = read_seat({**SRUN, "SLURM_STEP_NODELIST": "gpu[07-08]", **told})
+    seat = read_launched_rank({**SRUN, "SLURM_STEP_NODELIST": "gpu[07-08]", **told})
     assert seat
     return seat.port
 

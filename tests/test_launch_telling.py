@@ -15,9 +15,7 @@ pytestmark = pytest.mark.processes
 def test_a_rank_whose_launcher_is_gone_ends_when_it_tells_something():
     read, write = os.pipe()
     os.close(read)
-    code = (
-        "import os\nfrom meshloom.launch.events import tell\ntell({'event': 'joining'})\nprint('still here')"
-    )
+    code = "import os\nfrom meshloom.launch.events import send_event\nsend_event({'event': 'joining'})\nprint('still here')"
     environment = {**os.environ, "MESHLOOM_REPORT_FD": str(write)}
     command = [sys.executable, "-c", code]
     done = subprocess.run(

@@ -6,9 +6,10 @@ messaging/       what carries their messages between processes that come and go
 state/           what servers hold, what workers compute with, snapshots and checkpoints
 roles/           a server's and a worker's process, and a worker of several ranks
 
-run.py           a run on simulated devices, from its start or a checkpoint to its end
-processes.py     a run on processes, as its launcher sees it
-start_role.py    which of the two this process is
-account.py       what a run has come to
-options.py       what it is told on the command line
+run.py               a run on simulated devices
+processes.py         a run on processes, in its launcher
+received_reports.py  what servers report to the launcher
+start_role.py        a process as a server or a worker
+account.py           updates, ages and losses of a run
+options.py           options of the command line
 """

@@ -1,5 +1,5 @@
-"""What an asynchronous run has come to so far: updates, their ages and losses, and what was lost, as progress
-lines and the lines at the end."""
+"""The account of an asynchronous run: updates, their ages and losses, and lost updates, as progress and final
+lines."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ AGES_SHOWN = 100  # newest updates over which the age that is shown is averaged
 
 
 class RunAccount:
-    """steps: updates of the whole run. `num_updates`: made here, those that were lost later included. `lost`:
-    updates."""
+    """steps: updates of the whole run. num_updates: since this start, those included that were lost later.
+    lost: updates."""
 
     def __init__(self, job: Job, plan: Plan, steps: int) -> None:
         self.num_updates = 0
@@ -34,17 +34,17 @@ class RunAccount:
         self.began = time.monotonic()
 
     def updated(self, update: Update) -> None:
-        """An update was made."""
+        """Add an update."""
         self.num_updates += 1
         self._losses[1:] = [update.loss]  # the first and the newest
         self._losses = self._losses or [update.loss]
         self._newest_ages = [*self._newest_ages[1 - AGES_SHOWN :], update.age]
 
     def restored(self, version: int, lost: int) -> str:
-        """All servers went back to a snapshot. Count what is lost; what that means, in a sentence."""
+        """All servers went back to a snapshot: count the lost updates; a sentence about it."""
         self.lost += lost
         consequence = (
-            f"the {format_count(lost, 'update')} after it are lost, and their samples are given out again"
+            f"the {format_count(lost, 'update')} after it are lost, and their samples are assigned again"
             if lost
             else "no update is lost"
         )
@@ -58,7 +58,7 @@ class RunAccount:
         memory_bytes: int,
         virtual_seconds: float | None = None,
     ) -> Progress:
-        """How the run stands after the newest update."""
+        """The progress after the newest update."""
         seconds = max(time.monotonic() - self.began, 1e-9)
         samples = self.num_updates * self._job.batch_size / self._plan.dp / seconds
         return Progress(
@@ -78,8 +78,8 @@ class RunAccount:
     def lines(
         self, seconds: float, clock: str, ages: Counter[int], computing: dict[int, float], refused: int
     ) -> list[str]:
-        """What a reader should know at the end. clock: what the seconds are of. computing: part of its time
-        that each worker computed."""
+        """The lines at the end. clock: of the seconds. computing: the part of its time that each worker
+        computed."""
         total = max(1, ages.total())
         mean = sum(age * count for age, count in ages.items()) / total
         busy = " ".join(f"{worker}: {part:.0%}" for worker, part in sorted(computing.items()))

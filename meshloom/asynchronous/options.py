@@ -1,5 +1,4 @@
-"""The command line's options for asynchronous plans: what they are, which of them go together, and the values
-that they mean."""
+"""The command line's options for asynchronous plans: their definitions, checks and values."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ _OF_ASYNC = ("snapshot_every", "listen", "step_seconds", "latency_seconds", "inc
 
 
 def add_asynchronous(train: argparse.ArgumentParser) -> None:
-    """Add them to those of `meshloom train`."""
+    """Add the options to `meshloom train`."""
     train.add_argument(
         "--snapshot-every", type=int, metavar="N",
-        help=f"exchange=async: updates between the servers' snapshots, to which they go back when one is killed (default: {DEFAULT_SNAPSHOT_EVERY})",
+        help=f"exchange=async: updates between the servers' snapshots, to which all go back when one is killed (default: {DEFAULT_SNAPSHOT_EVERY})",
     )  # fmt: skip
     train.add_argument(
         "--listen", metavar="HOST:PORT",
@@ -42,17 +41,17 @@ def add_asynchronous(train: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="be a further worker of the asynchronous run whose server 0 listens there",
     )
-    train.add_argument("--key", metavar="FILE", help="with --join: the key file that the run has named")
+    train.add_argument("--key", metavar="FILE", help="with --join: the key file that the run has printed")
     train.add_argument(
         "--step-seconds",
         metavar="LIST",
-        help="exchange=async on a virtual clock: what each worker needs for a share, like 1,1,1,3 (default: 1)",
+        help="exchange=async on a virtual clock: seconds that each worker needs for a share, like 1,1,1,3 (default: 1)",
     )
     train.add_argument(
         "--latency-seconds",
         type=float,
         metavar="S",
-        help="exchange=async on a virtual clock: what every message takes (default: 0)",
+        help="exchange=async on a virtual clock: seconds of every message (default: 0)",
     )
     train.add_argument(
         "--incidents", metavar="LIST",
@@ -61,14 +60,14 @@ def add_asynchronous(train: argparse.ArgumentParser) -> None:
 
 
 def check_asynchronous(arguments: argparse.Namespace, plan: Plan) -> None:
-    """Raise `PlanError` for options that would mean nothing."""
+    """Raise `PlanError` for options that would have no effect."""
     if arguments.join is not None:
         if arguments.key is None:
-            raise PlanError("--join needs --key FILE, the key file that the run has named when it started.")
+            raise PlanError("--join needs --key FILE, the key file that the run has printed when it started.")
         for name in _OF_A_RUN:
             if getattr(arguments, name) is not None:
                 raise PlanError(
-                    f"{_flag(name)} is for the run itself, and --join takes part in one that is there. Leave {_flag(name)} out."
+                    f"{_flag(name)} is for the run itself, and --join takes part in a running one. Leave {_flag(name)} out."
                 )
         return
     if arguments.key is not None:
@@ -86,7 +85,7 @@ def check_asynchronous(arguments: argparse.Namespace, plan: Plan) -> None:
 
 
 def circumstances_of(arguments: argparse.Namespace) -> Circumstances | None:
-    """What is said of a virtual clock; None: nothing."""
+    """The options of the virtual clock; None: none is given."""
     if arguments.step_seconds is None and arguments.latency_seconds is None and arguments.incidents is None:
         return None
     try:
@@ -105,7 +104,7 @@ def circumstances_of(arguments: argparse.Namespace) -> Circumstances | None:
 
 
 def settings_of(arguments: argparse.Namespace, job: Job) -> AsynchronousSettings:
-    """For a run on processes."""
+    """The settings of a run on processes."""
     return AsynchronousSettings(
         steps=arguments.steps if arguments.steps is not None else job.steps,
         out=Path(arguments.out) if arguments.out is not None else None,

@@ -16,8 +16,8 @@ from meshloom.telemetry.summary import TimeShares
 _WHAT_HAPPENED = {
     "joined": "has joined",
     "left": "has left",
-    "lost": "is lost: so is its gradient, and its share is given out again",
-    "expelled": "has pushed a gradient that is not finite: it was refused, its share is given out again, and the worker is let go",
+    "lost": "is lost: so is its gradient, and its share is assigned again",
+    "expelled": "has pushed a gradient that is not finite: it was refused, its share is assigned again, and the worker is expelled",
 }
 
 
@@ -69,7 +69,7 @@ class ReceivedReports:
                 case "finished":
                     self.finished = True
                     self.ages = Counter({int(age): count for age, count in event["ages"].items()})
-                # a server that is started again says it again
+                # a restarted server repeats its notes
                 case "note" if event["text"] not in self._noted:
                     self._noted.add(event["text"])
                     self._listener.note(event["text"])

@@ -2,8 +2,7 @@
 the arithmetic in this process.
 
 `steps` are updates: each is one worker's push, the mean over its share of a batch at the full learning rate.
-Evaluation and checkpoints look at a snapshot, which is of one version on all servers; they take no virtual
-time.
+Evaluation and checkpoints use a snapshot, which is of one version on all servers; they take no virtual time.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ from meshloom.telemetry.summary import Summary, TimeShares
 
 
 class AsynchronousRun:
-    """A job under a plan with exchange=async. `next_step` is the number of updates that are made, `model`
-    what was last looked at."""
+    """A `TrainingRun` of a job under a plan with exchange=async. next_step: the number of updates."""
 
     def __init__(
         self, job: Job, plan: Plan, world: World, settings: AsynchronousSettings, listener: Listener
@@ -74,7 +72,7 @@ class AsynchronousRun:
 
     @property
     def model(self) -> torch.nn.Module:
-        """What was computed or evaluated with last."""
+        """With the values that were computed or evaluated with last."""
         return self._replica.model
 
     @property
@@ -119,7 +117,7 @@ class AsynchronousRun:
                         saved = self.save()
                         self._listener.saved(event.version, saved)
                 case Snapshot():
-                    pass  # one that was looked at before
+                    pass  # evaluated and saved before
                 case Expelled():
                     raise AssertionError("simulated workers look at what they push")
         self._inspection.load(self._servers.contents(self._newest[0]))
@@ -141,8 +139,7 @@ class AsynchronousRun:
         return self._inspection.save(version, self._servers.contents(version), state)
 
     def account(self) -> list[str]:
-        """What a reader should know at the end: virtual time, the workers' shares of it, ages, losses. A
-        sentence each."""
+        """The lines at the end: virtual time, the workers' shares of it, ages, losses."""
         cluster = self._cluster
         return self._account.lines(
             cluster.seconds, "virtual clock", self.ages, self._computing(), cluster.head.refused

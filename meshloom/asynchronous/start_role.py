@@ -1,4 +1,4 @@
-"""What a process does that was started as a server or a worker, and one that joins a run from elsewhere."""
+"""Runs a process as the server or worker that it was started as, or as a worker that joins a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshloom.core.job import Job
 from meshloom.core.jobfile import as_program, load_job
 from meshloom.core.plan import Plan
 from meshloom.launch.allocator import keep_freed_memory
-from meshloom.launch.events import tell
+from meshloom.launch.events import send_event
 from meshloom.launch.processes.signals import noted_signals
 from meshloom.launch.processes.worker_team_processes import run_team
 from meshloom.launch.role import Role
@@ -25,17 +25,19 @@ from meshloom.launch.role import Role
 if TYPE_CHECKING:
     from meshloom.asynchronous.state.worker_replica import WorkerReplica
 
-_FOR_EVER_SECONDS = 1e7  # how long a rank waits for what its worker is given
+_FOR_EVER_SECONDS = 1e7  # how long a rank waits for its worker's next share
 
 
 def play(role: Role) -> None:
-    """Be what the launcher has started this process as, until the run is over or the launcher says so."""
+    """Run as the launcher's role for this process, until the run is over or the launcher ends it."""
     keep_freed_memory()
     with noted_signals() as signals, as_program(role.target, role.words):
         job, plan = load_job(role.target), Plan.parse(role.plan)
         assert job is not None, "the launcher has loaded it"
         if role.kind == "server":
-            ServerProcess(role, job, plan, AsynchronousSettings.from_json(role.settings), signals, tell).run()
+            ServerProcess(
+                role, job, plan, AsynchronousSettings.from_json(role.settings), signals, send_event
+            ).run()
         elif role.rank is None:
             _work(role, job, None, signals)
         else:
@@ -53,8 +55,8 @@ def join(
 ) -> None:
     """Be a further worker of the run whose server 0 is at HOST:PORT.
 
-    target, words: the job's FILE.py:NAME, and its sys.argv after its name. plan: what the user says it is;
-        None: nothing.
+    target, words: the job's FILE.py:NAME, and its sys.argv after its name. plan: the one that the user
+        expects; None: any.
     Raises `PlanError` or `JobError` if it is another run, `EndpointError` if the key is another's,
     `PeerLostError` if servers stay away so long.
     """
@@ -68,8 +70,8 @@ def join(
 
 
 def _work(role: Role, job: Job, plan: Plan | None, signals: list[int]) -> None:
-    """Be a worker, or start its ranks if it has several. plan: what the user says the run's is; None:
-    nothing."""
+    """Run as a worker, or start its ranks if it has several. plan: the one that the user expects; None:
+    any."""
     description = _ask(role, signals)
     if description is None:
         return
@@ -93,7 +95,7 @@ def _work(role: Role, job: Job, plan: Plan | None, signals: list[int]) -> None:
 
 
 def _be_rank(role: Role, job: Job, plan: Plan, signals: list[int]) -> None:
-    """One of several ranks of a worker. The first is the worker, the others compute what it says."""
+    """Run as one of several ranks of a worker: the first is the worker, the others follow its commands."""
     from meshloom.asynchronous.state.worker_replica import WorkerReplica
     from meshloom.launch.opening import open_world
 
@@ -111,10 +113,10 @@ def _worker(
 ) -> WorkerProcess:
     key = read_worker_key(Path(role.key))
     return WorkerProcess(
-        job, plan, description, role.addresses[0], key, role.timeout_seconds, signals, tell, replica
+        job, plan, description, role.addresses[0], key, role.timeout_seconds, signals, send_event, replica
     )
 
 
 def _ask(role: Role, signals: list[int]) -> RunDescription | None:
-    """What the run is; None if a signal came first."""
+    """The run's description; None if a signal came first."""
     return ask(role.addresses[0], read_worker_key(Path(role.key)), role.timeout_seconds, signals)

@@ -9,7 +9,7 @@ import torch
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Mesh
 from meshloom.core.units import format_count
-from meshloom.launch.environment import current_seat, threads_per_rank
+from meshloom.launch.environment import launched_rank, threads_per_rank
 from meshloom.launch.names import visible_gpus
 from meshloom.machine.cores import cores
 
@@ -113,7 +113,7 @@ def check_ranks(size: int, kind: Kind, oversubscribe: bool) -> None:
 def default_ranks(devices: str = "auto") -> int:
     """The number of ranks when no plan is given: those that were started, else one for each GPU, else one."""
     check_devices(devices)
-    seat = current_seat()
+    seat = launched_rank()
     if seat:
         return seat.size
     return max(1, torch.cuda.device_count()) if devices in ("auto", "cuda", "simulated:cuda") else 1

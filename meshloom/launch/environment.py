@@ -24,7 +24,7 @@ LEAST_SECRET = 16  # characters of MESHLOOM_SECRET
 def is_rank() -> bool:
     """Whether this process is one of several that were started as ranks."""
     try:
-        seat = current_seat()
+        seat = launched_rank()
     except DeviceError:  # some variables are missing; what needs them says so
         return True
     return seat is not None and (seat.size > 1 or "RANK" in os.environ)
@@ -32,7 +32,7 @@ def is_rank() -> bool:
 
 def is_first_rank() -> bool:
     """Whether this process is rank 0, or the only one."""
-    seat = current_seat()
+    seat = launched_rank()
     return seat is None or seat.rank == 0
 
 
@@ -149,12 +149,12 @@ class LaunchedRank:
     hosts_store: bool
 
 
-def current_seat() -> LaunchedRank | None:
+def launched_rank() -> LaunchedRank | None:
     """This process's rank; None if it is none. Raises `DeviceError` if variables are missing."""
-    return read_seat(os.environ)
+    return read_launched_rank(os.environ)
 
 
-def read_seat(environment: Mapping[str, str]) -> LaunchedRank | None:
+def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
     """The rank that an environment describes: by the user's own init_process_group, torchrun or the like, or
     srun; None if it describes none."""
     try:

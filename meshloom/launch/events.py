@@ -12,7 +12,7 @@ from meshloom.launch.environment import report_descriptor
 STACK_SIGNAL = signal.SIGUSR2  # by which a launcher asks a rank that hangs for its stack
 
 
-def tell(event: Mapping[str, object]) -> bool:
+def send_event(event: Mapping[str, object]) -> bool:
     """Send a line to our launcher; False if there is none. If it is gone, this process goes too."""
     descriptor = report_descriptor()
     if descriptor is None:

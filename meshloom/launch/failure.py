@@ -18,8 +18,8 @@ import torch
 from meshloom.core.errors import DataError, DeviceError, MeshloomError, PeerLostError
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
-from meshloom.launch.environment import current_seat, launched_plan, wants_full_traceback
-from meshloom.launch.events import tell
+from meshloom.launch.environment import launched_plan, launched_rank, wants_full_traceback
+from meshloom.launch.events import send_event
 from meshloom.launch.names import capital, rank_name
 
 
@@ -39,7 +39,7 @@ def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:
     if isinstance(error, SystemExit):
         return _report_exit(error)
     failure = _failure_of(error, mesh)
-    if not tell({"event": "failed", **vars(failure)}):
+    if not send_event({"event": "failed", **vars(failure)}):
         # one short line of a rank that only lost another: the cause is in that rank's message
         first_line, _, _ = failure.message.partition("\n")
         text = (
@@ -104,7 +104,7 @@ def _report_exit(error: SystemExit) -> int:
         traceback="",
         exit_code=code,
     )
-    if not tell({"event": "failed", **vars(failure)}) and text:
+    if not send_event({"event": "failed", **vars(failure)}) and text:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     return code
 
@@ -115,7 +115,7 @@ def report_stop(text: str, exit_code: int, *, main: bool) -> None:
     said = Failure(
         who="", kind="", message=text, line="", traceback="", consequence=False, exit_code=exit_code
     )
-    if not tell({"event": "failed", **vars(said)}) and main:
+    if not send_event({"event": "failed", **vars(said)}) and main:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
@@ -130,7 +130,7 @@ def leave(exit_code: int) -> None:
 
 def _who(mesh: Mesh | None) -> str:
     try:
-        seat = current_seat()
+        seat = launched_rank()
     except DeviceError:  # variables are missing, which may be the very error
         return ""
     return rank_name(seat.rank, mesh) if seat and seat.size > 1 else ""

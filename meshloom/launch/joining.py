@@ -36,7 +36,7 @@ from meshloom.launch.environment import (
     launched_transport,
     scratch_directory,
 )
-from meshloom.launch.events import STACK_SIGNAL, tell
+from meshloom.launch.events import STACK_SIGNAL, send_event
 from meshloom.launch.failure import leave, report_failure
 from meshloom.launch.names import rank_name, visible_gpus
 from meshloom.launch.transport import agreed_transports
@@ -60,7 +60,7 @@ def join(
     Raises `PeerLostError` if the others do not come within `timeout`, `DeviceError` for an algorithm where
     ranks have GPUs.
     """
-    tell({"event": "joining"})
+    send_event({"event": "joining"})
     # data workers have sockets there, which they leave behind when they are killed
     if scratch := scratch_directory():
         # No documented setting says so: `tempfile.tempdir` would move the user's own files too, and names of
@@ -123,7 +123,7 @@ def join(
     here = f"{seat.local_size} on each machine's" if seat.local_size < seat.size else "on"
     why = f"{kind}: {format_count(seat.size, 'rank')} as processes {here} {format_count(cores(), 'core')}, {used} ({reason}){communicating}"
     activity.enter("own code")
-    tell({"event": "joined"})
+    send_event({"event": "joined"})
     return World(mesh, [local], kind, why, Turns(), _parting(mesh, local, store, connections, ours))
 
 

@@ -10,7 +10,7 @@ from meshloom.core.mesh import Mesh
 from meshloom.core.units import format_count
 from meshloom.launch.allocator import keep_freed_memory
 from meshloom.launch.devices import check_devices, check_ranks
-from meshloom.launch.environment import current_seat
+from meshloom.launch.environment import launched_rank
 from meshloom.launch.joining import join
 from meshloom.launch.names import sizes
 from meshloom.launch.one_process import world_in_one_process
@@ -43,7 +43,7 @@ def open_world(
     check_devices(devices)
     check_transport(transport)
     check_timeout(timeout_seconds, "timeout_seconds=")
-    seat = current_seat()
+    seat = launched_rank()
     size = seat.size if seat else 1
     if size > 1 and devices.startswith("simulated"):
         raise DeviceError(

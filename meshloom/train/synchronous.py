@@ -16,7 +16,7 @@ from meshloom.core.errors import TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.shares import Shares
-from meshloom.launch.events import tell
+from meshloom.launch.events import send_event
 from meshloom.launch.failure import report_stop
 from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import World
@@ -154,7 +154,7 @@ class SynchronousRun:
         self._data.check(batch, self.next_step)
         if self._out and not self._stop_requests.armed:
             self._stop_requests.arm()
-            tell({"event": "saves"}) if self._stop_requests.armed else None
+            send_event({"event": "saves"}) if self._stop_requests.armed else None
         replicas, meter = self.replicas, self._meter
         with meter.stepping():
             recorded = self._recording.begin(batch.step + 1)

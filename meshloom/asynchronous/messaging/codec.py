@@ -1,12 +1,12 @@
-"""Turns what workers, servers and the head say into a header and tensors, and back: numbers and tensors,
-nothing else.
+"""Encodes the messages of workers, servers and the head as a header and tensors, and decodes them: numbers and
+tensors, nothing else.
 
-    first tensor     int64: the message's whole numbers, in the order of the table below; -1 stands for none
+    first tensor     int64: the message's integers, in the order of the table below; -1 stands for None
     second tensor    float64: its other numbers
-    the rest         of what a server holds: which of it is there (uint8, 0 or 1), then each that is, in slices of `SLICE_BYTES`
+    the rest         tensors of a server's state: which are present (uint8, 0 or 1), then each of these in slices of `SLICE_BYTES`
 
-What does not fit the table, or this server's slices of the parameters, is refused with `MessageError` before
-anything is done with it. The head's state, which is of no fixed size, stays on server 0 and never travels.
+A message that does not match the table, or this server's slices of the parameters, is refused with
+`MessageError` before it has any effect. The head's state, whose size is not fixed, stays on server 0.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MOST_SNAPSHOTS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class _Form:
-    """A message's number, and the names of its whole and its other numbers."""
+    """A message's kind, and the names of its integers and its other numbers."""
 
     kind: int
     whole: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ TO_SERVERS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState:
-    """What a server holds, as far as messages say it. slices: flat. buffers: by name; server 0 has them."""
+    """The dtypes and shapes of what a server holds. slices: flat. buffers: by name, on server 0."""
 
     slices: tuple[TensorSpec, ...]
     buffers: Mapping[str, TensorSpec]
@@ -127,13 +127,13 @@ class ServerState:
 
     @property
     def num_tensors(self) -> int:
-        """In the longest message about it."""
+        """The most tensors in a message about it."""
         described = [*self.slices, *self.buffers.values()]
         return 4 + sum(max(1, -(-prod(each.shape) // _elements(each.dtype))) for each in described)
 
 
 def limits_for(kinds: frozenset[int], holdings: Sequence[ServerState] = ()) -> FrameLimits:
-    """What a peer of such messages takes at most."""
+    """The largest messages of these kinds."""
     return FrameLimits(
         kinds=kinds,
         num_tensors=max([2 + MOST_TEXTS, *(each.num_tensors for each in holdings)]),
@@ -142,8 +142,8 @@ def limits_for(kinds: frozenset[int], holdings: Sequence[ServerState] = ()) -> F
 
 
 def encode(message: Any, holding: ServerState | None = None) -> tuple[Header, list[Tensor]]:
-    """Header and tensors; the message's own tensors are not copied. holding: of the server that sends or gets
-    a `ParametersPart` or `Push`."""
+    """Header and tensors; the message's own tensors are not copied. holding: of the server that sends or
+    receives a `ParametersPart` or `Push`."""
     form = _FORMS[type(message)]
     whole = [-1 if (value := getattr(message, name)) is None else value for name in form.whole]
     tensors = [
@@ -180,7 +180,7 @@ def encode(message: Any, holding: ServerState | None = None) -> tuple[Header, li
 
 
 def decode(header: Header, tensors: Sequence[Tensor], holding: ServerState | None = None) -> Any:
-    """The message. Raises `MessageError` for what `encode` would not have made of it, given the same
+    """The message. Raises `MessageError` for anything that `encode` would not produce with the same
     holding."""
     made = _KINDS.get(header.kind)
     if made is None or header != Header(kind=header.kind):
@@ -237,7 +237,7 @@ def _numbers(tensor: Tensor, count: int, dtype: torch.dtype, name: str) -> list[
 
 
 def _elements(dtype: torch.dtype) -> int:
-    """Of a slice that travels."""
+    """Elements of a slice."""
     return SLICE_BYTES // dtype.itemsize
 
 

@@ -1,15 +1,14 @@
-"""What a worker and a server say to each other beside training: who is there, and whether both mean the same
-job.
+"""The handshake of a worker and a server: they identify themselves, and check that both have the same job.
 
     worker  --Ask------------>  server 0      what is this run?
             <-----------Terms--               plan, settings, parameters, and the ports of all servers
     worker  --Hello---------->  every server  I have the same terms (digest); my number, once I have one
-            <---------Welcome--               which number it is: the next one, never used before
-    worker  --Tally---------->  server 0      when it goes: where its time went
+            <---------Welcome--               its number: the next one, never used before
+    worker  --WorkerSeconds-->  server 0      when it leaves: how it spent its time
 
-A worker compares the terms and says what differs; a server compares the digests and lets nobody else in. It
-joins when all servers have welcomed it, so that none of them is told to send parameters to somebody it does
-not know.
+A worker compares the terms and reports what differs; a server compares the digests and admits nobody else. A
+worker joins when all servers have welcomed it, so that none has to send parameters to a worker it does not
+know.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """Worker -> server: let me in. digest: of the facts. worker: its number; None: it needs one (of server
-    0)."""
+    """Worker -> server: it asks to be admitted. digest: of the facts. worker: its number; None: server 0
+    assigns one."""
 
     worker: int | None
     digest: bytes
@@ -60,8 +59,7 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSeconds:
-    """Worker -> server 0: in the `seconds` that I was there, so many went into computing and into reading
-    data."""
+    """Worker -> server 0: of the `seconds` since it joined, those spent computing and reading data."""
 
     worker: int
     seconds: float
@@ -71,8 +69,8 @@ class WorkerSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class RunDescription:
-    """A run, as a worker needs to know it. facts: what must be equal. ports: of all servers, at the host of
-    the first."""
+    """A run as described to workers. facts: those that must be equal. ports: of all servers, at the host of the
+    first."""
 
     plan: str
     facts: Mapping[str, Any]
@@ -83,7 +81,7 @@ class RunDescription:
 
     @staticmethod
     def from_json(text: str) -> RunDescription:
-        """Raises `EndpointError` for a text that is none."""
+        """Raises `EndpointError` for a malformed text."""
         try:
             values = json.loads(text)
             return RunDescription(
@@ -107,7 +105,7 @@ class RunDescription:
 
 
 def facts_of(job: Job, plan: Plan, model: nn.Module, num_samples: int) -> dict[str, Any]:
-    """What servers and workers must have alike: plan, settings, parameters and buffers, samples. JSON
+    """The facts that must be equal on servers and workers: plan, settings, parameters and buffers, samples. JSON
     values."""
     return json.loads(json.dumps({**facts(job, plan, model), "samples": num_samples}))
 

@@ -1,4 +1,4 @@
-"""Messages to peers that come and go: in order; what a peer does not take yet waits here, and goes with its
+"""A queue of messages per peer: those that a peer cannot take yet wait here in order, and are dropped with its
 connection."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from meshloom.comm.messaging.endpoint import Endpoint
 from meshloom.comm.messaging.wire_format import Header
 from meshloom.core.errors import MessageError, PeerLostError
 
-MOST_WAITING = 10_000  # of what the head says to a server
+MOST_WAITING = 10_000  # messages of the head to a server
 
 
 class Outbox:
-    """Of one end of connections. most_waiting: messages to one peer; one that is further behind is dropped,
-    or who never reads could fill the memory."""
+    """end: over which messages are sent. most_waiting: messages to one peer; one that is further behind is
+    dropped, since a peer that never reads could fill the memory."""
 
     def __init__(self, end: Endpoint | Connections, most_waiting: int = MOST_WAITING) -> None:
         self._end = end
@@ -27,11 +27,11 @@ class Outbox:
 
     @property
     def waits(self) -> bool:
-        """Whether there is something that was not taken yet."""
+        """Whether messages wait."""
         return bool(self._waiting)
 
     def send(self, peer: int, header: Header, tensors: Sequence[Tensor]) -> None:
-        """Now, or when the peer takes it. To one that is gone: nothing."""
+        """Send now, or when the peer can take it; nothing if it is gone."""
         queue = self._waiting.get(peer)
         if queue is None and self._goes(peer, header, tensors):
             return
@@ -42,7 +42,7 @@ class Outbox:
             self._end.drop(peer)
 
     def flush(self) -> None:
-        """Send what waits, as far as it is taken."""
+        """Send waiting messages, as far as peers take them."""
         for peer, queue in list(self._waiting.items()):
             while queue and self._goes(peer, *queue[0]):
                 queue.popleft()

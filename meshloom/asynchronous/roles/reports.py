@@ -1,5 +1,5 @@
-"""What a server tells its launcher: updates, snapshots, who came and went, and counts of bytes and of what it
-refused."""
+"""The reports of a server to its launcher: updates, snapshots, workers that joined and left, and counts of
+bytes and refusals."""
 
 from __future__ import annotations
 
@@ -22,18 +22,23 @@ from meshloom.comm.messaging.endpoint import RefusedCounts
 from meshloom.core.job import Job
 from meshloom.launch.world import peak_memory_bytes
 
-Tell = Callable[[Mapping[str, object]], object]
-_COUNT_SECONDS = 1.0  # between what is told of counts
+SendEvent = Callable[[Mapping[str, object]], object]
+_COUNT_SECONDS = 1.0  # between reports of counts
 
 
 class Reports:
-    """tell: takes one event. directory: of the run, with the snapshots of `num_servers` servers."""
+    """send_event: takes one event. directory: of the run, with the snapshots of `num_servers` servers."""
 
     def __init__(
-        self, tell: Tell, directory: Path, num_servers: int, job: Job, settings: AsynchronousSettings
+        self,
+        send_event: SendEvent,
+        directory: Path,
+        num_servers: int,
+        job: Job,
+        settings: AsynchronousSettings,
     ) -> None:
-        self._tell, self._directory, self._num_servers, self._job, self._settings = (
-            tell,
+        self._send_event, self._directory, self._num_servers, self._job, self._settings = (
+            send_event,
             directory,
             num_servers,
             job,
@@ -43,40 +48,40 @@ class Reports:
         self._finished = False
         self._bytes = {"push": 0, "pull": 0}
         self._once = {"push": 0, "pull": 0}  # of one message
-        self._told: dict[str, int] = {}
-        self._told_at = time.monotonic()
+        self._sent_counts: dict[str, int] = {}
+        self._sent_at = time.monotonic()
 
     def notes(self, notes: Sequence[str]) -> None:
-        """What the user should know, once."""
+        """Notes for the user."""
         for note in notes:
-            self._tell({"event": "note", "text": note})
+            self._send_event({"event": "note", "text": note})
 
     def serving(self) -> None:
         """This start of the server begins."""
-        self._tell({"event": "serving"})
+        self._send_event({"event": "serving"})
 
     def joined(self, worker: int) -> None:
-        """It takes part, perhaps again."""
+        """The worker takes part, perhaps again."""
         if worker not in self._present:
             self._present.add(worker)
-            self._tell({"event": "worker", "worker": worker, "what": "joined"})
+            self._send_event({"event": "worker", "worker": worker, "what": "joined"})
 
     def gone(self, worker: int, what: Literal["left", "lost", "expelled"]) -> None:
-        """It does not take part any more, if it did."""
+        """The worker takes part no longer, if it did."""
         if worker in self._present:
             self._present.remove(worker)
-            self._tell({"event": "worker", "worker": worker, "what": what})
+            self._send_event({"event": "worker", "worker": worker, "what": what})
 
     def tally(self, tally: WorkerSeconds) -> None:
-        """Where the time of a worker went."""
-        self._tell({"event": "tally", **asdict(tally)})
+        """How a worker spent its time."""
+        self._send_event({"event": "tally", **asdict(tally)})
 
     def events(self, head: Head, learning_rates: list[float]) -> None:
-        """What has happened since the last call."""
+        """The head's events since the last call."""
         for event in head.take_events():
             match event:
                 case Update():
-                    self._tell(
+                    self._send_event(
                         {
                             "event": "update",
                             **asdict(event),
@@ -87,14 +92,14 @@ class Reports:
                 case Snapshot():
                     if self._settings.looks_at(self._job, event.version):
                         self._keep_due(event.version)
-                    self._tell({"event": "snapshot", "version": event.version})
+                    self._send_event({"event": "snapshot", "version": event.version})
                 case Expelled():
                     self.gone(event.worker, "expelled")
                 case Restored():
-                    self._tell({"event": "restored", "version": event.version, "lost": event.lost})
+                    self._send_event({"event": "restored", "version": event.version, "lost": event.lost})
         if head.finished and not self._finished:
             self._finished = True
-            self._tell(
+            self._send_event(
                 {"event": "finished", "ages": {str(age): count for age, count in sorted(head.ages.items())}}
             )
 
@@ -104,27 +109,27 @@ class Reports:
         held: Sequence[Tensor | None],
         buffers: Mapping[str, Tensor] | None,
     ) -> None:
-        """Count the bytes of a message about what the server holds."""
+        """Count the bytes of a push or of parameters."""
         num_bytes = sum(each.nbytes for each in (*held, *(buffers or {}).values()) if each is not None)
         self._bytes[what] += num_bytes
         self._once[what] = self._once[what] or num_bytes
 
     def counts(self, refused: RefusedCounts, late: int, *, now: bool = False) -> None:
-        """Tell counts, if it is time or has to be `now`. late: pushes that the head has refused."""
-        if not now and time.monotonic() < self._told_at + _COUNT_SECONDS:
+        """Report counts, if it is time or `now`. late: pushes that the head has refused."""
+        if not now and time.monotonic() < self._sent_at + _COUNT_SECONDS:
             return
-        self._told_at = time.monotonic()
+        self._sent_at = time.monotonic()
         counts = {**self._bytes, **{f"{what}_once": num_bytes for what, num_bytes in self._once.items()}}
         counts |= {"refused": refused.messages + refused.connections, "late": late}
-        if counts != self._told:
-            self._told = counts
-            self._tell({"event": "counts", **counts})
+        if counts != self._sent_counts:
+            self._sent_counts = counts
+            self._send_event({"event": "counts", **counts})
 
     def _keep_due(self, version: int) -> None:
-        """Give all servers' files of a snapshot a second name, under which they stay when the servers let go
-        of it."""
+        """Link all servers' files of a snapshot under a second name, so that they stay when servers delete
+        it."""
         for server in range(self._num_servers):
-            # said again by a head that was started again; or the one that the run began with
+            # reported again by a restarted head; or the one that the run began with
             with suppress(FileExistsError, FileNotFoundError):
                 os.link(
                     self._directory / f"server-{server}" / snapshot_name(version),

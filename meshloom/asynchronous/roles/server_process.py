@@ -1,10 +1,10 @@
-"""A server's process: it carries messages between workers, its store and the head, which lives in server 0.
+"""A server's process: it carries messages between workers, its store and the head, which runs in server 0.
 
     workers <--Endpoint--> server 0: head, store <--Endpoint, keys of its own--> server k: store
     <--Endpoint--> workers
 
-What happens is told to the launcher, whose process shows it, evaluates and saves. Whatever a peer sends that
-makes no sense is refused, counted, and has no other effect.
+Events are reported to the launcher, which shows them, evaluates and saves. Senseless messages of peers are
+refused and counted, and have no other effect.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from meshloom.asynchronous.protocol.messages import (
 )
 from meshloom.asynchronous.protocol.store import Storage, Store
 from meshloom.asynchronous.roles.admitted_workers import AdmittedWorkers
-from meshloom.asynchronous.roles.reports import Reports, Tell
+from meshloom.asynchronous.roles.reports import Reports, SendEvent
 from meshloom.asynchronous.roles.served_job import ServedJob
 from meshloom.asynchronous.state.parameters import Content, Parameters, what_is_not_finite
 from meshloom.asynchronous.state.settings import AsynchronousSettings
@@ -66,13 +66,13 @@ from meshloom.launch.processes.elastic import HEAD_KEYS, SERVER_KEY
 from meshloom.launch.role import Role
 
 _LOOK_SECONDS = 0.1  # between looks at signals
-MOST_FOR_WORKERS = 100  # messages that wait for one: it is sent one share at a time, and hears little else
-_LAST_WORDS_SECONDS = 0.5  # how long workers that are going have for what they say last
+MOST_FOR_WORKERS = 100  # messages that wait for one worker, which is sent one share at a time and little else
+_LAST_WORDS_SECONDS = 0.5  # how long workers that leave have for their last messages
 _HEAD_PATIENCE = SocketLimits(queue_messages=1000)
 
 
 class ServerProcess:
-    """stop: signals that ask this process to end. tell: takes what the launcher should know."""
+    """stop: signals that ask this process to end. send_event: reports to the launcher."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ServerProcess:
         plan: Plan,
         settings: AsynchronousSettings,
         stop: Sequence[int],
-        tell: Tell,
+        send_event: SendEvent,
     ) -> None:
         self._role, self._job, self._plan, self._settings, self._stop = role, job, plan, settings, stop
         self._number = role.number
@@ -96,10 +96,10 @@ class ServerProcess:
         self._head = Head(settings.rules(job, plan), role.start * STARTS) if first else None
         self._workers = AdmittedWorkers(served.digest, self._numbers if first else None)
         self._servers: dict[int, int] = {}  # server -> its peer, of server 0
-        self._reports = Reports(tell, role.path, plan.servers, job, settings)
+        self._reports = Reports(send_event, role.path, plan.servers, job, settings)
 
     def run(self) -> None:
-        """Until it is told to end."""
+        """Until a signal asks it to end."""
         role = self._role
         with ExitStack() as stack:
             stack.callback(self._numbers.close)
@@ -127,7 +127,7 @@ class ServerProcess:
             while len(self._workers) and time.monotonic() < deadline:
                 self._wait()
                 self._look()
-            self._tell_counts(now=True)
+            self._report_counts(now=True)
 
     def _wait(self) -> None:
         poller = zmq.Poller()
@@ -144,7 +144,7 @@ class ServerProcess:
                 case Lost(peer):
                     self._lose_worker(peer)
                 case Joined():
-                    pass  # it says who it is
+                    pass  # its Hello follows
         self._to_workers.flush()
         if self._inner is not None:
             for event in self._inner.poll(0.0):
@@ -157,8 +157,7 @@ class ServerProcess:
                             server: there for server, there in self._servers.items() if there != peer
                         }
                     case Joined(peer):
-                        # the head may be another now, and what it had sent before may be lost: as after a
-                        # start
+                        # the head may have restarted, and its earlier messages may be lost: as after a start
                         if self._head is None:
                             self._servers = {0: peer}
                             self._send(self._store.started())
@@ -167,9 +166,9 @@ class ServerProcess:
             self._numbers.newest = self._storage.newest
         if self._head is not None:
             self._reports.events(self._head, self._served.learning_rates)
-        self._tell_counts()
+        self._report_counts()
 
-    def _tell_counts(self, now: bool = False) -> None:
+    def _report_counts(self, now: bool = False) -> None:
         self._reports.counts(
             self._outer.refused, self._head.refused if self._head is not None else 0, now=now
         )
@@ -205,7 +204,7 @@ class ServerProcess:
         self._to_workers.send(peer, *encode(Welcome(worker=number)))
 
     def _take(self, message: WorkerSeconds | Join | Leave | Push) -> None:
-        """Of a worker that was let in."""
+        """A message of an admitted worker."""
         if isinstance(message, Push):
             if wrong := what_is_not_finite(
                 message.gradients, message.loss, message.norm if self._job.clip_grad_norm is not None else 0.0
@@ -235,7 +234,7 @@ class ServerProcess:
     # --- Servers and the head.
 
     def _from_server(self, event: ReceivedMessage) -> None:
-        # both ends are of this run, with keys that nobody else has
+        # both ends belong to this run, and nobody else has their keys
         message = decode(event.header, event.tensors)
         if self._head is None:
             self._send(self._store.receive(message))
@@ -244,8 +243,7 @@ class ServerProcess:
             self._send(self._head.receive(message))
 
     def _send(self, sent: Sent) -> None:
-        """What is for this process is done at once, in order; what is for somebody who is not there is
-        lost."""
+        """Messages for this process are handled immediately, in order; those for absent peers are lost."""
         waiting = deque(sent)
         while waiting:
             address, message = waiting.popleft()
@@ -274,7 +272,8 @@ class ServerProcess:
 
 
 def _between_servers(role: Role, *, is_head: bool) -> Endpoint | Connections:
-    """What servers communicate over with the head, with keys that workers do not have."""
+    """This server's end of the connections between servers and the head, with keys that workers do not
+    have."""
     limits = limits_for(FROM_SERVERS | TO_SERVERS)
     if is_head:
         key = read_server_key(role.path / HEAD_KEYS[0])

@@ -1,5 +1,5 @@
-"""A worker's process: it asks what the run is, is let in by all servers, computes what it is given, and goes
-when it is told to.
+"""A worker's process: it asks for the run's description, is admitted by all servers, computes shares, and
+leaves when a signal asks it to.
 
 asked --Terms--> checked --Welcome of every server--> joined: the state machine of
 asynchronous/protocol/worker.py
@@ -32,7 +32,7 @@ from meshloom.asynchronous.messaging.handshake import (
 from meshloom.asynchronous.messaging.outbox import Outbox
 from meshloom.asynchronous.protocol.messages import Sent
 from meshloom.asynchronous.protocol.worker import Worker
-from meshloom.asynchronous.roles.reports import Tell
+from meshloom.asynchronous.roles.reports import SendEvent
 from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.comm.messaging.connections import Connections
 from meshloom.comm.messaging.keys import WorkerKey
@@ -45,12 +45,12 @@ if TYPE_CHECKING:  # it takes long to import, and servers do without
     from meshloom.asynchronous.state.worker_replica import WorkerReplica
 
 _LOOK_SECONDS = 0.1  # between looks at signals
-_LINGER_SECONDS = 10.0  # for the last push, when a worker goes
+_LINGER_SECONDS = 10.0  # for the last push of a worker that leaves
 
 
 def ask(address: str, key: WorkerKey, timeout_seconds: float, stop: Sequence[int]) -> RunDescription | None:
-    """What the run at HOST:PORT is; None if a signal came first. Raises `PeerLostError` if nobody answers,
-    `EndpointError` if the key is not that run's."""
+    """The description of the run at HOST:PORT; None if a signal came first. Raises `PeerLostError` if nobody
+    answers, `EndpointError` if the key is not that run's."""
     deadline = time.monotonic() + timeout_seconds
     limits = limits_for(frozenset({encode(Ask())[0].kind, encode(Terms(text=""))[0].kind}))
     with Connections([address], key, limits) as connections:
@@ -66,17 +66,16 @@ def ask(address: str, key: WorkerKey, timeout_seconds: float, stop: Sequence[int
     if stop:
         return None
     raise PeerLostError(
-        f"Nobody at {address} says what its run is within {timeout_seconds:g} s. Give the address that meshloom train has printed."
+        f"Nobody at {address} has described its run within {timeout_seconds:g} s. Give the address that meshloom train has printed."
     )
 
 
 class WorkerProcess:
-    """replica: on which it computes. address: of server 0, at which it was asked. timeout_seconds: how long
-    servers may be away.
+    """replica: on which it computes. address: of server 0. timeout_seconds: how long servers may be away.
 
-    stop: signals that ask this process to end: with the first it goes when its share is pushed, with a second
-        at once.
-    tell: takes what a launcher should know.
+    stop: signals that ask this process to end: after the first it leaves when its share is pushed, after a
+        second immediately.
+    send_event: reports to the launcher.
     """
 
     def __init__(
@@ -88,10 +87,10 @@ class WorkerProcess:
         key: WorkerKey,
         timeout_seconds: float,
         stop: Sequence[int],
-        tell: Tell,
+        send_event: SendEvent,
         replica: WorkerReplica,
     ) -> None:
-        self._tell = tell
+        self._send_event = send_event
         self._shares = PushShares(job, plan)
         self._replica = replica
         facts = facts_of(job, plan, self._replica.model, self._shares.num_samples)
@@ -103,7 +102,7 @@ class WorkerProcess:
         self._key, self._stop, self._timeout_seconds = key, stop, timeout_seconds
         self._peers: dict[int, int] = {}  # server -> its peer, while there is a connection
         self._servers: dict[int, int] = {}
-        self._welcome: set[int] = set()  # servers that have let this worker in
+        self._welcome: set[int] = set()  # servers that have admitted this worker
         self._worker: Worker | None = None
         self._number: int | None = None
         self._leaving = False
@@ -111,7 +110,8 @@ class WorkerProcess:
         self._computing = self._reading = 0.0
 
     def run(self) -> None:
-        """Until all updates are made, or it was told to go. Raises `PeerLostError` when servers stay away."""
+        """Until all updates are done, or a signal asks it to leave. Raises `PeerLostError` when servers stay
+        away."""
         limits = limits_for(FROM_WORKERS | TO_WORKERS, self._holdings)
         connections = Connections(self._addresses, self._key, limits)
         self._outbox = Outbox(connections)
@@ -161,7 +161,7 @@ class WorkerProcess:
         self._empty(connections)
 
     def _empty(self, connections: Connections) -> None:
-        """What waits goes out before the connections end."""
+        """Send waiting messages before the connections end."""
         deadline = time.monotonic() + _LINGER_SECONDS
         while self._outbox.waits and time.monotonic() < deadline:
             for event in connections.poll(0.005):
@@ -170,7 +170,7 @@ class WorkerProcess:
             self._outbox.flush()
 
     def _greet(self, server: int) -> None:
-        """Server 0 gives the number; the others are told it."""
+        """Server 0 assigns the number, with which this worker greets the others."""
         if server == 0 or self._number is not None:
             self._send(server, Hello(worker=self._number, digest=self._digest))
 
@@ -187,8 +187,7 @@ class WorkerProcess:
         try:
             message = decode(event.header, event.tensors, self._holdings[server])
         except MessageError:
-            # of a server that has the key, and so of another version; what it meant is asked for again when
-            # it is missed
+            # from a server that has the key, and so of another version; if it is needed it is requested again
             return
         if isinstance(message, Welcome):
             self._welcomed(server, message.worker)
@@ -201,8 +200,8 @@ class WorkerProcess:
             self._number = number
             self._worker = Worker(number, len(self._addresses))
             self._joined_at = time.monotonic()
-            self._tell({"event": "number", "worker": number})
-            self._tell({"event": "joined"})
+            self._send_event({"event": "number", "worker": number})
+            self._send_event({"event": "joined"})
             for other in self._peers:
                 if other != server:
                     self._greet(other)

@@ -1,1 +1,1 @@
-"""What servers hold and workers compute with."""
+"""What servers hold, what workers compute with, snapshots and checkpoints."""

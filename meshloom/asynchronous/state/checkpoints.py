@@ -1,4 +1,4 @@
-"""Snapshots of an asynchronous run as checkpoints on disk, and back: whole tensors, so that any number of
+"""Converts snapshots of an asynchronous run to checkpoints and back: with whole tensors, so that any number of
 servers can go on from them."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def write_snapshot(
     replaced: Sequence[Path] = (),
 ) -> Path:
     """Save the snapshot after update `version`; its path. contents: of all servers. state: the head's. model:
-    loaded with it. replaced: of `save`."""
+    with the snapshot's values. replaced: as for `save`."""
     values = {
         "updater": contents[0].settings,
         "seed": job.seed,
@@ -60,8 +60,8 @@ def write_snapshot(
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run begins: after update `version`, with the head's `state`. checkpoint: with the parameters;
-    None: the job's own."""
+    """The start of a run: after update `version`, with the head's `state`. checkpoint: with the parameters;
+    None: as the job builds them."""
 
     version: int
     state: Any
@@ -71,8 +71,8 @@ class Start:
     def find(
         settings: AsynchronousSettings, job: Job, plan: Plan, shares: PushShares, model: nn.Module
     ) -> Start:
-        """At the checkpoint that the settings name, or at the beginning. Raises `CheckpointError` for one
-        that this run cannot go on from."""
+        """At the checkpoint that the settings name, or at the beginning. Raises `CheckpointError` if this run
+        cannot go on from it."""
         if settings.resume is None:
             return Start(version=0, state=first_state(), checkpoint=None)
         checkpoint = Checkpoint.open(find(settings.resume))
@@ -85,17 +85,17 @@ class Start:
 
     @property
     def note(self) -> str:
-        """A line about newer checkpoints that were passed over; "" if there are none."""
+        """A line about newer checkpoints that were skipped; "" if there are none."""
         return passed_over(self.checkpoint.path) if self.checkpoint else ""
 
     def snapshot(self, replica: WorkerModel, server: int) -> tuple[SnapshotKind, Content | None]:
-        """What server `server` has then."""
+        """The snapshot of server `server` then."""
         kind = SnapshotKind(incarnation=0, state=self.state)
         return kind, read_content(self.checkpoint, replica, server) if self.checkpoint else None
 
 
 def read_content(checkpoint: Checkpoint, replica: WorkerModel, server: int) -> Content:
-    """What server `server` holds after the checkpoint's last update."""
+    """The content of server `server` after the checkpoint's last update."""
     weights = checkpoint.weights()
     return Content(
         values=[
@@ -115,9 +115,9 @@ def read_content(checkpoint: Checkpoint, replica: WorkerModel, server: int) -> C
 
 
 def read_state(checkpoint: Checkpoint, job: Job, plan: Plan, shares: PushShares, model: nn.Module) -> Any:
-    """The head's state. A synchronous run has used the samples of as many whole batches as it has made steps.
+    """The head's state. A synchronous run has used as many whole batches as steps.
 
-    Raises `CheckpointError` if the checkpoint is of another model, or its data would not go on where it
+    Raises `CheckpointError` if the checkpoint is of another model, or the data would not continue where it
     stopped.
     """
     checkpoint.check(Shards({}, None).fingerprint(model))

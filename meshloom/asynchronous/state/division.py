@@ -1,4 +1,4 @@
-"""Divides the elements of a model's parameters over servers, as even in bytes as can be."""
+"""Partitions the elements of a model's parameters over servers, as evenly in bytes as possible."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from meshloom.optimizer.user_optimizer import make_optimizers
 
 
 def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
-    """Whether the job's optimizers look at whole parameters, so that no parameter may lie on two servers.
+    """Whether the job's optimizers need whole parameters, so that none may be partitioned.
 
-    Raises `PlanError` for an optimizer that looks at all of them at once, or if there are fewer parameters
+    Raises `PlanError` for an optimizer that needs all parameters together, or if there are fewer parameters
     than servers.
     """
     if num_servers == 1:
@@ -22,7 +22,7 @@ def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
         kind = type(made.optimizers[made.reaches.index("optimizer")]).__name__
         raise PlanError(
             f"{kind} looks at all parameters at once, and with servers={num_servers} no server has them all. Use servers=1, an optimizer that updates "
-            "each parameter by itself, or Job(elementwise=True) if it does."
+            "each parameter independently, or Job(elementwise=True) if it does."
         )
     whole = "parameter" in made.reaches
     parts = len(named) if whole else sum(parameter.numel() for _, parameter in named)
@@ -34,8 +34,8 @@ def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
 
 
 def divide_over_servers(named: NamedParameters, num_servers: int, *, whole: bool) -> list[list[Slice]]:
-    """What each server holds: consecutive elements, or with `whole` only whole parameters. In the order of
-    the parameters.
+    """The slices of each server, in the order of the parameters: consecutive elements, or with `whole` whole
+    parameters only.
 
     >>> from torch import nn, zeros
     >>> named = [("a", nn.Parameter(zeros(5))), ("b", nn.Parameter(zeros(3)))]
@@ -69,5 +69,5 @@ def divide_over_servers(named: NamedParameters, num_servers: int, *, whole: bool
 
 
 def _element(num_bytes: int, element_size: int) -> int:
-    """The first element that begins at byte `num_bytes` or after it."""
+    """The first element that begins at byte `num_bytes` or later."""
     return max(0, -(-num_bytes // element_size))

@@ -1,9 +1,9 @@
-"""What a server of an asynchronous run holds: its slices of the parameters, with the job's optimizer and
+"""The state of a server of an asynchronous run: its slices of the parameters, with the job's optimizer and
 scheduler over them.
 
-Clipping needs the norm of the whole gradient. The worker, who has all of it, computes that norm and sends it
-along, so every server scales its part alike. Server 0 also holds the buffers: whole numbers (counters) add
-up, everything else is what the newest push says.
+Clipping needs the norm of the whole gradient. The worker, which has all of it, sends that norm with the push,
+so all servers scale by the same factor. Server 0 also holds the buffers: integers (counters) add up; of all
+others the value of the newest push counts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Content:
     def of_pieces(
         *, values: Sequence[Tensor], buffers: Mapping[str, Tensor], settings: Any, pieces: Sequence[Piece]
     ) -> Content:
-        """A content whose optimizer state is read from the pieces that it is saved as, one of each key."""
+        """A content whose optimizer state is read from its saved pieces, one of each key."""
         kept = {each.key: each for each in pieces}
         return Content(
             values=values,
@@ -62,7 +62,7 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ownership:
-    """For the one optimizer path: these slices are updated here, by nobody else."""
+    """For `Updater`: these slices are updated here alone."""
 
     owned: Sequence[Slice]
     owners: Group | None
@@ -71,8 +71,8 @@ class _Ownership:
 
 
 class Parameters:
-    """The holdings of server `number` of `num_servers`. content: of a snapshot; None: the job's own start.
-    whole: as `divide_over_servers`."""
+    """The holdings of server `number` of `num_servers`. content: of a snapshot; None: as the job builds it.
+    whole: as for `divide_over_servers`."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Parameters:
         norm: float,
         rate: float,
     ) -> None:
-        """Make one update. gradients: of each slice, flat; None was not used. They are scaled in place."""
+        """One update. gradients: of each slice, flat, scaled in place; None was not used."""
         if self._clip is not None:
             _scale(gradients, norm, self._clip)
         run_in_steps([self._updater.update(gradients, loss, rate=rate)])
@@ -129,13 +129,13 @@ class Parameters:
             buffer.add_(change) if _counts(buffer) else buffer.copy_(change)
 
     def values(self) -> tuple[list[Tensor], dict[str, Tensor] | None]:
-        """Copies, to be sent: of each slice, and of the buffers."""
+        """Copies of each slice and of the buffers, to be sent."""
         return [each.data().clone() for each in self._slices], {
             name: each.clone() for name, each in self._buffers.items()
         } if self._first else None
 
     def snapshot(self) -> Content:
-        """Copies of everything."""
+        """A copy of all state."""
         values, buffers = self.values()
         pieces, _, settings = run_in_steps([self._updater.state.save(self._alone, self_contained=True)])[0]
         kept = [replace(each, tensor=each.tensor.clone()) for each in pieces]
@@ -151,8 +151,8 @@ class Parameters:
 
 
 def changes_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a push says of buffers that a share has changed: by how much, of whole numbers; else what they are
-    now."""
+    """The buffers that a share has changed, as a push sends them: differences of integers, new values of the
+    others."""
     return {
         name: each - before[name] if _counts(each) else each.clone()
         for name, each in after.items()
@@ -161,8 +161,8 @@ def changes_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dic
 
 
 def what_is_not_finite(gradients: Sequence[Tensor | None], loss: float, norm: float) -> str:
-    """Which part of a push is no number, in words; "" if all are. An update with it would make all parameters
-    so."""
+    """The part of a push that is not finite, in words; "" if all are. An update with it would make all
+    parameters so."""
     if not math.isfinite(loss):
         return "loss"
     if not math.isfinite(norm):
@@ -175,7 +175,7 @@ def _counts(buffer: Tensor) -> bool:
 
 
 def _scale(gradients: Sequence[Tensor | None], norm: float, largest: float) -> None:
-    """As `clip` does in a synchronous step: by largest / (norm + 1e-6), at most 1."""
+    """Scale as `clip` does in a synchronous step: by largest / (norm + 1e-6), at most 1."""
     factor = (largest / (torch.tensor(norm, dtype=torch.float64) + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         if gradient is not None:

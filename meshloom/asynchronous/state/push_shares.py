@@ -1,4 +1,5 @@
-"""The data of one push: what a replica of a synchronous plan would read of a global batch.
+"""The shares of the data: what one worker computes for a push, which a replica of a synchronous plan would
+read of a global batch.
 
 Share n is the share of replica n % dp of batch n // dp, where all batches are full; of a short batch,
 replicas without samples are left out. Its samples, its chunks and their draws are those of the synchronous
@@ -22,8 +23,7 @@ from meshloom.data.reading import ReadFailure
 
 @dataclass(frozen=True, kw_only=True)
 class PushShare:
-    """Chunks `cuts` of the global batch of step `step`, which belongs to `epoch`; indices: of its samples in
-    the dataset, in order."""
+    """Chunks `cuts` of global batch `step`, in `epoch`. indices: of its samples in the dataset, in order."""
 
     epoch: int
     step: int
@@ -32,13 +32,13 @@ class PushShare:
 
 
 class PushShares:
-    """The shares of a job's data under a plan. The data is read where this is."""
+    """The shares of a job's data under a plan, read in this process."""
 
     def __init__(self, job: Job, plan: Plan) -> None:
         dataset = build_dataset(job.data, job.seed)
         if is_iterable(dataset, "Job(data=...)"):
             raise JobError(
-                f"exchange=async gives samples out by their number, and Job(data=...) built an iterable {type(dataset).__name__}. "
+                f"exchange=async assigns samples by their number, and Job(data=...) built an iterable {type(dataset).__name__}. "
                 "Use a map-style dataset, or another exchange."
             )
         self.num_samples = len(dataset)
@@ -67,7 +67,7 @@ class PushShares:
         )
 
     def find(self, number: int) -> PushShare:
-        """Share `number`, from 0 over all epochs."""
+        """Share `number`, counted from 0 over all epochs."""
         epoch, position = divmod(number, self.per_epoch)
         batch, replica = self._epoch[position]
         step = epoch * self._batches.per_epoch + batch

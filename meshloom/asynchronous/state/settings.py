@@ -1,5 +1,5 @@
-"""What a run of an asynchronous plan is told beside its job and plan, and when it takes, evaluates and saves
-snapshots because of it."""
+"""The settings of an asynchronous run beside its job and plan, and when they make it take, evaluate and save
+snapshots."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DEFAULT_LISTEN = "127.0.0.1:0"
 
 @dataclass(frozen=True, kw_only=True)
 class AsynchronousSettings:
-    """How a run goes beside its job and plan.
+    """The settings of a run.
 
-    steps: updates of the whole run. overwrite: whether an earlier run's checkpoints in `out` may go.
-    snapshot_every: updates between snapshots to which servers can go back. circumstances: of a virtual clock.
-    listen: of processes, HOST:PORT of server 0. timeout_seconds: how long they wait for a worker, or for a
-        server, before they give up.
+    steps: updates of the whole run. overwrite: whether an earlier run's checkpoints in `out` may be deleted.
+    snapshot_every: updates between snapshots to which servers can go back. circumstances: of the virtual clock.
+    listen: HOST:PORT of server 0, on processes. timeout_seconds: how long processes wait for a worker or a
+        server before they give up.
     """
 
     steps: int
@@ -45,7 +45,7 @@ class AsynchronousSettings:
             raise PlanError(f"snapshot_every={self.snapshot_every} must be 1 or more updates.")
 
     def to_json(self) -> str:
-        """What servers and workers of a run on processes are told of it."""
+        """The part that servers and workers need, for processes."""
         paths = {
             name: str(value.absolute()) if value is not None else None
             for name, value in (("out", self.out), ("resume", self.resume))
@@ -103,7 +103,7 @@ def refuse_common_steps() -> NoReturn:
 
 
 def inner_plan(plan: Plan) -> Plan:
-    """How one worker of an asynchronous plan computes: the plan without what is between workers.
+    """The plan by which one worker of an asynchronous plan computes.
 
     >>> str(inner_plan(Plan.parse("dp=4,tp=2,exchange=async,servers=2,microbatches=2")))
     'dp=1,tp=2,microbatches=2'

@@ -1,5 +1,5 @@
-"""Looks at snapshots of an asynchronous run, which are of one version on all servers: evaluates them, and
-saves them as checkpoints."""
+"""Evaluates snapshots of an asynchronous run, which are of one version on all servers, and saves them as
+checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from meshloom.replica.metrics import untouched
 
 
 class Inspection:
-    """replica: its model takes the values of whatever is looked at."""
+    """replica: its model takes the values of the snapshot."""
 
     def __init__(self, job: Job, plan: Plan, settings: AsynchronousSettings, replica: WorkerReplica) -> None:
         self._job, self._plan, self._settings, self._replica = job, plan, settings, replica
@@ -34,12 +34,12 @@ class Inspection:
 
     @property
     def model(self) -> torch.nn.Module:
-        """As it was looked at last."""
+        """With the values of the newest snapshot that was evaluated or saved."""
         return self._replica.model
 
     def try_out(self) -> None:
-        """Before the first update: see that `out` can be written and loses nothing unasked, and evaluate one
-        batch with the model as the job built it."""
+        """Before the first update: check that `out` can be written and no checkpoint is lost unasked, and
+        evaluate one batch with the model as the job built it."""
         group, settings = simulated_groups(1)[0], self._settings
         self._replaced = run_in_steps(
             [open_directory(settings.out, group, resume=settings.resume, overwrite=settings.overwrite)]
@@ -49,9 +49,9 @@ class Inspection:
                 self._replica.evaluate(self._chunks(num_batches=1))
 
     def load(self, contents: Sequence[Content | None]) -> None:
-        """Take the values of a snapshot, by server."""
+        """Load the values of a snapshot, by server."""
         there = [content for content in contents if content is not None]
-        if there:  # else nothing has run yet: the model is as the job built it
+        if there:  # else no update is done yet: the model is as the job built it
             self._replica.load([content.values for content in there], there[0].buffers)
 
     def evaluate(self, contents: Sequence[Content | None]) -> dict[str, float]:

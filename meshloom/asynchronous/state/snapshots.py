@@ -1,10 +1,10 @@
-"""A server's snapshots on disk, and the few numbers that must survive it when it is killed.
+"""A server's snapshots on disk, and the two numbers that must survive when it is killed.
 
     DIRECTORY/server-0/     00000100.safetensors    parameters, buffers, the optimizer's state, and what kind of snapshot it is
-                            numbers                 newest update, next worker's number: a page of memory that the system keeps
+                            numbers                 newest update, next worker's number: a memory-mapped page
     DIRECTORY/due/          00000100-0.safetensors  a second name of a snapshot that is to be evaluated or saved as a checkpoint
 
-A snapshot is written under another name, brought to the disk, and renamed: it is there whole or not at all.
+A snapshot is written under another name, synced, and renamed: it exists complete or not at all.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _NUMBERS = struct.Struct("<QQ")
 
 
 class SnapshotFiles(MutableMapping[int, tuple[SnapshotKind, "Content | None"]]):
-    """The snapshots in `directory` by version; and until it is forgotten, the one that the run began with,
-    which is in no file."""
+    """The snapshots in `directory` by version, and until it is deleted the one that the run began with, which
+    has no file."""
 
     def __init__(self, directory: Path, first: tuple[int, SnapshotKind, Content | None]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob(".*"):
-            path.unlink()  # what a kill left half-written
+            path.unlink()  # left incomplete by a kill
         self._directory = directory
         self._first: tuple[int, SnapshotKind, Content | None] | None = first
         self._kinds = {int(path.stem): _read_kind(path) for path in directory.glob(f"*{_SUFFIX}")}
 
     def path(self, version: int) -> Path:
-        """Of the file of a version that has one."""
+        """Of a version's file."""
         return self._directory / snapshot_name(version)
 
     def __getitem__(self, version: int) -> tuple[SnapshotKind, Content | None]:
@@ -79,17 +79,17 @@ class SnapshotFiles(MutableMapping[int, tuple[SnapshotKind, "Content | None"]]):
 
 
 class MappedNumbers:
-    """Two numbers of a server in a file that is mapped into memory: they are as the process left them,
-    however it ended."""
+    """Two numbers of a server in a memory-mapped file, which stay as the process left them, however it
+    ended."""
 
     def __init__(self, path: Path) -> None:
         with path.open("a+b") as file:
-            file.truncate(mmap.PAGESIZE)  # zeros, where it was not that long yet
+            file.truncate(mmap.PAGESIZE)  # a new file reads as zeros
             self._page = mmap.mmap(file.fileno(), mmap.PAGESIZE)
 
     @property
     def newest(self) -> int:
-        """The newest update that was made."""
+        """The newest update."""
         return _NUMBERS.unpack_from(self._page)[0]
 
     @newest.setter
@@ -98,7 +98,7 @@ class MappedNumbers:
 
     @property
     def next_worker(self) -> int:
-        """The first number that no worker has had."""
+        """The first number that no worker has had yet."""
         return _NUMBERS.unpack_from(self._page)[1]
 
     @next_worker.setter
@@ -120,7 +120,7 @@ def due_path(directory: Path, version: int, server: int) -> Path:
 
 
 def write_snapshot(path: Path, kind: SnapshotKind, content: Content) -> None:
-    """A new file, on the disk when this returns."""
+    """Write a new file, synced when this returns."""
     said = {
         "incarnation": kind.incarnation,
         "state": kind.state,
@@ -137,7 +137,7 @@ def write_snapshot(path: Path, kind: SnapshotKind, content: Content) -> None:
 
 
 def read_snapshot(path: Path) -> tuple[SnapshotKind, Content]:
-    """What `write_snapshot` wrote, on the CPU."""
+    """The inverse of `write_snapshot`, on the CPU."""
     tensors = load_file(path)
     said = json.loads(tensors["said"].numpy().tobytes())
     pieces = [

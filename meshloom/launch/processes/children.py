@@ -1,6 +1,6 @@
 """Processes that this one has started: what they say is heard, and none of them is left when this one ends.
 
-start -> listen, bury_ended, listen, ... -> close
+start -> listen, reap_ended, listen, ... -> close
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Children:
             if not key.data.read(key.fd):
                 self._selector.unregister(key.fd)
 
-    def bury_ended(self) -> list[RankProcess]:
+    def reap_ended(self) -> list[RankProcess]:
         """Those that have ended since the last call."""
-        ended = [process for process in self.processes if process.bury_if_ended()]
+        ended = [process for process in self.processes if process.reap_if_ended()]
         for process in ended:
             self._guard.tell("-", process.group)
         return ended

@@ -169,10 +169,10 @@ class ElasticProcesses:
         a process has failed."""
         self._children.listen(seconds)
         self._wake_servers()
-        ended = self._children.bury_ended()
-        told = [(process, event) for process in self._children.processes for event in process.told]
+        ended = self._children.reap_ended()
+        told = [(process, event) for process in self._children.processes for event in process.events]
         for process, event in told:
-            process.told.clear()
+            process.events.clear()
             if event["event"] == "number":  # a worker knows now what it is called
                 process.name, process.prefix = f"worker {event['worker']}", f"[worker {event['worker']}]"
         self._see_to(ended)

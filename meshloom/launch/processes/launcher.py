@@ -116,7 +116,7 @@ class _Ranks:
         looked = time.monotonic()
         while True:
             self._children.listen(0.05)
-            self._children.bury_ended()
+            self._children.reap_ended()
             if outcome := self._heed(signals) or self._failed(signals):
                 return outcome
             if all(rank.exit_code == 0 for rank in self._ranks):
@@ -168,7 +168,7 @@ class _Ranks:
 
     def _failed(self, signals: list[int]) -> _Outcome | None:
         if self._handed_on and any(
-            rank.exit_code in (-signals[0], 128 + signals[0]) and rank.failure and not rank.told_failure
+            rank.exit_code in (-signals[0], 128 + signals[0]) and rank.failure and not rank.reported_failure
             for rank in self._ranks
         ):
             return _stopped(signals)  # it had just stopped training
@@ -227,5 +227,5 @@ class _Ranks:
             and len(signals) < 2
         ):
             self._children.listen(0.02)
-            self._children.bury_ended()
+            self._children.reap_ended()
         self._children.kill()

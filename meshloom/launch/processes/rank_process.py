@@ -33,8 +33,8 @@ class RankProcess:
     joining, joined, saves: whether it has told so; the last, that it saves what it has when a signal asks it
         to end.
     told: what else it has told, until somebody takes it.
-    failure, failed_at: what ended it, once that is known, and when the launcher noticed. told_failure:
-    whether it has said so itself. exit_code: None until it has ended, which `bury_if_ended` notices.
+    failure, failed_at: what ended it, once that is known, and when the launcher noticed. reported_failure:
+    whether it has said so itself. exit_code: None until it has ended, which `reap_if_ended` notices.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class RankProcess:
     ) -> None:
         self.name = name
         self.prefix = prefix
-        self.told: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
         self.joining = False
         self.joined = False
         self.saves = False
         self.failure: Failure | None = None
         self.failed_at = 0.0
-        self.told_failure = False
+        self.reported_failure = False
         self.exit_code: int | None = None
         page = _page_file()
         here, there = os.pipe()
@@ -123,7 +123,7 @@ class RankProcess:
             with suppress(ProcessLookupError):
                 os.kill(self.group, STACK_SIGNAL)
 
-    def bury_if_ended(self, wait: bool = False) -> bool:
+    def reap_if_ended(self, wait: bool = False) -> bool:
         """Whether it has ended since the last call: then what it leaves behind has been ended too, and its
         last words have been heard."""
         if self.exit_code is not None or (self._process.wait() if wait else self._process.poll()) is None:
@@ -161,7 +161,7 @@ class RankProcess:
     def close(self) -> None:
         """End it, and close what leads to it."""
         self.send(signal.SIGKILL)
-        self.bury_if_ended(wait=True)
+        self.reap_if_ended(wait=True)
         self._print_rest()
         if self._process.stdout:
             self._process.stdout.close()
@@ -182,12 +182,12 @@ class RankProcess:
         kind = event.pop("event")
         if kind == "failed":
             if not self.failure:
-                self.told_failure = True
+                self.reported_failure = True
                 self._note(Failure(**event))
         elif kind == "saves":
             self.saves = True
         elif kind not in ("joining", "joined"):
-            self.told.append({"event": kind, **event})
+            self.events.append({"event": kind, **event})
         self.joining = self.joining or kind == "joining"
         self.joined = self.joined or kind == "joined"
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 
 from meshloom.core.mesh import Mesh
 from meshloom.launch.environment import with_role
-from meshloom.launch.events import tell
+from meshloom.launch.events import send_event
 from meshloom.launch.failure import EndedError
 from meshloom.launch.names import rank_name
 from meshloom.launch.processes.children import Children, rank_environments
@@ -66,7 +66,7 @@ class _Team:
         leaving = False
         while any(rank.exit_code is None for rank in self._ranks):
             self._children.listen(0.05)
-            self._children.bury_ended()
+            self._children.reap_ended()
             self._pass_on()
             failures = [rank for rank in self._ranks if rank.failure]
             if failures:
@@ -78,11 +78,11 @@ class _Team:
                 self._ranks[0].send(signal.SIGTERM)
 
     def _pass_on(self) -> None:
-        told, self._ranks[0].told[:] = list(self._ranks[0].told), []
+        told, self._ranks[0].events[:] = list(self._ranks[0].events), []
         for event in told:
-            tell(event)
+            send_event(event)
             if event["event"] == "number":  # it has been let in
-                tell({"event": "joined"})
+                send_event({"event": "joined"})
 
     def _end(self, first: RankProcess) -> None:
         """Say why, once: the cause if it is heard of soon, else what was noticed first."""
@@ -90,12 +90,12 @@ class _Team:
             if any(rank.failure and not rank.failure.consequence for rank in self._ranks):
                 break
             self._children.listen(0.05)
-            self._children.bury_ended()
+            self._children.reap_ended()
         cause = next((rank for rank in self._ranks if rank.failure and not rank.failure.consequence), first)
         failure = cause.failure
         assert failure is not None
         if failure.kind and not failure.consequence:
-            tell({"event": "failed", **asdict(failure)})
+            send_event({"event": "failed", **asdict(failure)})
             raise EndedError(str(failure), failure.exit_code)
         killed = (cause.exit_code or 0) < 0
         how = "has lost another one" if failure.consequence and not killed else cause.how_it_ended
