@@ -5,8 +5,7 @@
     meshloom verify examples/02_digits.py --plan dp=4,sync_batch_norm=true
 
 Batch norm makes the samples of a batch depend on each other: by default each replica normalises with its own
-samples,
-and with sync_batch_norm=true all replicas normalise with all of them, as one device would.
+samples, and with sync_batch_norm=true all replicas normalise with all of them, as one device would.
 """
 
 from __future__ import annotations

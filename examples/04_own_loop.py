@@ -5,8 +5,7 @@ global mean loss.
     torchrun --nproc-per-node 4 examples/04_own_loop.py                 # four processes
 
 The loop stops when the loss on held-out samples has stopped falling. Every process takes the same decisions,
-because
-`step` and `evaluate` return the same number on all of them.
+because `step` and `evaluate` return the same number on all of them.
 """
 
 from __future__ import annotations

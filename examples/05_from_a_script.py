@@ -4,8 +4,7 @@
     meshloom train examples/05_from_a_script.py --plan dp=2         # the new one, on several devices
 
 The script has a model, data, a loss and an optimizer, as every script does. They stay as they are; the loop
-around them
-(`zero_grad`, `backward`, `step`) becomes a `Job` that says which is which.
+around them (`zero_grad`, `backward`, `step`) becomes a `Job` that says which is which.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ class Observer(Protocol):
 
     def watch(self, chunk: Chunk, model: nn.Module) -> AbstractContextManager[list[str] | None]:
         """Context around a chunk's forward and backward; yields a list that receives the digests of its
-        random
-        draws."""
+        random draws."""
         ...
 
     def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
@@ -57,8 +56,7 @@ class ChunkScope:
         self, chunk: Chunk, rerun: Callable[[], Any], *, stage: int = 0, observed: bool = True
     ) -> Iterator[None]:
         """Context of a chunk's forward on a stage, this rank's chunks in order. rerun: runs that forward
-        again
-        and returns its outputs."""
+        again and returns its outputs."""
         with ExitStack() as around:
             around.enter_context(self.statistics[stage].chunk(partial(self._rerun, chunk, rerun)))
             self._seed(chunk, around, self.observer if observed else None)

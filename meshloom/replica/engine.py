@@ -83,8 +83,7 @@ class Engine(ABC):
     @abstractmethod
     def evaluate(self, batch: Any, metric: LossFunction, take: Callable[[Any], None]) -> Steps[None]:
         """Evaluate `metric` on a batch in evaluation mode; `take` receives the result on the ranks that
-        compute
-        it."""
+        compute it."""
 
     @abstractmethod
     def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:

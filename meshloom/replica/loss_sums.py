@@ -37,8 +37,7 @@ class LossSums:
 
     def begin(self, stop_requests: Sequence[int] | None = None) -> None:
         """Start a step. stop_requests: the signals that this rank has received so far, a live list; None:
-        stopping
-        is not agreed on."""
+        stopping is not agreed on."""
         self.sums = torch.zeros_like(self.sums)
         self._stop_requests = stop_requests
 
@@ -58,8 +57,7 @@ class LossSums:
 
     def close(self) -> None:
         """End this rank's chunks. A request to stop travels with the sums, so that all ranks know of it after
-        the
-        same step."""
+        the same step."""
         if self._stop_requests:
             self.sums[4] = 1
 

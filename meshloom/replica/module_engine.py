@@ -1,6 +1,5 @@
 """Runs the user's unchanged module, chunk after chunk: the engine of data-parallel plans, where every rank
-holds
-the full model."""
+holds the full model."""
 
 from __future__ import annotations
 

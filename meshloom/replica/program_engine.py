@@ -1,6 +1,5 @@
 """Runs programs captured from the loss: the engine of plans with tp, pp or recomputation, where a rank holds
-its
-stages' shard of the model.
+its stages' shard of the model.
 
     capture the loss on one rank -> shard it over tp -> cut it into stages -> every rank releases what it does
     not hold

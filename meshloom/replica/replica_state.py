@@ -1,6 +1,5 @@
 """A replica's state between steps: gathered into full tensors, compared, saved and resumed. All ranks call
-these
-functions together."""
+these functions together."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None
 
 def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Steps[None]:
     """Gather every parameter and buffer, tied ones once; `take` receives the full tensors one after another
-    on
-    the replica's first rank."""
+    on the replica's first rank."""
 
     def mine(emit: Emit) -> Steps[None]:
         for name, tensor in held(state_of(replica.model).items()).items():
@@ -133,8 +131,7 @@ def check_identical(replica: Replica, step: int) -> Steps[None]:
 
 def check_team(replica: Replica, step: int) -> Steps[None]:
     """Raise `TrainingError` naming the first parameter or buffer that differs between ranks of the replica
-    that
-    hold it unsharded."""
+    that hold it unsharded."""
     wrong = yield from replica.engine.check_replicated()
     if wrong is not None:
         raise TrainingError(

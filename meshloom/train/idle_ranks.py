@@ -21,8 +21,7 @@ def idle_lines(
     """For who asked for more ranks than there is work.
 
     parameters: names of the model's. ownership: name -> ranks along pp that hold it, with pp. divided: how
-        many
-        of them are divided over tp, with tp.
+        many of them are divided over tp, with tp.
 
     >>> idle_lines(Plan(dp=8), 6)
     ['A batch of 6 samples leaves 2 of dp=8 replicas without any: they compute nothing. dp=6 is enough.']

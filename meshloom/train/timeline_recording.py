@@ -15,8 +15,7 @@ from meshloom.train.local_replicas import LocalReplicas
 
 class TimelineRecording:
     """out: None writes none. start_step: steps done when this run began. steps: of the whole run. main:
-    whether this
-    process writes.
+    whether this process writes.
     """
 
     def __init__(

@@ -30,9 +30,8 @@ def synchronise_batch_norm(model: nn.Module, group: Group) -> Iterator[None]:
     `group` together.
 
     Classes, names and structure stay; each layer's `forward` is replaced on the instance. Running statistics
-    become those of one
-    device that runs the joined chunk, with the same bits on every rank. Evaluation mode is untouched.
-    Raises `JobError` for a layer with a forward of its own, which cannot be replaced.
+    become those of one device that runs the joined chunk, with the same bits on every rank. Evaluation mode
+    is untouched. Raises `JobError` for a layer with a forward of its own, which cannot be replaced.
     """
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     for name, module in layers:

@@ -32,8 +32,7 @@ class Written:
     """Facts about the writes of a chunk.
 
     factors: buffer -> a [numel], for recurrences. tied: pairs of buffers. read: buffers whose values
-        influence more
-        than their own recurrence.
+        influence more than their own recurrence.
     """
 
     factors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -230,8 +229,7 @@ def equal(a: Any, b: Any) -> bool:
 
 def first_shift(value: Tensor, result: Tensor) -> Tensor:
     """A shift [numel] of one value that is large beside it and its results, so that little precision is lost
-    in the
-    difference.
+    in the difference.
     """
     return _shifts(value, result, 0)[0]
 

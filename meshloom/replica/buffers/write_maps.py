@@ -24,16 +24,14 @@ from meshloom.replica.buffers.tracked_buffer import ChunkEnds, TrackedBuffer
 
 class WriteMaps:
     """Of the buffers of `model`. every_chunk: every chunk changes all of them, which a program says;
-    otherwise
-    it is seen by their values. unite: among ranks that run chunks together (`find_recurrences`)."""
+    otherwise it is seen by their values. unite: among ranks that run chunks together (`find_recurrences`)."""
 
     def __init__(self, model: nn.Module, *, every_chunk: bool, unite: Unite) -> None:
         self._model, self._every_chunk, self._unite = model, every_chunk, unite
 
     def learn(self, changed: Sequence[TrackedBuffer], chunk: ChunkEnds) -> list[tuple[str, str]]:
         """Find how the elements are written that this chunk is the first to change. changed: the buffers that
-        it
-        changed.
+        it changed.
 
         Returns pairs of buffers of which one says how the other is written.
         """
