@@ -1,4 +1,4 @@
-/* Where payloads lie in a rank's arena, until all ranks have taken them. */
+/* Allocation of payloads in a rank's arena, until all ranks have read them. */
 #define _GNU_SOURCE
 #include "internal.h"
 
@@ -20,7 +20,7 @@ static void remove_block(ml_group *group, size_t index) {
     memmove(group->blocks + index, group->blocks + index + 1, (--group->num_blocks - index) * sizeof(block));
 }
 
-/* Returns how many bytes lay there. */
+/* Returns the number of bytes freed. */
 static uint64_t free_at(ml_group *group, uint64_t offset) {
     for (size_t index = 0; index < group->num_blocks; index++)
         if (group->blocks[index].offset == offset) {
@@ -66,7 +66,7 @@ static bool grown_to(ml_group *group, uint64_t end) {
         int result;
         do {
             result = fallocate(group->arena_file, 0, (off_t)group->backed, (off_t)(wanted - group->backed));
-            if (result && errno == ENOSPC && wanted > end) wanted = end, errno = EINTR; /* what is needed may fit where twice as much does not */
+            if (result && errno == ENOSPC && wanted > end) wanted = end, errno = EINTR; /* the needed bytes may fit where twice as many do not */
         } while (result && errno == EINTR);
         if (result && errno != EOPNOTSUPP) {
             group->missing_bytes = end;

@@ -1,4 +1,4 @@
-/* What becomes of a piece that all ranks have started: each takes its result, and computes chunks of large sums for all. */
+/* Pieces that all ranks have started: each rank computes its result, and chunks of large sums for all. */
 #include "internal.h"
 
 #include <string.h>
@@ -17,7 +17,7 @@ static bool all_started(const ml_group *group, uint64_t number) {
     return true;
 }
 
-/* Whether a rank's payload lies where it says: all of what its call and this piece have is within its arena or window, and aligned. */
+/* Whether the published address of a rank's payload is valid: all that will be read of it is within its arena or window, and aligned. */
 static bool lies_within(const ml_group *group, const piece *piece, place place) {
     const ml_call *call = &piece->operation->call;
     uint64_t element = ml_element_bytes(call->dtype), bytes = piece->length * element, places = (uint64_t)group->size;
@@ -30,7 +30,7 @@ static bool lies_within(const ml_group *group, const piece *piece, place place) 
     return place.offset % LINE == 0 && is_within(place.offset, read, group->capacity);
 }
 
-/* Of a piece that all ranks have started: whether they have called the same, and where their payloads lie. From then on their descriptors are not read any more. */
+/* Check that all ranks have made the same call, and store where their payloads are. Their descriptors are not read afterwards. */
 static bool learn(ml_group *group, uint64_t number) {
     const piece *piece = piece_of(group, number);
     const ml_call *call = &piece->operation->call;
@@ -52,7 +52,7 @@ static bool learn(ml_group *group, uint64_t number) {
     return true;
 }
 
-/* What a rank has handed in: of the place for `of` where there is one for each rank. */
+/* A rank's input: its block for rank `of` if it has one for each rank. */
 static uint8_t *handed_in(const ml_group *group, int rank, uint64_t number, int of) {
     const piece *piece = piece_of(group, number);
     const ml_call *call = &piece->operation->call;
@@ -72,7 +72,7 @@ static bool any_in_window(const ml_group *group, uint64_t number) {
     return false;
 }
 
-/* Whether an all-reduce is computed in chunks that are claimed. All ranks decide alike: they have seen the same descriptors. */
+/* Whether an all-reduce is computed in claimed chunks. All ranks decide equally, since they have read the same descriptors. */
 static bool is_claimed(const ml_group *group, uint64_t number) {
     const piece *piece = piece_of(group, number);
     const ml_call *call = &piece->operation->call;
@@ -87,7 +87,7 @@ static uint64_t chunk_length(const ml_group *group, const piece *piece) {
     return (length + LINE - 1) / LINE * LINE;
 }
 
-/* Compute chunks of a piece until all have been claimed. The sum goes to all ranks' windows, and over the payload of the first rank without one. */
+/* Claim and compute chunks of a piece until all are claimed. Sums are written to all ranks' windows, and over the payload of the first rank without one. */
 static void compute_chunks(ml_group *group, uint64_t number) {
     piece *piece = piece_of(group, number);
     const ml_call *call = &piece->operation->call;
@@ -118,7 +118,7 @@ static void compute_chunks(ml_group *group, uint64_t number) {
     }
 }
 
-/* Take over the chunks that others have computed. Returns false if some are not done. */
+/* Copy the chunks that other ranks have computed. Returns false if some are not done. */
 static bool take_chunks(ml_group *group, uint64_t number) {
     const piece *piece = piece_of(group, number);
     const ml_call *call = &piece->operation->call;
@@ -142,7 +142,7 @@ static bool take_chunks(ml_group *group, uint64_t number) {
     return true;
 }
 
-/* Whether `sizes`, what a rank has for each rank in elements, lie within its arena behind themselves. skipped: elements that are for ranks before this one. */
+/* Whether the elements that a rank has for each rank, by `sizes`, are within its arena after that table. skipped: elements for ranks before this one. */
 static bool sizes_lie_within(const ml_group *group, const int64_t *sizes, uint64_t offset, size_t element, uint64_t *skipped) {
     uint64_t most = (group->capacity - offset - (uint64_t)group->size * sizeof(int64_t)) / element, sum = 0;
     for (int rank = 0; rank < group->size; rank++) {
@@ -180,7 +180,7 @@ static bool exchange(ml_group *group, uint64_t number) {
     return true;
 }
 
-/* Take the result of a piece that all ranks have started. Returns false if some of it is not there yet, or if ranks do not agree. */
+/* Compute the result of a piece that all ranks have started. Returns false if some of it is not done yet, or if ranks disagree. */
 static bool execute(ml_group *group, uint64_t number) {
     const piece *piece = piece_of(group, number);
     const operation *operation = piece->operation;
@@ -251,7 +251,7 @@ bool ml_advance(ml_group *group) {
         }
         if (ml_publish(group)) again = true;
         if (!again && group->claimed < group->published && all_started(group, group->claimed)) {
-            /* while others are busy with their chunks of an earlier piece */
+            /* while other ranks compute their chunks of an earlier piece */
             if (!learn(group, group->claimed)) break;
             if (is_claimed(group, group->claimed)) compute_chunks(group, group->claimed);
             group->claimed++;

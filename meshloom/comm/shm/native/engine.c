@@ -1,4 +1,4 @@
-/* A group: opened and closed, its windows, and what may be asked about it (engine.h says how all of it works). */
+/* A group: opened and closed, its windows, and queries about it (engine.h has an overview). */
 #include "internal.h"
 
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-/* Messages from one rank to another: letters in a mailbox of the pair, in order, whose contents lie in the sender's arena. */
+/* Point-to-point messages: letters in the mailbox of a pair of ranks, in order, with payloads in the sender's arena. */
 #include "internal.h"
 
 #include <stdlib.h>
@@ -43,12 +43,12 @@ static bool post(ml_group *group, message *message) {
     return true;
 }
 
-/* The first letter from a rank under a tag that was not taken; its number, or -1. */
+/* The number of the first letter from a rank under a tag that was not received, or -1. */
 static int64_t letter_from(ml_group *group, int source, int64_t tag) {
     mailbox *mail = mail_between(group, source, group->rank);
     uint64_t posted = atomic_load_explicit(&mail->posted, memory_order_acquire);
     uint64_t head = group->head[source];
-    if (posted < head || posted - head > MAIL) posted = head; /* no sender has counted so */
+    if (posted < head || posted - head > MAIL) posted = head; /* no honest sender has such a count */
     for (uint64_t number = head; number < posted; number++)
         if (!(group->taken[source] >> (number - head) & 1) && mail->letters[number % MAIL].tag == tag) return (int64_t)number;
     return -1;
@@ -95,7 +95,7 @@ static bool take(ml_group *group, message *message) {
     return true;
 }
 
-/* Messages of one pair go in the order in which they were started; a message that cannot go on holds up the later ones of its pair. */
+/* Messages of one pair keep the order of their start: one that cannot proceed blocks the later ones of its pair. */
 static bool is_held_up(ml_group *group, size_t index) {
     const message *message = group->messages[index];
     for (size_t before = 0; before < index; before++) {
@@ -113,7 +113,7 @@ static void forget_message(ml_group *group, size_t index) {
     memmove(group->messages + index, group->messages + index + 1, (--group->num_messages - index) * sizeof(message *));
 }
 
-/* What was sent is forgotten at once; what has come when it is released. */
+/* A sent message is freed immediately; a received one when it is released. */
 bool ml_advance_messages(ml_group *group) {
     bool moved = false;
     for (size_t index = 0; index < group->num_messages && !group->failure;) {

@@ -1,4 +1,4 @@
-/* The engine as a Python module: numbers and addresses in, numbers out. comm/shm.py gives them their meaning. */
+/* The engine as a Python module: numbers and addresses in, numbers out. comm/shm/native_engine.py calls it. */
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
@@ -14,7 +14,7 @@ static int enough(Py_ssize_t given, Py_ssize_t needed) {
     return 0;
 }
 
-/* A tuple of at most PLACES integers. Returns how many, or -1. */
+/* Reads a tuple of at most PLACES integers. Returns their number, or -1. */
 static Py_ssize_t integers(PyObject *tuple, int64_t *to) {
     Py_ssize_t length = PyTuple_Size(tuple);
     if (length > PLACES) {
@@ -28,7 +28,7 @@ static Py_ssize_t integers(PyObject *tuple, int64_t *to) {
     return length;
 }
 
-/* The same of addresses, of which there must be `needed`. Returns whether there were. */
+/* Likewise of addresses, exactly `needed`. Returns whether there are as many. */
 static int addresses(PyObject *tuple, void **to, Py_ssize_t needed) {
     Py_ssize_t length = PyTuple_Size(tuple);
     if (length < 0 || !enough(length, needed)) return 0;
@@ -141,7 +141,7 @@ static PyObject *start_all_to_all(PyObject *module, PyObject *const *args, Py_ss
     return PyErr_Occurred() ? NULL : number_or_memory(ml_start(group, &call));
 }
 
-/* What waits looks first, holding the interpreter: most operations are over within microseconds. */
+/* A wait polls once while it holds the interpreter lock: most operations finish within microseconds. */
 static PyObject *waited(PyObject *const *args, Py_ssize_t n, enum ml_status function(ml_group *, int64_t, int64_t)) {
     if (!enough(n, 3)) return NULL;
     ml_group *group = group_of(args[0]);
@@ -227,7 +227,7 @@ static PyObject *finished(PyObject *module, PyObject *handle) {
     return PyLong_FromUnsignedLongLong(ml_finished(group_of(handle)));
 }
 
-/* The rank that has called something else, its number there, what its letter says if it was a message: (rank, number) */
+/* The rank whose call differs, and the number of that call or letter: (rank, number) */
 static PyObject *mismatch(PyObject *module, PyObject *handle) {
     (void)module;
     uint64_t number = 0;
@@ -241,7 +241,7 @@ static PyObject *described(const ml_descriptor *found) {
     return Py_BuildValue("iiiiKN", found->kind, found->op, found->dtype, (int)found->root, (unsigned long long)found->count, shape);
 }
 
-/* group, rank, number -> (kind, op, dtype, root, count, shape), or None if it is not known (any more) */
+/* group, rank, number -> (kind, op, dtype, root, count, shape), or None if it is not stored (any more) */
 static PyObject *descriptor(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     (void)module;
     ml_descriptor found;
@@ -250,7 +250,7 @@ static PyObject *descriptor(PyObject *module, PyObject *const *args, Py_ssize_t 
     return ml_descriptor_of(group, (int)PyLong_AsLong(args[1]), PyLong_AsUnsignedLongLong(args[2]), &found) ? described(&found) : Py_NewRef(Py_None);
 }
 
-/* group, source, number of a letter that does not fit -> the same of the letter, or None if it makes no sense */
+/* group, source, number of a letter that does not match -> the same of the letter, or None if it is invalid */
 static PyObject *letter(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     (void)module;
     ml_descriptor found;

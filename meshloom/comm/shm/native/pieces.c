@@ -1,4 +1,4 @@
-/* A call, handed in piece by piece: a payload in the arena, or where it lies in a window, and a descriptor that all ranks can read. */
+/* A call, published piece by piece: a payload in the arena, or its address in a window, and a descriptor that all ranks can read. */
 #include "internal.h"
 
 #include <stdlib.h>
@@ -27,7 +27,7 @@ bool ml_hands_in(const ml_call *call, int rank) {
     case ML_BARRIER: return false;
     case ML_BROADCAST:
     case ML_SCATTER: return rank == call->root;
-    case ML_GATHER: return rank != call->root; /* the destination's own lies where it reads it */
+    case ML_GATHER: return rank != call->root; /* the destination reads its own in place */
     case ML_REDUCE:
     default: return true;
     }
@@ -47,7 +47,7 @@ static uint64_t payload_bytes(const ml_group *group, const operation *operation,
     return (has_one_place(call->kind) ? 1 : (uint64_t)group->size) * rounded(length * element);
 }
 
-/* Whether the payload lies in a window for good, where all ranks see it. */
+/* Whether the payload is in a window, where all ranks can read it. */
 static void find_window(const ml_group *group, operation *operation) {
     const ml_call *call = &operation->call;
     if (!call->count || !ml_hands_in(call, group->rank) || operation->ins || call->kind == ML_ALL_TO_ALL || call->kind == ML_SCATTER) return;
@@ -122,12 +122,12 @@ bool ml_publish(ml_group *group) {
     *drain = 0;
     if (operation->window) {
         offset = operation->window_offset + (has_one_place(call->kind) ? piece->first * ml_element_bytes(call->dtype) : 0);
-        if (call->kind != ML_ALL_REDUCE) *drain = number + 1; /* there nobody reads or writes any more once all chunks are done */
+        if (call->kind != ML_ALL_REDUCE) *drain = number + 1; /* of an all-reduce, no rank accesses it once all chunks are done */
     } else if (piece->bytes) {
         ml_sweep(group);
         if (!ml_allocate(group, piece->bytes, number, &offset)) {
             ml_sweep_letters(group);
-            if (!group->num_blocks && !group->failure) group->failure = ML_NO_SPACE; /* otherwise there will be room */
+            if (!group->num_blocks && !group->failure) group->failure = ML_NO_SPACE; /* otherwise space will become free */
             return false;
         }
         copy_in(group, piece, group->arenas[group->rank] + offset);
@@ -139,7 +139,7 @@ bool ml_publish(ml_group *group) {
         .root = call->root, .kind = call->kind, .op = call->op, .dtype = call->dtype, .ndim = call->ndim,
     };
     memcpy(descriptor->shape, call->shape, sizeof call->shape);
-    if (group->rank == 0) { /* nobody has looked at this claim since all have finished piece number - RING, nor will before this one is published */
+    if (group->rank == 0) { /* no rank accesses this claim between the end of piece number - RING on all ranks and this publication */
         atomic_store_explicit(&group->control->claims[number % RING].next, 0, memory_order_relaxed);
         atomic_store_explicit(&group->control->claims[number % RING].done, 0, memory_order_relaxed);
     }
@@ -159,7 +159,7 @@ int64_t ml_start(ml_group *group, const ml_call *call) {
     if (call->kind == ML_ALL_TO_ALL || call->kind == ML_BARRIER) length = call->count;
     pthread_mutex_lock(&group->lock);
     bool planned = true;
-    operation->pieces = 1; /* so that it lives until all are planned */
+    operation->pieces = 1; /* keeps it alive until all are planned */
     find_window(group, operation);
     for (uint64_t first = 0; planned && (first < call->count || first == 0); first += length) {
         planned = plan(group, operation, first, call->count - first < length ? call->count - first : length);

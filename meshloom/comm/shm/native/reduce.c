@@ -1,4 +1,4 @@
-/* Reductions of several arrays to one. Types of 16 bits are added up in float32 and rounded once. */
+/* Reductions of several arrays to one. 16-bit types are summed in float32 and rounded once. */
 #include "reduce.h"
 
 #include <math.h>
@@ -7,7 +7,7 @@
 
 #include "engine.h"
 
-/* Where the loader can choose between versions of a function by the processor, there is one with wide vectors. */
+/* Where the loader can choose a version of a function by processor, there is one with wide vectors. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11 && !defined(__SANITIZE_THREAD__)
 #define BEST __attribute__((target_clones("default", "arch=x86-64-v3")))
 #else
@@ -22,7 +22,7 @@
 #define NO_CARRIED_DEPENDENCE
 #endif
 
-enum { BLOCK = 1024 }; /* elements that are added up at a time, so that the sum stays in the first cache */
+enum { BLOCK = 1024 }; /* elements that are summed at a time, so that the sum stays in the first-level cache */
 
 typedef struct { float re, im; } complex64;
 typedef struct { double re, im; } complex128;

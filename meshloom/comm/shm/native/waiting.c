@@ -1,4 +1,4 @@
-/* How a rank waits: it looks, yields its core, and sleeps until it is rung; meanwhile its other groups go on. */
+/* Waiting: a rank polls, yields its core, and sleeps until it is woken; meanwhile its other groups advance. */
 #define _GNU_SOURCE
 #include "internal.h"
 
@@ -10,7 +10,7 @@
 #include <unistd.h>
 #endif
 
-/* Groups of this process: one that waits lets the others go on. */
+/* Groups of this process: one that waits advances the others. */
 static pthread_mutex_t groups_lock = PTHREAD_MUTEX_INITIALIZER;
 static ml_group *groups;
 
@@ -66,8 +66,8 @@ static void ring(ml_group *group, int rank) {
     }
 }
 
-/* After something was published: whoever sleeps looks again. The fence orders what was published before the look at `sleeping`;
- * a sleeper sets `sleeping`, with a fence behind it, before its last look at what is published. One of the two sees the other. */
+/* Wake sleeping ranks after publishing. The fence orders the publication before the read of `sleeping`; a sleeper sets
+ * `sleeping`, followed by a fence, before its last check of what is published. So one of the two sees the other. */
 void ml_ring_all(ml_group *group) {
     atomic_thread_fence(memory_order_seq_cst);
     for (int rank = 0; rank < group->size; rank++)
@@ -79,7 +79,7 @@ void ml_ring_one(ml_group *group, int rank) {
     ring(group, rank);
 }
 
-/* Let other groups of this process go on. Returns whether one of them has something left to do. */
+/* Advance the other groups of this process. Returns whether one of them has unfinished operations. */
 static bool advance_others(ml_group *group) {
     bool left = false;
     pthread_mutex_lock(&groups_lock);
@@ -101,7 +101,7 @@ typedef bool condition(ml_group *group, int64_t which);
 
 static bool is_over(ml_group *group, int64_t number) {
     if (group->executed <= (uint64_t)number) return false;
-    /* Peers may still read or write what lies in a window of this rank. Where the mark was overwritten they have all finished. */
+    /* Peers may still access a payload in a window of this rank. If the mark was overwritten, they have all finished. */
     return group->drain[number % RING] != (uint64_t)number + 1 || ml_all_finished(group) > (uint64_t)number;
 }
 
