@@ -559,15 +559,15 @@ def test_a_tied_matrix_is_pinned_by_what_the_named_module_does():
         ({"blocks.*.upp": "row"}, 2, r"^tp_placements=blocks\.\*\.upp:row matches no module with parameters\. Did you mean blocks\.\d\.up\?$"),
         (
             {"blocks.*.up": "row", "blocks.1": "replicated"}, 2,
-            r"^tp_placements=blocks\.\*\.up:row and blocks\.1:replicated both mean blocks\.1\.up\.weight\. Leave one of them out\.$",
+            r"^tp_placements=blocks\.\*\.up:row and blocks\.1:replicated both match blocks\.1\.up\.weight\. Leave one of them out\.$",
         ),
         (
             {"blocks.*.first": "row"}, 2,
-            r"^tp_placements=blocks\.\*\.first:row cannot be: blocks\.0\.first\.weight has no in features where layer_norm uses it at .*choice_jobs\.py:\d+ "
+            r"^tp_placements=blocks\.\*\.first:row is impossible: blocks\.0\.first\.weight has no in features where layer_norm uses it at .*choice_jobs\.py:\d+ "
             r"\(x = x \+ self\.attention\(self\.first\(x\)\)\)\. Leave that pin out, or use replicated\.$",
         ),
         ({"token": "dim2"}, 2, r"token\.weight has no dimension 2 where embedding uses it at .*choice_jobs\.py:\d+"),
-        ({"token": "vocabulary"}, 40, r"^tp_placements=token:vocabulary cannot be: token\.weight has 30 vocabulary, fewer than tp=40\."),
+        ({"token": "vocabulary"}, 40, r"^tp_placements=token:vocabulary is impossible: token\.weight has 30 vocabulary, fewer than tp=40\."),
     ],
 )  # fmt: skip
 def test_a_pin_that_cannot_be_says_why(small: Layout, pins: dict[str, str], num_ranks: int, sentence: str):
@@ -579,7 +579,7 @@ def test_an_operator_that_needs_all_of_a_parameter_is_named():
     layout = layout_by_shapes(lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)), square, normal(2, 4))
     with pytest.raises(
         PlanError,
-        match=r"^tp_placements=1:dim0 cannot be: layer_norm at .* needs all dimension 0 of 1\.weight\.",
+        match=r"^tp_placements=1:dim0 is impossible: layer_norm at .* needs all dimension 0 of 1\.weight\.",
     ):
         choose(layout, 2, FAST, placements={"1": "dim0"})
 

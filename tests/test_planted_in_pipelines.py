@@ -52,24 +52,24 @@ def borrowed_value_stays(patch: Patch) -> None:
 def last_gradient_only(patch: Patch) -> None:
     """Of a value that went to several stages, the gradient of one of them counts."""
 
-    def give(self: StageRun, microbatch: int, gradients: Any) -> None:
+    def replace_gradients(self: StageRun, microbatch: int, gradients: Any) -> None:
         self._live[microbatch].gradients.update(gradients)
 
-    patch.setattr(StageRun, "give_gradients", give)
+    patch.setattr(StageRun, "receive_gradients", replace_gradients)
 
 
 def statistics_stay(patch: Patch) -> None:
-    again = StageRun.again
+    rerun = StageRun.rerun
 
     def forgetful(self: StageRun, microbatch: int) -> Any:
         kept = {name: each.clone() for name, each in self._buffers.items() if not each.is_meta}
-        values = again(self, microbatch)
+        values = rerun(self, microbatch)
         with torch.no_grad():
             for name, each in kept.items():
                 self._buffers[name].copy_(each)
         return values
 
-    patch.setattr(StageRun, "again", forgetful)
+    patch.setattr(StageRun, "rerun", forgetful)
 
 
 def draws_from_the_start(patch: Patch) -> None:
@@ -114,15 +114,15 @@ def norm_of_own_stage(patch: Patch) -> None:
 
 def microbatches_mixed_up(patch: Patch) -> None:
     """Stage 1 gets the activations of microbatch 1 again, where those of 2 belong."""
-    give = StageRun.give
+    receive = StageRun.receive
     seen: dict[int, dict[str, Tensor]] = {}
 
     def repeat(self: StageRun, microbatch: int, values: Any) -> None:
         if microbatch == 1:
             seen[id(self)] = dict(values)
-        give(self, microbatch, seen[id(self)] if microbatch == 2 else values)
+        receive(self, microbatch, seen[id(self)] if microbatch == 2 else values)
 
-    patch.setattr(StageRun, "give", repeat)
+    patch.setattr(StageRun, "receive", repeat)
 
 
 GPT, TWICE, CNN, MLP = ("gpt", "sgd"), ("unused_twice", "adamw"), ("cnn", "sgd"), ("mlp", "sgd")

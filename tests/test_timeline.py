@@ -34,7 +34,7 @@ FILE_OF_A_JOB = str(Path(__file__).with_name("job_file.py"))
 
 def alike(name: str, p: int, m: int, v: int | None = None) -> Timeline:
     schedule = make_schedule(name, p, m, v)
-    return on_paper(schedule, Durations.alike(schedule.num_stages).of)
+    return on_paper(schedule, Durations.uniform(schedule.num_stages).of)
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])

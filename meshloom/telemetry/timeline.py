@@ -195,7 +195,7 @@ class Idle:
 
 def idle_of(timeline: Timeline) -> list[Idle]:
     """[row]."""
-    equal = on_paper(timeline.schedule, Durations.alike(timeline.schedule.num_stages).of)
+    equal = on_paper(timeline.schedule, Durations.uniform(timeline.schedule.num_stages).of)
     own = {
         pipeline: on_paper(timeline.schedule, _mean_seconds(timeline, pipeline))
         for pipeline in timeline.windows

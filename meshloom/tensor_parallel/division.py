@@ -169,7 +169,8 @@ class Division:
             return None
         known = (each for each in self._choices if alike(each.layout.program, layout.program))
         return next(
-            (made for each in known if (made := choice_resized(layout, each, held=held)) is not None), None
+            (resized for each in known if (resized := choice_resized(layout, each, held=held)) is not None),
+            None,
         )
 
 
@@ -198,11 +199,11 @@ def stored_choice(
     known = stored.choice("division", layout.program, parts)
     if known is not None:
         try:
-            made = choice_of_numbers(layout, num_ranks, known["numbers"], placements=placements)
+            known_choice = choice_of_numbers(layout, num_ranks, known["numbers"], placements=placements)
         except (IndexError, ValueError, KeyError, TypeError):  # a file of another origin with this name
-            made = None
-        if made is not None and digest_of_choice(made) == known.get("digest"):
-            return replace(made, seconds=known["seconds"], is_proved=known["proved"])
+            known_choice = None
+        if known_choice is not None and digest_of_choice(known_choice) == known.get("digest"):
+            return replace(known_choice, seconds=known["seconds"], is_proved=known["proved"])
     choice = choose()
     numbers = {
         "numbers": numbers_of_choice(choice),

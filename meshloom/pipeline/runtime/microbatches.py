@@ -42,7 +42,7 @@ class Around(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Known:
+class _Runs:
     """What is built once for microbatches of the same shapes. sent: axis -> kind of operation -> bytes
     that this rank sends."""
 
@@ -78,7 +78,7 @@ class Microbatches:
         self._pp, self._tp = pp, tp
         self._device = device
         self._ready = ready
-        self._known: dict[tuple[ProgramKey, ...], _Known] = FifoCache(MOST_KEPT)
+        self._known: dict[tuple[ProgramKey, ...], _Runs] = FifoCache(MOST_KEPT)
         self._readiness: Readiness | None = None  # of the current run
         self._batches: list[Leaves] = []
         self._finish: Callable[[int, Any], Tensor | None] = lambda microbatch, returned: None
@@ -154,18 +154,18 @@ class Microbatches:
         self._batches = [leaves_of(each) for each in batches]
         self._finish, self._around = finish, around
 
-    def _end(self, known: _Known) -> None:
+    def _end(self, known: _Runs) -> None:
         self._batches = []
         for stage in known.stages.values():
-            stage.forget()
+            stage.clear()
 
-    def _get(self, keys: Sequence[ProgramKey], *, training: bool) -> _Known:
+    def _get(self, keys: Sequence[ProgramKey], *, training: bool) -> _Runs:
         key = tuple(keys)
         if key not in self._known:
             self._known[key] = self._make([self._programs.stages(each) for each in keys], training)
         return self._known[key]
 
-    def _make(self, stages: Sequence[Sequence[Stage]], training: bool) -> _Known:
+    def _make(self, stages: Sequence[Sequence[Stage]], training: bool) -> _Runs:
         schedule = self._programs.cutter.schedule(len(stages))
         if not training:
             schedule = forward_only(schedule)
@@ -192,7 +192,7 @@ class Microbatches:
             if self._tp
             else Counter[str]()
         )
-        return _Known(
+        return _Runs(
             run=PipelineRun(schedule, self._pp, runs, crossings, self._device),
             stages=runs,
             readiness=Readiness(schedule, self._pp.rank, used, self._ready),
@@ -211,7 +211,7 @@ class Microbatches:
 
         def around(microbatch: int) -> AbstractContextManager[Any]:
             return (
-                self._around(number, microbatch, lambda: run.again(microbatch))
+                self._around(number, microbatch, lambda: run.rerun(microbatch))
                 if self._around
                 else nullcontext()
             )

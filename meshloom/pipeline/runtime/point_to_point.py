@@ -68,9 +68,11 @@ def steps_of(
     ahead: receives of a pair that may be posted before they are needed.
     """
     found = list(edges)
-    made = _messages(schedule, found)
-    order = _order_of_pairs(schedule, made, durations or Durations.alike(schedule.num_stages))
-    return tuple(_steps_of_rank(schedule, rank, made, order, ahead) for rank in range(schedule.num_ranks))
+    messages_of = _messages(schedule, found)
+    order = _order_of_pairs(schedule, messages_of, durations or Durations.uniform(schedule.num_stages))
+    return tuple(
+        _steps_of_rank(schedule, rank, messages_of, order, ahead) for rank in range(schedule.num_ranks)
+    )
 
 
 def _messages(
@@ -104,13 +106,13 @@ Pair = tuple[int, int]
 
 def _order_of_pairs(
     schedule: Schedule,
-    made: Mapping[Action, tuple[list[StageMessage], list[StageMessage]]],
+    messages_of: Mapping[Action, tuple[list[StageMessage], list[StageMessage]]],
     durations: Durations,
 ) -> dict[Pair, list[StageMessage]]:
     ends = run_on_paper(schedule, durations.of, lambda before, after: durations.transfer).ends
     order: dict[Pair, list[StageMessage]] = {}
-    for action in sorted(made, key=lambda each: (ends[each], each)):
-        for message in made[action][1]:
+    for action in sorted(messages_of, key=lambda each: (ends[each], each)):
+        for message in messages_of[action][1]:
             pair = _pair(schedule, message)
             if pair[0] != pair[1]:
                 order.setdefault(pair, []).append(message)
@@ -125,7 +127,7 @@ def _pair(schedule: Schedule, message: StageMessage) -> Pair:
 def _steps_of_rank(
     schedule: Schedule,
     rank: int,
-    made: Mapping[Action, tuple[list[StageMessage], list[StageMessage]]],
+    messages_of: Mapping[Action, tuple[list[StageMessage], list[StageMessage]]],
     order: Mapping[Pair, Sequence[StageMessage]],
     ahead: int,
 ) -> tuple[Step, ...]:
@@ -156,7 +158,9 @@ def _steps_of_rank(
         return begun
 
     for action in schedule.actions[rank]:
-        needed, sent = ([each for each in messages if _crosses(schedule, each)] for messages in made[action])
+        needed, sent = (
+            [each for each in messages if _crosses(schedule, each)] for messages in messages_of[action]
+        )
         before = [each for message in needed for each in start_until(message)]
         if any(is_send for _, is_send in before):
             raise PlanError(
@@ -164,7 +168,7 @@ def _steps_of_rank(
             )
         num_open.subtract(_pair(schedule, each) for each in needed)
         before += [each for pair in queues for each in start_ahead(pair)]
-        stays = tuple(each for each in made[action][1] if not _crosses(schedule, each))
+        stays = tuple(each for each in messages_of[action][1] if not _crosses(schedule, each))
         after = [each for message in sent for each in start_until(message)]
         steps.append(
             Step(

@@ -129,9 +129,9 @@ class PipelineRun:
     def _deliver(self, message: StageMessage, tensors: Mapping[str, Tensor]) -> None:
         stage = self._stages[message.destination]
         if message.destination > message.source:
-            stage.give(message.microbatch, tensors)
+            stage.receive(message.microbatch, tensors)
         else:
-            stage.give_gradients(message.microbatch, tensors)
+            stage.receive_gradients(message.microbatch, tensors)
 
 
 def _body(action: Action, stages: Mapping[int, StageRun]) -> Callable[[int], dict[str, Tensor]]:

@@ -27,12 +27,12 @@ _autograd: Any = torch.autograd
 
 
 @dataclass
-class _Live:
+class _Activations:
     """A microbatch between its forward and the end of its backward. Outputs are not kept, only their
     gradient edges."""
 
     # values of other stages, as leaves of the local graph
-    given: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    inputs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     # output -> its gradient edge
     edges: dict[str, Any] = field(default_factory=dict[str, Any])
     # sum of the gradients received so far
@@ -69,12 +69,12 @@ class StageRun:
     ) -> None:
         self._visit = visit
         self._deferred = DeferredWeightGradients(landing or InPlace())
-        made = {id(each): self._with_landing(each.program, landing, split) for each in stages}
-        self._programs = [made[id(each)] for each in stages]
+        programs = {id(each): self._with_landing(each.program, landing, split) for each in stages}
+        self._programs = [programs[id(each)] for each in stages]
         self._stages = stages
         self._parameters, self._buffers = parameters, buffers
         self._batch, self._finish, self._group, self._around = batch, finish, group, around
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _Activations] = {}
 
     @property
     def num_alive(self) -> int:
@@ -86,38 +86,38 @@ class StageRun:
         """Those of them whose forward is done."""
         return sum(live.is_forward for live in self._live.values())
 
-    def give(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
+    def receive(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
         """Accepts values of an earlier stage; they become leaves here."""
-        stage, live = self._stages[microbatch], self._live.setdefault(microbatch, _Live())
-        wants = {each.value: each.meta.requires_grad for each in stage.incoming}
+        stage, live = self._stages[microbatch], self._live.setdefault(microbatch, _Activations())
+        requires_grad = {each.value: each.meta.requires_grad for each in stage.incoming}
         for name, value in values.items():
-            live.given[name] = value.detach().requires_grad_(wants[name])
+            live.inputs[name] = value.detach().requires_grad_(requires_grad[name])
 
     def forward(self, microbatch: int) -> dict[str, Tensor]:
         """Forward of a microbatch whose inputs have arrived; returns the values to send."""
-        stage, live = self._stages[microbatch], self._live.setdefault(microbatch, _Live())
+        stage, live = self._stages[microbatch], self._live.setdefault(microbatch, _Activations())
         with self._around(microbatch) if self._around else nullcontext():
-            values = self.again(microbatch)
-        made: dict[str, Tensor] = dict(zip(stage.sent, values, strict=False))
+            values = self.rerun(microbatch)
+        outputs: dict[str, Tensor] = dict(zip(stage.sent, values, strict=False))
         live.is_forward = True
         live.edges = {
             name: _autograd.graph.get_gradient_edge(value)
-            for name, value in made.items()
+            for name, value in outputs.items()
             if value.requires_grad
         }
         if self._finish:
-            live.root = self._finish(microbatch, values[len(made) :])
-        return {name: value.detach() for name, value in made.items()}
+            live.root = self._finish(microbatch, values[len(outputs) :])
+        return {name: value.detach() for name, value in outputs.items()}
 
-    def again(self, microbatch: int) -> list[Any]:
+    def rerun(self, microbatch: int) -> list[Any]:
         """Runs only the program of a microbatch, on its inputs; returns its flat outputs."""
-        program, batch, given = (
+        program, batch, inputs = (
             self._programs[microbatch],
             self._batch(microbatch),
-            self._live[microbatch].given,
+            self._live[microbatch].inputs,
         )
         leaves = [
-            given[each.value] if each.value in given else tensor_of(batch, each) for each in program.inputs
+            inputs[each.value] if each.value in inputs else tensor_of(batch, each) for each in program.inputs
         ]
         changing = self._stages[microbatch].changing
         if not changing:
@@ -135,11 +135,11 @@ class StageRun:
                 self._buffers[name].copy_(value)
         return values
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drops all activations."""
         self._live.clear()
 
-    def give_gradients(self, microbatch: int, gradients: Mapping[str, Tensor]) -> None:
+    def receive_gradients(self, microbatch: int, gradients: Mapping[str, Tensor]) -> None:
         """Accepts gradients of sent values, from one of the stages that received them."""
         known = self._live[microbatch].gradients
         for name, gradient in gradients.items():
@@ -147,19 +147,19 @@ class StageRun:
 
     def backward(self, microbatch: int) -> dict[str, Tensor]:
         """Backward of a microbatch whose gradients have arrived; returns its inputs' gradients, or zeros."""
-        made = self._backward(microbatch)
+        gradients = self._backward(microbatch)
         del self._live[microbatch]
-        return made
+        return gradients
 
     def input_gradients(self, microbatch: int) -> dict[str, Tensor]:
         """The first half of a backward: the same, without the weight gradients."""
         self._deferred.collecting = True
         try:
-            made = self._backward(microbatch)
+            gradients = self._backward(microbatch)
         finally:
             self._deferred.collecting = False
-        self._live[microbatch] = _Live(weights=self._deferred.take(), is_forward=True)
-        return made
+        self._live[microbatch] = _Activations(weights=self._deferred.take(), is_forward=True)
+        return gradients
 
     def weight_gradients(self, microbatch: int) -> dict[str, Tensor]:
         """The second half: the weight gradients."""
@@ -183,7 +183,7 @@ class StageRun:
         if edges:
             torch.autograd.backward(edges, gradients)
         return {
-            name: value.grad if value.grad is not None else torch.zeros_like(value) for name, value in live.given.items() if value.requires_grad
+            name: value.grad if value.grad is not None else torch.zeros_like(value) for name, value in live.inputs.items() if value.requires_grad
         }  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def interleaved(p: int, m: int, v: int, durations: Durations | None) -> Schedule
             for number in group
         ]
         rows.append(_alternated(forwards, backwards, limits[rank]))
-    takes = durations or Durations.alike(p * v)
+    takes = durations or Durations.uniform(p * v)
     found: list[Schedule | None] = [_schedule("interleaved", ranks, m, rows)]
     if m % p:
         found += [
@@ -120,7 +120,7 @@ def zero_bubble(p: int, m: int, v: int, durations: Durations | None) -> Schedule
                 late += 1
             row += forwards[warm + number : warm + number + 1]
         rows.append([*row, *weights[late:]])
-    ranks, takes = looped(p, 1), durations or Durations.alike(p)
+    ranks, takes = looped(p, 1), durations or Durations.uniform(p)
     return _shortest(
         [_schedule("zb-h1", ranks, m, rows), *_greedy_halves("zb-h1", ranks, m, p, takes)], takes
     )
@@ -129,7 +129,7 @@ def zero_bubble(p: int, m: int, v: int, durations: Durations | None) -> Schedule
 def zero_bubble_v(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
     """ZB-V as drawn in the paper, which is optimal if all actions take equally long; otherwise the greedy
     schedule with the same memory may be shorter."""
-    ranks, takes = folded(p), durations or Durations.alike(2 * p)
+    ranks, takes = folded(p), durations or Durations.uniform(2 * p)
     rows = [
         [action for action in _of_the_drawing(p, rank, max(m, 2 * p - 1)) if action.microbatch < m]
         for rank in range(p)

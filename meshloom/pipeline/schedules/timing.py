@@ -25,7 +25,7 @@ class Durations:
     sizes: Sequence[float] = ()
 
     @staticmethod
-    def alike(num_stages: int) -> Durations:
+    def uniform(num_stages: int) -> Durations:
         """One unit for each action."""
         return Durations(
             forward=[1.0] * num_stages, input_gradient=[1.0] * num_stages, weight_gradient=[1.0] * num_stages
@@ -35,12 +35,12 @@ class Durations:
         """The duration of an action."""
         stage, kind = action.stage, action.kind
         if kind == "F":
-            whole = self.forward[stage]
+            duration = self.forward[stage]
         elif kind == "B":
-            whole = self.input_gradient[stage] + self.weight_gradient[stage]
+            duration = self.input_gradient[stage] + self.weight_gradient[stage]
         else:
-            whole = (self.input_gradient if kind == "I" else self.weight_gradient)[stage]
-        return whole * self.sizes[action.microbatch] if self.sizes else whole
+            duration = (self.input_gradient if kind == "I" else self.weight_gradient)[stage]
+        return duration * self.sizes[action.microbatch] if self.sizes else duration
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,11 +174,11 @@ def _best(line: Intervals, limits: Limits, holders: Holders) -> list[int]:
     found = best_cuts(line, limits)
     if found is None:
         _check_holders(line, holders, count)
-        whole = line.stage(0, line.num_nodes)
+        everything = line.stage(0, line.num_nodes)
         raise PlanError(
             f"No cut into {count} stages {'was found that fits' if limits.is_shared else 'fits'} into {format_bytes(limits.memory_bytes)} a rank: "
-            f"parameters with their gradients and optimizer state are {format_bytes(whole.state_bytes)}, and the activations of one microbatch "
-            f"{format_bytes(whole.kept_bytes)}. Use more stages, more microbatches, or a schedule that holds fewer of them."
+            f"parameters with their gradients and optimizer state are {format_bytes(everything.state_bytes)}, and the activations of one microbatch "
+            f"{format_bytes(everything.kept_bytes)}. Use more stages, more microbatches, or a schedule that holds fewer of them."
         )
     return found
 

@@ -60,9 +60,11 @@ def line_of_plan(program: Program, priced: Mapping[str, Cost], plan: Plan, rates
     stages and schedules."""
     work, kept = work_of(program, priced, rates), {name: each.kept for name, each in priced.items()}
     if plan.recompute != "none":
-        again = recomputed(program, priced, plan.recompute, rates)
-        work = computed_again(work, again.seconds_of)
-        kept = {name: (SavedTensor(memory=name, num_bytes=size),) for name, size in again.kept_of.items()}
+        recomputation = recomputed(program, priced, plan.recompute, rates)
+        work = computed_again(work, recomputation.seconds_of)
+        kept = {
+            name: (SavedTensor(memory=name, num_bytes=size),) for name, size in recomputation.kept_of.items()
+        }
     return line_of(program, work, kept, rates)
 
 

@@ -70,7 +70,7 @@ def restore_routed_rows(
 
     stage_of: of all nodes. routed: values with such rows.
     """
-    told = {node.name: node for node in part.nodes if node.target is rows_here}
+    row_indices = {node.name: node for node in part.nodes if node.target is rows_here}
     free = computed_from_batch(part)  # is never sent
     routed = {name: each for name, each in routed.items() if name not in free}
     found = dict(stage_of)
@@ -89,10 +89,10 @@ def restore_routed_rows(
         nodes.append(_renamed(node, renamed) if renamed else node)
         if node.name not in later:
             continue
-        where, rows, (meta,) = routed[node.name], told[routed[node.name].rows], node.outputs
+        where, rows, (meta,) = routed[node.name], row_indices[routed[node.name].rows], node.outputs
         shape = (*meta.shape[: where.dim], where.size, *meta.shape[where.dim + 1 :])
         placed = replace(meta, shape=shape, stride=contiguous_strides(shape))
-        made = replace(
+        placed = replace(
             node,
             name=f"{node.name}__placed",
             target=place_rows,
@@ -101,16 +101,16 @@ def restore_routed_rows(
             num_draws=0,
             outputs=(placed,),
         )
-        nodes.append(replace(made, args=(Ref(node.name), Ref(rows.name), where.dim, where.size)))
-        found[made.name] = stage_of[node.name]
+        nodes.append(replace(placed, args=(Ref(node.name), Ref(rows.name), where.dim, where.size)))
+        found[placed.name] = stage_of[node.name]
         for stage in sorted(later[node.name]):
             name = f"{node.name}__in_{stage}"
             nodes.append(
                 replace(
-                    made,
+                    placed,
                     name=name,
                     target=take_rows,
-                    args=(Ref(made.name), Ref(rows.name), where.dim),
+                    args=(Ref(placed.name), Ref(rows.name), where.dim),
                     outputs=(meta,),
                 )
             )

@@ -51,8 +51,8 @@ class Limits:
 def best_cuts(line: Intervals, limits: Limits) -> list[int] | None:
     """The places where stages end, except the last, in order; None: none were found. Ties go to the cuts
     that send the least."""
-    whole = [limits.memory_bytes] * limits.num_stages
-    found = _fastest(line, limits, whole)
+    unshared = [limits.memory_bytes] * limits.num_stages
+    found = _fastest(line, limits, unshared)
     if found is None or not limits.is_shared or _excess(line, limits, found) <= 0:
         return found  # a lower bound if memory is shared
     return _best_sharing(line, limits, found)
@@ -187,8 +187,8 @@ def _ends(
 
 def _best_sharing(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int] | None:
     """The fastest cuts found that satisfy the memory limit of ranks with several stages."""
-    alike = [limits.memory_bytes / limits.ranks.count(rank) for rank in limits.ranks]
-    tried = [_by_parts(line, limits, start), _fastest(line, limits, alike)]
+    even = [limits.memory_bytes / limits.ranks.count(rank) for rank in limits.ranks]
+    tried = [_by_parts(line, limits, start), _fastest(line, limits, even)]
     tried += [
         _with_less_excess(line, limits, each) for each in (start, _even(line, limits)) if each is not None
     ]

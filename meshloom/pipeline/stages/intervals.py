@@ -230,8 +230,8 @@ class Intervals:
             if owner in self._free:
                 spans.add_uses(numbers, sizes[memory])
             else:
-                made = min(self._at.get(owner, numbers[0]), numbers[0])
-                spans.add(-1, made, numbers[0], sizes[memory])
+                first = min(self._at.get(owner, numbers[0]), numbers[0])
+                spans.add(-1, first, numbers[0], sizes[memory])
         return spans
 
     def _add_crossings(self) -> None:
@@ -245,7 +245,7 @@ class Intervals:
                 (self._received, self._sent),
                 *([(self._handed_back, self._returned)] if outputs[0].requires_grad else []),
             ):
-                received.add_uses(uses, size, made=number)
+                received.add_uses(uses, size, produced_at=number)
                 sent.add(-1, number, number, size)  # it is sent by the stage that computes it ...
                 sent.add(-1, number, uses[-1], -size)  # ... unless its last use is in that stage
 
@@ -277,9 +277,9 @@ class _Spans:
         assert upto <= when
         self._found.append((when, after, upto, size))
 
-    def add_uses(self, uses: Sequence[int], size: float, *, made: int = -1) -> None:
+    def add_uses(self, uses: Sequence[int], size: float, *, produced_at: int = -1) -> None:
         """Adds an item that exists once in every stage that uses it and was not computed there."""
-        for before, use in pairwise((made, *uses)):
+        for before, use in pairwise((produced_at, *uses)):
             self.add(before, use, use, size)
 
     def until(self, end: int, first: int) -> numpy.ndarray:

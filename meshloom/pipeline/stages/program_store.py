@@ -46,9 +46,9 @@ class _Form:
     sizes: Sizes
 
     def stages(self) -> tuple[Stage, ...]:
-        made = self.forms.stages(self.sizes)
-        assert made is not None, "it was made before"
-        return made
+        stages = self.forms.stages(self.sizes)
+        assert stages is not None, "stages were built for these sizes before"
+        return stages
 
 
 class ProgramStore:
@@ -121,8 +121,8 @@ class ProgramStore:
         proved = captured.of_any_size(batch, training=training)
         forms = self._forms_of(proved) if proved else None
         if forms is not None and key is not None and forms.trusts(sizes):
-            made = forms.stages(sizes)
-            if all((yield from collect(self._team, made is not None))):
+            stages = forms.stages(sizes)
+            if all((yield from collect(self._team, stages is not None))):
                 self._entries[key] = _Form(forms=forms, sizes=sizes)
                 return key
         if proved is None:

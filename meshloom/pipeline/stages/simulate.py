@@ -57,7 +57,7 @@ def simulate(
         seconds=timed.length,
         idle_shares=tuple(timed.idle_share(rank) for rank in range(schedule.num_ranks)),
         busy_seconds=timed.busy,
-        even_idle_share=run_on_paper(schedule, Durations.alike(schedule.num_stages).of).mean_idle_share,
+        even_idle_share=run_on_paper(schedule, Durations.uniform(schedule.num_stages).of).mean_idle_share,
     )
 
 
@@ -84,8 +84,8 @@ def step_seconds(
     seconds = cache(message_seconds)
 
     def length(stages: Sequence[StageCost]) -> float:
-        whole = durations_of(stages)
-        takes = [whole.of(Action(stage, kind, 0)) * size for kind, stage, size in kinds]
+        durations = durations_of(stages)
+        takes = [durations.of(Action(stage, kind, 0)) * size for kind, stage, size in kinds]
         travels = [
             seconds((stages[stage].sent_bytes if kind == "F" else stages[stage].handed_back_bytes) * size)
             for kind, stage, size in kinds

@@ -96,20 +96,20 @@ class StageCutter:
 
     def cut(
         self,
-        whole: Program,
+        full: Program,
         part: Program,
         routed: Mapping[str, RoutedRows],
         group: Group,
-        weighed: Program | None = None,
+        priced_program: Program | None = None,
     ) -> Steps[tuple[Stage, ...]]:
-        """The stages of `part`, this rank's shard of `whole` along tp. All ranks of `group` call this.
+        """The stages of `part`, this rank's shard of `full` along tp. All ranks of `group` call this.
 
         routed: values of the shard with rows that data routes to this rank.
-        weighed: a program with the same nodes whose costs decide; default: `whole`.
+        priced_program: a program with the same nodes whose costs decide; default: `full`.
         """
-        decided = self._for_other_sizes(whole)
+        decided = self._for_other_sizes(full)
         if decided is None:
-            decided = yield from self._decide(whole, weighed or whole, group)
+            decided = yield from self._decide(full, priced_program or full, group)
             self._decided.append(decided)
         if decided.kept is not None:
             part = replace(part, kept=decided.kept)
@@ -123,55 +123,57 @@ class StageCutter:
     def _for_other_sizes(self, program: Program) -> _Decided | None:
         return next((each for each in self._decided if alike(each.program, program)), None)
 
-    def _decide(self, whole: Program, weighed: Program, group: Group) -> Steps[_Decided]:
-        """The decisions for a program, by the costs of `weighed`, which has the same nodes."""
+    def _decide(self, full: Program, priced_program: Program, group: Group) -> Steps[_Decided]:
+        """The decisions for a program, by the costs of `priced_program`, which has the same nodes."""
         priced: Mapping[str, Cost] | None = None  # set if cuts are chosen
         if self._plan.num_stages == 1:
-            numbers = [0] * len(whole.nodes)
+            numbers = [0] * len(full.nodes)
         else:
             with self._timings.of("choosing cuts"):
-                choice, priced = (yield from on_rank_0(group, lambda: self._choose(weighed), PlanError)) or (
+                choice, priced = (
+                    yield from on_rank_0(group, lambda: self._choose(priced_program), PlanError)
+                ) or (
                     None,
                     None,
                 )
             numbers: list[int] = yield from share(
-                group, [choice.stage_of[node.name] for node in whole.nodes] if choice else None
+                group, [choice.stage_of[node.name] for node in full.nodes] if choice else None
             )
             self.choice = self.choice or choice
         kept: frozenset[str] | None = None
-        if self._plan.recompute != "none" and whole.training:
+        if self._plan.recompute != "none" and full.training:
             # One rank decides, by its rates; all ranks of a team must recompute the same nodes.
             with self._timings.of("choosing what to keep"):
-                decided = yield from on_rank_0(group, lambda: self._kept(weighed, priced), PlanError)
+                decided = yield from on_rank_0(group, lambda: self._kept(priced_program, priced), PlanError)
             kept = frozenset((yield from share(group, decided)))
         return _Decided(
-            program=whole,
-            stage_of={node.name: number for node, number in zip(whole.nodes, numbers, strict=True)},
+            program=full,
+            stage_of={node.name: number for node, number in zip(full.nodes, numbers, strict=True)},
             kept=kept,
         )
 
-    def _rates_here(self, whole: Program) -> Rates:
-        self.rates = self.rates or rates_here(whole.device.type, self._plan.pp)
+    def _rates_here(self, full: Program) -> Rates:
+        self.rates = self.rates or rates_here(full.device.type, self._plan.pp)
         return self.rates
 
-    def _choose(self, whole: Program) -> tuple[CutChoice, Mapping[str, Cost] | None]:
+    def _choose(self, full: Program) -> tuple[CutChoice, Mapping[str, Cost] | None]:
         """The cuts, and the costs if they were needed."""
-        rates = self._rates_here(whole)
+        rates = self._rates_here(full)
         priced: Mapping[str, Cost] | None = None
 
         def choose() -> CutChoice:
             nonlocal priced
             with self._timings.of("prices"):
-                priced = costs(whole)
-            return choose_stages(whole, priced, self._plan, rates, self.sizes, self._users)
+                priced = costs(full)
+            return choose_stages(full, priced, self._plan, rates, self.sizes, self._users)
 
         stored = self._stored if self._users is None else None
-        return stored_cuts(stored, whole, rates, choose, plan=self._plan, sizes=self.sizes), priced
+        return stored_cuts(stored, full, rates, choose, plan=self._plan, sizes=self.sizes), priced
 
-    def _kept(self, whole: Program, priced: Mapping[str, Cost] | None) -> list[str]:
-        rates, mode = self._rates_here(whole), self._plan.recompute
+    def _kept(self, full: Program, priced: Mapping[str, Cost] | None) -> list[str]:
+        rates, mode = self._rates_here(full), self._plan.recompute
         return cached_saved_values(
-            self._stored, whole, rates, lambda: sorted(kept_values(whole, priced, mode, rates)), mode=mode
+            self._stored, full, rates, lambda: sorted(kept_values(full, priced, mode, rates)), mode=mode
         )
 
 
@@ -203,14 +205,16 @@ def with_reshard_stages(part: Program, stage_of: Mapping[str, int]) -> dict[str,
     for node in part.nodes:
         if node.name in found:
             continue
-        made = [found[ref.name] for ref in node.operands() if ref.name in found]
-        grows = (
+        producers = [found[ref.name] for ref in node.operands() if ref.name in found]
+        enlarges = (
             isinstance(node.target, Transition)
             and node.target.source == "part"
             and node.target.target != "part"
         )
-        grows |= isinstance(node.target, GatheredLayers) or node.target in (rows_here, take_rows)
+        enlarges |= isinstance(node.target, GatheredLayers) or node.target in (rows_here, take_rows)
         if node.target is place_rows:
-            made = made[:1]
-        found[node.name] = max(made) if made and not grows else max([first_use.get(node.name, 0), *made])
+            producers = producers[:1]
+        found[node.name] = (
+            max(producers) if producers and not enlarges else max([first_use.get(node.name, 0), *producers])
+        )
     return found

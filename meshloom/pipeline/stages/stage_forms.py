@@ -39,7 +39,7 @@ class StageForms:
         self._guesses: dict[Class | None, _Maker | None] = {}
         self._agreeing: dict[Class, _Maker] = {}
         self._trusted: dict[Class, _Maker] = {}
-        self._made: dict[Any, Stages] = FifoCache(MOST_KEPT)
+        self._built: dict[Any, Stages] = FifoCache(MOST_KEPT)
 
     @property
     def is_new(self) -> bool:
@@ -54,10 +54,10 @@ class StageForms:
         """The stages for a batch of these trusted sizes; None: the form does not determine them on this
         rank."""
         key = tuple(sizes.items())
-        made = self._made.get(key) or self._trusted[self._class(sizes)].at(sizes)
-        if made is not None and key not in self._made:
-            self._made[key] = made
-        return made
+        stages = self._built.get(key) or self._trusted[self._class(sizes)].at(sizes)
+        if stages is not None and key not in self._built:
+            self._built[key] = stages
+        return stages
 
     def learn(self, sizes: Sizes, stages: Stages) -> bool:
         """Learns stages that were cut; returns whether a form reproduces them. If one does on all ranks,
@@ -105,10 +105,10 @@ class _Maker:
         if not self._form.covers(sizes):
             return None
         try:
-            made = self._form.at(sizes)
+            stages = self._form.at(sizes)
         except UnlikeError:
             return None
         return tuple(
             replace(stage, program=replace(stage.program, shared=self._shared.setdefault(stage.number, {})))
-            for stage in made
+            for stage in stages
         )

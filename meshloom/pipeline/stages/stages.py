@@ -134,13 +134,15 @@ class _Cutter:
         list of tensors."""
         home: dict[str, int] = {}
         for node in self.program.nodes:
-            made = [
+            operand_stages = [
                 home[ref.name] for ref in node.operands() if ref.name in home and ref.name not in self.free
             ]
-            wanted = min(max([stage_of[node.name], *made]), self.num_stages - 1)
+            stage = min(max([stage_of[node.name], *operand_stages]), self.num_stages - 1)
             # Lists of tensors, and numbers, are not sent: nodes that take them apart stay with their source.
             parts = [home[ref.name] for ref in node.operands() if ref.name in self.lists]
-            home[node.name] = parts[0] if parts and wanted > parts[0] and len(set(made)) == 1 else wanted
+            home[node.name] = (
+                parts[0] if parts and stage > parts[0] and len(set(operand_stages)) == 1 else stage
+            )
         for buffer, together in updating(self.program).items():
             stages = {home[name] for name in together}
             if len(stages) > 1:
@@ -261,13 +263,13 @@ def updating(program: Program) -> dict[str, set[str]]:
 
 def _with_draws_in_place(nodes: Sequence[Node]) -> tuple[Node, ...]:
     """Draws are numbered within the chunk; numbers of other stages' draws are skipped."""
-    made: list[Node] = []
+    found: list[Node] = []
     next_draw = 0
     for node in nodes:
         if node.num_draws:
             assert node.draw is not None
             if node.draw != next_draw:
-                made.append(
+                found.append(
                     replace(
                         node,
                         name=f"{node.name}__skip",
@@ -280,8 +282,8 @@ def _with_draws_in_place(nodes: Sequence[Node]) -> tuple[Node, ...]:
                     )
                 )
             next_draw = node.draw + node.num_draws
-        made.append(node)
-    return tuple(made)
+        found.append(node)
+    return tuple(found)
 
 
 def _viewing_anything(nodes: Sequence[Node]) -> list[Node]:

@@ -229,23 +229,23 @@ def factors_of_text(
     )
     places: dict[int, int] = {}
     dims: list[Dims] = []
-    whole: set[str] = set()
+    unsharded: set[str] = set()
     sizes: dict[str, int] = {}
     for number, (part, shape) in enumerate(zip(given, operands, strict=False)):
         if shape is not None:
             places[number] = len(dims)
-            dims.append(_dims(part, shape, lead, whole, sizes))
+            dims.append(_dims(part, shape, lead, unsharded, sizes))
     shapes = [shape for shape in operands if shape is not None]
     dims = [
         tuple(_unless_broadcast(term, size, sizes) for term, size in zip(terms, shape, strict=True))
         for terms, shape in zip(dims, shapes, strict=False)
     ]
-    outputs = tuple(_dims(part, None, lead, whole, sizes) for part in right.split(","))[:num_outputs]
+    outputs = tuple(_dims(part, None, lead, unsharded, sizes) for part in right.split(","))[:num_outputs]
     return Factors(
         operands=tuple(dims),
         outputs=outputs,
         sizes=sizes,
-        unsharded=frozenset(whole),
+        unsharded=frozenset(unsharded),
         sums=frozenset(clauses.get("sum", [])),
         added=frozenset(places[int(each)] for each in clauses.get("add", []) if int(each) in places),
         linear=tuple(
@@ -268,7 +268,7 @@ def _count(part: str) -> int:
 
 
 def _dims(
-    part: str, shape: tuple[int, ...] | None, lead: int, whole: set[str], sizes: dict[str, int]
+    part: str, shape: tuple[int, ...] | None, lead: int, unsharded: set[str], sizes: dict[str, int]
 ) -> Dims:
     tokens = _TOKEN.findall(part)
     stars = (len(shape) - _count(part)) if shape is not None else lead
@@ -278,9 +278,9 @@ def _dims(
             name = token.rstrip("!").removesuffix("*")
             terms += [f"{name}.{each}" for each in range(lead - stars, lead)]
             if token.endswith("!"):
-                whole.update(f"{name}.{each}" for each in range(lead))
+                unsharded.update(f"{name}.{each}" for each in range(lead))
         else:
-            terms.append(_term(token, whole))
+            terms.append(_term(token, unsharded))
     if shape is None:
         return tuple(terms)
     for term, size in zip(terms, shape, strict=True):
@@ -293,16 +293,16 @@ def _unless_broadcast(term: Term, size: int, sizes: Mapping[str, int]) -> Term:
     return None if isinstance(term, str) and size == 1 and sizes[term] != 1 else term
 
 
-def _term(token: str, whole: set[str]) -> Term:
+def _term(token: str, unsharded: set[str]) -> Term:
     if token.startswith("("):
         inner = token[1:-1].strip()
         if "+" in inner:
-            return Concat(tuple(_term(each.strip(), whole) for each in inner.split("+")))
-        return Product(tuple(_term(each, whole) for each in inner.split()))
+            return Concat(tuple(_term(each.strip(), unsharded) for each in inner.split("+")))
+        return Product(tuple(_term(each, unsharded) for each in inner.split()))
     if token == "_":
         return None
     if token.endswith("!"):
-        whole.add(token[:-1])
+        unsharded.add(token[:-1])
     return token.removesuffix("!")
 
 

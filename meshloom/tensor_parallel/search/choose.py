@@ -177,11 +177,13 @@ def choice_resized(layout: Layout, choice: DivisionChoice, *, held: Held) -> Div
     if there is None:
         return None
     try:
-        made = choice_of_numbers(layout, choice.num_ranks, list(there.chosen), held=held)
+        resized = choice_of_numbers(layout, choice.num_ranks, list(there.chosen), held=held)
     except (IndexError, ValueError):  # a dim became too small or large enough to be sharded
         return None
-    same = alike(there.strategies, made.strategies) and alike(there.input_placements, made.input_placements)
-    return made if same else None
+    same = alike(there.strategies, resized.strategies) and alike(
+        there.input_placements, resized.input_placements
+    )
+    return resized if same else None
 
 
 def reshards_of(choice: DivisionChoice) -> Iterable[tuple[str, Placement, Placement]]:

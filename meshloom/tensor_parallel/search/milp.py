@@ -52,30 +52,32 @@ def cheapest_by_milp(
     costs: list[float] = [float(each) for row in unary for each in row]
     sizes: list[float] = [float(each) for row in unary_bytes for each in row] or [0.0] * len(costs)
     count = len(costs)
-    barred = [place for place, cost in enumerate(costs) if not np.isfinite(cost)]
+    impossible = [place for place, cost in enumerate(costs) if not np.isfinite(cost)]
     rows: list[Row] = [
         (list(range(start, stop)), [1.0] * (stop - start), 1.0, 1.0)
         for start, stop in itertools.pairwise(first)
     ]
     for number, reshard in enumerate(reshards):
         weights = reshard_bytes[number] if reshard_bytes else np.zeros_like(reshard.costs)
-        alike, group_of = np.unique(
+        distinct, group_of = np.unique(
             np.concatenate([reshard.costs, weights], axis=1), axis=0, return_inverse=True
         )
-        made = [
+        producers = [
             [int(first[reshard.source]) + int(value) for value in np.flatnonzero(group_of.ravel() == group)]
-            for group in range(len(alike))
+            for group in range(len(distinct))
         ]
         num_targets = reshard.costs.shape[1]
-        z = np.arange(len(costs), len(costs) + len(alike) * num_targets).reshape(len(alike), num_targets)
-        costs += [float(each) for each in alike[:, :num_targets].ravel()]
-        sizes += [float(each) for each in alike[:, num_targets:].ravel()]
-        barred += [int(each) for each in z[~np.isfinite(alike[:, :num_targets])]]
-        rows += _rows_of(reshard, first, made, z)
+        z = np.arange(len(costs), len(costs) + len(distinct) * num_targets).reshape(
+            len(distinct), num_targets
+        )
+        costs += [float(each) for each in distinct[:, :num_targets].ravel()]
+        sizes += [float(each) for each in distinct[:, num_targets:].ravel()]
+        impossible += [int(each) for each in z[~np.isfinite(distinct[:, :num_targets])]]
+        rows += _rows_of(reshard, first, producers, z)
     if np.isfinite(limit):
         scale = max(sizes) or 1.0  # solvers expect numbers near 1
         rows.append((list(range(len(sizes))), [size / scale for size in sizes], -np.inf, limit / scale))
-    result = _solved([cost if np.isfinite(cost) else 0.0 for cost in costs], rows, count, barred, first)
+    result = _solved([cost if np.isfinite(cost) else 0.0 for cost in costs], rows, count, impossible, first)
     stopped, found = result.status == 1, result.x
     if found is None and stopped:
         raise OutOfTimeError
@@ -85,14 +87,14 @@ def cheapest_by_milp(
     return MilpSolution(values, float(np.dot(np.where(np.isfinite(costs), costs, 0.0), found)), stopped)
 
 
-def _rows_of(reshard: Reshard, first: Any, made: Sequence[list[int]], z: Any) -> list[Row]:
+def _rows_of(reshard: Reshard, first: Any, producers: Sequence[list[int]], z: Any) -> list[Row]:
     rows: list[Row] = []
-    for group, variables in enumerate(made):
+    for group, variables in enumerate(producers):
         rows += [
             ([int(each), *variables], [1.0, *[-1.0] * len(variables)], -np.inf, 0.0) for each in z[group]
         ]
     rows += [
-        ([int(each) for each in z[:, target]], [1.0] * len(made), 1.0, np.inf)
+        ([int(each) for each in z[:, target]], [1.0] * len(producers), 1.0, np.inf)
         for target in np.flatnonzero(reshard.always)
     ]
     for user, wants in reshard.wants.items():
@@ -101,7 +103,7 @@ def _rows_of(reshard: Reshard, first: Any, made: Sequence[list[int]], z: Any) ->
             rows.append(
                 (
                     [*map(int, z[:, target]), *wanting],
-                    [*[1.0] * len(made), *[-1.0] * len(wanting)],
+                    [*[1.0] * len(producers), *[-1.0] * len(wanting)],
                     0.0,
                     np.inf,
                 )
@@ -110,7 +112,7 @@ def _rows_of(reshard: Reshard, first: Any, made: Sequence[list[int]], z: Any) ->
             axis=1
         ).all():  # Every value of this variable wants some target: implied for integers, and tightens the relaxation.
             targets = np.flatnonzero(wants.any(axis=0))
-            for group, variables in enumerate(made):
+            for group, variables in enumerate(producers):
                 rows.append(
                     (
                         [*map(int, z[group, targets]), *variables],
@@ -123,7 +125,7 @@ def _rows_of(reshard: Reshard, first: Any, made: Sequence[list[int]], z: Any) ->
 
 
 def _solved(
-    costs: Sequence[float], rows: Sequence[Row], count: int, barred: Sequence[int], first: Any
+    costs: Sequence[float], rows: Sequence[Row], count: int, impossible: Sequence[int], first: Any
 ) -> Any:
     # importing takes most of a second, and few processes need it
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -140,7 +142,7 @@ def _solved(
     for start, stop in itertools.pairwise(first):
         excess[start:stop] -= excess[start:stop].min()
     most = np.ones(len(costs))
-    most[list(barred)] = 0.0
+    most[list(impossible)] = 0.0
     return milp(
         excess / max(excess.max(), 1e-30),
         constraints=limits,

@@ -13,7 +13,7 @@ from meshloom.tensor_parallel.layout.layout import Layout
 from meshloom.tensor_parallel.layout.placement import Cut, Part, Placement
 from meshloom.tensor_parallel.search.uses import Uses
 
-_WHAT = {
+_DIM_NAMES = {
     "column": "out features",
     "channels": "out channels",
     "row": "in features",
@@ -70,7 +70,7 @@ class Pins:
         usable = [each for each in found if self._uses.blocking(value, each) is None]
         if not usable:
             raise PlanError(
-                f"tp_placements={pattern}:{pin} cannot be: {self._reason(value, pin, wanted, found)}. Leave that pin out, or use replicated."
+                f"tp_placements={pattern}:{pin} is impossible: {self._reason(value, pin, wanted, found)}. Leave that pin out, or use replicated."
             )
         return usable
 
@@ -83,7 +83,7 @@ class Pins:
         """What the user can do if there is no division."""
         if not self._pins:
             return "Use tp=1."
-        return f"Pins ask for too much together: leave out one of {', '.join(f'{pattern}:{pin}' for pattern, pin in self._pins.items())}."
+        return f"The pins contradict each other: leave out one of {', '.join(f'{pattern}:{pin}' for pattern, pin in self._pins.items())}."
 
     def _match(self, pattern: str, pin: str) -> None:
         parameters = self._layout.program.parameters.values()
@@ -107,13 +107,13 @@ class Pins:
             known = self.of_value.get(each.value)
             if known is not None and known[1] != pin:
                 raise PlanError(
-                    f"tp_placements={known[0]}:{known[1]} and {pattern}:{pin} both mean {each.name}. Leave one of them out."
+                    f"tp_placements={known[0]}:{known[1]} and {pattern}:{pin} both match {each.name}. Leave one of them out."
                 )
             self.of_value.setdefault(each.value, (pattern, pin, name))
         if pin != "replicated" and not self._divides_another(pattern, pin):
             value = max((each for each, _ in found), key=lambda each: len(each.meta.shape)).value
             raise PlanError(
-                f"tp_placements={pattern}:{pin} cannot be: {self._reason(value, pin, set(), [])}. Leave that pin out, or use replicated."
+                f"tp_placements={pattern}:{pin} is impossible: {self._reason(value, pin, set(), [])}. Leave that pin out, or use replicated."
             )
 
     def _divides_another(self, pattern: str, pin: str) -> bool:
@@ -144,7 +144,7 @@ class Pins:
 
     def _reason(self, value: str, pin: str, wanted: Iterable[int], found: Iterable[Placement]) -> str:
         name = next(each.name for each in self._layout.program.parameters.values() if each.value == value)
-        what = _WHAT.get(pin, f"dimension {pin.removeprefix('dim')}")
+        what = _DIM_NAMES.get(pin, f"dimension {pin.removeprefix('dim')}")
         sizes = [self._numbers.axes[number].size for number in wanted]
         stuck = next((node for each in found if (node := self._uses.blocking(value, each)) is not None), None)
         if stuck is None and sizes and max(sizes) < self._num_ranks:
