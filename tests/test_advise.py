@@ -89,22 +89,22 @@ def test_what_does_not_fit_is_never_recommended():
         (
             10,
             [("dp=1", 1.0), ("dp=2", 3.0)],
-            "so the model fits. Take one rank: on these devices every division costs more than it saves.",
+            "so the model fits. Take one rank: on these devices every split costs more than it saves.",
         ),
         (
             10,
             [("dp=1", 2.0), ("dp=2", 1.0)],
-            "divide the batch, not the model. Take dp=2, 2.00 times as fast as one rank.",
+            "split the batch, not the model. Take dp=2, 2.00 times as fast as one rank.",
         ),
         (
             10,
             [("dp=2", 2.0), ("tp=2", 1.0)],
-            "the best that divides only the batch, dp=2, takes 2.00 times as long. Take dp=1,tp=2",
+            "the best that splits only the batch, dp=2, takes 2.00 times as long. Take dp=1,tp=2",
         ),
         (
             5000,
             [("pp=2,microbatches=4", 2.0)],
-            "does not fit and has to be divided. Take dp=1,pp=2,microbatches=4: pp=2 gives each rank some of the layers",
+            "does not fit and has to be split. Take dp=1,pp=2,microbatches=4: pp=2 gives each rank some of the layers",
         ),
         (5000, [("dp=2", 2.0)], "dp=2 lets each rank hold the activations of fewer samples"),
     ],
@@ -124,7 +124,7 @@ def test_a_slower_plan_says_what_its_time_goes_to():
     best, slow = option("dp=2", 1.0), option("pp=2,microbatches=4", 2.0, pp=4096)
     assert why_of(best, best).endswith("they add up their gradients; nothing is sent; recommended")
     assert why_of(slow, best).endswith(
-        "a rank sends 4 KiB along pp a step; 2.00 times the step of dp=2; ranks wait or talk 30% of it"
+        "a rank sends 4 KiB along pp a step; 2.00 times the step of dp=2; ranks wait or communicate 30% of it"
     )
     assert "does not fit: a rank would hold 2 KiB of 1000 B" in why_of(
         option("dp=1", 1.0, memory_bytes=2048), best

@@ -1,10 +1,9 @@
-"""What a job costs under the plans that its devices allow, which of them to take, and why.
+"""Advice: what a job costs under the plans that its devices allow, which plan to use, and why.
 
-read the job by shapes       does it fit on one device
-rehearse each plan           what its ranks compute, what they hand to each other, what they hold
-price it on the machine      seconds of a step
-compare                      the fastest that fits; of those as fast, the simplest
-try some of them             the same by what their steps took, if asked for (trials.py)
+trace the job by shapes      does it fit on one device rehearse each plan           what its ranks compute,
+send and hold price it on the machine      seconds of a step compare                      the fastest that
+fits; of those about as fast, the simplest try some of them             the same by measured steps, if
+requested (measure/trials.py)
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from meshloom.planner.memory.memory import Memory
 from meshloom.planner.pricing import Devices, Option, Pricer, Speedup
 from meshloom.planner.reasons import exchange_reason, reason_of, why_of
 
-AS_FAST = 0.03  # of the step: what is faster by less is not worth a more complicated plan
+AS_FAST = 0.03  # of the step: a smaller gain is not worth a more complicated plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Options that fit, fastest first, then those that do not; before them what was tried. refused: plan ->
-    why it cannot run this job.
+    """Options that fit, fastest first, then those that do not; before both, those that were tried. refused:
+    plan -> why it cannot run this job.
 
     one_device: memory of a step on one device. recommended: None if nothing fits. speedups: of data
-    parallelism. exchange: which one, in a sentence. factors: what `beside` has measured. not_beside: why it
-    has not, in a sentence.
+    parallelism. exchange: the advised exchange, in a sentence. factors: the contention that `beside` has
+    measured. not_beside: why it was not measured, in a sentence.
     """
 
     options: tuple[Option, ...]
@@ -61,13 +60,13 @@ def advise(
     tell: Callable[[str], None] = lambda text: None,
     beside: Callable[[], Mapping[int, float]] = dict,
 ) -> Advice:
-    """Price `plans`, or those that are worth it on these devices. tell: hears which plan is looked at.
+    """Prices `plans`, or those worth pricing on these devices. tell: receives a line for each plan.
 
-    beside: how much longer so many ranks take that compute this job at once than one alone; without it, what
-        was measured of the machine counts.
+    beside: how much longer ranks take when so many of them compute this job at the same time; default: as
+    measured of the machine.
 
-    Raises `PlanError` if none of them can run the job, with what was wrong with the last, and what the job
-    raises.
+    Raises `PlanError` if none of the plans can run the job, with the last one's error, and the job's own
+    errors.
     """
     pricer = Pricer(job, devices)
     factors = beside()
@@ -105,7 +104,7 @@ def advise(
 
 
 def finalists(advice: Advice, number: int) -> list[Option]:
-    """Those that are worth trying: the recommended one, and then the fastest that fit, `number` in all."""
+    """The options worth trying: the recommended one, then the fastest that fit, `number` in all."""
     fitting = [each for each in advice.options if each.fits]
     return sorted(
         fitting,
@@ -114,7 +113,7 @@ def finalists(advice: Advice, number: int) -> list[Option]:
 
 
 def tried(advice: Advice, measured: Mapping[str, float | None]) -> Advice:
-    """The advice once some plans were tried. measured: plan -> seconds of a step; None: it failed."""
+    """The advice after some plans were tried. measured: plan -> seconds of a step; None: it failed."""
     failed = {plan: "it failed when it was tried" for plan, seconds in measured.items() if seconds is None}
     options = [
         replace(each, measured_seconds=measured.get(str(each.plan)))
@@ -127,7 +126,7 @@ def tried(advice: Advice, measured: Mapping[str, float | None]) -> Advice:
 
 
 def _compared(advice: Advice) -> Advice:
-    """In order, with the recommendation and the reasons."""
+    """The advice in order, with recommendation and reasons."""
     ordered = sorted(
         advice.options, key=lambda each: (each.measured_seconds is None, not each.fits, each.seconds)
     )
@@ -142,10 +141,10 @@ def _compared(advice: Advice) -> Advice:
 
 
 def recommended(options: Sequence[Option]) -> Option | None:
-    """The simplest of those that fit and are about as fast as the fastest: fewer axes, then fewer ranks, then
-    fewer microbatches.
+    """The simplest option of those that fit and are about as fast as the fastest: fewer axes, then fewer
+    ranks, then fewer microbatches.
 
-    If some were tried, of those.
+    If some were tried, one of those.
     """
     fitting = [each for each in options if each.fits]
     fitting = [each for each in fitting if each.measured_seconds is not None] or fitting

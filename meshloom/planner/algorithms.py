@@ -1,5 +1,4 @@
-"""Which all-reduce is the fastest between the ranks of a measured machine, from small tensors to large
-ones."""
+"""The fastest all-reduce between the ranks of a measured machine, for small to large tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20)
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """For an all-reduce of `num_bytes` by each of `ranks` ranks."""
+    """The choice for an all-reduce of `num_bytes` by each of `ranks` ranks."""
 
     ranks: int
     num_bytes: int
@@ -22,8 +21,8 @@ class Chosen:
 
 
 def chosen_algorithms(machine: Machine, sizes: Sequence[int] = SIZES) -> list[Chosen]:
-    """For every number of ranks whose all-reduce was measured: what was measured, and where it was not what
-    the formulas say of the measured messages.
+    """The choices for every number of ranks whose all-reduce was measured: from measurements, else from
+    formulas on the measured messages.
 
     >>> from meshloom.machine.machine import example_machine
     >>> [chosen.choice.reason for chosen in chosen_algorithms(example_machine(), [25 << 20])]

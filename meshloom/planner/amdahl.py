@@ -1,6 +1,6 @@
-"""How much faster n ranks can be: Amdahl's law, without and with what talking costs (R8.1).
+"""How much faster n ranks can be: Amdahl's law, without and with the cost of communication (R8.1).
 
-S(n) = 1 / (1 - f + f/n)                                        f: the share of one rank's step that can be divided
+S(n) = 1 / (1 - f + f/n)                                        f: the share of one rank's step that can be parallelised
 S(n) = T_1 / (T_serial + T_parallel / n + T_communication(n))   T_1 = T_serial + T_parallel
 """
 
@@ -13,8 +13,8 @@ from meshloom.core.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class AmdahlWork:
-    """One rank's step: seconds that every rank spends whatever the number of ranks, and seconds that can be
-    divided over them."""
+    """One rank's step: seconds that do not depend on the number of ranks, and seconds that are split over
+    them."""
 
     serial_seconds: float
     parallel_seconds: float
@@ -22,12 +22,12 @@ class AmdahlWork:
     def __post_init__(self) -> None:
         if self.serial_seconds < 0 or self.parallel_seconds < 0 or not self.seconds:
             raise PlanError(
-                f"A step of {self.serial_seconds} s serial and {self.parallel_seconds} s parallel work is none. Both are 0 or more."
+                f"A step of {self.serial_seconds} s serial and {self.parallel_seconds} s parallel work is not possible. Both are 0 or more."
             )
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.serial_seconds + self.parallel_seconds
 
     @property
@@ -37,7 +37,7 @@ class AmdahlWork:
 
 
 def bound(work: AmdahlWork, num_ranks: int) -> float:
-    """How many times faster `num_ranks` ranks are if talking costs nothing (Amdahl, 1967).
+    """The speedup of `num_ranks` ranks if communication costs nothing (Amdahl, 1967).
 
     >>> bound(AmdahlWork(serial_seconds=1.0, parallel_seconds=3.0), 3)
     2.0
@@ -46,7 +46,7 @@ def bound(work: AmdahlWork, num_ranks: int) -> float:
 
 
 def with_communication(work: AmdahlWork, num_ranks: int, communication_seconds: float) -> float:
-    """The same if talking takes so many seconds of the step.
+    """The speedup if communication takes so many seconds of the step.
 
     >>> with_communication(AmdahlWork(serial_seconds=1.0, parallel_seconds=3.0), 3, 2.0)
     1.0

@@ -1,5 +1,5 @@
-"""A model as a tree of blocks, each with what it costs together with all that is inside of it; blocks that
-are alike are one.
+"""A model as a tree of blocks, each with its costs including all blocks inside of it; identical blocks are
+merged.
 
 GPT                          GPT
   blocks.0  Block              token      Embedding
@@ -22,19 +22,18 @@ from meshloom.program.cost.cost import Cost
 from meshloom.program.cost.program_seconds import Seconds, node_seconds
 from meshloom.program.ir.program import Program
 
-_HOLDERS = ("ModuleList", "ModuleDict")  # no forward of their own: what they hold stands in their place
+_HOLDERS = ("ModuleList", "ModuleDict")  # they have no forward of their own: their children take their place
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A module, or `count` modules that are alike; every number is a sum over them and all that is inside.
+    """A module, or `count` identical modules; every number is a sum over them and all modules inside.
 
-    path: of the module, from the model: `blocks.0-95` if there are several. name: the same from the block
-        around it.
-    module: its class. parameters: elements, tied ones once, at the first module that has them.
-    kept_bytes: activations that autograd keeps for backward, each memory once, at the first module that keeps
-    it; without state and batch. operators: how many. seconds: predicted, if the machine is known.
-    inside: the blocks in it, in the order of the model.
+    path: of the module, from the model: `blocks.0-95` for several. name: the same from the enclosing block.
+    module: its class. parameters: elements, tied ones once, at the first module that has them. kept_bytes:
+    activations that autograd saves for backward, each memory once, at the first module that saves it; without
+    state and batch. operators: their number. seconds: predicted, if the machine is known. inside: the blocks
+    in it, in the order of the model.
     """
 
     path: str
@@ -52,14 +51,14 @@ class Block:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in it and it does nothing."""
+        """Whether it has no blocks inside and no operators of its own."""
         return not (self.parameters or self.operators or self.kept_bytes)
 
 
 def blocks_of(
     program: Program, costs: Mapping[str, Cost], modules: Mapping[str, str], machine: Machine | None = None
 ) -> Block:
-    """The whole model as a block. modules: path -> class of every module, '' being the model, in its
+    """The whole model as a block. modules: path -> class of every module, '' being the model, in the model's
     order."""
     own = {
         path: Block(
@@ -107,11 +106,11 @@ def blocks_of(
 
 
 def rows_of(whole: Block, depth: int | None = None) -> Iterator[tuple[int, Block]]:
-    """(level, block) of the blocks to show, the model's own children being level 1; after what is inside of a
-    block, what it does itself.
+    """(level, block) of the blocks to show, with the model's own children at level 1; after the blocks inside
+    of a block, the block's own operators.
 
-    depth: levels to show. None: as deep as a block holds a quarter of the FLOPs or of the parameters, until
-        there are several alike.
+    depth: levels to show. None: as long as a block has a quarter of the FLOPs or of the parameters, until
+    there are several identical ones.
     """
     yield from _rows(whole, whole, 1, depth)
 
@@ -133,7 +132,7 @@ def _rows(block: Block, whole: Block, level: int, depth: int | None) -> Iterator
 
 
 def _is_large(block: Block, whole: Block) -> bool:
-    """Whether it holds a quarter of the model by itself, and is none of a series."""
+    """Whether it has a quarter of the model and is not one of several identical blocks."""
     if block.name.rpartition(".")[2][:1].isdecimal():
         return False
     work = 4 * (block.flops + block.backward_flops) > whole.flops + whole.backward_flops
@@ -153,8 +152,8 @@ def _tree(path: str, own: Mapping[str, Block], below: Mapping[str, Sequence[str]
 
 
 def _alike(blocks: list[Block]) -> list[Block]:
-    """Numbered blocks of one holder that have the same signature become one, where the first of them stands;
-    single layers only if they are neighbours."""
+    """Merges numbered blocks of one container that have the same signature, at the place of the first of
+    them; single layers only if they are neighbours."""
     groups: dict[object, list[Block]] = {}
     run = 0
     for before, block in zip([None, *blocks], blocks, strict=False):
@@ -167,8 +166,8 @@ def _alike(blocks: list[Block]) -> list[Block]:
 
 
 def _signature(block: Block) -> object:
-    """What must be equal for blocks to be alike: not what they keep, nor their backward, which depend on what
-    comes before them."""
+    """What must be equal in identical blocks. Saved activations and backward are left out: they depend on the
+    blocks before."""
     return (
         block.module,
         block.parameters,
@@ -198,7 +197,7 @@ def _with_paths(block: Block, parent: str) -> Block:
 
 
 def _numbers(numbers: Sequence[int]) -> str:
-    """Numbers in order, short.
+    """Numbers in order, abbreviated.
 
     >>> _numbers([0, 1, 2, 3]), _numbers([1, 2, 5]), _numbers([0, 2, 4, 6, 8]), _numbers([0, 3, 4, 9, 11, 20, 22, 24])
     ('0-3', '1-2,5', '0,2..8', '0,3-4,9..24')
@@ -217,7 +216,7 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 
 def _add(own: dict[str, Block], path: str, part: Block) -> None:
-    """At the module of that path, or the nearest one around it."""
+    """Adds a part to the module of that path, or to the nearest enclosing one."""
     while path not in own:
         path = path.rpartition(".")[0]
     own[path] = _plus(own[path], part)

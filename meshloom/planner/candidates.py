@@ -2,8 +2,9 @@
 
     4 ranks     dp=1 | dp=2 dp=3 dp=4 | pp=2 pp=3 pp=4 | tp=2 tp=3 tp=4 | dp=2,pp=2  dp=2,tp=2  pp=2,tp=2
 
-A pipeline is tried with a few microbatches (more of them leave less idle, and each costs something), and with
-the fewest of them under zb-h1, which leaves less idle than 1f1b and computes gradients in two halves.
+A pipeline is priced with a few numbers of microbatches (more of them leave less idle time, but each has a
+cost), and with the smallest of them under zb-h1, which leaves less idle time than 1f1b and computes gradients
+in two halves.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from collections.abc import Iterator
 
 from meshloom.core.plan import Plan
 
-ALL_UP_TO = 4  # ranks; of more, only products that are powers of two, and those that use all of them
-PIECES = 4  # microbatches that keep activations small
+ALL_UP_TO = 4  # ranks; above, only powers of two and the number of all ranks
+PIECES = 4  # microbatches, to keep activations small
 PER_STAGE = (2, 4)  # microbatches for each rank along pp
 
 
 def candidates(
     num_ranks: int, batch_size: int, *, zero: bool = False, memory_bytes: int = 0
 ) -> Iterator[Plan]:
-    """At most `num_ranks` ranks, few ranks first.
+    """Plans of at most `num_ranks` ranks, few ranks first.
 
-    zero: with optimizer state divided over replicas, too. memory_bytes: where memory is short, what a rank
-    may hold: parts of the model are then chosen so, and microbatches are tried where nothing else asks for
-    them.
+    zero: also with optimizer state sharded over replicas. memory_bytes: where memory is short, what a rank
+    may hold: stages and shards are then chosen for it, and microbatches are priced also where no other
+    setting needs them.
     """
     for size in range(1, num_ranks + 1):
         if size > ALL_UP_TO and size != num_ranks and size & (size - 1):
@@ -43,7 +44,7 @@ def candidates(
 
 
 def _products(size: int) -> list[tuple[int, int, int]]:
-    """(dp, pp, tp) whose product it is.
+    """(dp, pp, tp) with that product.
 
     >>> _products(2)
     [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
@@ -54,7 +55,7 @@ def _products(size: int) -> list[tuple[int, int, int]]:
 
 
 def _microbatches(pp: int, samples: int, short: bool = False) -> list[int]:
-    """For a replica with so many samples: some per stage, as far as there are samples.
+    """The numbers for a replica with so many samples: some per stage, at most one per sample.
 
     >>> _microbatches(1, 64), _microbatches(1, 64, True), _microbatches(2, 64), _microbatches(4, 8), _microbatches(4, 3)
     ([1], [1, 4], [4, 8], [8], [3])

@@ -1,4 +1,4 @@
-"""Describes a job's model by shapes alone: its blocks, what they cost, and the memory of a step."""
+"""Describes a job's model by shapes alone: its blocks, their costs, and the memory of a step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from meshloom.program.store.fingerprint import function_fingerprint
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What one step of a job on one device is made of, its batch being one chunk.
+    """One step of a job on one device, with its batch as one chunk.
 
-    whole: the model as a block. unused: parameters that the loss does not use.
-    unpriced: operators that are not PyTorch's own and have no formula for their FLOPs, which count as 0.
-    memory: of a step; None where the optimizer cannot be run without values, which `no_memory` then says in
-        one sentence.
-    machine: what seconds are predicted for; None: nothing was measured.
+    whole: the model as a block. unused: parameters that the loss does not use. unpriced: operators of other
+    libraries without a formula for their FLOPs, which count as 0. memory: of a step; None where the optimizer
+    cannot be run without values; `no_memory` then says so in one sentence. machine: for which seconds are
+    predicted; None: none was measured.
     """
 
     program: Program
@@ -44,8 +43,8 @@ class Description:
 def describe(
     readings: Readings, *, batch_size: int | None = None, machine: Machine | None = None
 ) -> Description:
-    """What the job's first batch takes on one device. Raises `CaptureError` if it cannot be read, and what
-    reading the data raises.
+    """The description of the job's first batch on one device. Raises `CaptureError` if the loss cannot be
+    captured, and errors of reading the data.
 
     batch_size: samples of the batch; default: the job's.
     """
@@ -82,7 +81,7 @@ def _memory_of(program: Program, readings: Readings) -> tuple[Memory | None, str
     try:
         parts = function_fingerprint(job.optimizer, "optimizer") if stored else {}
     except Exception:
-        # of the job's objects, when they are looked at, or because there is something that has no digest
+        # of the job's objects, when they are inspected, or because one of them has no digest
         stored = None
     try:
         if stored:
@@ -90,12 +89,12 @@ def _memory_of(program: Program, readings: Readings) -> tuple[Memory | None, str
                 "memory", program, parts, Memory, lambda: predict_memory(program, job.optimizer)
             ), ""
         return predict_memory(program, job.optimizer), ""
-    except Exception as error:  # the user's optimizer may do anything, and only memory is lost with it
+    except Exception as error:  # the user's optimizer may raise anything, and only the memory is lost
         first = (str(error).strip() or "no message").splitlines()[0]
         return None, f"the optimizer cannot be stepped without values ({type(error).__name__}: {first})"
 
 
 def _is_foreign(node: Node) -> bool:
-    """Whether the operator is of another library's making."""
+    """Whether the operator belongs to another library."""
     namespace = getattr(node.target, "namespace", "aten")
     return namespace not in ("aten", "prims", "_operator")

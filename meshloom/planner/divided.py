@@ -1,4 +1,4 @@
-"""How a plan would divide a job's model over tp, found by shapes alone."""
+"""How a plan shards a job's model over tp, found by shapes alone."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from meshloom.tensor_parallel.search.choose import DivisionChoice, choose, rates
 
 @dataclass(frozen=True, kw_only=True)
 class Divided:
-    """A model divided over tp, and what every rank holds, computes and sends of it in a step.
+    """A model sharded over tp, and what every rank holds, computes and sends of it in a step.
 
-    depends: all that it depends on besides the program, for what is kept of it. make: gives `part`, which is
-        not needed where all that is asked of it was kept.
+    depends: all that it depends on besides the program, as the key under which results are stored. make:
+    computes `part`, which is not needed where all results were stored.
     """
 
     account: DivisionAccount
@@ -33,18 +33,18 @@ class Divided:
 
     @cached_property
     def part(self) -> Partition:
-        """Of the ranks."""
+        """The partition over the ranks."""
         return self.make()
 
 
 def divided(
     readings: Readings, plan: Plan, *, batch_size: int | None = None, machine: Machine | None = None
 ) -> Divided:
-    """batch_size: of the global batch; default: the job's. machine: whose rates count; default: what was
-    measured on this one.
+    """batch_size: of the global batch; default: the job's. machine: whose rates are used; default: the
+    measurements of this one.
 
-    Raises `CaptureError` if the loss cannot be read, and `PlanError` if it cannot be divided as the plan
-    asks.
+    Raises `CaptureError` if the loss cannot be captured, and `PlanError` if it cannot be sharded as the plan
+    says.
     """
     job, timings, stored = readings.job, readings.timings, readings.stored
     reading = readings.of(plan.largest_share(batch_size or job.batch_size)[0])

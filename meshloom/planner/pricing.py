@@ -1,5 +1,5 @@
-"""Prices plans of one job: seconds, bytes and memory, from rehearsals here and measurements of the machine in
-question."""
+"""Prices plans of one job: seconds, bytes and memory, from rehearsals here and measurements of the target
+machine."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from meshloom.program.cost.program_seconds import kind_of, node_seconds, program
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What there is to run on.
+    """The devices to run on.
 
-    num_ranks: at most. machine: that plans are priced for, as calibrated. here: the machine that rehearses,
+    num_ranks: at most. machine: for which plans are priced, as calibrated. here: the machine that rehearses,
     if that is another one. threads_of: of each of so many ranks. common_memory: whether ranks along dp are
     processes of one host that share memory. memory_bytes: what a rank may hold; 0: a GPU's memory, or its
     share of the host's. places: where the ranks along each axis are.
@@ -55,7 +55,7 @@ class Devices:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A plan and what it costs.
+    """A plan and its costs.
 
     memory_bytes: of the rank that holds most. num_bytes: axis -> bytes that rank 0 hands over in a step.
     measured_seconds: of a step, if the plan was tried.
@@ -71,7 +71,7 @@ class Option:
 
     @property
     def seconds(self) -> float:
-        """Of a step: measured, or else predicted."""
+        """Seconds of a step: measured, or else predicted."""
         return self.price.seconds if self.measured_seconds is None else self.measured_seconds
 
     def times(self, other: Option) -> float:
@@ -82,14 +82,14 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory."""
+        """Whether every rank has enough memory."""
         return self.memory_bytes <= self.limit_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """Of n replicas against one rank with the same threads. bound: Amdahl's; with_communication: with what
-    talking costs; predicted: by price."""
+    """Of n replicas against one rank with the same threads. bound: Amdahl's; with_communication: with the
+    cost of communication; predicted: by price."""
 
     num_ranks: int
     bound: float
@@ -98,10 +98,10 @@ class Speedup:
 
 
 class Pricer:
-    """Of one job on some devices.
+    """Prices plans of one job on some devices.
 
     one_device: memory of a step on one device: predicted from the program, or measured where the loss cannot
-    be read or the optimizer needs values. unread: why the loss cannot be read as a program; "": it can.
+    be captured or the optimizer needs values. unread: why the loss cannot be captured; "": it can.
     """
 
     def __init__(self, job: Job, devices: Devices) -> None:
@@ -121,13 +121,13 @@ class Pricer:
         self._machine = devices.machine
 
     def heed(self, factors: Mapping[int, float]) -> None:
-        """What was measured of this job on the machine in question: ranks that compute at once -> how many
-        times longer each takes than alone."""
+        """Uses what was measured of this job on the target machine: ranks that compute at the same time ->
+        how many times longer each takes than alone."""
         crowds = crowds_of(self._machine, factors, self._devices.threads_of, self._memory_share)
         self._machine = replace(self._machine, crowds=crowds)
 
     def price(self, plan: Plan) -> Option:
-        """Rehearse a plan and price it. Raises `PlanError` or `CaptureError` if it cannot run the job."""
+        """Rehearses a plan and prices it. Raises `PlanError` or `CaptureError` if it cannot run the job."""
         rehearsal = self._rehearsed(plan, self._devices.threads_of(plan.mesh.size))
         return Option(
             plan=plan,
@@ -172,11 +172,11 @@ class Pricer:
         return at_speed(found, self._speed) if self._speed != 1.0 else found
 
     def _memory(self, rehearsal: Rehearsal) -> int:
-        """Of the rank that holds most.
+        """Bytes of the rank that holds most.
 
-        Replicas that are whole: the prediction for their chunk. Parts of one, and exchanges that keep more
-        than buckets: what was held when it was rehearsed, the batch, and temporaries as large as one device's
-        for such a chunk, divided over tp.
+        For full replicas the prediction for their chunk. For shards and stages, and for exchanges that hold
+        more than buckets: what was held in the rehearsal, the batch, and one device's temporaries for such a
+        chunk, divided by tp.
         """
         plan = rehearsal.plan
         if self._is_predicted and not plan.captures and holds_only_buckets(plan):
@@ -187,7 +187,7 @@ class Pricer:
         return max(each.total for each in rehearsal.held) + temporaries + self.one_device.batch // plan.dp
 
     def _predicted(self, plan: Plan, *, one_copy: bool = False) -> Memory | None:
-        """From shapes; None where the loss cannot be read, or the optimizer cannot be stepped without
+        """From shapes; None where the loss cannot be captured, or the optimizer cannot be stepped without
         values."""
         if self.unread:
             return None
@@ -233,10 +233,10 @@ class Pricer:
 def crowds_of(
     machine: Machine, factors: Mapping[int, float], threads_of: Callable[[int], int], memory_share: float
 ) -> tuple[Crowd, ...]:
-    """Crowds of one job. factors: of so many of its ranks, which have cores of their own.
+    """The contention of one job's ranks. factors: for numbers of ranks that have cores of their own.
 
     For numbers of ranks without a factor, the nearest one with as many threads, in proportion to the
-    machine's crowds.
+    machine's contention.
     """
 
     def of_machine(ranks: int, threads: int) -> float:

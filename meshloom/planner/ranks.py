@@ -1,5 +1,4 @@
-"""What each rank of a plan holds and sends in a step, by shapes alone: however the plan divides and cuts the
-model."""
+"""What each rank of a plan holds and sends in a step, by shapes alone, for any sharding and any stages."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class RankShare:
 
 
 def has_shares(plan: Plan) -> bool:
-    """Whether `rank_shares` knows what ranks of the plan hold and send."""
+    """Whether `rank_shares` can compute what ranks of the plan hold and send."""
     return plan.recompute == "none" and holds_only_buckets(plan)
 
 
@@ -51,8 +50,8 @@ def shares_of(
     batch_size: int | None = None,
     optimizer_factor: float = OPTIMIZER_FACTOR,
 ) -> tuple[RankShare, ...]:
-    """`rank_shares` of a job, as its plan divides and cuts it. batch_size: of the global batch; default: the
-    job's."""
+    """`rank_shares` of a job, sharded and split into stages by its plan. batch_size: of the global batch;
+    default: the job's."""
     sizes = plan.largest_share(batch_size or readings.job.batch_size)
     program, stored, choice = (
         readings.of(sizes[0]).program,
@@ -89,13 +88,13 @@ def rank_shares(
     choice: CutChoice | None = None,
     optimizer_factor: float = OPTIMIZER_FACTOR,
 ) -> tuple[RankShare, ...]:
-    """[rank along pp]. program: of the largest microbatch, whole. part, choice: how it is divided and cut,
+    """[rank along pp]. program: of the largest microbatch, unsharded. part, choice: its sharding and stages,
     where the plan has tp and pp.
 
-    num_microbatches: of a replica, taken to be all as large as that. optimizer_factor: bytes of optimizer
-    state per byte of parameters. Temporaries and the batch are not counted, nor what an exchange other than
-    `all_reduce` keeps for itself.
-    Raises `PlanError` for plans that recompute activations or replace the all-reduce.
+    num_microbatches: of a replica, all taken to be as large as the largest. optimizer_factor: bytes of
+    optimizer state per byte of parameters. Temporaries and the batch are not counted, nor memory of an
+    exchange other than `all_reduce`. Raises `PlanError` for plans that recompute activations or replace the
+    all-reduce.
     """
     if not has_shares(plan):
         raise PlanError(
@@ -178,7 +177,7 @@ def _over_tp(stages: Sequence[Stage], rank: int, ranks: Sequence[int]) -> int:
 
 
 def _at_the_end(part: Partition, ownership: Mapping[str, Sequence[int]], rank: int) -> int:
-    """Of gradients that several ranks hold parts of, added up once a step where they are owned."""
+    """Bytes of gradients that several ranks hold parts of, summed once a step by their owners."""
     return sum(
         each.num_bytes
         for each in sent_at_step_end(part, 0, [name for name in part.summed if ownership[name][0] == rank])

@@ -1,4 +1,4 @@
-"""A job's loss read by shapes alone, once for every number of samples that is asked about."""
+"""A job's loss captured by shapes alone, once for every requested number of samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshloom.telemetry.timings import Timings
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """kinds: path of a module -> name of its class. stored: what earlier runs have found."""
+    """kinds: path of a module -> name of its class. stored: results of earlier runs."""
 
     program: Program
     kinds: Mapping[str, str]
@@ -31,14 +31,14 @@ class Reading:
 
     @cached_property
     def costs(self) -> Mapping[str, Cost]:
-        """Of its nodes."""
+        """The costs of its nodes."""
         with self.timings.of("prices"):
             return cached_costs(self.stored, self.program, costs)
 
 
 class Readings:
-    """Of one job. timings: of all that is done with them, by those who do it. stored: in `cache`, what
-    earlier runs have read and chosen."""
+    """The captures of one job. timings: of all work on them. stored: in `cache`, the captures and choices of
+    earlier runs."""
 
     def __init__(self, job: Job, cache: Cache | None = None) -> None:
         self.job = job
@@ -49,8 +49,8 @@ class Readings:
         self._kinds: Mapping[str, str] = {}
 
     def of(self, samples: int) -> Reading:
-        """For its first batch of so many samples. Raises `CaptureError` if the loss cannot be read, and what
-        reading the data raises."""
+        """The reading for the first batch of so many samples. Raises `CaptureError` if the loss cannot be
+        captured, and errors of reading the data."""
         if samples not in self._read:
             with self.timings.of("reading"):
                 self._read[samples] = self._reading(samples)
@@ -62,7 +62,7 @@ class Readings:
         return Reading(program=program, kinds=self._kinds, timings=self.timings, stored=self.stored)
 
     def _model(self, build: Callable[[], Built]) -> Built:
-        """Built once for all sizes, unless it is read: that may leave something in it."""
+        """Built once for all sizes, except after a capture, which may leave traces in it."""
         if self._built is None:
             self._built = build()
             self._kinds = {

@@ -1,5 +1,5 @@
-"""Why a plan, in words for somebody who is new to the field: what each split does, what it costs, and what
-decided."""
+"""The reasons for a plan, in words for newcomers to the field: what each kind of parallelism does, what it
+costs, and what decided."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORTH_SAYING = 0.1  # of a step
 
 
 def why_of(option: Option, best: Option | None) -> str:
-    """What the plan does, and what is good or bad about it beside the recommended one."""
+    """What the plan does, and its advantages and disadvantages beside the recommended one."""
     parts = [what_it_does(option.plan)]
     sent = ", ".join(f"{format_bytes(count)} along {axis}" for axis, count in option.num_bytes.items())
     parts.append(f"a rank sends {sent} a step" if sent else "nothing is sent")
@@ -28,7 +28,7 @@ def why_of(option: Option, best: Option | None) -> str:
         parts.append("recommended")
     elif best and option.times(best) > 1:
         causes = [
-            (price.idle_share, "ranks wait or talk"),
+            (price.idle_share, "ranks wait or communicate"),
             (price.exchange / price.seconds, "the exchange of gradients takes"),
             (price.update / price.seconds, "the update takes"),
         ]
@@ -41,7 +41,7 @@ def why_of(option: Option, best: Option | None) -> str:
 
 
 def what_it_does(plan: Plan) -> str:
-    """In plain words.
+    """The plan in plain words.
 
     >>> what_it_does(Plan(dp=2))
     'each of 2 replicas trains on half of the batch and they add up their gradients'
@@ -60,16 +60,18 @@ def what_it_does(plan: Plan) -> str:
             if plan.microbatches > 1
             else "the batch in one piece, so that one rank works at a time"
         )
-        parts.append(f"the layers are divided over {plan.pp} ranks, which hand on {chunks}")
+        parts.append(f"the layers are split over {plan.pp} ranks, which pass on {chunks}")
     elif plan.microbatches > 1:
         parts.append(f"a replica's share is computed in {plan.microbatches} pieces, one after another")
     if plan.tp > 1:
-        parts.append(f"every layer is divided over {plan.tp} ranks, which add up their parts in each")
+        parts.append(
+            f"every layer is sharded over {plan.tp} ranks, which add up their partial results in each"
+        )
     return ", and ".join(parts) or "one rank does everything"
 
 
 def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: Sequence[Option]) -> str:
-    """What to take, and why (R8.4)."""
+    """Which plan to use, and why (R8.4)."""
     fits = one_device_bytes <= limit
     room = f"A step on one device holds {format_bytes(one_device_bytes)}, and there are {format_bytes(limit)}"
     if best is None:
@@ -86,9 +88,9 @@ def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: S
         f", {alone.times(best):.2f} times as fast as one rank" if alone and best.plan != alone.plan else ""
     )
     if fits and plan.mesh.size == 1:
-        return f"{room}, so the model fits. Take one rank: on these devices every division costs more than it saves."
+        return f"{room}, so the model fits. Take one rank: on these devices every split costs more than it saves."
     if fits and plan.mesh.size == plan.dp:
-        return f"{room}, so every rank can hold the whole model: divide the batch, not the model. Take {plan}{faster}."
+        return f"{room}, so every rank can hold the whole model: split the batch, not the model. Take {plan}{faster}."
     if fits:
         replicas = min(
             (each for each in options if each.plan.mesh.size == each.plan.dp > 1 and each.fits),
@@ -96,13 +98,13 @@ def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: S
             default=None,
         )
         beside = (
-            f"; the best that divides only the batch, {replicas.plan}, takes {replicas.times(best):.2f} times as long"
+            f"; the best that splits only the batch, {replicas.plan}, takes {replicas.times(best):.2f} times as long"
             if replicas
             else ""
         )
-        return f"{room}, so dividing the batch would do, but dividing the model is faster here{beside}. Take {plan}{faster}."
+        return f"{room}, so splitting the batch would do, but splitting the model is faster here{beside}. Take {plan}{faster}."
     how = [f"pp={plan.pp} gives each rank some of the layers"] * (plan.pp > 1) + [
-        f"tp={plan.tp} gives each rank a part of every layer"
+        f"tp={plan.tp} gives each rank a shard of every layer"
     ] * (plan.tp > 1)
     how += ["zero=1 divides the optimizer's state"] * (plan.zero > 0)
     how += [f"microbatches={plan.microbatches} keeps the activations of fewer samples at a time"] * (
@@ -110,14 +112,14 @@ def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: S
     )
     how += [f"dp={plan.dp} lets each rank hold the activations of fewer samples"] * (not how)
     return (
-        f"{room}, so the whole does not fit and has to be divided. Take {plan}: {' and '.join(how)}, a rank holds {format_bytes(best.memory_bytes)}, "
+        f"{room}, so the whole model does not fit and has to be split. Take {plan}: {' and '.join(how)}, a rank holds {format_bytes(best.memory_bytes)}, "
         f"and of the plans that fit it is the fastest."
     )
 
 
 def exchange_reason(options: Sequence[Option], devices: Devices) -> str:
-    """All-reduce or a server, by formulas (R3.3) with what one message takes on the measured link; "" if no
-    plan has replicas or no link was measured."""
+    """All-reduce or a server, by formulas (R3.3) with the measured cost of a message; "" if no plan has
+    replicas or no link was measured."""
     replicas = [each for each in options if each.plan.dp > 1 and each.plan.mesh.size == each.plan.dp]
     link = next(
         (
@@ -134,7 +136,7 @@ def exchange_reason(options: Sequence[Option], devices: Devices) -> str:
     per_message = link.latency_seconds, link.bytes_per_second
     ring, server = ring_seconds(size, n, *per_message), server_seconds(size, n, *per_message)
     if devices.common_memory:
-        how = "ranks of one host that share memory read each other's gradients where they lie, and nothing is sent twice"
+        how = "ranks of one host that share memory read each other's gradients in place, and nothing is sent twice"
     elif server < ring:
         how = "so little is sent that the number of messages decides, and exchange=server may be faster; --plan prices it"
     else:

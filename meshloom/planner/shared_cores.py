@@ -1,5 +1,4 @@
-"""A schedule run on paper by ranks that share cores: the more of them compute at a moment, the slower each
-does.
+"""A simulated schedule of ranks that share cores: the more of them compute at a time, the slower each is.
 
     rank 0   |== 0F0 ==|= 0F1 =|                     alone: full speed
     rank 1              |=== 1F0 ===|== 1F1 ==|      both busy: each as slow as was measured for two
@@ -19,7 +18,7 @@ from meshloom.pipeline.schedules.schedule import Action, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """Seconds from the first start to the last end, and of each rank along pp those in which it was in an
+    """Seconds from the first start to the last end, and for each rank along pp the seconds in which it ran an
     action. [rank]"""
 
     seconds: float
@@ -28,8 +27,8 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """What an action takes: seconds of computing when nobody else does, then seconds of talking along tp,
-    which others do not slow down."""
+    """The cost of an action: seconds of computing if no other rank computes, then seconds of communication
+    along tp, which other ranks do not slow down."""
 
     alone_seconds: float
     talking_seconds: float = 0.0
@@ -38,7 +37,7 @@ class Effort:
 @dataclass
 class _Running:
     action: Action
-    arrives: float  # when what it needs is there
+    arrives: float  # when its inputs are there
     alone: float  # seconds of computing left
     talking: float
 
@@ -49,11 +48,10 @@ def run_on_cores(
     transfer: Callable[[Action, Action], float],
     slowdown: Callable[[int], float],
 ) -> Shared:
-    """Every rank runs its list in order; an action starts when its rank is free and what it needs has
-    arrived.
+    """Every rank runs its list in order; an action starts when its rank is free and its inputs have arrived.
 
-    transfer: from the end of one action to when its value is on the other's rank. slowdown: of each, when so
-    many ranks along pp compute. Raises `AssertionError` for a schedule that waits in a circle:
+    transfer: seconds from the end of one action until its value is on the other's rank. slowdown: of each
+    rank, when so many ranks along pp compute. Raises `AssertionError` for a schedule that deadlocks:
     `check_schedule` comes first.
     """
     split = schedule.split

@@ -1,4 +1,4 @@
-"""How a plan would cut a job's model into stages, found by shapes alone, with settings that would be
+"""The stages that a plan splits a job's model into, found by shapes alone, and settings that would be
 better."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshloom.pipeline.stages.stages import Crossing, Stage, cut_into_stages, us
 from meshloom.planner.readings import Readings
 from meshloom.program.cost.rates import Rates, rates_here, rates_of
 
-WORTH = 0.03  # of the time: what is gained by less is not spoken of
+WORTH = 0.03  # of the time: smaller gains are not mentioned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class Better:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """The stages of a replica under a plan, and a step of it; without the exchange along dp and the
+    """The stages of a replica under a plan, and a step of it, without the exchange along dp and the
     optimizer.
 
-    choice: stages with what they cost for a microbatch of the largest size. sizes: [microbatch], samples.
-    in_flight: [stage], most microbatches whose activations it holds. traffic: between stages, in a step,
-    without what stays on a rank. source: where the rates are from. measured: whether they were, on the
-    machine in question.
+    choice: stages with their costs for a microbatch of the largest size. sizes: [microbatch], samples.
+    in_flight: [stage], the largest number of microbatches whose activations it holds. traffic: between
+    stages, in a step, without what stays on a rank. source: where the rates are from. measured: whether they
+    were measured, on the target machine.
     """
 
     plan: Plan
@@ -67,12 +67,12 @@ def staged(
     offers: bool = True,
 ) -> StagePlan:
     """The stages of a plan with pp. batch_size: of the global batch; default: the job's. machine: whose rates
-    count; default: this one's.
+    are used; default: this one's.
 
-    offers: say what would be better, for which more plans are tried.
+    offers: also find better settings, for which more plans are tried.
 
-    Numbers are those of whole stages, before they are divided over tp.
-    Raises `CaptureError` if the loss cannot be read, and `PlanError` if it cannot be cut as the plan asks.
+    Numbers are those of stages before they are sharded over tp. Raises `CaptureError` if the loss cannot be
+    captured, and `PlanError` if it cannot be split as the plan says.
     """
     reader = _Reader(readings, batch_size or readings.job.batch_size, machine)
     with readings.timings.of("cutting"):
@@ -91,8 +91,8 @@ def stage_plan(
     sizes: Sequence[int],
     rates: Rates,
 ) -> StagePlan:
-    """Of stages that were cut. microbatches: of each, the values that cross. sizes: their samples, the first
-    having as many as what `choice` is for."""
+    """The plan of stages that were chosen. microbatches: of each, the values that cross stages. sizes: their
+    samples; the first has as many as `choice` is for."""
     relative = [size / sizes[0] for size in sizes]
     sent = traffic_of_stages(microbatches)
     return StagePlan(
@@ -179,8 +179,8 @@ def _crossings(stages: Sequence[Stage]) -> list[Crossing]:
 
 
 def _better(found: StagePlan, reader: _Reader) -> Iterable[Better]:
-    """Of other microbatches, other schedules and other numbers of stages the best each, if a step is shorter;
-    more ranks only if all together take less."""
+    """The best plan with other microbatches, with another schedule and with another number of stages each, if
+    its step is shorter; more ranks only if all of them together take less time."""
     plan, now = found.plan, found.simulated.seconds
     microbatches = [
         replace(plan, microbatches=m)
@@ -204,7 +204,7 @@ def _better(found: StagePlan, reader: _Reader) -> Iterable[Better]:
         for other in plans:
             try:
                 tried = reader.stage_plan(other, with_traffic=False)
-            except PlanError:  # it does not fit, or there are too few places
+            except PlanError:  # it does not fit, or there are too few places to split
                 continue
             seconds, more = tried.simulated.seconds, max(1.0, other.pp / plan.pp)
             if seconds * more < now * (1 - WORTH):

@@ -1,9 +1,9 @@
-"""The price of a plan's step: what its ranks computed when it was rehearsed, slowed down by each other, and
-what their talking costs.
+"""The price of a plan's step: what its ranks computed in the rehearsal, slowed down by contention, and the
+cost of communication.
 
     chunks                          exchange            update       exchange
     ranks compute; with pp the      gradients,          owners       updated parameters,
-    schedule, run on paper          what is not hidden  update       if somebody needs them
+    simulated schedule              unless hidden       update       if other ranks need them
 
 Between these parts all ranks wait for each other, so each takes as long as its slowest rank.
 """
@@ -24,18 +24,18 @@ from meshloom.planner.rehearsal.actions import pipelined
 from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal, RehearsedCall
 from meshloom.planner.shared_cores import Effort, run_on_cores
 
-# what is not measured, as something that is
+# collectives that are not measured, as similar ones that are
 _LIKE: Mapping[str, Collective] = {"barrier": "all_reduce", "scatter": "broadcast"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrice:
-    """A step in seconds, and what of them is what, of the slowest rank in each part.
+    """The seconds of a step, and of its parts, for the slowest rank in each part.
 
-    chunks: forwards and backwards, talking along tp and messages along pp included. exchange: along dp, what
-    no computing hides. update: of parameters. other: what else a rank computes in the step: buckets, sums,
-    norms. talking: along tp and pp, of one rank, within `chunks`. idle_share: of the step in which a rank has
-    nothing to compute, on average.
+    chunks: forwards and backwards, with communication along tp and messages along pp. exchange: along dp, as
+    far as it is not hidden by computation. update: of parameters. other: other computation in the step:
+    buckets, sums, norms. talking: communication along tp and pp, of one rank, within `chunks`. idle_share: of
+    the step in which a rank computes nothing, on average.
     """
 
     seconds: float
@@ -59,10 +59,10 @@ class Places:
 def price_step(
     rehearsal: Rehearsal, machine: Machine, *, memory_share: float = 0.5, places: Places | None = None
 ) -> StepPrice:
-    """Of the median of the rehearsed steps, or the mean over a round of local steps.
+    """The price of the median of the rehearsed steps, or of the mean over a round of local steps.
 
-    memory_share: of a rank's time, moving memory (`Machine.slowdown`). Raises `MachineError` if the machine
-        was calibrated with one rank.
+    memory_share: of a rank's time, spent moving memory (`Machine.slowdown`). Raises `MachineError` if the
+    machine was calibrated with one rank.
     """
     pricer = _Pricer(rehearsal, machine, memory_share, places or Places())
     prices = [pricer.price(step) for step in rehearsal.steps]
@@ -83,7 +83,7 @@ class _Pricer:
         self._size = rehearsal.plan.mesh.size
 
     def price(self, step: Sequence[RankStep]) -> StepPrice:
-        """One step of all ranks."""
+        """The price of one step of all ranks."""
         parts = [_Parts(each) for each in step]
         talking: dict[Axis, float] = {}
         for axis in ("tp", "pp"):
@@ -122,7 +122,7 @@ class _Pricer:
             pipelined(own, calls, part.chunks, self._seconds)
             for own, part, calls in zip(step, parts, within, strict=True)
         ]
-        # Of replicas, and of ranks along tp, the slowest counts.
+        # The slowest replica, and the slowest rank along tp, counts.
         took = {
             action: [rank.actions[action] for rank in ranks if action in rank.actions]
             for _, action in schedule
@@ -144,9 +144,9 @@ class _Pricer:
         return seconds, statistics.mean(shared.busy_seconds)
 
     def _exchange(self, part: _Parts) -> float:
-        """What is left to wait for when a rank has computed its chunks, and what comes after.
+        """Seconds to wait after a rank has computed its chunks, and of what follows.
 
-        Where somebody else than the cores moves the bytes, they move while chunks are computed.
+        Where a device other than the cores moves the bytes, it does so while chunks are computed.
         """
         before = [call for call in part.calls_in_chunks if call.axis == "dp"]
         after = sum(self._seconds(call) for call in part.calls_in_exchange)
@@ -168,7 +168,7 @@ class _Pricer:
         )  # fmt: skip
 
     def _together(self, seconds: Sequence[float]) -> float:
-        """What ranks take that compute so long each, at the same time."""
+        """Seconds of ranks that compute so long each, at the same time."""
         longest = max(seconds)
         return longest * self._slow(sum(seconds) / longest) if longest > 0 else 0.0
 
@@ -177,7 +177,7 @@ class _Pricer:
 
 
 class _Parts:
-    """A rank's step, divided at its exchange and its update. All in seconds of its own clock."""
+    """A rank's step, split at its exchange and its update. All in seconds of its own clock."""
 
     def __init__(self, step: RankStep) -> None:
         exchange = [span for span in step.spans if span.kind == "exchange"]
@@ -197,7 +197,7 @@ class _Parts:
 
 
 def _evenness(seconds: Sequence[float]) -> float:
-    """The mean beside the longest: how much of the time in which the slowest computes ranks do on average."""
+    """The mean over the maximum: the average share of the slowest rank's time in which ranks compute."""
     longest = max(seconds)
     return statistics.mean(seconds) / longest if longest else 0.0
 
