@@ -242,14 +242,14 @@ def test_plans_with_uneven_shares_equal_one_device(model: str, optimizer: str, p
 
 def test_every_step_of_a_measured_plan_is_verified_with_other_shares() -> None:
     seen: list[tuple[int, ...]] = []
-    cuts = MapReader._cuts
+    cuts = MapReader._ranges
 
     def noted(self: MapReader, step: int, num_samples: int) -> Any:
         seen.append((step, self._replica, sum(cut.samples for cut in cuts(self, step, num_samples))))
         return cuts(self, step, num_samples)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MapReader, "_cuts", noted)
+        patch.setattr(MapReader, "_ranges", noted)
         assert report_of("mlp", "sgd", "dp=3,shares=measured", drop_last=True).passed
     assert sorted(set(seen)) == [
         (0, 0, 4),
@@ -278,14 +278,14 @@ def mean_of_replicas_means(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shares_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """One replica learns of new shares a step too late."""
-    cuts = MapReader._cuts
+    cuts = MapReader._ranges
 
     def late(self: MapReader, step: int, num_samples: int) -> Any:
         current = cuts(self, step, num_samples)
         before = cuts(self, max(step - 1, 0), num_samples)
         return before if self._replica == 1 else current
 
-    monkeypatch.setattr(MapReader, "_cuts", late)
+    monkeypatch.setattr(MapReader, "_ranges", late)
 
 
 @pytest.mark.parametrize(
