@@ -1,1 +1,1 @@
-"""What runs and plans come to, as text, records and pictures."""
+"""Results of runs and plans as text, records and pictures."""

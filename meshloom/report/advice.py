@@ -1,5 +1,5 @@
-"""Advice as text, and as records: a table of plans, which of them to take and why, and how far more ranks can
-go."""
+"""Advice as text and as records: a table of plans, the recommended one with its reasons, and the speedup of
+more ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshloom.planner.pricing import Option
 
 
 def print_advice(advice: Advice, console: Console) -> None:
-    """The plans, fastest first, those that do not fit last; the reason; Amdahl's bound; what was refused."""
+    """The plans, fastest first, those that do not fit last; the reason; Amdahl's bound; the refused plans."""
     table = Table(box=None, pad_edge=False)
     table.add_column("plan", no_wrap=True)
     was_tried = any(each.measured_seconds is not None for each in advice.options)
@@ -83,7 +83,7 @@ def print_advice(advice: Advice, console: Console) -> None:
 
 
 def advice_records(advice: Advice) -> list[dict[str, Any]]:
-    """What fits on one device, a record for each plan, those that are refused, the speed-ups, and the
+    """Whether one device suffices, a record for each plan, the refused plans, the speedups, and the
     recommendation."""
     one = {
         "memory_bytes": advice.one_device.peak,
@@ -110,7 +110,7 @@ def advice_records(advice: Advice) -> list[dict[str, Any]]:
 
 
 def option_record(option: Option) -> dict[str, Any]:
-    """One plan: bytes by axis are those that rank 0 hands over in a step, `measured_seconds` is of a plan
+    """One plan: bytes by axis are those that rank 0 hands over in a step; `measured_seconds` is of a plan
     that was tried."""
     price = option.price
     return {

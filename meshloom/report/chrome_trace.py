@@ -1,8 +1,8 @@
-"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""A timeline as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 The Trace Event Format: complete events (`"ph": "X"`) with `ts` and `dur` in microseconds. A process is a
-rank; its track 0 has what it does, its track 1 what it waits for. Arrows (`"s"` to `"f"`) go from an action
-to the one on another rank that could not start before it ended.
+rank; its track 0 shows its actions, its track 1 its waits. Arrows (`"s"` to `"f"`) go from an action to the
+one on another rank that could not start before it ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WHAT = {
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The whole trace, as JSON holds it."""
+    """The whole trace, as JSON values."""
     start = min(span.start for row in timeline.rows for span in row.spans)  # time begins at 0
     events: list[dict[str, Any]] = []
     for row in timeline.rows:
@@ -46,7 +46,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def trace_text(timeline: Timeline) -> str:
-    """The file."""
+    """The content of the file."""
     return json.dumps(chrome_trace(timeline)) + "\n"
 
 
@@ -72,7 +72,7 @@ def _box(row: TimelineRow, span: Span, start: float) -> dict[str, Any]:
 
 
 def _arrows(timeline: Timeline, start: float) -> Iterator[dict[str, Any]]:
-    """Between neighbouring stages of one pipeline. An end of an arrow is tied to the box that encloses its
+    """Arrows between neighbouring stages of one pipeline. An arrow's end belongs to the box that encloses its
     time."""
     schedule, number = timeline.schedule, 0
     split = schedule.split

@@ -21,7 +21,7 @@ NAMES = 3  # of a list of parameters
 
 
 def print_description(description: Description, console: Console, depth: int | None = None) -> None:
-    """What is described, a row for every block, totals, and what is particular. depth: levels of blocks."""
+    """The model, a row for every block, totals, and remarks. depth: levels of blocks."""
     _line(console, _headline(description))
     columns = _columns(description)
     table = _table(description, depth, columns)
@@ -113,9 +113,9 @@ def _columns(description: Description) -> list[_Column]:
 
 
 def _share(part: float, whole: float) -> str:
-    """In percent; what is there but less than one half is said to be.
+    """In percent; more than nothing but less than one half is written as <1%.
 
-    >>> _share(1, 3), _share(1, 1000), _share(0, 5)
+    >>> _share(1, 3), _share(1, 1000), _share(0, 1)
     ('33%', '<1%', '')
     """
     if not part or not whole:
@@ -184,7 +184,7 @@ def _record(block: Block) -> dict[str, Any]:
 
 
 def _memory_record(memory: Memory) -> dict[str, int]:
-    """Bytes by kind; those of a kind are its most, so they may add up to more than the peak."""
+    """Bytes by kind; each is the largest of its kind, so they may add up to more than the peak."""
     kinds = ("parameters", "gradients", "optimizer", "buffers", "batch", "kept", "temporaries", "peak")
     return {kind: int(getattr(memory, kind)) for kind in kinds}
 

@@ -1,4 +1,4 @@
-"""What a run has left in its directory: checkpoints, the plan that they were saved under, timelines."""
+"""The contents of a run's directory: checkpoints, the plan that they were saved under, timelines."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ ENDINGS = (".svg", ".png", ".json")  # of a timeline's file
 
 @dataclass(frozen=True, kw_only=True)
 class RunDirectory:
-    """path: of the directory. plan: of the newest checkpoint or timeline. last_step: that is known of,
-    counted from 1.
-
-    checkpoints: step and path of the whole ones, in the order they were written. damaged: paths of others.
-    """
+    """path: of the directory. plan: of the newest checkpoint or timeline. last_step: the last known one,
+    counted from 1. checkpoints: step and path of the complete ones, in the order of writing. damaged: paths
+    of others."""
 
     path: Path
     plan: str
@@ -38,7 +36,7 @@ class RunDirectory:
 
 
 def read_run_directory(path: Path) -> RunDirectory:
-    """Raises `ReportError` when there is nothing of a run."""
+    """Raises `ReportError` if the directory contains nothing of a run."""
     if not path.is_dir():
         raise ReportError(f"There is no directory {path}. Give the one that the run was given as --out.")
     metas: list[tuple[Path, Mapping[str, Any]]] = [
@@ -102,7 +100,7 @@ def run_directory_records(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def check_ending(file: str) -> None:
-    """Of a timeline's file; `-` is the terminal."""
+    """Raises `ReportError` for a timeline's file of another type; `-` is the terminal."""
     if file != "-" and Path(file).suffix.lower() not in ENDINGS:
         raise ReportError(
             f"--timeline {file} ends in none of {', '.join(ENDINGS)}. Give one of these, or - for the terminal."
@@ -110,8 +108,8 @@ def check_ending(file: str) -> None:
 
 
 def show_timeline(directory: Path, file: str, step: int | None, console: Console) -> None:
-    """Of a step of the run whose directory it is, without one the newest: in the terminal (`-`), or as what
-    the file's ending says."""
+    """Shows the timeline of a step, by default the newest, of the run in a directory: in the terminal (`-`),
+    or as a file of the type of its ending."""
     check_ending(file)
     recording = read_recording(directory)
     timeline = recording.timeline(step)

@@ -32,8 +32,8 @@ IDLE_STYLE = "grey50"
 
 
 def print_timeline(timeline: Timeline, console: Console, plan: str = "") -> None:
-    """As wide as the console. It can be read without colour: a box begins with a line and says its kind and
-    microbatch where they fit."""
+    """Draws the timeline as wide as the console. It is readable without colour: a box begins with a line,
+    then its kind and microbatch as far as they fit."""
     ascii_only = console.options.ascii_only
     idle = idle_of(timeline)
     names = [row.name for row in timeline.rows]
@@ -57,7 +57,7 @@ def print_timeline(timeline: Timeline, console: Console, plan: str = "") -> None
 
 
 def headline(timeline: Timeline, plan: str = "") -> tuple[str, str]:
-    """What is drawn, and what it came to."""
+    """What is drawn, and its results."""
     schedule = timeline.schedule
     what = f"step {timeline.step}" if timeline.step else "on paper"
     error = (
@@ -85,8 +85,8 @@ def ticks(seconds: float, most: int) -> list[float]:
 
 
 def _cells(timeline: Timeline, row: TimelineRow, cells: int, second: float, ascii_only: bool) -> Text:
-    """The row itself. Ends of boxes are rounded to whole cells, so that boxes that meet in time meet in the
-    drawing."""
+    """The row of a rank. Ends of boxes are rounded to whole cells, so that boxes that touch in time touch in
+    the drawing."""
     edge, shade = ("|", ".") if ascii_only else ("▏", "·")
     window = [_place(at, timeline, cells, second) for at in timeline.windows[row.place.dp, row.place.tp]]
     letters = [shade if window[0] <= cell < window[1] else " " for cell in range(cells)]

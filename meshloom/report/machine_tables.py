@@ -1,5 +1,5 @@
-"""What a machine does, as tables: operators by kind and size, collectives by ranks; and which all-reduce is
-the fastest there."""
+"""A machine's measurements as tables: operators by kind and size, collectives by ranks, and its fastest
+all-reduce."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshloom.planner.algorithms import chosen_algorithms
 
 
 def print_machine(machine: Machine, console: Console) -> None:
-    """Two tables: seconds per operator at the smallest and the rate at the largest size measured; latency and
+    """Two tables: seconds per operator at the smallest and the rate at the largest measured size; latency and
     rate per collective."""
     size = format_bytes(machine.memory_bytes)
     threads = f", {format_count(machine.threads, 'thread')} a rank" if machine.device == "cpu" else ""
@@ -89,7 +89,7 @@ def print_machine(machine: Machine, console: Console) -> None:
 
 
 def machine_records(machine: Machine) -> list[dict[str, Any]]:
-    """The same as records: a machine, its operators, its links, how much its ranks slow each other down."""
+    """The same as records: a machine, its operators, its links, contention between its ranks."""
     about = {
         "name": machine.name, "device": machine.device, "model": machine.model, "devices": machine.devices, "cores": machine.cores,
         "threads": machine.threads, "memory_bytes": machine.memory_bytes, "measured_at": machine.measured_at,

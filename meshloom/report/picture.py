@@ -1,4 +1,4 @@
-"""A timeline as a picture, SVG or PNG: a row for each rank, boxes as wide as the actions took, what is idle
+"""A timeline as an SVG or PNG picture: a row for each rank, boxes as wide as the actions took, idle time
 shaded, idle shares at the right."""
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ LIGHTER = 0.45  # how much of the way to white the last of a rank's stages is
 
 
 def save_picture(timeline: Timeline, path: Path, plan: str = "") -> None:
-    """Draw it into a file; its ending says how: .svg or .png. Raises `ReportError` when matplotlib is missing
-    or the file cannot be written."""
+    """Draws it to a file; the ending, .svg or .png, selects the format. Raises `ReportError` when matplotlib
+    is missing or the file cannot be written."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -59,7 +59,7 @@ def save_picture(timeline: Timeline, path: Path, plan: str = "") -> None:
 
 
 def draw(timeline: Timeline, plan: str = "") -> Any:
-    """The figure of matplotlib."""
+    """The matplotlib figure."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -139,8 +139,8 @@ def _draw_row(axes: Any, timeline: Timeline, row: TimelineRow, number: int) -> N
 
 
 def _write_labels(axes: Any, timeline: Timeline) -> None:
-    """One way to write for all boxes of a kind: the longest and largest that fits into most of them. Where it
-    does not fit, nothing is written; if the shortest does not fit into half of them, nothing anywhere."""
+    """Labels all boxes of a kind in one style: the longest and largest that fits into most of them. Boxes in
+    which it does not fit have no label; if even the shortest does not fit into half of them, none has one."""
     several = timeline.schedule.num_stages > timeline.schedule.num_ranks
     dots = axes.bbox.width / axes.get_xlim()[1]  # of a second
     wide = _Widths(axes)
@@ -170,7 +170,7 @@ def _write_labels(axes: Any, timeline: Timeline) -> None:
 
 
 class _Widths:
-    """How wide text is, in dots."""
+    """Widths of text, in dots."""
 
     def __init__(self, axes: Any) -> None:
         self._axes = axes
@@ -224,6 +224,6 @@ def _write_idle(axes: Any, timeline: Timeline, width_inches: float) -> None:
 
 
 def _lighter(colour: str, share: float) -> str:
-    """Stages of one rank are told apart by how light they are."""
+    """The colour of a stage; stages of one rank differ in lightness."""
     parts = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
     return "#" + "".join(f"{round(part + (255 - part) * LIGHTER * share * 2):02x}" for part in parts)

@@ -1,4 +1,4 @@
-"""What a run tells a program, as JSON lines, beside what it tells a person."""
+"""The events of a run as JSON lines for programs, and as lines for people."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from meshloom.telemetry.summary import Summary
 
 
 class Records:
-    """JSON lines, one per event, or nothing. The file is opened by the first line, so only the process that
-    reports makes it."""
+    """JSON lines, one per event, or nothing. The file is created by the first line, so only the reporting
+    process creates it."""
 
     def __init__(self, path: str | None, stack: ExitStack) -> None:
         self._path = path
@@ -51,7 +51,7 @@ class Records:
 def announce_start(
     job: Job, plan: Plan, model: nn.Module, parameters: int, steps: int, step: int, terminal: Terminal
 ) -> None:
-    """A line for a person. step: from which it goes on."""
+    """A line for people. step: from which the run starts."""
     per_replica = f"{format_count(plan.dp, 'replica' if plan.synchronous else 'worker')} x {format_count(plan.microbatches, 'chunk')}"
     start = f", from step {step}" if step else ""
     terminal.start(
@@ -71,7 +71,7 @@ def record_start(
     step: int,
     records: Records,
 ) -> None:
-    """The same for a program, and where it runs. devices, why: of the world."""
+    """The same for programs, with the devices. devices, why: of the world."""
     records.write(
         "start", plan=str(plan), devices=devices, why=why, model=type(model).__name__, parameters=parameters,
         batch_size=job.batch_size, steps=steps, step=step,
@@ -79,7 +79,7 @@ def record_start(
 
 
 def listener_for(terminal: Terminal, records: Records) -> Listener:
-    """Tells both how a run goes."""
+    """Reports a run's events to both."""
     return Listener(
         started=terminal.start,
         note=terminal.event,
@@ -90,7 +90,7 @@ def listener_for(terminal: Terminal, records: Records) -> Listener:
 
 
 def tell_summary(summary: Summary, terminal: Terminal, records: Records) -> None:
-    """What a run came to, for both."""
+    """A run's results, for both."""
     terminal.event(
         f"{format_count(summary.steps, 'step')} in {summary.seconds:.1f} s: loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}"
     )

@@ -14,7 +14,7 @@ from meshloom.tensor_parallel.search.costs import HELD_COPIES
 
 
 def lines_of(found: StagePlan) -> list[str]:
-    """A row for every stage, the balance, memory, what is sent, the step, and what would be better."""
+    """A row for every stage, the balance, memory, traffic, the step, and better settings."""
     plan, stages, simulated = found.plan, found.choice.stages, found.simulated
     rows = [
         [
@@ -121,7 +121,7 @@ def _sent(found: StagePlan) -> list[str]:
 
 
 def _microbatches(sizes: Sequence[int]) -> str:
-    """How many samples they have.
+    """Their number and their samples.
 
     >>> _microbatches([4, 4]), _microbatches([4, 3, 3]), _microbatches([1])
     ('2 microbatches of 4 samples', '3 microbatches of 3 to 4 samples', '1 microbatch of 1 sample')
@@ -131,7 +131,7 @@ def _microbatches(sizes: Sequence[int]) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], *, words: int) -> list[str]:
-    """Numbers to the right, and the column of `words` to the left."""
+    """Numbers are aligned to the right, and the column number `words` to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = (
         [

@@ -1,4 +1,4 @@
-"""What a training run prints: the plan and why, a line of progress, and at the end bytes and time."""
+"""The output of a training run: the plan and why, a line of progress, and at the end bytes and time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS_BETWEEN_LINES = 2.0
 
 
 class Terminal:
-    """Writes for a person. On a terminal the progress line stays in place; in a log a line is added every few
+    """Writes for people. On a terminal the progress line stays in place; in a log a line is added every few
     seconds."""
 
     def __init__(self, console: Console) -> None:
@@ -26,7 +26,7 @@ class Terminal:
         self._open_line = False
 
     def start(self, text: str) -> None:
-        """One line of what will be done."""
+        """A line before the run."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, text: str, *, last: bool) -> None:
@@ -51,7 +51,7 @@ class Terminal:
         self._print(text)
 
     def bytes_table(self, predicted: Traffic, counted: Traffic) -> None:
-        """Bytes that this rank handed to collectives, formula beside count."""
+        """Bytes that this rank handed to collectives, predicted and counted."""
         axes = [axis for axis in counted.bytes if counted.bytes[axis] or predicted.bytes.get(axis)]
         if not axes:
             self._print("bytes: none, one replica exchanges nothing")
@@ -73,7 +73,7 @@ class Terminal:
         self._console.print(table)
 
     def time_line(self, shares: TimeShares) -> None:
-        """Where the steps' time went."""
+        """The shares of the steps' time."""
         self._print(
             f"time: {shares.compute:.0%} compute, {shares.communication:.0%} communication, {shares.waiting:.0%} waiting for slower ranks, {shares.data:.0%} data"
         )
@@ -118,5 +118,5 @@ def evaluation_text(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def saved_text(step: int, path: Path) -> str:
-    """One line that says where a checkpoint is."""
+    """A line with the path of a checkpoint."""
     return f"step {step}  checkpoint: {path}"

@@ -1,11 +1,11 @@
-"""What each action of a pipeline took when it was rehearsed: computing, talking along tp within it, and the
-messages that leave after it.
+"""The costs of each action of a pipeline in a rehearsal: computing, communication along tp within it, and the
+messages sent after it.
 
     own clock    |  gap  |== 0F1 ==|   gap   |==== 0B0 ====|
     along tp         ^       ^  ^       ^        ^               belongs to the action that it is in or before
     along pp                        ^                       ^    sends belong to the action before
 
-A gap is what a rank computes between two actions: it belongs to the one that comes.
+A gap is what a rank computes between two actions: it belongs to the following one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Took:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """A rank's chunks. actions: what each took. around: computing before the first and after the last. rest:
-    talking that belongs to none."""
+    """A rank's chunks. actions: the costs of each. around: computing before the first and after the last.
+    rest: communication that belongs to none."""
 
     actions: dict[Action, Took]
     around: float
@@ -40,7 +40,7 @@ class Pipelined:
 def pipelined(
     step: RankStep, calls: Sequence[RehearsedCall], until: float, seconds: Callable[[RehearsedCall], float]
 ) -> Pipelined:
-    """A rank's chunks up to `until` on its own clock. calls: along pp and tp within them. seconds: of a
+    """A rank's chunks until `until` on its own clock. calls: along pp and tp within them. seconds: of a
     call."""
     spans = [span for span in step.spans if span.kind in ACTION_KINDS]
     first, last = spans[0].start, spans[-1].stop

@@ -1,7 +1,6 @@
-"""A clock that goes while a rank computes, and groups that stop it while they are busy.
+"""A clock that runs while a rank computes, and groups that stop it while they are busy.
 
-Ranks that are rehearsed share one process and take turns, so a clock on the wall says nothing about any of
-them.
+Rehearsed ranks share one process and take turns, so wall-clock time says nothing about any of them.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from meshloom.planner.rehearsal.rehearsal import RehearsedCall
 
 
 class OwnClock:
-    """Seconds that the thread which began it computed, without those between `stop` and `go`.
+    """Seconds that the thread which called `begin` computed, without those between `stop` and `go`.
 
-    On a CPU time is the thread's: neither other threads nor other programs on the machine make it go. device:
-    where it computes.
+    On a CPU time is the thread's: neither other threads nor other programs on the machine advance it. device:
+    on which it computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,45 +32,45 @@ class OwnClock:
         self.calls: list[RehearsedCall] = []
 
     def begin(self) -> None:
-        """At 0, with no calls."""
+        """Resets it to 0, without calls."""
         self.calls = []
         self._passed = 0.0
         self._since = self._now()
 
     def stop(self) -> None:
-        """Stand still; nothing if it does already."""
+        """Stops it, if it runs."""
         if self._since is not None:
             self._passed += self._now() - self._since
             self._since = None
 
     def go(self) -> None:
-        """Go on."""
+        """Continues it."""
         self._since = self._now()
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since `begin`."""
         return self._passed + (self._now() - self._since if self._since is not None else 0.0)
 
     def nanoseconds(self) -> int:
-        """The same, for a `Recorder`."""
+        """The same in nanoseconds, for a `Recorder`."""
         return round(self.seconds * 1e9)
 
 
 class InProcessWindow:
-    """A window of ranks that live in one process."""
+    """A window of ranks in one process."""
 
     def __init__(self, memory: Sequence[Tensor]) -> None:
         self._memory = tuple(memory)
 
     def of(self, rank: int) -> Tensor:
-        """Bytes of that rank."""
+        """That rank's bytes."""
         return self._memory[rank]
 
 
 class CommonMemory:
-    """The windows of one group of ranks in one process: the rank that asks first makes them, the others find
-    them in the same order."""
+    """The windows of one group of ranks in one process: the first rank to request a window creates it, the
+    others get it, in the same order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -92,13 +91,13 @@ class CommonMemory:
         return self._made[self._taken[rank] - 1]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in one of them."""
+        """Whether the tensor lies in one of the windows."""
         return any(first <= tensor.data_ptr() < last for first, last in self._addresses)
 
 
 class RehearsedGroup(Group):
-    """Does what `group` does while the rank's own clock stands still, and notes it. common: where its ranks
-    can have memory in common."""
+    """Does what `group` does while the rank's own clock is stopped, and records the calls. common: set if its
+    ranks can share memory."""
 
     def __init__(self, group: Group, axis: Axis, clock: OwnClock, common: CommonMemory | None = None) -> None:
         self._group, self._clock, self._common = group, clock, common
@@ -180,7 +179,7 @@ class RehearsedGroup(Group):
 
 
 class _Paused(Work):
-    """Waits while the clock stands still."""
+    """Waits while the clock is stopped."""
 
     def __init__(self, work: Work, clock: OwnClock) -> None:
         self._work, self._clock = work, clock

@@ -1,12 +1,12 @@
-"""What every rank of a plan did in steps that were rehearsed: its own seconds, what it handed to others and
-when, and what it held.
+"""The results of a rehearsal: for every rank of a plan its own seconds, what it sent and when, and what it
+held.
 
-Seconds are on a rank's *own clock*, which stands still while the rank waits for others or hands something
-over. So they are what the rank computes, whoever else is slow, and what talking costs is added by whoever
-knows the links (`step_seconds.py`).
+Seconds are on a rank's *own clock*, which is stopped while the rank waits or communicates. So they are what
+the rank computes, however slow others are; the cost of communication is added from the measured links
+(`step_seconds.py`).
 
     own clock    0 ____ chunks ____ | exchange | update | exchange | end
-    calls           ^    ^     ^        ^                   ^             (axis, kind, bytes) at a moment of that clock
+    calls           ^    ^     ^        ^                   ^             (axis, kind, bytes) at a time of that clock
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from meshloom.pipeline.schedules.spans import Span
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsedCall:
-    """An operation that a rank started. at: on its own clock. in_place: the tensor lay where all ranks of the
-    host can read it."""
+    """An operation that a rank started. at: on its own clock. in_place: the tensor lay in memory that all
+    ranks of the host can read."""
 
     axis: Axis
     kind: str
@@ -36,7 +36,7 @@ class RehearsedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """One step of one rank. seconds: of its own clock. spans: what it did, on the same clock; actions of the
+    """One step of one rank. seconds: of its own clock. spans: its phases, on the same clock; actions of the
     schedule only where the plan has pp."""
 
     seconds: float
@@ -45,7 +45,7 @@ class RankStep:
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
-        """Axis -> bytes handed over, of every kind."""
+        """Axis -> bytes handed over, of all kinds."""
         found: dict[str, int] = {}
         for call in self.calls:
             if call.num_bytes:
@@ -55,8 +55,8 @@ class RankStep:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
-    """Bytes that a rank holds: always, and at most from forwards to backwards. The batch and temporaries are
-    not among them."""
+    """Bytes that a rank holds: always, and at most between forwards and backwards. The batch and temporaries
+    are not included."""
 
     parameters: int
     gradients: int
@@ -66,17 +66,15 @@ class HeldBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum."""
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
     """Steps of a plan. places, held: [rank]. steps: [step][rank]. threads: of each rank. schedule: of the
-    plan's pipeline, if it has one.
-
-    one_copy: whether the replicas have one copy of parameters and optimizer state.
-    """
+    plan's pipeline, if it has one. one_copy: whether the replicas share one copy of parameters and optimizer
+    state."""
 
     plan: Plan
     threads: int

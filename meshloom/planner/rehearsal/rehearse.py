@@ -1,8 +1,8 @@
-"""Runs a few steps of a plan with all its ranks in this process, and notes what each rank does by itself.
+"""Runs a few steps of a plan with all its ranks in this process, and records what each rank does.
 
-Everything of a rank runs as it does in training: the same division, cuts, schedule, buckets, optimizer, from
-the same decisions. Only the talking does not happen; what would be handed over is counted. Ranks take turns,
-each on a clock of its own (`own_clock.py`), so one core is enough to know what each of many ranks computes.
+Everything runs as in training: the same sharding, stages, schedule, buckets and optimizer, from the same
+decisions. Only the communication is left out; its bytes are counted. Ranks take turns, each with its own
+clock (`own_clock.py`), so one core suffices to find out what each of many ranks computes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ SECONDS = 0.6  # of one rank's own clock, after which there are enough
 
 
 def check_plan(job: Job, plan: Plan) -> None:
-    """Raises `PlanError` for what can be said before anything is measured or run: no common steps, or too few
-    samples."""
+    """Raises `PlanError` for what can be checked before anything is measured or run: no common steps, or too
+    few samples."""
     if not plan.synchronous:
         raise PlanError(
             "exchange=async has no steps that all workers take together, so none can be priced. Use the virtual clock: meshloom train."
@@ -58,10 +58,10 @@ def rehearse(
     """Steps of `plan` on CPUs, each rank with so many threads.
 
     common_memory: ranks along dp are processes of one host that share memory. optimizer_factor: bytes of
-        optimizer state per byte of parameters.
+    optimizer state per byte of parameters.
 
-    Raises `PlanError` if the plan cannot run this job or the ranks do not fit into this process, and what the
-    job raises.
+    Raises `PlanError` if the plan cannot run this job or the ranks do not fit into this process, and the
+    job's own errors.
     """
     check_plan(job, plan)
     before = torch.get_num_threads()
@@ -98,8 +98,8 @@ class _Rank:
 
 @dataclass(kw_only=True)
 class _Timed:
-    """What a rank has done. cycle: after how many steps they repeat. num_filled: of its chunks, those with
-    samples. kept: bytes, for backwards."""
+    """A rank's steps. cycle: after how many steps they repeat. num_filled: its chunks with samples. kept:
+    bytes saved for backward."""
 
     cycle: int
     num_filled: int = 0
@@ -107,7 +107,7 @@ class _Timed:
     steps: list[RankStep] = field(default_factory=list)
 
     def are_enough(self, number: int) -> bool:
-        """Whether the first so many steps will do."""
+        """Whether the first so many steps suffice."""
         least, most = (each * self.cycle for each in STEPS)
         if number % self.cycle or number < least:
             return False
@@ -122,7 +122,7 @@ class _Ranks:
         self._turns = turns
 
     def run(self, steps: Callable[[_Rank], Steps[T]]) -> list[T]:
-        """Each rank's generator to its end, in a thread of its own; they hand over where they wait."""
+        """Runs each rank's generator to its end, in a thread of its own; they switch where they wait."""
         return self._turns.run_steps([steps(rank) for rank in self.all])
 
 
@@ -161,8 +161,7 @@ def _seats(mesh: Mesh, turns: Turns, common_memory: bool) -> list[_Rank]:
 
 
 def _take_part(job: Job, plan: Plan, rank: _Rank, timed: Sequence[_Timed]) -> Steps[None]:
-    """All steps of one rank, in one thread: kernels and pools of threads that a thread has made are its own.
-    timed: [rank]."""
+    """All steps of one rank, in one thread: a thread has its own kernels and thread pools. timed: [rank]."""
     mine = timed[rank.seat.rank]
     chunks = yield from _read(job, plan, rank)
     mine.num_filled = sum(1 for chunk in chunks if chunk.samples)
@@ -188,7 +187,7 @@ def _read(job: Job, plan: Plan, rank: _Rank) -> Steps[list[Chunk]]:
 
 
 def _watched_step(rank: _Rank, chunks: Sequence[Chunk]) -> Steps[int]:
-    """The first step; the most bytes that were kept for backwards in it."""
+    """The first step; returns the most bytes that were saved for backward in it."""
     rank.clock.begin()
     with SavedBytes([*rank.replica.model.parameters(), *rank.replica.model.buffers()]) as kept:
         yield from rank.replica.step(0, chunks)
@@ -222,8 +221,8 @@ def _held(replica: Replica, kept: int, optimizer_factor: float) -> HeldBytes:
 
 
 def _check_room(replica: Replica, num_ranks: int) -> None:
-    """Raise `PlanError` if there is no room for so many ranks, this one included, which has built its model.
-    Each builds the whole of it at first."""
+    """Raises `PlanError` if there is no memory for so many ranks, including this one, which has built its
+    model. Each builds the full model at first."""
     # with gradients and an optimizer's two averages
     num_bytes = 4 * sum(each.nbytes for each in replica.model.parameters())
     if num_bytes * num_ranks > free_bytes():
@@ -234,7 +233,7 @@ def _check_room(replica: Replica, num_ranks: int) -> None:
 
 
 def free_bytes() -> int:
-    """Memory of this machine that can be had."""
+    """Available memory of this machine."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:  # not Linux
