@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 
-import meshloom.pipeline.stages.cut
+import meshloom.pipeline.stages.choose_cuts
 import meshloom.pipeline.stages.program_store
 import meshloom.pipeline.stages.stage_cutter
 import meshloom.tensor_parallel.division
@@ -225,9 +225,13 @@ def chosen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Pa
                 patch.setattr(meshloom.tensor_parallel.search.problem, "repeats_of", lambda *_: Repeats())
         if pair.any_cuts:
             patch.setattr(
-                meshloom.pipeline.stages.cut, "best_cuts", _anywhere(random.Random(f"cuts {pair.seed}"))
+                meshloom.pipeline.stages.choose_cuts,
+                "best_cuts",
+                _anywhere(random.Random(f"cuts {pair.seed}")),
             )
-            patch.setattr(meshloom.pipeline.stages.cut, "refined", lambda line, limits, cuts, price: cuts)
+            patch.setattr(
+                meshloom.pipeline.stages.choose_cuts, "refined", lambda line, limits, cuts, price: cuts
+            )
         yield made
 
 

@@ -18,7 +18,7 @@ from meshloom.core.errors import CaptureError, PlanError
 from meshloom.core.schedules import SCHEDULES
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.check import held_by_stage, most_in_flight
-from meshloom.pipeline.stages.cut import UNEVEN, CutChoice, choose_cuts
+from meshloom.pipeline.stages.choose_cuts import UNEVEN, CutChoice, choose_cuts
 from meshloom.pipeline.stages.intervals import Intervals
 from meshloom.pipeline.stages.simulate import step_seconds
 from meshloom.pipeline.stages.stages import Stage, cut_into_stages

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from meshloom.core.job import Job
 from meshloom.data.samples import first_batches
-from meshloom.pipeline.stages.cut import choose_cuts
+from meshloom.pipeline.stages.choose_cuts import choose_cuts
 from meshloom.pipeline.stages.stages import cut_into_stages
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.cost.cost import costs

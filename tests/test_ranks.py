@@ -7,8 +7,8 @@ import pytest
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
-from meshloom.pipeline.stages.cut import CutChoice
-from meshloom.pipeline.stages.cutting import choose_stages
+from meshloom.pipeline.stages.choose_cuts import CutChoice
+from meshloom.pipeline.stages.plan_cuts import choose_stages
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import rank_shares
 from meshloom.planner.readings import Reading, Readings

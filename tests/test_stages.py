@@ -17,7 +17,7 @@ from meshloom.core.errors import PlanError
 from meshloom.core.schedules import SCHEDULES
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.check import most_in_flight
-from meshloom.pipeline.stages.cut import choose_cuts
+from meshloom.pipeline.stages.choose_cuts import choose_cuts
 from meshloom.pipeline.stages.stage_traffic import traffic_of_ranks
 from meshloom.pipeline.stages.stages import cut_into_stages, users_of
 from meshloom.program.capture.capture import capture, capture_module

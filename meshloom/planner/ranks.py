@@ -10,8 +10,8 @@ from meshloom.core.exchanges import holds_only_buckets
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.pipeline.schedules.check import held_by_stage
-from meshloom.pipeline.stages.cut import CutChoice
-from meshloom.pipeline.stages.cutting import schedule_of
+from meshloom.pipeline.stages.choose_cuts import CutChoice
+from meshloom.pipeline.stages.plan_cuts import schedule_of
 from meshloom.pipeline.stages.stage_cutter import stages_of_part
 from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
 from meshloom.pipeline.stages.stages import Stage, users_of

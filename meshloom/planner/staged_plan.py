@@ -12,9 +12,9 @@ from meshloom.core.schedules import SCHEDULES
 from meshloom.machine.machine import Machine
 from meshloom.pipeline.schedules.check import held_by_stage
 from meshloom.pipeline.schedules.schedule import Schedule
-from meshloom.pipeline.stages.cut import CutChoice
-from meshloom.pipeline.stages.cutting import choose_stages, line_of_plan, schedule_of, stored_cuts
+from meshloom.pipeline.stages.choose_cuts import CutChoice
 from meshloom.pipeline.stages.intervals import Intervals
+from meshloom.pipeline.stages.plan_cuts import choose_stages, line_of_plan, schedule_of, stored_cuts
 from meshloom.pipeline.stages.simulate import Simulated, simulate
 from meshloom.pipeline.stages.stage_traffic import StageTraffic, traffic_of_stages
 from meshloom.pipeline.stages.stages import Crossing, Stage, cut_into_stages, users_of

@@ -13,13 +13,13 @@ from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.pipeline.schedules.schedule import Schedule
-from meshloom.pipeline.stages.cut import CutChoice
-from meshloom.pipeline.stages.cutting import choose_stages, schedule_of, stored_cuts
+from meshloom.pipeline.stages.choose_cuts import CutChoice
 from meshloom.pipeline.stages.duplicated_nodes import (
     duplicate_reshards,
     restore_routed_rows,
     split_fused_layers,
 )
+from meshloom.pipeline.stages.plan_cuts import choose_stages, schedule_of, stored_cuts
 from meshloom.pipeline.stages.stages import Stage, cut_into_stages, users_of
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.cost.rates import Rates, rates_here

@@ -1,4 +1,4 @@
-"""The stages of a program under a plan: the inputs of `cut.py` that follow from the plan's schedule,
+"""The stages of a program under a plan: the inputs of `choose_cuts.py` that follow from the plan's schedule,
 memory limit and recomputation."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from meshloom.core.plan import Plan
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.check import held_by_stage
 from meshloom.pipeline.schedules.schedule import Schedule
-from meshloom.pipeline.stages.cut import CutChoice, choose_cuts, line_of, where_used
+from meshloom.pipeline.stages.choose_cuts import CutChoice, choose_cuts, line_of, where_used
 from meshloom.pipeline.stages.intervals import Intervals, StageCost
 from meshloom.pipeline.stages.simulate import step_seconds
 from meshloom.program.cost.cost import Cost, SavedTensor
