@@ -7,8 +7,8 @@ A piece of three chunks in a ring (`>` a chunk is sent, `+` the received one is 
     step 1      > > >       the first chunk is sent as soon as it is added, while the second is still received
                 + + +
 
-Receives are posted a few chunks ahead, so that a sender never waits for one. A tensor that is still being sent
-is never overwritten: what arrives for elements that this rank has sent was computed from what it sent.
+Receives are posted a few chunks ahead, so that a sender never waits for one. A tensor that is still being
+sent is never overwritten: what arrives for elements that this rank has sent was computed from what it sent.
 """
 
 from __future__ import annotations

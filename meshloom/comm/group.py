@@ -1,9 +1,10 @@
 """The contract of a group: collectives and point-to-point messages of a set of ranks.
 
 Every call starts an operation and returns a `Work`. Before `wait()` has returned, outputs may not be read and
-inputs may not be changed. Operations of one group run first in, first out. All ranks start the same operations
-in the same order, across groups too. Ranks are numbered within the group, from 0 to size - 1. Tensors are dense
-and contiguous, on the group's device. Reports count the bytes of the tensor that a rank passes in.
+inputs may not be changed. Operations of one group run first in, first out. All ranks start the same
+operations in the same order, across groups too. Ranks are numbered within the group, from 0 to size - 1.
+Tensors are dense and contiguous, on the group's device. Reports count the bytes of the tensor that a rank
+passes in.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """Replace `tensor` (any shape, equal on all ranks) by its reduction over the ranks, with equal bits on
-        all of them."""
+        """Replace `tensor` (any shape, equal on all ranks) by its reduction over the ranks, with equal bits
+        on all of them."""
 
     @abstractmethod
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
@@ -67,8 +68,8 @@ class Group(ABC):
 
     @abstractmethod
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        """Fill `output` [size * n] with the `tensor` [n] of every rank, in rank order. `tensor` may be a slice
-        of `output` only if `is_in_place`."""
+        """Fill `output` [size * n] with the `tensor` [n] of every rank, in rank order. `tensor` may be a
+        slice of `output` only if `is_in_place`."""
 
     @abstractmethod
     def all_to_all(

@@ -1,7 +1,7 @@
 """The moves of a rank in a collective: a list that is counted, drawn and run.
 
-Each element is summed on one rank, in one order, and sent from there to the others, so that all ranks have equal
-bits.
+Each element is summed on one rank, in one order, and sent from there to the others, so that all ranks have
+equal bits.
 """
 
 from __future__ import annotations

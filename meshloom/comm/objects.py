@@ -1,7 +1,7 @@
 """Collectives of Python values. Each is a generator that yields where it waits for other ranks.
 
-All ranks of the group call the same one. Each yields twice, whatever the values: for their sizes, then for their
-bytes. The tensors that are sent are on the CPU.
+All ranks of the group call the same one. Each yields twice, whatever the values: for their sizes, then for
+their bytes. The tensors that are sent are on the CPU.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def agree(
 def scatter_objects(group: Group, values: Sequence[Any] | None, source: int = 0) -> Steps[Any]:
     """`values[rank]` of rank `source`, which can be pickled, tensors included; the others pass None.
 
-    Between ranks of one job only, which trust each other. If they have a secret, pickles are signed, and a rank
-    unpickles only what another rank has signed for it. Raises `DataError` on the source for what cannot be
-    pickled.
+    Between ranks of one job only, which trust each other. If they have a secret, pickles are signed, and a
+    rank unpickles only what another rank has signed for it. Raises `DataError` on the source for what cannot
+    be pickled.
     """
     is_source = group.rank == source
     pickled = (

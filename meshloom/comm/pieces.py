@@ -18,8 +18,8 @@ Runs = tuple[Interval, ...]  # of indices: in order, none empty, none adjacent t
 class Pieces:
     """The blocks of a tensor of `shape` that ranks hold. held: rank -> dim -> its runs of indices; None: all.
 
-    ends: of each dim whose indices stand for sections of several elements, their cumulative sizes from 0 to the
-        total. Elements of such pieces can be counted, but not copied.
+    ends: of each dim whose indices stand for sections of several elements, their cumulative sizes from 0 to
+        the total. Elements of such pieces can be counted, but not copied.
     """
 
     shape: tuple[int, ...]
@@ -113,7 +113,7 @@ def place(pieces: Pieces, rank: int, part: Tensor) -> Tensor:
 
 def put(pieces: Pieces, rank: int, part: Tensor, into: Tensor) -> None:
     """Write a rank's piece to its place in a full tensor."""
-    for target, source in _blocks(pieces.held[rank], pieces.shape, into, part):
+    for target, source in _blocks(pieces.held[rank], into, part):
         target.copy_(source)
 
 
@@ -132,11 +132,9 @@ def embed(inner: Pieces, outer: Pieces, rank: int, part: Tensor) -> Tensor:
     return part if inner == outer else take(outer, rank, place(inner, rank, part)).clone()
 
 
-def _blocks(
-    held: Sequence[Runs | None], shape: Sequence[int], whole: Tensor, part: Tensor
-) -> list[tuple[Tensor, Tensor]]:
+def _blocks(held: Sequence[Runs | None], full: Tensor, part: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Pairs of equal blocks of a full tensor and of a piece of it."""
-    pairs = [(whole, part)]
+    pairs = [(full, part)]
     for dim, runs in enumerate(held):
         if runs is None:
             continue
@@ -153,20 +151,20 @@ def _blocks(
 def _common(mine: Runs | None, theirs: Runs | None) -> Runs | None:
     if mine is None or theirs is None:
         return theirs if mine is None else mine
-    found: list[Interval] = []
+    runs: list[Interval] = []
     place = 0
     for a, b in mine:  # both are in order
         while place < len(theirs) and theirs[place][1] <= a:
             place += 1
         at = place
         while at < len(theirs) and theirs[at][0] < b:
-            found.append((max(a, theirs[at][0]), min(b, theirs[at][1])))
+            runs.append((max(a, theirs[at][0]), min(b, theirs[at][1])))
             at += 1
-    return tuple(found)
+    return tuple(runs)
 
 
 def _without(mine: Runs, theirs: Runs) -> Runs:
-    found: list[Interval] = []
+    runs: list[Interval] = []
     place = 0
     for start, stop in mine:
         while place < len(theirs) and theirs[place][1] <= start:
@@ -174,12 +172,12 @@ def _without(mine: Runs, theirs: Runs) -> Runs:
         at = place
         while at < len(theirs) and theirs[at][0] < stop:
             if start < theirs[at][0]:
-                found.append((start, theirs[at][0]))
+                runs.append((start, theirs[at][0]))
             start = theirs[at][1]
             at += 1
         if start < stop:
-            found.append((start, stop))
-    return tuple(found)
+            runs.append((start, stop))
+    return tuple(runs)
 
 
 @lru_cache(maxsize=4096)

@@ -35,7 +35,7 @@ class Count:
 class RecordedGroup(Group):
     """A wrapper of `group` that counts in `counts`, by the name of the method.
 
-    axis: of the mesh, along which the group's ranks lie.
+    axis: the mesh axis of the group's ranks.
 
     >>> from meshloom.comm.simulated import simulated_groups
     >>> import torch

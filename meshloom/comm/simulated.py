@@ -1,7 +1,7 @@
 """The group of simulated ranks in one process: the last rank to start an operation runs it for all.
 
-Tensors of different ranks may be on different devices (one process with several GPUs). Sums are computed in rank
-order on the first rank's device.
+Tensors of different ranks may be on different devices (one process with several GPUs). Sums are computed in
+rank order on the first rank's device.
 """
 
 from __future__ import annotations

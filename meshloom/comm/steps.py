@@ -8,7 +8,8 @@ Two ways, both deterministic and free of deadlock:
                     rank 1                  compute, start -> yield       wait, update -> return
 
     Turns.run       a rank is a function that waits within its work (for batch statistics inside a forward). Each
-                    has a thread, exactly one of them runs at a time, and a wait passes the turn to the next rank.
+                    has a thread, exactly one of them runs at a time, and a wait passes the turn to the next
+                    rank.
 """
 
 from __future__ import annotations

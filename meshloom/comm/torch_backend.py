@@ -4,7 +4,7 @@ checkpoints run on it unchanged.
     import meshloom.comm.torch_backend
     torch.distributed.init_process_group("shm")                  or "cpu:shm,cuda:nccl"
 
-All ranks are on one host. Tensors on a GPU travel through pinned host memory, so several ranks may share one GPU.
+All ranks are on one host. Tensors on a GPU travel through pinned host memory, so ranks may share a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Seconds of an all-reduce by formula, and the fastest algorithm.
 
-N ranks contribute S bytes each; a message takes `a` seconds plus its bytes at B bytes/s, in both directions at the
-same time. Additions count as free.
+N ranks contribute S bytes each; a message takes `a` seconds plus its bytes at B bytes/s, in both directions
+at the same time. Additions count as free.
 
     ring            2(N-1) a  +  2(N-1)/N S/B                                 Patarasuk & Yuan, 2009
     tree            2 log2 N (a + S/B)                                        Thakur, Rabenseifner & Gropp, 2005
@@ -45,9 +45,9 @@ def choose_algorithm(
 ) -> AlgorithmChoice:
     """The fastest algorithm, of the explicit ones and the backend's own. Raises `MachineError`.
 
-    latency_seconds, bytes_per_second: of a message over the slowest link: between hosts, or inside the only one.
-    inside_latency_seconds, inside_bytes_per_second: of a message inside a host; None: the same. All hosts have
-        equally many ranks.
+    latency_seconds, bytes_per_second: of a message over the slowest link: between hosts, or inside the only
+        one. All hosts have equally many ranks.
+    inside_latency_seconds, inside_bytes_per_second: of a message inside a host; None: the same.
     own_seconds: measured for the backend's own all-reduce, which is chosen if none is faster.
     measured: algorithm -> measured seconds, instead of its formula.
 
@@ -61,26 +61,26 @@ def choose_algorithm(
             f"{num_ranks} ranks cannot be equally many on each of {num_hosts} hosts. Give a number of hosts that divides the ranks."
         )
     link = latency_seconds, bytes_per_second
-    found = {
+    candidates = {
         name: seconds(num_bytes, num_ranks, *link)
         for name, seconds in (("ring", ring_seconds), ("halving", halving_seconds), ("tree", tree_seconds))
     }
     if 1 < num_hosts < num_ranks:
         inside = inside_latency_seconds or latency_seconds, inside_bytes_per_second or bytes_per_second
-        found["hierarchical"] = hierarchical_seconds(
+        candidates["hierarchical"] = hierarchical_seconds(
             num_bytes, num_hosts, num_ranks // num_hosts, *link, *inside
         )
-    found |= measured
+    candidates |= measured
     if own_seconds is not None:
-        found = {"all_reduce": own_seconds, **found}
-    best = min(found, key=lambda name: found[name])
+        candidates = {"all_reduce": own_seconds, **candidates}
+    best = min(candidates, key=lambda name: candidates[name])
     others = ", ".join(
-        f"{format_seconds(found[name])} ({name})"
-        for name in sorted(found, key=lambda name: found[name])
+        f"{format_seconds(candidates[name])} ({name})"
+        for name in sorted(candidates, key=lambda name: candidates[name])
         if name != best
     )
-    reason = f"{best}: {format_bytes(num_bytes)} over {num_ranks} ranks, {format_seconds(found[best])} against {others}"
-    return AlgorithmChoice(algorithm=best, seconds=found[best], reason=reason)
+    reason = f"{best}: {format_bytes(num_bytes)} over {num_ranks} ranks, {format_seconds(candidates[best])} against {others}"
+    return AlgorithmChoice(algorithm=best, seconds=candidates[best], reason=reason)
 
 
 def ring_seconds(num_bytes: float, num_ranks: int, latency_seconds: float, bytes_per_second: float) -> float:

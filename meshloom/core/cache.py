@@ -2,9 +2,9 @@
 
     DIRECTORY/reading-PLACE-DIGEST      magic | hash of all that follows | length of the header | header | content
 
-PLACE identifies what the entry is of; DIGEST is that of all its dependencies, which the header repeats. A file is
-not trusted for its name: its hash and every dependency are compared, and only this user may be able to write the
-file and the directory. A failed read or write is not an error.
+PLACE identifies what the entry is of; DIGEST is that of all its dependencies, which the header repeats. A
+file is not trusted for its name: its hash and every dependency are compared, and only this user may be able
+to write the file and the directory. A failed read or write is not an error.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _STALE_SECONDS = 3600.0  # age of an incomplete file that is removed
 class CacheEntry:
     """The result of a look-up.
 
-    content: None if there is no valid entry. why: the reason for that. refused: whether there was a file, which
-    is not trusted.
+    content: None if there is no valid entry. why: the reason for that. refused: whether there was a file,
+    which is not trusted.
     """
 
     content: bytes | None
@@ -40,8 +40,8 @@ class CacheEntry:
 
 
 class Cache:
-    """The cache in one directory, which need not exist. max_bytes: of all entries; the least recently used are
-    evicted."""
+    """The cache in one directory, which need not exist. max_bytes: of all entries; the least recently used
+    are evicted."""
 
     def __init__(self, directory: Path, max_bytes: int = MAX_BYTES) -> None:
         self.directory = directory

@@ -1,8 +1,8 @@
 """Compiled modules under the names that they have without `torch.compile`.
 
-`torch.compile(module)` wraps the module, which adds a part (`_orig_mod`) to all names inside it, in checkpoints,
-errors and reports. Here the wrapped module replaces its wrapper and calls the compiled code, as after
-`module.compile()`.
+`torch.compile(module)` wraps the module, which adds a part (`_orig_mod`) to all names inside it, in
+checkpoints, errors and reports. Here the wrapped module replaces its wrapper and calls the compiled code, as
+after `module.compile()`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def named_as_written(model: nn.Module) -> nn.Module:
     >>> [name for name, _ in model.named_parameters()]
     ['0.weight', '0.bias']
     """
-    found = _inside(model)
-    for module in list(found.modules()):
+    unwrapped = _inside(model)
+    for module in list(unwrapped.modules()):
         children: dict[str, nn.Module | None] = vars(module)["_modules"]
         for name, child in children.items():
             children[name] = _inside(child) if child is not None else None
-    return found
+    return unwrapped
 
 
 def without_compilation(model: nn.Module) -> list[str]:

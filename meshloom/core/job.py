@@ -85,9 +85,9 @@ class Job:
         `{"mylib::swiglu": "b* f, b* f -> b* f"}` (docs/rules.md).
 
     Modules train in the mode in which `model` returned them, in every step and under every plan: a submodule
-    in evaluation mode (batch norm with frozen statistics) stays so. A model that is itself in evaluation mode,
-    as `from_pretrained` returns it, is put into training mode as a whole, as by `model.train()`. To keep parts
-    of it in evaluation mode, call `model.train()` in the function, then `eval()` on those parts.
+    in evaluation mode (batch norm with frozen statistics) stays so. A model that is itself in evaluation
+    mode, as `from_pretrained` returns it, is put into training mode as a whole, as by `model.train()`. To
+    keep parts of it in evaluation mode, call `model.train()` in the function, then `eval()` on those parts.
 
     >>> import torch
     >>> job = Job(

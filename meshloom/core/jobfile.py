@@ -79,8 +79,8 @@ def load_job(target: str) -> Job | None:
 
 
 def _load(path: Path) -> ModuleType:
-    """Run the file. It can import files beside it, as under `python FILE`, and files in the working directory,
-    as under `python -m`."""
+    """Run the file. It can import files beside it, as under `python FILE`, and files in the working
+    directory, as under `python -m`."""
     file, here = path.resolve(), Path.cwd()
     top = file.parent  # the directory above the packages of the file
     while (top / "__init__.py").is_file():

@@ -2,8 +2,8 @@
 
     rank = (pp * size_dp + dp) * size_tp + tp
 
-Ranks of a tensor-parallel group, which communicate most, are neighbours; stages of a pipeline, which communicate
-least, are farthest apart. `Mesh(dp=2, pp=2, tp=2)`:
+Ranks of a tensor-parallel group, which communicate most, are neighbours; stages of a pipeline, which
+communicate least, are farthest apart. `Mesh(dp=2, pp=2, tp=2)`:
 
               dp=0      dp=1
     pp=0      0  1      2  3       (left and right: tp=0, tp=1)

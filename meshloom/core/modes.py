@@ -1,8 +1,8 @@
 """The training or evaluation mode of each module during training: the mode in which the model was built.
 
-`from_pretrained` returns models in evaluation mode, and a training loop calls `model.train()`: so does meshloom.
-Submodules in evaluation mode of a model in training mode were put there on purpose (batch norm with frozen
-statistics), so they stay.
+`from_pretrained` returns models in evaluation mode, and a training loop calls `model.train()`: so does
+meshloom. Submodules in evaluation mode of a model in training mode were put there on purpose (batch norm with
+frozen statistics), so they stay.
 """
 
 from __future__ import annotations

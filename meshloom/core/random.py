@@ -1,9 +1,9 @@
 """Random draws keyed by (seed, step, chunk, n), independent of the order of execution.
 
-A chunk's forward starts from the seed of (seed, step, chunk), on whichever rank it runs. Under `KeyedDraws`, each
-random operation n has a seed derived from that of operation n - 1, so a draw does not depend on how many numbers the
-earlier ones took. The chain of seeds is stored in torch's CPU generator (its `initial_seed`), so activation
-checkpointing, which saves and restores that generator, repeats the same draws.
+A chunk's forward starts from the seed of (seed, step, chunk), on whichever rank it runs. Under `KeyedDraws`,
+each random operation n has a seed derived from that of operation n - 1, so a draw does not depend on how many
+numbers the earlier ones took. The chain of seeds is stored in torch's CPU generator (its `initial_seed`), so
+activation checkpointing, which saves and restores that generator, repeats the same draws.
 """
 
 from __future__ import annotations

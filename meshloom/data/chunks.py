@@ -77,8 +77,8 @@ class Reader(ABC):
     def read(self, step: int) -> Steps[list[Chunk]]:
         """This replica's chunks of `step`, in order, empty ones included; all replicas call it together.
 
-        The step after the last one is read ahead; any other restarts the reader there. Raises `DataError` with
-        the sample and the user's source line if the job's dataset or `collate` fails.
+        The step after the last one is read ahead; any other restarts the reader there. Raises `DataError`
+        with the sample and the user's source line if the job's dataset or `collate` fails.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Map-style data: the samples of a step are a function of (seed, step), so a position is a step.
 
-Each replica reads its own samples only. A sample's draws (augmentation) are keyed by (seed, epoch, index), so they
-do not depend on the rank or worker that reads it, nor on a resume.
+Each replica reads its own samples only. A sample's draws (augmentation) are keyed by (seed, epoch, index), so
+they do not depend on the rank or worker that reads it, nor on a resume.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Runs the job's dataset and `collate`, here or in worker processes, with defined seeds and described failures.
+"""Runs the job's dataset and `collate`, here or in worker processes, with defined seeds and described
+failures.
 
-Each sample and each `collate` has its own seed of the CPU generators of torch, `random` and numpy. An exception
-becomes a `ReadFailure` where it is raised, since one that crosses processes loses its traceback.
+Each sample and each `collate` has its own seed of the CPU generators of torch, `random` and numpy. An
+exception becomes a `ReadFailure` where it is raised, since one that crosses processes loses its traceback.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     rank 0   read a batch, split it, collate every chunk -> scatter -> chunks 0 .. m-1
     rank r                                               -> scatter -> chunks r*m .. r*m + m-1
 
-When the stream ends, the next epoch begins with a new `iter()`, after `set_epoch(epoch)` if the dataset has that.
-A position in a stream is a number of batches. Seeking reads and discards from the beginning, each sample under its
-own seed, since a stream has no other notion of position.
+When the stream ends, the next epoch begins with a new `iter()`, after `set_epoch(epoch)` if the dataset has
+that. A position in a stream is a number of batches. Seeking reads and discards from the beginning, each
+sample under its own seed, since a stream has no other notion of position.
 """
 
 from __future__ import annotations

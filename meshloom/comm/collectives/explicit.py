@@ -6,8 +6,8 @@ underneath.
     halving        all_reduce, reduce_scatter, all_gather
     hierarchical   all_reduce
 
-Every other call is passed on. All of them run first in, first out, in the background: on processes in a thread,
-on simulated ranks whenever one of them waits.
+Every other call is passed on. All of them run first in, first out, in the background: on processes in a
+thread, on simulated ranks whenever one of them waits.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def explicit_group(
 
     hosts: the host of each rank, for `hierarchical`; None: all are on one.
     chunk_bytes: maximum size of a message.
-    name: of this rank in errors. activity: where it notes that it waits. who_left: the name of a rank that has
-    aborted, or None. Raises `CollectiveError` for an unknown algorithm or a wrong number of hosts.
+    name: of this rank in errors. activity: where it notes that it waits. who_left: the name of a rank that
+    has aborted, or None. Raises `CollectiveError` for an unknown algorithm or a wrong number of hosts.
     """
     if algorithm not in ALGORITHMS:
         raise CollectiveError(f"An all-reduce by {algorithm!r} is not known. Use {', '.join(ALGORITHMS)}.")

@@ -119,8 +119,8 @@ def _halve(place: int, power: int, folded: int, offsets: Sequence[int]) -> list[
     while distance:
         partner = _rank(place ^ distance, folded)
         upper = place & distance
-        keep, give = (low + distance, low) if upper else (low, low + distance)
-        moves += moved("send", partner, offsets[give], offsets[give + distance]) + moved(
+        keep, send = (low + distance, low) if upper else (low, low + distance)
+        moves += moved("send", partner, offsets[send], offsets[send + distance]) + moved(
             "add", partner, offsets[keep], offsets[keep + distance]
         )
         low, distance = keep, distance // 2

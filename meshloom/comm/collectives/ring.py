@@ -1,7 +1,7 @@
 """All-reduce on a ring: each rank sends to the next, twice around.
 
-The elements are N pieces, one per rank. In the first round, partial sums travel and grow; in the second, the sums
-travel. N = 3, pieces a b c:
+The elements are N pieces, one per rank. In the first round, partial sums travel and grow; in the second, the
+sums travel. N = 3, pieces a b c:
 
                    rank 0 -> rank 1     rank 1 -> rank 2     rank 2 -> rank 0
     reduce-scatter       c0                   a1                   b2

@@ -3,8 +3,8 @@
     rank 0   sent |------ request ------>                |  received
     rank r                        its clock |------ reply ------>
 
-Rank r read its clock somewhere between `sent` and `received` (Cristian, 1989). Of several round trips the fastest
-is the most precise.
+Rank r read its clock somewhere between `sent` and `received` (Cristian, 1989). Of several round trips the
+fastest is the most precise.
 """
 
 from __future__ import annotations

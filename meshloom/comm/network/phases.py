@@ -4,9 +4,10 @@
     first thread       [1 first, starts second]  [2 first, starts second]
     second thread                                [1 second finishes, third]  [2 second finishes, third]
 
-A rank that waits for one group may block a rank that waits for another. If phases ran only in `wait`, two such
-ranks could deadlock. Each thread runs operations in the order of their start, which is the same on all ranks. So
-the groups that the phases use also see the same order on all ranks, as long as no group is used by both threads.
+A rank that waits for one group may block a rank that waits for another. If phases ran only in `wait`, two
+such ranks could deadlock. Each thread runs operations in the order of their start, which is the same on all
+ranks. So the groups that the phases use also see the same order on all ranks, as long as no group is used by
+both threads.
 """
 
 from __future__ import annotations

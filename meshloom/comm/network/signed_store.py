@@ -1,8 +1,8 @@
 """A store whose values ranks sign, so that they accept only each other's.
 
-A store listens on a port, and whoever can reach the port can read and write. Each rank first writes a nonce. The
-key of all further signatures is derived from the secret and all nonces, so a signature of another run, or of
-another group of this run, is not valid here (HMAC, RFC 2104, with SHA-256).
+A store listens on a port, and whoever can reach the port can read and write. Each rank first writes a nonce.
+The key of all further signatures is derived from the secret and all nonces, so a signature of another run, or
+of another group of this run, is not valid here (HMAC, RFC 2104, with SHA-256).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class SignedStore:
     """An exchange of texts between the ranks of one group, one under each name.
 
     store: used by this exchange alone. members: name of each rank in errors. secret: known to all ranks; b"":
-    none, and signatures only tell groups apart. timeout: how long a rank waits for another; None: the store's.
+    none, and signatures only tell groups apart. timeout: how long a rank waits for another; None: the
+    store's.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""The compiled engine of one group: starts operations on addresses, and waits while it watches the other ranks.
+"""The compiled engine of one group: starts operations on addresses, and watches other ranks during waits.
 
-native/engine.h says how the engine moves and reduces what lies in shared memory.
+native/engine.h describes how the engine moves and reduces tensors in shared memory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def why_not() -> str:
     if _engine:
         return ""
     return (
-        "The shared-memory transport was not compiled when meshloom was installed, so ranks of one machine talk over Gloo, which is slower: "
+        "The shared-memory transport was not compiled when meshloom was installed, so ranks of one machine use Gloo, which is slower: "
         "install a C compiler and Python's headers, then install meshloom again."
     )
 
@@ -84,8 +84,8 @@ class NativeEngine:
 
     members: name of each rank in errors. timeout_seconds: of a wait. activity: where this rank notes that it
     waits; after a wait that failed it still says so. Raises `DeviceError` if the engine is not compiled or
-    there are too many ranks, `PeerLostError` if other ranks do not open it, `CollectiveError` if memory cannot
-    be shared.
+    there are too many ranks, `PeerLostError` if other ranks do not open it, `CollectiveError` if memory
+    cannot be shared.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class NativeEngine:
         self._rank, self._members, self._size = rank, members, len(members)
         if self._size > _MAX_RANKS:
             raise DeviceError(
-                f"{self._size} ranks cannot share memory, {_MAX_RANKS} can. Let them talk over Gloo (--transport gloo)."
+                f"{self._size} ranks cannot share memory, {_MAX_RANKS} can. Let them use Gloo (--transport gloo)."
             )
         self._timeout, self._activity = timeout_seconds, activity
         self._aborted = False

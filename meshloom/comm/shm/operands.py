@@ -66,7 +66,7 @@ def writable_each(tensors: Sequence[Tensor]) -> Operand:
 
 
 def check_cpu(*tensors: Tensor) -> None:
-    """Raise `CollectiveError` for a tensor that does not lie in host memory."""
+    """Raise `CollectiveError` for a tensor that is not in host memory."""
     for tensor in tensors:
         if not tensor.is_cpu:
             raise CollectiveError(

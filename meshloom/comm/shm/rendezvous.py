@@ -47,8 +47,8 @@ class GroupMemory:
 
 
 class Rendezvous:
-    """Of one rank. store: used by this group alone. members: name of each rank in errors. timeout: how long to
-    wait for other ranks. secret: signs what ranks write into the store."""
+    """Of one rank. store: used by this group alone. members: name of each rank in errors. timeout: how long
+    to wait for other ranks. secret: signs what ranks write into the store."""
 
     def __init__(
         self, store: dist.Store, rank: int, members: Sequence[str], timeout: timedelta, secret: bytes
@@ -75,7 +75,7 @@ class Rendezvous:
             if any(problem.startswith(_NO_SPACE) for problem in problems):
                 break  # other files would take as much address space
         raise CollectiveError(
-            f"The ranks cannot share memory ({'; '.join(dict.fromkeys(reasons))}). Let them talk over Gloo (--transport gloo)."
+            f"The ranks cannot share memory ({'; '.join(dict.fromkeys(reasons))}). Let them use Gloo (--transport gloo)."
         )
 
     def _try(

@@ -2,10 +2,10 @@
 can be left behind.
 
 A rank creates an anonymous file (memfd) and publishes its process id and descriptor; the others open
-/proc/PID/fd/DESCRIPTOR, as processes of one user may. Where that fails (no memfd, no /proc, hidden processes),
-files have a name in /dev/shm until all ranks have opened them. In both cases only their user may open them
-(mode 0600), and an opened file must be of this kind, user and size. Otherwise another user could publish memory
-of his own, or some unrelated file of this user.
+/proc/PID/fd/DESCRIPTOR, as processes of one user may. Where that fails (no memfd, no /proc, hidden
+processes), files have a name in /dev/shm until all ranks have opened them. In both cases only their user may
+open them (mode 0600), and an opened file must be of this kind, user and size. Otherwise another user could
+publish memory of his own, or some unrelated file of this user.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def too_little(where: str, needed: int, free: int | None) -> CollectiveError:
     )
     return CollectiveError(
         f"Ranks of one machine exchange tensors through files in {where}: {format_bytes(needed)} are needed{there}. "
-        "Give it more (in a container: --shm-size), use smaller buckets or batches, or let the ranks talk over Gloo (--transport gloo)."
+        "Give it more (in a container: --shm-size), use smaller buckets or batches, or let the ranks use Gloo (--transport gloo)."
     )
 
 

@@ -1,6 +1,6 @@
 """The group of ranks of one host that share memory: as fast as memory, and usable from torch alone.
 
-Here tensors become addresses. The compiled engine (`native_engine.py`) moves and reduces what lies there;
+Here tensors become addresses. The compiled engine (`native_engine.py`) moves and reduces what is there;
 `failures.py` has the sentences for a rank that died, that does not come, or that called something else.
 """
 

@@ -38,9 +38,9 @@ def share_memory(
 ) -> list[Tensor]:
     """The memory of each rank, uint8 [num_bytes], mapped here; a collective.
 
-    files: how memory is shared. processes, members: process id and name of each rank. owner: the only rank that
-    allocates; the others' tensors are empty. None: all ranks do. Raises `CollectiveError` on all ranks if one
-    has too little memory or if their sizes differ.
+    files: how memory is shared. processes, members: process id and name of each rank. owner: the only rank
+    that allocates; the others' tensors are empty. None: all ranks do. Raises `CollectiveError` on all ranks
+    if one has too little memory or if their sizes differ.
     """
     allocating = range(group.size) if owner is None else [owner]
     problem: MeshloomError | None = None

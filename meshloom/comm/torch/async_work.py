@@ -31,8 +31,8 @@ class ShmWork(_DistWork):
     """Operations that were started together, and what remains to be done once they have finished.
 
     what: describes them in errors. copies: copies the results back. result: the tensors that are filled.
-    completer: waits for them when a future is requested. limit: how long `wait` may take; None: the group's own
-    timeout. finish: called once they have finished.
+    completer: waits for them when a future is requested. limit: how long `wait` may take; None: the group's
+    own timeout. finish: called once they have finished.
     """
 
     in_order = True  # whether operations of its group finish in the order in which they start

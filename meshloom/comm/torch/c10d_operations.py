@@ -20,8 +20,8 @@ from meshloom.comm.liveness.notes import Notes
 from meshloom.core.errors import ABORTED, CollectiveError, PeerLostError
 
 _POLL = timedelta(seconds=1)
-# Gloo copies what it scatters or gathers until somebody has waited for it. With more bytes under way the oldest
-# operations are waited for first.
+# Gloo copies what it scatters or gathers until somebody has waited for it. With more bytes under way the
+# oldest operations are waited for first.
 _COPIED_BYTES = 64 << 20
 
 # Fragments of messages of Gloo, NCCL and the store, in lower case.
@@ -68,8 +68,8 @@ class C10dOperations:
         """Call `start` and return its work. Raises `PeerLostError`, `CollectiveError`.
 
         what: describes it in errors. tensors: kept alive until somebody has waited. finish: called after the
-        wait. is_message: a wait cannot be interrupted to check the store. copied_bytes: of CPU tensors that the
-        backend copies until the wait.
+        wait. is_message: a wait cannot be interrupted to check the store. copied_bytes: of CPU tensors that
+        the backend copies until the wait.
         """
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         copied_bytes = copied_bytes if on_cpu else 0
