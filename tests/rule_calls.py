@@ -1,4 +1,5 @@
-"""Calls of every operator that has a rule, of random shapes, dims and arguments: rule -> ways to make one."""
+"""Random calls of every operator with a rule: name -> functions that draw a call. A new rule gets an entry
+in `CALLS`."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from meshloom.program.ir.callables import out_of_place
 
 @dataclass(frozen=True)
 class OneCall:
-    """target: an `OpOverload`. args, kwargs: with tensors in them.
+    """A call. target: an `OpOverload`. args, kwargs: with tensors.
 
-    fixed: arguments to which no gradient goes. determined: whether equal calls give equal results.
+    fixed: arguments without gradients. determined: whether equal calls give equal results.
     """
 
     target: Any
@@ -29,17 +30,17 @@ class OneCall:
 
     @property
     def schema(self) -> Any:
-        """Of the operator; of what `out_of_place` makes, with that operator's argument in front."""
+        """The schema of the operator; for `out_of_place`, with the wrapped operator as first argument."""
         return self.args[0]._schema if self.target is out_of_place else self.target._schema
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """The arguments of the schema."""
+        """The arguments in schema order."""
         return self.args[1:] if self.target is out_of_place else self.args
 
 
 class Chance:
-    """Random sizes, shapes and values. Sizes are odd, even and prime, so that parts are uneven."""
+    """Draws random sizes, shapes and values. Sizes are odd, even and prime, so that shards are uneven."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -79,7 +80,7 @@ class Chance:
         return self.random.choice(choices)
 
     def cut_up(self, size: int, count: int) -> tuple[int, ...]:
-        """`size` as `count` numbers of 1 or more."""
+        """`size` as the sum of `count` numbers of 1 or more."""
         stops = sorted(self.random.sample(range(1, size), count - 1))
         return tuple(stop - start for start, stop in zip((0, *stops), (*stops, size), strict=True))
 
@@ -88,7 +89,7 @@ Make = Callable[[Chance], OneCall]
 
 
 def op(name: str) -> Any:
-    """`add.Tensor` -> that overload; `library::name` -> an operator that is not torch's own."""
+    """`add.Tensor` -> that overload; `library::name` -> a custom operator."""
     library, _, name = name.rpartition("::")
     packet, _, overload = name.partition(".")
     return getattr(getattr(getattr(torch.ops, library or "aten"), packet), overload or "default")
@@ -126,7 +127,7 @@ def along_dim(name: str, *rest: Any, **kwargs: Any) -> Make:
 
 
 def on_broadcast(name: str, **kwargs: Any) -> Make:
-    """The operator on two tensors of which either is stretched."""
+    """The operator on two tensors, either of which is broadcast."""
 
     def make(c: Chance) -> OneCall:
         shape = c.shape()
@@ -429,7 +430,7 @@ def _masked_scatter(c: Chance) -> OneCall:
 
 
 def _likelihood(name: str) -> Make:
-    """nll_loss of rows, of pictures, of either."""
+    """nll_loss of rows, of images, of either."""
 
     def make(c: Chance) -> OneCall:
         n, v, space = (
@@ -464,7 +465,7 @@ def _cosine(c: Chance) -> OneCall:
 
 
 def _grouped_product(name: str, dtype: torch.dtype) -> Make:
-    """Sizes of which torch's kernel makes no parts without padding; some groups are empty."""
+    """Sizes whose shards torch's kernel would have to pad; some groups are empty."""
 
     def make(c: Chance) -> OneCall:
         if "transformers" in name:
@@ -514,7 +515,7 @@ def _index(c: Chance) -> OneCall:
 
 
 def _lookup(c: Chance) -> OneCall:
-    """An entry for every index, counted from the end now and then; some entries for none."""
+    """An entry for every index, sometimes counted from the end; none for some entries."""
     x = c.any(3, 4)
     index = c.below(x.shape[0], c.size())
     return call("index.Tensor", x, (torch.where(c.below(4, len(index)) == 0, index - x.shape[0], index),))
@@ -536,7 +537,7 @@ def _view(name: str) -> Make:
 
 
 def _grouped(c: Chance, parts: list[int]) -> tuple[int, ...]:
-    """Neighbours multiplied, ones in between."""
+    """Neighbouring sizes multiplied, with ones in between."""
     sizes = [parts[0]]
     for part in parts[1:]:
         if c.yes():

@@ -1,8 +1,8 @@
-"""One operator on all ranks, in every way that its rule allows, against the undivided call: forward,
-backward, and what it writes in place.
+"""Checks one operator on all ranks, under every strategy that its rule allows, against the unsharded call:
+forward, backward, and in-place writes.
 
-The oracle knows of a placement only which indices each rank holds; values and gradients follow from the table
-in `placement.py`.
+The oracle knows only which indices each rank holds; values and gradients follow from the table in
+`placement.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Index = list[Tensor]  # the indices of each dim that a rank holds
 
 
 class Checked:
-    """What was tried. cut: rule's label -> in how many ways of computing it was cut."""
+    """What was checked. cut: label of the rule -> the number of strategies that sharded it."""
 
     def __init__(self) -> None:
         self.ways = 0
@@ -52,7 +52,7 @@ class Checked:
 
 
 def check_call(one: OneCall, rules: Rules, num_ranks: int, chance: Chance, checked: Checked) -> None:
-    """Compare every way in which `num_ranks` ranks can compute a call. Raises AssertionError naming the way
+    """Checks every strategy of a call over `num_ranks` ranks. Raises `AssertionError` with the strategy
     that differs."""
     program, operands = program_of(one)
     layout = layout_of(program, rules)
@@ -109,13 +109,13 @@ def program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
     used = iter(
         [each.clone().requires_grad_(wanted).clone() for each, wanted in zip(operands, graded, strict=True)]
     )
-    with CountDraws() as draws:  # with gradients: some kernels give more then
+    with CountDraws() as draws:  # with gradients: some kernels return more results then
         outputs = [
             each.detach()
             for each in tree_leaves(one.target(*_filled(one.args, used), **_filled(one.kwargs, used)))
             if isinstance(each, Tensor)
         ]
-    copied = len(args) > len(named)  # what is written is a copy
+    copied = len(args) > len(named)  # in-place operators write to a copy
     written = {
         place
         for place, argument in enumerate(one.schema.arguments)
@@ -148,7 +148,7 @@ def _meta(tensor: Tensor, graded: bool) -> Meta:
 
 
 def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """Arguments with other tensors in the places of theirs, in order."""
+    """Arguments with their tensors replaced, in order."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, tuple | list):
@@ -157,8 +157,7 @@ def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _give_parts(layout: Layout, chance: Chance) -> None:
-    """Make some axes products and concatenations, as they are where other operators reshape them and cut them
-    up."""
+    """Makes some axes products and concatenations, as if other operators had reshaped and split them."""
     leaves = [
         leaf
         for tensors in layout.values.values()
@@ -179,7 +178,7 @@ def _give_parts(layout: Layout, chance: Chance) -> None:
 
 
 class _Whole:
-    """The undivided call: its results, what it leaves in its operands, and gradients for random gradients of
+    """The unsharded call: its results, its operands afterwards, and the gradients for random gradients of
     its results."""
 
     def __init__(
@@ -346,8 +345,8 @@ def _given(tensor: Tensor, placement: Placement, held: list[Index], chance: Chan
 
 
 def _gradients(gradient: Tensor, placement: Placement, held: list[Index], chance: Chance) -> list[Tensor]:
-    """What the ranks are given as gradient: all of it, or (of parts) addends wherever several ranks hold an
-    index."""
+    """The gradients that ranks receive: the full one, or, of a shard, addends wherever several ranks hold
+    an index."""
     if not isinstance(placement, Part):
         return [gradient.clone() for _ in held]
     holders = torch.zeros(gradient.shape, dtype=torch.long)

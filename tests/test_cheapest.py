@@ -1,4 +1,5 @@
-"""The cheapest combination: against all of them, against an integer program, and under a limit."""
+"""The cheapest combination: compared with all combinations, with an integer program, and within a memory
+limit."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ Words = tuple[list[Floats], list[Reshard], list[Floats], list[Floats]]
 
 
 def drawn(seed: int, *, unknowns: int, users: int, barred: float = 0.1) -> Words:
-    """A random problem: options, changes, and bytes of both. An unknown may want what it makes itself."""
+    """A random problem: options, reshards, and bytes of both. A variable may want the value that it
+    produces."""
     draw = random.Random(seed)
     numbers: Callable[[], float] = lambda: (  # noqa: E731
         math.inf if draw.random() < barred else draw.choice([0.0, draw.uniform(0, 9)])
@@ -67,7 +69,7 @@ def drawn(seed: int, *, unknowns: int, users: int, barred: float = 0.1) -> Words
 def naive(
     values: Sequence[int], own: Sequence[Floats], changes: Sequence[Reshard], tables: Sequence[Floats]
 ) -> float:
-    """What a combination costs, in the words of the definition."""
+    """The cost of a combination, by definition."""
     total = sum(float(each[value]) for each, value in zip(own, values, strict=True))
     for change, table in zip(changes, tables, strict=True):
         for target in range(table.shape[1]):
@@ -113,8 +115,8 @@ def test_no_combination_is_cheaper(seed: int):
 def test_what_is_too_large_for_one_table_is_done_by_shares(
     seed: int, largest: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Small tables stand for the large ones that a change with many users would take; with 2^6 entries, some
-    are done by steps."""
+    """Small tables stand for the large ones of a reshard with many users; with 2^6 entries, some problems
+    are solved by coordinate descent."""
     words = drawn(seed, unknowns=9, users=6, barred=0.0)
     exact = cheapest(*words[:2])
     monkeypatch.setattr(meshloom.tensor_parallel.search.bucket_elimination, "LARGEST", largest)
@@ -130,8 +132,8 @@ def test_what_is_too_large_for_one_table_is_done_by_shares(
 def test_what_is_found_by_steps_is_better_than_where_they_began_and_not_said_to_be_the_best(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """An integer program that had to stop was taken for the best, and what it had not divided was said to
-    cost more than it saves."""
+    """An integer program that had to stop was taken for optimal, and the account said of what it had not
+    sharded that this would cost more than it saves."""
     words = drawn(7, unknowns=40, users=4, barred=0.0)
     exact = cheapest(*words[:2])
     monkeypatch.setattr(meshloom.tensor_parallel.search.bucket_elimination, "LARGEST", 2**7)
@@ -163,7 +165,7 @@ def test_a_limit_is_kept_at_the_least_cost(seed: int):
         _, cost, size = next(each for each in every if each[0] == found.values)
         assert size <= limit * (1 + 1e-9) and cost == pytest.approx(found.total, rel=1e-9)
         best = min(cost for _, cost, size in every if size <= limit)
-        # what is as good as a thousandth is not looked for, by either solver
+        # neither solver looks for gains below a thousandth
         assert found.total <= best * 1.002 + 1e-9
         assert found.bound <= best * (1 + 1e-9)
     with pytest.raises(LimitError) as caught:
@@ -185,7 +187,7 @@ def test_a_chain_of_any_length_takes_a_table_per_link():
         Table(scope=(at, at + 1), entries=np.array([[draw.random() for _ in range(5)] for _ in range(5)]))
         for at in range(300)
     ]
-    least = np.zeros(5)  # of all links so far, by the last one's value
+    least = np.zeros(5)  # the least cost of all links so far, by the last one's value
     for table in tables:
         least = (least[:, None] + table.entries).min(axis=0)
     found = least_sum([5] * 301, tables)
@@ -193,8 +195,7 @@ def test_a_chain_of_any_length_takes_a_table_per_link():
 
 
 def _peak_entries(sizes: Sequence[int], tables: Sequence[Table]) -> tuple[float, bool]:
-    """Numbers in memory at most while a least sum was looked for, with those that are left; and whether there
-    was one."""
+    """The most numbers in memory during a search, and those that remain; and whether it succeeded."""
     tracemalloc.start()
     try:
         found = least_sum(sizes, tables)
@@ -204,8 +205,8 @@ def _peak_entries(sizes: Sequence[int], tables: Sequence[Table]) -> tuple[float,
 
 
 def test_what_is_too_large_for_tables_is_known_before_there_are_any():
-    """Twelve blocks with experts took tables of 128 MiB each, up to the first that was too large: 7 GB, and
-    most of the time that choosing took."""
+    """Twelve blocks with experts took tables of 128 MiB each, up to the first that was too large: 7 GB,
+    and most of the time of the search."""
     small = [
         Table(scope=(3 * number, 3 * number + 1, 3 * number + 2), entries=np.zeros((50, 50, 50)))
         for number in range(4)
@@ -219,8 +220,8 @@ def test_what_is_too_large_for_tables_is_known_before_there_are_any():
 
 
 def test_joined_tables_are_let_go():
-    """Those of all unknowns together were most of what a choice held: what is kept of each is smaller by as
-    much as it has values."""
+    """The joined tables of all variables were most of a choice's memory: what is kept of each is smaller
+    by its number of values."""
     tables = [
         Table(scope=(3 * number, 3 * number + 1, 3 * number + 2), entries=np.ones((50, 50, 50)))
         for number in range(20)

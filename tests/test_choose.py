@@ -1,5 +1,4 @@
-"""Choices: as good as the best of all combinations, Megatron's on transformers, and within what pins and
-memory leave."""
+"""Choices: optimal, Megatron's pattern on transformers, and within pins and memory limits."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ from meshloom.tensor_parallel.sent_bytes import sent_in_chunk
 from tests.division import RATES, subject_of
 from tests.families import FAMILIES
 
-FAST = Rates(start_seconds=0.0, latency_seconds=0.0)  # a network on which tiny models are worth dividing
+FAST = Rates(start_seconds=0.0, latency_seconds=0.0)  # a network on which sharding tiny models pays off
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -63,18 +62,18 @@ def small() -> Layout:
 
 
 def shapes_of(choice: DivisionChoice) -> dict[str, tuple[int, ...]]:
-    """What rank 0 holds of every parameter."""
+    """The shape of rank 0's shard of every parameter."""
     return {
         name: choice.pieces(each.value, choice.input_placements[each.value]).local_shape(0)
         for name, each in choice.layout.program.parameters.items()
     }
 
 
-# The oracle: every combination, priced by what the words say.
+# The oracle: every combination, priced by definition.
 
 
 def least_of_all(problem: Problem, rates: Rates) -> float:
-    """Cost of the cheapest combination of placements and strategies."""
+    """The cost of the cheapest combination of placements and strategies."""
     layout = problem.layout
     program = layout.program
     parameters = {each.value for each in program.parameters.values()}
@@ -192,7 +191,7 @@ def test_no_combination_is_cheaper(name: str):
     ],
 )
 def test_an_integer_program_finds_nothing_cheaper(name: str):
-    """Another formulation, another solver: for programs that are too large to try all combinations."""
+    """Another formulation and solver, for programs too large to try all combinations."""
     if name in FAMILIES:
         layout, rates = subject_of(FAMILIES[name].make_job(True)).layout, RATES
     elif name == "gpt":
@@ -217,7 +216,7 @@ def test_blocks_that_share_unknowns_cost_what_they_cost_alone(small: Layout, mon
     alone = Problem(small, 2, rates=rates, costs=priced)
     assert sum(map(len, own_costs(alone))) > 1.8 * sum(map(len, own_costs(shared)))
     one, other = shared.solve()[1], alone.solve()[1]
-    # alone, the first and the last block suit what is around them
+    # separately, the first and last block adapt to their surroundings
     assert other <= one * (1 + 1e-9) and one <= 1.01 * other
 
 
@@ -251,10 +250,9 @@ class Scale(nn.Module):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_eleven_blocks_with_buffers_share_the_unknowns_of_one(turned: bool):
-    """`blocks.10` is before `blocks.2` by its letters, and the last block may be used first: what others
-    stand for was looked for too early, so that no block stood for another. DeepSeek's twelve were 1,892
-    unknowns instead of 342, and the solver's time was over before it had divided half of them.
-    """
+    """`blocks.10` sorts before `blocks.2`, and the last block may be used first: representatives were
+    looked up too early, so that no block was represented. DeepSeek's twelve had 1,892 options instead
+    of 342, and the solver's time ran out."""
     counts = [
         len(
             Problem(
@@ -267,8 +265,8 @@ def test_eleven_blocks_with_buffers_share_the_unknowns_of_one(turned: bool):
 
 
 class Causal(nn.Module):
-    """Convolutions over the past [samples, width, time], each padded at its beginning, and at its end by what
-    is cut off again."""
+    """Convolutions over the past [samples, width, time], each padded at its beginning, and truncated at
+    its end."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -281,10 +279,9 @@ class Causal(nn.Module):
 
 
 def test_a_cut_with_an_axis_that_a_value_has_not_is_one_for_all_blocks():
-    """Time and the padding of one block's convolution can be cut together. To what flows from block to block,
-    which has no padding, these cuts are all the same, and yet were as many ways as there are blocks: in the
-    first of Mamba's layers fewer than in the second, so that none stood for another.
-    """
+    """Time and the padding of one block's convolution can be sharded together. For values between blocks,
+    which have no padding, these cuts are equal, and yet were as many strategies as there are blocks:
+    the first of Mamba's layers had fewer than the second, so that neither represented the other."""
     problems = [
         Problem(layout_by_shapes(lambda n=n: Causal(n), mean, normal(3, 16, 9)), 2, rates=FAST)
         for n in (3, 9)
@@ -294,8 +291,7 @@ def test_a_cut_with_an_axis_that_a_value_has_not_is_one_for_all_blocks():
 
 
 class Recurrent(nn.Module):
-    """[samples, time, width]: a state of which every step keeps a part, written as a loop, with all states
-    stacked at the end."""
+    """[samples, time, width]: a state that decays, as a loop, with all states stacked at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +307,7 @@ class Recurrent(nn.Module):
 
 
 def test_iterations_of_a_loop_share_the_unknowns_of_one():
-    """Of Mamba's 1,024 every one was divided by itself: a gigabyte of tables, and no end in minutes."""
+    """Each of Mamba's 1,024 iterations had its own decisions: a gigabyte of tables, and no end in minutes."""
     found = [layout_by_shapes(Recurrent, mean, normal(4, length, 16)) for length in (8, 40)]
     rates = replace(FAST, flops_per_second=1e7, bytes_per_second=1e7)
     problems = [Problem(layout, 2, rates=rates, costs=costs(layout.program)) for layout in found]
@@ -330,7 +326,7 @@ def test_what_iterations_share_costs_what_they_cost_alone(monkeypatch: pytest.Mo
     shared = Problem(layout, 2, rates=rates, costs=costs(layout.program)).solve()[1]
     monkeypatch.setattr(meshloom.tensor_parallel.search.problem, "repeats_of", lambda *_: Repeats())
     alone = Problem(layout, 2, rates=rates, costs=costs(layout.program)).solve()[1]
-    # sums in another order; alone, the first and the last step suit what is around them
+    # sums in another order; separately, the first and last step adapt to their surroundings
     assert alone * (1 - 1e-9) <= shared <= 1.01 * alone
 
 
@@ -391,7 +387,7 @@ def test_two_all_reduces_per_block_and_direction(benchmark: Layout):
 
 
 def test_sequences_are_divided_where_memory_is_short(benchmark: Layout):
-    """Norms and sums on parts of the sequence keep less, for gathers and scatters of the same volume
+    """Norms and sums sharded along the sequence save less, with gathers and scatters of the same volume
     (Korthikanti et al., 2022)."""
     part = partition(choose(benchmark, 2, default_rates("cuda"), memory_bytes=142e6))
     assert part.choice.strategies["layer_norm_3"].work == 0.5
@@ -401,7 +397,7 @@ def test_sequences_are_divided_where_memory_is_short(benchmark: Layout):
     forward = Counter((each.collective, each.num_bytes) for each in sent if not each.backward)
     assert forward == {("all_gather", size // 2): 2, ("reduce_scatter", size): 2}
     back = Counter((each.collective, each.num_bytes) for each in sent if each.backward)
-    # two of them bring back what was not kept
+    # two of them gather again what was not saved
     assert back == {("all_gather", size // 2): 4, ("reduce_scatter", size): 2}
 
 
@@ -462,7 +458,7 @@ def test_sequences_are_divided_where_links_start_quickly():
 
 
 def price_of(problem: Problem, choice: DivisionChoice) -> float:
-    """What a choice that was made at other rates costs."""
+    """The cost of a choice made at other rates."""
     rows = (*problem.placements.values(), *problem.strategies.values())
     taken = {row[at][1] for row, at in zip(rows, choice.chosen[1:], strict=True)}
     values = [
@@ -481,7 +477,7 @@ def test_an_embedding_that_is_also_the_head_is_divided_by_vocabulary():
     choice = choose(layout, 2, FAST)
     assert shapes_of(choice)["token.weight"] == (15, 16)
     loss = next(node for node in layout.program.nodes if node.operator == "cross_entropy_loss")
-    assert choice.strategies[loss.name].work == 0.5  # each rank computes its part of the classes
+    assert choice.strategies[loss.name].work == 0.5  # each rank computes its shard of the classes
 
 
 @pytest.mark.parametrize(("kv_heads", "num_ranks"), [(1, 2), (2, 4)])
@@ -534,7 +530,7 @@ def test_channels_are_pinned():
 
 
 def test_a_pin_that_blocks_divided_alike_cannot_follow_is_followed_by_blocks_that_are_not():
-    """An axis of one block stood for another's, and what lies between them offered the first alone."""
+    """An axis of one block represented another's, and values between them only had options for the first."""
     layout = subject_of(FAMILIES["mixer"].make_job(True)).layout
     pins = {"channels.1.0.weight": "dim1"}
     made = choose(layout, 2, RATES, placements=pins)
@@ -588,7 +584,7 @@ def test_an_operator_that_needs_all_of_a_parameter_is_named():
 
 
 def test_memory_is_kept_under_the_limit():
-    """Holding parameters costs nothing here and sending much, so that the limit alone makes it divide
+    """Holding parameters costs nothing here and communication much, so that only the limit makes it shard
     them."""
     rates = replace(
         FAST, memory_price=0.0, link_bytes_per_second=1e6, bytes_per_second=1e12, flops_per_second=1e15
@@ -616,13 +612,13 @@ def test_a_limit_that_cannot_be_met_says_what_is_needed(small: Layout):
 
 def test_placements_that_are_decided_are_kept(small: Layout):
     first = partition(choose(small, 2, FAST, placements={"blocks.*.up": "row"}))
-    # pins are of the first program
+    # pins apply to the first program
     again = choose(small, 2, FAST, held=first.held, placements={"blocks.*.up": "column"})
     assert shapes_of(again) == shapes_of(first.choice)
 
 
 def test_partial_values_are_not_numbers_of_another_kind():
-    """A sum of parts of whole numbers is never left to be summed later."""
+    """Partial sums of integers are never left to be summed later."""
     layout = layout_by_shapes(GPT, next_token, tokens())
     choice = choose(layout, 2, FAST)
     assert all(

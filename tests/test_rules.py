@@ -1,5 +1,5 @@
-"""Every rule is right: all ranks' parts of a call, in every way that the rule allows, are what one device
-computes, forward and backward."""
+"""Every rule is correct: the shards of a call, under every strategy that the rule allows, equal the call
+on one device, forward and backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.rule_check import Checked, check_call
 from tests.rule_table import FILE, table
 
 MOST_RANKS = 4
-SUMS_ONLY = {"masked_scatter"}  # has no dim that can be cut; what passes through it are parts of sums
+SUMS_ONLY = {"masked_scatter"}  # has no dim that can be sharded; it is linear in partial sums
 
 pytestmark = [
     pytest.mark.long,
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def check(name: str, seeds: range) -> Checked:
-    """Check calls of an operator, each over 2, 3 or 4 ranks."""
+    """Checks calls of an operator, each over 2, 3 or 4 ranks."""
     checked = Checked()
     for seed in seeds:
         for make in {**CALLS, **POINTWISE}[name]:
@@ -55,8 +55,8 @@ def test_parts_are_what_one_device_computes_whatever_the_shapes(name: str):
 
 
 def test_heads_of_grouped_queries_are_cut_where_all_share_one_mask():
-    """Falcon's attention stayed whole: a mask [samples, 1, queries, keys] was taken to have a head for each
-    of the queries' 5."""
+    """Falcon's attention stayed unsharded: a mask [samples, 1, queries, keys] was taken to have a head for
+    each of the queries' 5."""
     q, k, mask = torch.randn(1, 5, 7, 4), torch.randn(1, 1, 7, 4), torch.ones(1, 1, 7, 7).bool().tril()
     checked = Checked()
     check_call(

@@ -1,4 +1,4 @@
-"""Rules of a user's own operators: what is divided by them, and what is said of those that are none."""
+"""Rules of a user's own operators: how they shard, and the errors for invalid ones."""
 
 from __future__ import annotations
 
