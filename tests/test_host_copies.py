@@ -1,5 +1,4 @@
-"""Stand-ins are the tensors themselves where that is right, and copies that find their way back where it is
-not."""
+"""Host copies are the tensors themselves on the CPU, and are otherwise copied back to where they belong."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import torch
 from meshloom.comm.torch.host_copies import HostCopies
 
 
-def test_tensors_of_the_host_stand_for_themselves():
+def test_cpu_tensors_are_not_copied():
     copies, tensor = HostCopies(), torch.zeros(3)
     assert copies.read(tensor) is tensor
     for host in (
@@ -32,7 +31,7 @@ def test_what_is_written_does_not_touch_what_is_read():
     assert whole.tolist() == [7.0] * 6
 
 
-def test_neighbours_in_one_storage_are_told_apart():
+def test_disjoint_parts_of_one_storage_do_not_overlap():
     whole = torch.zeros(4, 4)
     assert HostCopies().written(whole[:2], apart_from=whole[2:]).data_ptr() == whole.data_ptr()
     columns = HostCopies().written(
@@ -41,7 +40,7 @@ def test_neighbours_in_one_storage_are_told_apart():
     assert columns.data_ptr() != whole.data_ptr()
 
 
-def test_lists_become_one_piece_and_again_lists():
+def test_lists_are_concatenated_and_split_again():
     copies = HostCopies()
     parts = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T, torch.empty(0), torch.tensor(5.0)]
     assert copies.joined(parts).tolist() == [1.0, 3.0, 2.0, 4.0, 5.0]
