@@ -39,16 +39,16 @@ def step_of(reference: Reference, *, look: bool = False) -> WholeRecord:
 
 def hold_against(reference: Reference, records: Iterable[WholeRecord]) -> ComparisonResult:
     """Each record against the reference's next step."""
-    holding = ComparisonRun(reference)
+    comparison = ComparisonRun(reference)
     for ours in records:
-        holding.begin()
+        comparison.begin()
         for name, gradient in ours.gradients.items():
-            holding.gradient(name, gradient)
-        holding.update()
+            comparison.add_gradient(name, gradient)
+        comparison.update()
         for name, each in {**ours.parameters, **ours.buffers}.items():
-            holding.state(name, each)
-        holding.end(ours)
-    return holding.found()
+            comparison.add_state(name, each)
+        comparison.end(ours)
+    return comparison.result()
 
 
 def compare_records(
@@ -58,11 +58,11 @@ def compare_records(
     tolerance = comparer.tolerance(one.casts)
     gradients = GradientErrors(one.gradients, one.step, tolerance)
     for name, each in ours.gradients.items():
-        gradients.take(name, each)
+        gradients.compare(name, each)
     updated = comparer.tolerance(updated=True)
     state = StateErrors(
         one.parameters, before, one.buffers, step=one.step, tolerance=tolerance, updated=updated
     )
     for name, each in {**ours.parameters, **ours.buffers}.items():
-        state.take(name, each)
+        state.compare(name, each)
     return comparer.compare(ours, one, [*gradients.errors(), *state.errors()])

@@ -81,10 +81,10 @@ class _Streamed(ComparisonRun):
             name: each.clone() for name, each in self._reference.gradients.items() if each is not None
         }
 
-    def gradient(self, name: str, ours: Tensor | None) -> None:
+    def add_gradient(self, name: str, ours: Tensor | None) -> None:
         if ours is not None:
             self.ours[name] = ours.detach().clone()
-        super().gradient(name, ours)
+        super().add_gradient(name, ours)
 
 
 def of_kind(comparison: Comparison, kind: str) -> list[TensorError]:
@@ -112,7 +112,7 @@ def test_where_rounding_grows_a_right_plan_agrees_and_is_as_near_to_float64_as_o
         size = max(norm(each), 1e-3 * largest)
         plans, ones = distance(seen.ours[name], each) / size, distance(seen.one[name], each) / size
         assert plans <= max(1e-4, 4 * ones), name  # two draws of the same noise
-    assert "smaller mistakes in them show with --dtype float64" in text(report)
+    assert "use --dtype float64 to detect smaller mistakes in them" in text(report)
 
 
 def test_where_it_grows_mistakes_that_it_does_not_explain_are_caught():

@@ -167,26 +167,26 @@ def test_nothing_is_kept_of_the_tensors_that_are_compared(optimizer, dtype):
     rank, too, so that 124M parameters took 15 GB."""
     reference = Reference(make_job("gpt", optimizer), Plan(dp=2), dtype)
     plan = Reference(make_job("gpt", optimizer), Plan(dp=2), dtype)
-    holding = ComparisonRun(reference)
+    comparison = ComparisonRun(reference)
     for step in range(2):
         plan.run()
-        holding.begin()
+        comparison.begin()
         for name, gradient in plan.gradients.items():
             sent = None if gradient is None else gradient.clone()
             memory = None if sent is None else StorageWeakRef(sent.untyped_storage())
-            holding.gradient(name, sent)
+            comparison.add_gradient(name, sent)
             del sent
             assert memory is None or memory.expired(), f"step {step}: the gradient of {name} is kept"
         record = plan.update()
-        holding.update()
+        comparison.update()
         for name, each in {**plan.parameters, **dict(plan.model.named_buffers())}.items():
             sent = each.detach().clone()
             memory = StorageWeakRef(sent.untyped_storage())
-            holding.state(name, sent)
+            comparison.add_state(name, sent)
             del sent
             assert memory.expired(), f"step {step}: {name} is kept"
-        holding.end(record)
-    assert all(step.passed for step in holding.found().steps)
+        comparison.end(record)
+    assert all(step.passed for step in comparison.result().steps)
 
 
 def test_replicas_that_drift_apart_are_reported_and_end_nothing(monkeypatch):

@@ -1,1 +1,1 @@
-"""A plan against one device, parameter by parameter."""
+"""Comparison of a plan with one device, tensor by tensor."""

@@ -1,33 +1,30 @@
-"""How far a plan's step is from one device's, tensor by tensor, and what counts as rounding.
+"""How far a plan's step is from one device's, tensor by tensor, and which differences count as rounding.
 
-The error of a tensor is ||a - b|| / max(||b||, 1e-3 * largest norm of its kind in this step): what is small beside the rest
-is measured by the rest. a is the plan's, b is one device's.
+The error of a tensor is ||a - b|| / max(||b||, 1e-3 * largest norm of its kind in this step), where a is the
+plan's tensor and b the reference's; the lower bound keeps small tensors from being held to their own size.
 
     loss        |a - b| / mean size of a chunk's loss
     norm        of the whole gradient before clipping
-    gradient    averaged, before clipping; None on one side only is an infinite error, and so are other rows of a sparse one
+    gradient    averaged, before clipping; infinite if one side is None, or if sparse gradients have different rows
     buffer      after the step; integers must be equal
     parameter   after the step
-    update      the parameter's change in this step, which shows what a small learning rate hides in the parameter
+    update      the parameter's change in this step, which reveals what a small learning rate hides in the parameter
 
-An error counts as rounding up to a tolerance of the precision. Above it, a gradient still agrees if it is no
-further from one device's than one device's own goes, or one of them beyond its tolerance, when the parameters
-are moved at random by a few units of rounding (`reruns.rounding_effect`).
+An error up to the tolerance of the precision counts as rounding. A gradient beyond it still passes if its
+error is at most what rounding does to the reference's gradient, or to another one that rounding moves beyond
+its tolerance: the reference is rerun with its parameters perturbed by a few units of rounding
+(`reruns.rounding_effect`).
 
-Elements of a buffer or parameter that are infinite or NaN (a mask of -inf) must be the same on both sides and
-count in no norm. A gradient that is not finite never agrees.
+Elements of a buffer or parameter that are infinite or NaN (a mask of -inf) must be equal on both sides and
+count in no norm. A gradient that is not finite always fails.
 
-An optimizer that divides by the gradient's size turns rounding into a full step wherever a gradient is
-nothing but rounding
-(a bias before batch norm, the bias of attention keys), and what comes of it spreads: into running means, and
-through
-optimizers that look at a whole tensor into its other elements. So one device is given each of the plan's
-gradients that agrees
-to update with, and goes on from the plan's parameters once they agree, too: then every element can be
-compared, and neither run drifts from the other.
+Optimizers that divide by the gradient's size turn rounding into a full step wherever a gradient is pure
+rounding (a bias before batch norm, the bias of attention keys), and the effect spreads: into running
+statistics, and, in optimizers that use whole tensors, into other elements. So the reference updates with each
+of the plan's gradients that passed, and continues from the plan's parameters once those passed, too. Then
+every element can be compared, and the two runs do not diverge.
 
-Tensors come one by one and are compared as they come: nobody keeps a step's gradients or parameters beside
-the model's own.
+Tensors are compared one by one as they arrive: no copy of a step's gradients or parameters is kept.
 """
 
 from __future__ import annotations
@@ -50,16 +47,15 @@ Gradients = Mapping[str, Tensor | None]
 FLOOR = 1e-3
 ROUNDING_UNITS = 16
 
-# float64: what is asked of verification. The others: correct runs stay well below (see tests/test_verify.py),
-# the smallest
-# mistakes worth the name lie above (a mean of means over 17, 17, 16 and 16 samples is off by some 1e-2).
+# float64: the goal of verification. In the others correct runs stay well below (tests/test_verify.py), and
+# the smallest relevant mistakes are above (a mean of means over 17, 17, 16 and 16 samples is off by about 1e-2).
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorError:
-    """One comparison of a tensor of so many elements. moved: the tolerance is what moving one device's
-    parameters by rounding does to it."""
+    """The comparison of one tensor. elements: their number. moved: the tolerance is the measured effect of
+    rounding on the reference."""
 
     name: str
     kind: Kind
@@ -71,34 +67,34 @@ class TensorError:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is rounding. NaN is not."""
+        """Whether the error counts as rounding. NaN does not."""
         return self.error <= self.tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One step of both sides. `facts`: what differs besides numbers, a sentence each."""
+    """One step of both sides. facts: differences other than numbers, a sentence each."""
 
     step: int
     loss: tuple[float, float]  # the plan's, one device's
     errors: Sequence[TensorError]
     facts: Sequence[str]
-    # first in order of execution whose output differs; else the last whose gradient does
+    # the first in order of execution whose output differs, else the last whose gradient does
     first_module: str | None
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differs."""
+        """Whether everything agrees."""
         return not self.facts and all(error.passed for error in self.errors)
 
     def failed(self, kind: Kind) -> list[str]:
-        """Names whose error of this kind is more than rounding."""
+        """Names of the tensors that fail in this kind of comparison."""
         return [error.name for error in self.errors if error.kind == kind and not error.passed]
 
 
 @dataclass(kw_only=True)
 class Comparer:
-    """Compares one step after another. `precision`: of the parameters."""
+    """Compares step after step. precision: of the parameters."""
 
     plan: Plan
     precision: torch.dtype
@@ -106,132 +102,147 @@ class Comparer:
 
     @property
     def casts(self) -> tuple[Cast, ...]:
-        """Reductions of precision that widened a tolerance, on one device so far."""
+        """All reductions of precision in the reference so far, which widen tolerances."""
         return tuple(sorted(self._casts, key=lambda cast: (cast.in_optimizer, cast.place, cast.dtype)))
 
-    def tolerance(self, one: Sequence[Cast] = (), *, updated: bool = False) -> float:
-        """Of what is computed before (`updated=False`) or after the optimizer of a step runs, given the casts
-        of that step on one device."""
-        self._casts |= set(one)
-        low = [
+    def tolerance(self, reference: Sequence[Cast] = (), *, updated: bool = False) -> float:
+        """The tolerance of what is computed before (`updated=False`) or after the optimizer of a step
+        runs, given that step's casts in the reference."""
+        self._casts |= set(reference)
+        lower = [
             _TOLERANCES.get(getattr(torch, cast.dtype), 0.5)
             for cast in self._casts
             if updated or not cast.in_optimizer
         ]
-        return max([_TOLERANCES[self.precision], *low])
+        return max([_TOLERANCES[self.precision], *lower])
 
-    def compare(self, ours: StepRecord, one: StepRecord, of_tensors: Sequence[TensorError]) -> Comparison:
-        """The next step. of_tensors: the errors of its gradients, buffers and parameters, which were compared
-        as they came."""
-        tolerance = self.tolerance(one.casts)
-        errors = [*_loss_errors(ours, one, tolerance), *of_tensors]
-        facts = [*facts_of(ours, one, self.plan)]
+    def compare(
+        self, ours: StepRecord, reference: StepRecord, tensor_errors: Sequence[TensorError]
+    ) -> Comparison:
+        """The comparison of the next step. tensor_errors: of its gradients, buffers and parameters."""
+        tolerance = self.tolerance(reference.casts)
+        errors = [*_loss_errors(ours, reference, tolerance), *tensor_errors]
+        facts = [*facts_of(ours, reference, self.plan)]
         module: str | None = None
         if facts or not all(error.passed for error in errors):
             wrong = {error.name for error in errors if error.kind == "gradient" and not error.passed}
-            module = first_module(ours, one, wrong, tolerance, self.plan)
+            module = first_module(ours, reference, wrong, tolerance, self.plan)
         return Comparison(
-            step=one.step, loss=(ours.loss, one.loss), errors=errors, facts=facts, first_module=module
+            step=reference.step,
+            loss=(ours.loss, reference.loss),
+            errors=errors,
+            facts=facts,
+            first_module=module,
         )
 
 
-def _loss_errors(ours: StepRecord, one: StepRecord, tolerance: float) -> Iterator[TensorError]:
+def _loss_errors(ours: StepRecord, reference: StepRecord, tolerance: float) -> Iterator[TensorError]:
     size = max(
-        abs(one.loss), sum(abs(chunk.loss_sum) for chunk in one.chunks) / one.weight if one.weight else 0.0
+        abs(reference.loss),
+        sum(abs(chunk.loss_sum) for chunk in reference.chunks) / reference.weight
+        if reference.weight
+        else 0.0,
     )
     yield TensorError(
         name="loss",
         kind="loss",
-        step=one.step,
-        error=_ratio(abs(ours.loss - one.loss), size),
+        step=reference.step,
+        error=_ratio(abs(ours.loss - reference.loss), size),
         tolerance=tolerance,
     )
-    if ours.gradient_norm is not None and one.gradient_norm is not None:
-        error = _ratio(abs(ours.gradient_norm - one.gradient_norm), one.gradient_norm)
-        yield TensorError(name="gradient norm", kind="norm", step=one.step, error=error, tolerance=tolerance)
+    if ours.gradient_norm is not None and reference.gradient_norm is not None:
+        error = _ratio(abs(ours.gradient_norm - reference.gradient_norm), reference.gradient_norm)
+        yield TensorError(
+            name="gradient norm", kind="norm", step=reference.step, error=error, tolerance=tolerance
+        )
 
 
 class GradientErrors:
-    """Errors of one step's averaged gradients, which come one by one.
+    """The errors of one step's averaged gradients, which arrive one by one.
 
-    one: one device's, by name, which may change once they are compared. moved: asked at most once, when one
-    is further off than the tolerance: by name, how far one device's go when its parameters are moved by
-    rounding.
+    reference: its gradients by name; one may be changed after it was compared. measure_rounding: called at
+    most once, when an error exceeds the tolerance; returns by name how far the reference's gradients move
+    when its parameters are perturbed by rounding.
     """
 
     def __init__(
         self,
-        one: Gradients,
+        reference: Gradients,
         step: int,
         tolerance: float,
-        moved: Callable[[], Mapping[str, float]] | None = None,
+        measure_rounding: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        self.norms = {name: norm(each) for name, each in one.items() if each is not None}
-        self._ask = moved
-        self._moved: Mapping[str, float] | None = None
-        self._elsewhere = 0.0
-        self._one = one
+        self.norms = {name: norm(each) for name, each in reference.items() if each is not None}
+        self._measure_rounding = measure_rounding
+        self._effects: Mapping[str, float] | None = None
+        self._largest_effect = 0.0
+        self._reference = reference
         self._step = step
         self._tolerance = tolerance
         self._largest = max(self.norms.values(), default=0.0)
-        self._found: dict[str, TensorError] = {}
+        self._compared: dict[str, TensorError] = {}
 
-    def take(self, name: str, ours: Tensor | None) -> TensorError:
-        """The plan's next one."""
-        error, tolerance = self._error(name, ours, self._one.get(name), self._size(name)), self._allowed(name)
-        moved = 0.0 if error <= tolerance or not math.isfinite(error) else self._how_far(name)
-        self._found[name] = self._made(name, error, max(tolerance, moved), moved=moved > tolerance)
-        return self._found[name]
+    def compare(self, name: str, ours: Tensor | None) -> TensorError:
+        """The error of the plan's next gradient."""
+        error, tolerance = (
+            self._error(name, ours, self._reference.get(name), self._size(name)),
+            self._allowed(name),
+        )
+        effect = 0.0 if error <= tolerance or not math.isfinite(error) else self._rounding_effect(name)
+        self._compared[name] = self._tensor_error(
+            name, error, max(tolerance, effect), moved=effect > tolerance
+        )
+        return self._compared[name]
 
     def errors(self) -> list[TensorError]:
-        """Of all; infinite if the plan's has not come."""
+        """The errors of all gradients; infinite for those that did not arrive."""
         return [
-            self._found.get(name) or self._made(name, math.inf, self._tolerance)
-            for name in dict.fromkeys([*self._one, *self._found])
+            self._compared.get(name) or self._tensor_error(name, math.inf, self._tolerance)
+            for name in dict.fromkeys([*self._reference, *self._compared])
         ]
 
-    def _error(self, name: str, ours: Tensor | None, one: Tensor | None, size: float) -> float:
-        if name not in self._one:
+    def _error(self, name: str, ours: Tensor | None, reference: Tensor | None, size: float) -> float:
+        if name not in self._reference:
             return math.inf
-        if ours is None or one is None:
-            return 0.0 if ours is one else math.inf
-        if ours.is_sparse and one.is_sparse:
-            ours, one = ours.coalesce(), one.coalesce()
-            if not same_rows(ours, one):
+        if ours is None or reference is None:
+            return 0.0 if ours is reference else math.inf
+        if ours.is_sparse and reference.is_sparse:
+            ours, reference = ours.coalesce(), reference.coalesce()
+            if not same_rows(ours, reference):
                 return math.inf  # SparseAdam updates the rows that were used
-            ours, one = ours.values(), one.values()
-        if not all(bool(block.isfinite().all()) for block in float64_blocks(one.to_dense())):
+            ours, reference = ours.values(), reference.values()
+        if not all(bool(block.isfinite().all()) for block in float64_blocks(reference.to_dense())):
             return math.inf
-        return _error(ours.to_dense(), one.to_dense(), size)
+        return _error(ours.to_dense(), reference.to_dense(), size)
 
     def _size(self, name: str) -> float:
         return max(self.norms.get(name, 0.0), FLOOR * self._largest)
 
     def _allowed(self, name: str) -> float:
-        # A gradient that is small because large terms cancel carries their rounding: some units of the
+        # A gradient that is small because large terms cancel has their rounding error: some units of the
         # largest gradient.
-        one, size = self._one.get(name), self._size(name)
+        reference, size = self._reference.get(name), self._size(name)
         return self._tolerance + (
-            ROUNDING_UNITS * torch.finfo(one.dtype).eps * self._largest / size
-            if one is not None and size
+            ROUNDING_UNITS * torch.finfo(reference.dtype).eps * self._largest / size
+            if reference is not None and size
             else 0.0
         )
 
-    def _how_far(self, name: str) -> float:
-        """What moving the parameters does to it, or to another beyond its tolerance: where a relu flips in
-        this run, it might have flipped here in that."""
-        if self._moved is None:
-            found = self._ask() if self._ask else {}
-            self._moved = {each: _ratio(moved, self._size(each)) for each, moved in found.items()}
-            self._elsewhere = max(
-                (far for each, far in self._moved.items() if self._allowed(each) < far < math.inf),
+    def _rounding_effect(self, name: str) -> float:
+        """The effect of rounding on this gradient, or the largest effect beyond a gradient's tolerance:
+        where a ReLU flips in the rerun, it might have flipped here in the plan."""
+        if self._effects is None:
+            effects = self._measure_rounding() if self._measure_rounding else {}
+            self._effects = {each: _ratio(effect, self._size(each)) for each, effect in effects.items()}
+            self._largest_effect = max(
+                (effect for each, effect in self._effects.items() if self._allowed(each) < effect < math.inf),
                 default=0.0,
             )
-        return max(self._moved.get(name, 0.0), self._elsewhere)
+        return max(self._effects.get(name, 0.0), self._largest_effect)
 
-    def _made(self, name: str, error: float, tolerance: float, *, moved: bool = False) -> TensorError:
-        one = self._one.get(name)
-        elements = 0 if one is None else one.numel()
+    def _tensor_error(self, name: str, error: float, tolerance: float, *, moved: bool = False) -> TensorError:
+        reference = self._reference.get(name)
+        elements = 0 if reference is None else reference.numel()
         return TensorError(
             name=name,
             kind="gradient",
@@ -244,10 +255,10 @@ class GradientErrors:
 
 
 class StateErrors:
-    """Errors of one step's parameters, of their updates and of its buffers, which come one by one.
+    """The errors of one step's parameters, their updates, and buffers, which arrive one by one.
 
-    parameters, buffers: one device's after the step, by name. before: its parameters before the update, which
-    are the plan's, too. tolerance: of buffers. updated: of what the optimizer made.
+    parameters, buffers: the reference's after the step, by name. before: its parameters before the update,
+    which equal the plan's. tolerance: of buffers. updated: tolerance of what the optimizer computed.
     """
 
     def __init__(
@@ -269,67 +280,73 @@ class StateErrors:
         self._largest = max(self._norms.values(), default=0.0)
         self._largest_update = max(self._updates.values(), default=0.0)
         self._largest_buffer = max(
-            (norm(each) for each in buffers.values() if _has_fractions(each)), default=0.0
+            (norm(each) for each in buffers.values() if _is_inexact(each)), default=0.0
         )
-        self._found: dict[str, list[TensorError]] = {}
+        self._compared: dict[str, list[TensorError]] = {}
 
-    def take(self, name: str, ours: Tensor) -> list[TensorError]:
-        """The plan's next one."""
+    def compare(self, name: str, ours: Tensor) -> list[TensorError]:
+        """The errors of the plan's next parameter or buffer."""
         if name in self._parameters:
-            self._found[name] = self._of_parameter(name, ours)
+            self._compared[name] = self._parameter_errors(name, ours)
         elif name in self._buffers:
-            self._found[name] = [self._made(name, "buffer", self._of_buffer(name, ours), self._tolerance)]
-        return self._found.get(name, [])
+            self._compared[name] = [
+                self._tensor_error(name, "buffer", self._buffer_error(name, ours), self._tolerance)
+            ]
+        return self._compared.get(name, [])
 
     def errors(self) -> list[TensorError]:
-        """Of all of one device's; infinite if the plan's has not come."""
+        """The errors of all tensors of the reference; infinite for those that did not arrive."""
         of_buffers = [
-            self._found.get(name) or [self._made(name, "buffer", math.inf, self._tolerance)]
+            self._compared.get(name) or [self._tensor_error(name, "buffer", math.inf, self._tolerance)]
             for name in self._buffers
         ]
         of_parameters = [
-            self._found.get(name) or [self._made(name, "parameter", math.inf, self._updated)]
+            self._compared.get(name) or [self._tensor_error(name, "parameter", math.inf, self._updated)]
             for name in self._parameters
         ]
         return [error for errors in (*of_buffers, *of_parameters) for error in errors]
 
-    def _of_parameter(self, name: str, ours: Tensor) -> list[TensorError]:
-        one = self._parameters[name]
-        error = _error(ours, one, max(self._norms[name], FLOOR * self._largest))
-        if ours.shape != one.shape:
-            return [self._made(name, "parameter", error, self._updated)]
-        # Subtracting two parameters shows the rounding of both: half a unit each, for the plan and for one
-        # device.
+    def _parameter_errors(self, name: str, ours: Tensor) -> list[TensorError]:
+        reference = self._parameters[name]
+        error = _error(ours, reference, max(self._norms[name], FLOOR * self._largest))
+        if ours.shape != reference.shape:
+            return [self._tensor_error(name, "parameter", error, self._updated)]
+        # The difference of two parameters has the rounding of both: half a unit each, on either side.
         size = max(self._updates[name], FLOOR * self._largest_update)
         rounding = (
-            2 * torch.finfo(one.dtype).eps * self._norms[name] / size
-            if size and one.is_floating_point()
+            2 * torch.finfo(reference.dtype).eps * self._norms[name] / size
+            if size and reference.is_floating_point()
             else 0.0
         )
         return [
-            self._made(name, "parameter", error, self._updated),
-            self._made(name, "update", _error(ours, one, size), self._updated + rounding),
+            self._tensor_error(name, "parameter", error, self._updated),
+            self._tensor_error(name, "update", _error(ours, reference, size), self._updated + rounding),
         ]
 
-    def _of_buffer(self, name: str, ours: Tensor) -> float:
-        one = self._buffers[name]
-        if _has_fractions(one):
-            return _error(ours, one, max(norm(one), FLOOR * self._largest_buffer))
-        return 0.0 if torch.equal(ours.to(one.device), one) else math.inf
+    def _buffer_error(self, name: str, ours: Tensor) -> float:
+        reference = self._buffers[name]
+        if _is_inexact(reference):
+            return _error(ours, reference, max(norm(reference), FLOOR * self._largest_buffer))
+        return 0.0 if torch.equal(ours.to(reference.device), reference) else math.inf
 
-    def _made(self, name: str, kind: Kind, error: float, tolerance: float) -> TensorError:
-        one = self._buffers[name] if kind == "buffer" else self._parameters[name]
+    def _tensor_error(self, name: str, kind: Kind, error: float, tolerance: float) -> TensorError:
+        reference = self._buffers[name] if kind == "buffer" else self._parameters[name]
         return TensorError(
-            name=name, kind=kind, step=self._step, error=error, tolerance=tolerance, elements=one.numel()
+            name=name,
+            kind=kind,
+            step=self._step,
+            error=error,
+            tolerance=tolerance,
+            elements=reference.numel(),
         )
 
 
-def _error(ours: Tensor, one: Tensor, size: float) -> float:
-    return _ratio(distance(ours, one), size) if ours.shape == one.shape else math.inf
+def _error(ours: Tensor, reference: Tensor, size: float) -> float:
+    return _ratio(distance(ours, reference), size) if ours.shape == reference.shape else math.inf
 
 
 def _norm_of_difference(after: Tensor, before: Tensor) -> float:
-    """Of what is finite in it."""
+    """||after - before|| over the finite elements."""
     blocks = zip(float64_blocks(after), float64_blocks(before), strict=True)
     return math.sqrt(sum(float(torch.nan_to_num(a - b, 0.0, 0.0, 0.0).square().sum()) for a, b in blocks))
 
@@ -340,5 +357,5 @@ def _ratio(difference: float, size: float) -> float:
     return difference / size if size and math.isfinite(difference) and math.isfinite(size) else math.inf
 
 
-def _has_fractions(tensor: Tensor) -> bool:
+def _is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()

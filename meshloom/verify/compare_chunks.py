@@ -1,4 +1,4 @@
-"""What two records of a step say of its chunks: their data, their draws, and the outputs of modules."""
+"""Comparison of two records of a step: data and draws of their chunks, and outputs of modules."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from meshloom.core.plan import Plan
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
 
 
-def facts_of(ours: StepRecord, one: StepRecord, plan: Plan) -> Iterator[str]:
-    """What is wrong although every tensor may agree."""
+def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[str]:
+    """Differences that may occur although every tensor agrees, a sentence each."""
     if len(set(ours.replicas)) > 1:
         odd = next(replica for replica, digest in enumerate(ours.replicas) if digest != ours.replicas[0])
         yield f"Replicas 0 and {odd} hold different parameters or buffers after step {ours.step}."
-    if len(ours.chunks) == len(one.chunks) or not plan.sync_batch_norm:
-        yield from _data_facts(ours, one)
-    yield from _draw_facts(one)
+    if len(ours.chunks) == len(reference.chunks) or not plan.sync_batch_norm:
+        yield from _data_facts(ours, reference)
+    yield from _draw_facts(reference)
 
 
-def _data_facts(ours: StepRecord, one: StepRecord) -> Iterator[str]:
-    here, there = filled(ours.chunks), filled(one.chunks)
+def _data_facts(ours: StepRecord, reference: StepRecord) -> Iterator[str]:
+    here, there = filled(ours.chunks), filled(reference.chunks)
     for index in sorted({*here, *there}):
         a, b = here.get(index), there.get(index)
         if a is None or b is None or a.samples != b.samples:
@@ -29,29 +29,29 @@ def _data_facts(ours: StepRecord, one: StepRecord) -> Iterator[str]:
             yield f"Chunk {index} has other data than on one device."
 
 
-def _draw_facts(one: StepRecord) -> Iterator[str]:
-    """Chunks of one device that draw from one seed: a mistake both sides share, which no difference would
-    show."""
+def _draw_facts(reference: StepRecord) -> Iterator[str]:
+    """Chunks of the reference that draw from one seed: a mistake on both sides, which causes no
+    difference."""
     seeds: dict[int, ChunkRecord] = {}
-    for chunk in one.chunks:
+    for chunk in reference.chunks:
         if chunk.draws and (other := seeds.setdefault(chunk.seed, chunk)) is not chunk:
             yield f"Chunks {other.index} and {chunk.index} draw the same random numbers, on one device too."
 
 
 def filled(chunks: Sequence[ChunkRecord]) -> dict[int, ChunkRecord]:
-    """Chunks with samples, by index."""
+    """The non-empty chunks, by index."""
     return {chunk.index: chunk for chunk in chunks if chunk.samples}
 
 
 def first_module(
-    ours: StepRecord, one: StepRecord, wrong: Collection[str], tolerance: float, plan: Plan
+    ours: StepRecord, reference: StepRecord, wrong: Collection[str], tolerance: float, plan: Plan
 ) -> str | None:
-    """The first module whose output differs; else the last one of those that own the gradients in `wrong`."""
-    outputs = list(zip(_outputs(ours, plan), _outputs(one, plan), strict=False))
+    """The first module whose output differs; else the last one that owns a gradient in `wrong`."""
+    outputs = list(zip(_outputs(ours, plan), _outputs(reference, plan), strict=False))
     for here, there in outputs:
         if output_differs(here, there, tolerance):
             return there.name or "the whole model"
-    # Every output agrees, so the gradient went wrong: backward runs from the last module to the first.
+    # All outputs agree, so backward is wrong, which runs from the last module to the first.
     modules = [there.name for _, there in reversed(outputs)]
     owners = {name.rpartition(".")[0] for name in wrong}
     return next(
@@ -61,7 +61,7 @@ def first_module(
 
 
 def _outputs(record: StepRecord, plan: Plan) -> list[ModuleOutput]:
-    """In order of execution; of chunks that are one forward on one device, the sums over the chunks."""
+    """Outputs in order of execution; for chunks that are one forward on one device, sums over the chunks."""
     chunks = [chunk for chunk in sorted(record.chunks, key=lambda chunk: chunk.index) if chunk.modules]
     if not plan.sync_batch_norm:
         return [output for chunk in chunks for output in chunk.modules]
@@ -84,7 +84,7 @@ def add_outputs(a: ModuleOutput, b: ModuleOutput) -> ModuleOutput:
 
 
 def output_differs(a: ModuleOutput, b: ModuleOutput, tolerance: float) -> bool:
-    """Whether two outputs differ by more than rounding, as far as their sums tell."""
+    """Whether two outputs differ by more than rounding, judged by their sums."""
     if (a.name, a.call, a.count) != (b.name, b.call, b.count):
         return True
     if not (math.isfinite(a.square) and math.isfinite(b.square)):  # a mask of -inf, or a mistake

@@ -1,13 +1,13 @@
-"""Holds the steps of a plan against one device, tensor by tensor as they come, and asks for the cause when
-something differs.
+"""Compares the steps of a plan with the reference, tensor by tensor as they arrive, and diagnoses the first
+difference.
 
-A step, in order; only numbers are kept of it:
+The calls of a step, in order; of tensors only numbers are kept:
 
-    begin       one device computes its gradients
-    gradient    each of the plan's is compared, and takes the place of one device's if they agree
-    update      one device updates
-    state       each parameter and buffer of the plan's is compared, and parameters that agree take the place of one device's
-    end         what else the step was, and the verdict
+    begin           the reference computes its gradients
+    add_gradient    each of the plan's is compared, and replaces the reference's if they agree
+    update          the reference updates
+    add_state       each parameter and buffer of the plan is compared, and parameters that agree replace the reference's
+    end             the rest of the step's record, and the verdict
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonResult:
-    """What came of holding a plan against a reference. whole: None if the whole batch does not fit in the
-    device's memory."""
+    """The result of comparing a plan with the reference. whole: None if the whole batch does not fit in
+    memory."""
 
     steps: Sequence[Comparison]
     causes: Sequence[Cause]
@@ -41,7 +41,7 @@ class ComparisonResult:
 
 
 class ComparisonRun:
-    """Steps of a plan held against those of `reference`, which it runs."""
+    """Compares a plan's steps with those of `reference`, which it runs."""
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
@@ -49,23 +49,23 @@ class ComparisonRun:
         self._steps: list[Comparison] = []
         self._causes: list[Cause] = []
         self._whole: WholeBatch | None = None
-        self._previous: Gradients | None = None  # thinned
+        self._previous: Gradients | None = None  # subsampled
         self._gradients: GradientErrors
         self._state: StateErrors
-        self._one: StepRecord
+        self._reference_record: StepRecord
         self._evidence: Evidence
-        self.subsampled: Gradients = {}  # of the plan's gradients in this step
+        self.subsampled: Gradients = {}  # the plan's gradients in this step
 
     def begin(self) -> None:
-        """A new step: one device's forward and backward."""
+        """Begin a step: forward and backward of the reference."""
         reference = self._reference
         reference.run()
         tolerance = self._comparer.tolerance(reference.casts)
         if not self._steps:
-            # microbatches may be there because the whole batch does not fit
+            # the whole batch may not fit in memory, which may be why there are microbatches
             with suppress(torch.OutOfMemoryError):
                 self._whole = compare_whole_batch(reference, tolerance)
-        # afterwards the two are no longer at the same parameters
+        # after a difference the two have different parameters
         agreed = all(step.passed for step in self._steps)
         self._gradients = GradientErrors(
             reference.gradients,
@@ -75,43 +75,46 @@ class ComparisonRun:
         )
         self.subsampled = {}
 
-    def gradient(self, name: str, ours: Tensor | None) -> None:
-        """The plan's next averaged gradient; nothing of it is kept."""
+    def add_gradient(self, name: str, ours: Tensor | None) -> None:
+        """Compare the plan's next averaged gradient, which is not kept."""
         self.subsampled[name] = None if ours is None else subsample(ours)
-        if self._gradients.take(name, ours).passed:
+        if self._gradients.compare(name, ours).passed:
             self._reference.replace_gradient(name, ours)
 
     def update(self) -> None:
-        """All gradients have come: one device updates. If some differ, why is looked for now, while its
-        parameters are those that they are of."""
+        """Update the reference after all gradients have arrived. If some differ, collect evidence first,
+        while the parameters are still those of the gradients."""
         reference = self._reference
         self._evidence = initial_evidence(reference, self._gradients.norms, self._previous)
         if not all(error.passed for error in self._gradients.errors()) and all(
             step.passed for step in self._steps
         ):
             self._evidence = full_evidence(reference, self._evidence)
-        self._one = reference.update()
+        self._reference_record = reference.update()
         self._state = StateErrors(
-            reference.parameters, reference.before, dict(reference.model.named_buffers()), step=self._one.step,
-            tolerance=self._comparer.tolerance(self._one.casts), updated=self._comparer.tolerance(updated=True),
+            reference.parameters, reference.before, dict(reference.model.named_buffers()), step=self._reference_record.step,
+            tolerance=self._comparer.tolerance(self._reference_record.casts), updated=self._comparer.tolerance(updated=True),
         )  # fmt: skip
 
-    def state(self, name: str, ours: Tensor) -> None:
-        """The plan's next parameter or buffer after the step; nothing of it is kept."""
-        if all(error.passed for error in self._state.take(name, ours)) and name in self._reference.parameters:
+    def add_state(self, name: str, ours: Tensor) -> None:
+        """Compare the plan's next parameter or buffer after the step, which is not kept."""
+        if (
+            all(error.passed for error in self._state.compare(name, ours))
+            and name in self._reference.parameters
+        ):
             self._reference.replace_parameter(name, ours)
 
     def end(self, ours: StepRecord) -> None:
-        """All has come; `ours`: what else the plan's step was."""
+        """Compare the rest of the step. ours: the plan's record."""
         of_tensors = [*self._gradients.errors(), *self._state.errors()]
-        comparison = self._comparer.compare(ours, self._one, of_tensors)
+        comparison = self._comparer.compare(ours, self._reference_record, of_tensors)
         if not comparison.passed and all(step.passed for step in self._steps):
-            self._causes = diagnose(comparison, ours, self._one, self._evidence, self._steps)
+            self._causes = diagnose(comparison, ours, self._reference_record, self._evidence, self._steps)
         self._steps.append(comparison)
-        self._previous = dict(self._one.gradients)
+        self._previous = dict(self._reference_record.gradients)
 
-    def found(self) -> ComparisonResult:
-        """Of all steps so far."""
+    def result(self) -> ComparisonResult:
+        """The result of all steps so far."""
         return ComparisonResult(
             steps=self._steps, causes=self._causes, whole=self._whole, comparer=self._comparer
         )

@@ -1,4 +1,4 @@
-"""What a verification found, as a value, as JSON records and as text for a terminal."""
+"""The result of a verification, as a value, as JSON records and as text for a terminal."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A plan against one device that runs the same chunks.
+    """A plan compared with one device that runs the same chunks.
 
-    devices: one line, what ran the plan. precision: of the parameters. casts: what is less precise, on one
-        device.
-    owned: share of the trainable elements that each rank updates. whole: against the whole batch, on the
-        first step.
+    devices: one line about what ran the plan. precision: of the parameters. casts: lower precisions in the
+        reference.
+    owned: the share of the trainable elements that each rank updates. whole: the comparison with the whole batch,
+        in the first step.
     """
 
     plan: str
@@ -48,8 +48,8 @@ class Report:
         return next((step for step in self.steps if not step.passed), None)
 
     def worst(self, rows: int = ROWS) -> list[TensorError]:
-        """Largest errors, measured by their tolerance: of the first step that differs, or of all steps; one
-        per name and kind."""
+        """The largest errors relative to their tolerance, one per name and kind: of the first step that
+        differs, or of all steps."""
         wrong = self.first_wrong
         errors = [error for step in ([wrong] if wrong else self.steps) for error in step.errors]
         worst: dict[tuple[str, str], TensorError] = {}
@@ -58,7 +58,7 @@ class Report:
         return list(worst.values())[:rows]
 
     def records(self) -> list[dict[str, Any]]:
-        """JSON-able values: one record per step, one for the end. Infinite errors are null."""
+        """JSON-able values: one record per step, and a final one. Infinite errors are null."""
         steps = [
             {
                 "event": "verify_step",
@@ -95,7 +95,7 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The report for a person: losses, the worst tensors, the verdict, the whole batch."""
+    """Print the report: losses, the worst tensors, the verdict, the whole batch."""
     console.print(
         f"verify {report.plan} on {report.devices}, {report.precision}, against one device that runs the same chunks",
         highlight=False,
@@ -179,20 +179,20 @@ def _lines(report: Report) -> list[str]:
 
 
 def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
-    """What a reader must know of gradients that rounding moves further than the tolerance: so far no mistake
-    can be seen in them."""
+    """A warning that mistakes smaller than the measured effect of rounding cannot be seen in some
+    gradients."""
     moved = [error for step in steps for error in step.errors if error.moved]
     if not moved:
         return []
     names, widest = {error.name for error in moved}, max(error.tolerance for error in moved)
     what = f"{format_count(len(names), 'gradient')} of the plan may differ by up to {widest:.1e}"
     return [
-        f"{what}, which is how far rounding alone moves gradients of one device: smaller mistakes in them show with --dtype float64"
+        f"{what}, which is how far rounding alone moves gradients of one device: use --dtype float64 to detect smaller mistakes in them"
     ]
 
 
 def _cast_lines(casts: Sequence[Cast]) -> list[str]:
-    """One line for all that computes in a precision."""
+    """One line for each lower precision."""
     places: dict[tuple[str, bool], list[str]] = {}
     for cast in casts:
         places.setdefault((cast.dtype, cast.in_optimizer), []).append(cast.place)

@@ -1,8 +1,7 @@
-"""Runs a job under a plan and on one device, step by step in step, and holds one against the other.
+"""Runs a job under a plan and on one device, step by step, and compares the two.
 
-The plan runs through the ordinary trainer, with every random draw keyed; an observer in each replica notes
-what its chunks
-were given and what came out. Rank 0 collects the notes, runs the same step on one device and compares.
+The plan runs in the ordinary trainer, with every random draw keyed; an observer in each replica records what
+its chunks received and computed. Rank 0 collects the records, runs the same step on one device and compares.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from meshloom.replica.replica_state import each_gradient, each_of_state
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.comparison_run import ComparisonRun
-from meshloom.verify.divided_nodes import first_difference
 from meshloom.verify.findings import Report
+from meshloom.verify.lockstep_check import first_wrong_operator
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.observers import ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import default_dtype
@@ -52,37 +51,35 @@ def verify(
     transport: str = "auto",
     oversubscribe: bool = False,
 ) -> Report | None:
-    """Run `steps` steps of `job` under `plan` and on one device, and compare. None on ranks other than 0,
-    which cannot tell.
+    """Run `steps` steps of `job` under `plan` and on one device, and compare. Returns None on ranks other
+    than 0.
 
     dtype: run both in this precision; float64 tells a mistake from rounding. Raises as the trainer does.
     """
     check_promised(plan)
     keyed = replace(plan, keyed_draws=True)
-    recorded = _changing_shares(plan, steps)
-    quiet = Listener(started=lambda text: None)  # the report says it
+    shares = _varying_shares(plan, steps)
+    quiet = Listener(started=lambda text: None)  # the report describes the run
     with working_alone(), Trainer(
         replace(job, evaluate=None), keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, transport=transport, dtype=dtype, share=True, listener=quiet,
-        recorded_shares=recorded, oversubscribe=oversubscribe, cache="off",
+        recorded_shares=shares, oversubscribe=oversubscribe, cache="off",
     ) as trainer:  # fmt: skip
         check_dense_buffers(trainer.replicas[0].model, "only dense buffers are compared")
         owned = trainer.together(_owned)[0]
-        holding = (
-            ComparisonRun(Reference(job, keyed, dtype, trainer.replicas[0].seat.device, recorded))
-            if trainer.world.main
-            else None
-        )
-        _run_steps(trainer, dtype, holding)
-        if holding is None:
+        comparison: ComparisonRun | None = None
+        if trainer.world.main:
+            device = trainer.replicas[0].seat.device
+            comparison = ComparisonRun(Reference(job, keyed, dtype, device, shares))
+        _run_steps(trainer, dtype, comparison)
+        if comparison is None:
             return None
-        found = holding.found()
-        causes = [
-            *found.causes,
-            *([] if all(step.passed for step in found.steps) else _of_division(trainer, job, keyed, dtype)),
-        ]
+        result = comparison.result()
+        causes = list(result.causes)
+        if not all(step.passed for step in result.steps):
+            causes += _wrong_operator(trainer, job, keyed, dtype)
         return Report(
-            plan=str(plan), devices=trainer.world.why, precision=str(found.comparer.precision).removeprefix("torch."), owned=owned,
-            steps=found.steps, causes=causes, casts=found.comparer.casts, whole=found.whole,
+            plan=str(plan), devices=trainer.world.why, precision=str(result.comparer.precision).removeprefix("torch."), owned=owned,
+            steps=result.steps, causes=causes, casts=result.comparer.casts, whole=result.whole,
         )  # fmt: skip
 
 
@@ -95,9 +92,8 @@ def check_promised(plan: Plan) -> None:
         )
 
 
-def _changing_shares(plan: Plan, steps: int) -> list[tuple[int, tuple[int, ...]]]:
-    """What is verified where shares are measured: others in every step after the first, because what they are
-    must not matter."""
+def _varying_shares(plan: Plan, steps: int) -> list[tuple[int, tuple[int, ...]]]:
+    """For plans with measured shares: other shares in every step after the first, since any must be right."""
     if plan.shares != "measured":
         return []
     return [
@@ -106,76 +102,75 @@ def _changing_shares(plan: Plan, steps: int) -> list[tuple[int, tuple[int, ...]]
     ]
 
 
-def _of_division(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype | None) -> list[Cause]:
-    """Where a divided program is wrong, if it is."""
+def _wrong_operator(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype | None) -> list[Cause]:
+    """Where a partitioned program is wrong, if there is one."""
     replica = trainer.replicas[0]
     division = replica.engine.division
     if division is None:
         return []
     device = replica.seat.device
     (batch,) = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
-    return [
-        Cause(
-            "division",
-            first_difference(
-                division.first, build_model(job, device, dtype), to_device(batch, device, dtype)
-            ),
-        )
-    ]
+    model, batch = build_model(job, device, dtype), to_device(batch, device, dtype)
+    return [Cause("division", first_wrong_operator(division.first, model, batch))]
 
 
-def _run_steps(trainer: Trainer, dtype: torch.dtype | None, holding: ComparisonRun | None) -> None:
-    """All steps. `holding`, where there is one, is told of each tensor as it comes; no rank keeps any."""
+def _run_steps(trainer: Trainer, dtype: torch.dtype | None, comparison: ComparisonRun | None) -> None:
+    """Run all steps. comparison: on rank 0, receives each tensor as it is gathered; no rank keeps one."""
     first = trainer.replicas[0]
     with ExitStack() as stack:
-        notes = [stack.enter_context(_observed(replica)) for replica in trainer.replicas]
+        observers = [stack.enter_context(_observing(replica)) for replica in trainer.replicas]
         for batch in trainer.batches():
-            for note in notes:
-                note.chunks = []
+            for observer in observers:
+                observer.chunks = []
             shares = dict(zip(map(id, trainer.replicas), batch.shares, strict=True))
-            # Not trainer.step, which raises when replicas drift apart: that is for the report to say.
+            # Not trainer.step, which raises when replicas drift apart: here that belongs into the report.
             with default_dtype(dtype):
                 gradients = trainer.together(
                     lambda replica: replica.gradients(batch.step, shares[id(replica)])  # noqa: B023
                 )
-            found = dict(zip(map(id, trainer.replicas), gradients, strict=True))
-            if holding:
-                holding.begin()
+            gradients_of = dict(zip(map(id, trainer.replicas), gradients, strict=True))
+            if comparison:
+                comparison.begin()
             trainer.together(
                 lambda replica: each_gradient(
                     replica,
-                    found[id(replica)],  # noqa: B023
-                    holding.gradient if holding and replica is first else _ignore,
+                    gradients_of[id(replica)],  # noqa: B023
+                    comparison.add_gradient if comparison and replica is first else _ignore,
                 )
             )
             with default_dtype(dtype):
-                result = trainer.together(lambda replica: replica.update(found[id(replica)]))[0]  # noqa: B023
+                result = trainer.together(
+                    lambda replica: replica.update(gradients_of[id(replica)])  # noqa: B023
+                )[0]
             trainer.next_step = batch.step + 1
-            if holding:
-                holding.update()
+            if comparison:
+                comparison.update()
             trainer.together(
                 lambda replica: each_of_state(
-                    replica, holding.state if holding and replica is first else _ignore
+                    replica, comparison.add_state if comparison and replica is first else _ignore
                 )
             )
-            record = _record(trainer, result, notes, holding.subsampled if holding else {})
-            if holding:
-                holding.end(record)
+            record = _record(trainer, result, observers, comparison.subsampled if comparison else {})
+            if comparison:
+                comparison.end(record)
 
 
 def _ignore(name: str, tensor: Tensor | None) -> None:
-    """What only rank 0 looks at."""
+    """Tensors are compared on rank 0 alone."""
 
 
 def _record(
-    trainer: Trainer, result: StepResult, notes: Sequence[_Notes], gradients: Mapping[str, Tensor | None]
+    trainer: Trainer,
+    result: StepResult,
+    observers: Sequence[_ChunkObserver],
+    gradients: Mapping[str, Tensor | None],
 ) -> StepRecord:
-    mine = dict(zip(map(id, trainer.replicas), notes, strict=True))
+    observer_of = dict(zip(map(id, trainer.replicas), observers, strict=True))
     chunks = trainer.together(
-        lambda replica: collect(replica.seat.world, _chunks(replica, mine[id(replica)]))
+        lambda replica: collect(replica.seat.world, _chunks(replica, observer_of[id(replica)]))
     )[0]
     digests = trainer.together(_digests)[0]
-    rerun_distance = trainer.together(_unlike)[0]
+    inconsistent = trainer.together(_inconsistencies)[0]
     return StepRecord(
         step=result.step,
         loss=result.loss,
@@ -186,13 +181,13 @@ def _record(
             (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank),
             key=lambda chunk: chunk.index,
         ),
-        replicas=[*map(digest_values, digests), *rerun_distance],
+        replicas=[*map(digest_values, digests), *inconsistent],
     )
 
 
 @dataclass
-class _Notes:
-    """What one replica's step was given, and what came out: an `Observer` of its chunks."""
+class _ChunkObserver:
+    """An `Observer` of one replica's chunks: what they received and computed in a step."""
 
     modules: ModuleWatch
     chunks: list[ChunkRecord] = field(default_factory=list[ChunkRecord])
@@ -202,14 +197,14 @@ class _Notes:
 
     @contextmanager
     def watch(self, chunk: Chunk, model: nn.Module) -> Iterator[list[str]]:
-        """Around a chunk's forward and backward; the list is to receive the digests of its draws."""
+        """Wraps a chunk's forward and backward; yields the list for the digests of its draws."""
         self._draws, self._seed = [], torch.initial_seed()
         self.modules.start()
         yield self._draws
         self._outputs = self.modules.stop()
 
     def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
-        """Note the chunk."""
+        """Record the chunk."""
         self.chunks.append(
             ChunkRecord(
                 index=chunk.index,
@@ -225,39 +220,38 @@ class _Notes:
 
 
 @contextmanager
-def _observed(replica: Replica) -> Iterator[_Notes]:
+def _observing(replica: Replica) -> Iterator[_ChunkObserver]:
     watch = ModuleWatch(replica.model)
     with watch.attached():
-        replica.scope.observer = notes = _Notes(watch)
+        replica.scope.observer = observer = _ChunkObserver(watch)
         try:
-            yield notes
+            yield observer
         finally:
             replica.scope.observer = None
 
 
-def _chunks(replica: Replica, notes: _Notes) -> list[dict[str, Any]]:
-    """The replica's chunks, told by one of its ranks."""
-    # and those of a pipeline by the last stage
-    return [chunk.to_dict() for chunk in notes.chunks] if replica.seat.place.tp == 0 else []
+def _chunks(replica: Replica, observer: _ChunkObserver) -> list[dict[str, Any]]:
+    """The replica's chunks: recorded on the ranks with tp=0 and, in a pipeline, of the last stage."""
+    return [chunk.to_dict() for chunk in observer.chunks] if replica.seat.place.tp == 0 else []
 
 
 def _owned(replica: Replica) -> Steps[list[float]]:
-    """Share of the trainable elements that each rank updates."""
+    """The share of the trainable elements that each rank updates."""
     elements = replica.num_trainable
     mine = sum(part.stop - part.start for part in replica.exchange.owned)
     return (yield from collect(replica.seat.world, mine / elements))
 
 
 def _digests(replica: Replica) -> Steps[list[list[int]]]:
-    """Of every replica, hashes of all that its ranks hold: equal for equal replicas."""
-    everyone = yield from collect(
+    """For every replica, hashes of all state on its ranks: equal for equal replicas."""
+    of_ranks = yield from collect(
         replica.seat.world, [int(digest(each)) for each in held(state_of(replica.model).items()).values()]
     )
-    return [[each for rank in ranks for each in everyone[rank]] for ranks in replica.plan.mesh.teams()]
+    return [[each for rank in ranks for each in of_ranks[rank]] for ranks in replica.plan.mesh.teams()]
 
 
-def _unlike(replica: Replica) -> Steps[list[str]]:
-    """What ranks of a replica should hold alike and do not: for the report to say."""
+def _inconsistencies(replica: Replica) -> Steps[list[str]]:
+    """Differences between the ranks of a replica in replicated state."""
     mine = yield from replica.engine.check_replicated()
-    everyone: list[str | None] = yield from collect(replica.seat.world, mine)
-    return list(dict.fromkeys(each for each in everyone if each))
+    of_ranks: list[str | None] = yield from collect(replica.seat.world, mine)
+    return list(dict.fromkeys(each for each in of_ranks if each))

@@ -1,9 +1,8 @@
-"""The second comparison: one device that runs the chunks against one device that runs the whole batch at
-once.
+"""The second comparison: one device that runs the chunks against one device that runs the whole batch in one
+forward.
 
-They agree where samples do not interact and nothing is drawn. Where they differ it is the job's own nature,
-not a mistake of
-the plan, so this is reported with its reason and decides nothing.
+They agree where samples do not interact and nothing is drawn at random. A difference is due to the job, not
+to a mistake of the plan, so it is reported with its reason and does not affect the verdict.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, St
 
 @dataclass(frozen=True, kw_only=True)
 class WholeBatch:
-    """How far the chunks are from the whole batch: largest error of a gradient; its loss; why they differ (""
-    if they do not).
+    """The difference between the chunks and the whole batch: largest error of a gradient; the loss on the
+    whole batch; the reason, "" if they agree.
 
-    ran: whether the job's code could compute the whole batch at once; else error and loss are infinite.
+    ran: whether the job's code could compute the whole batch in one forward; else error and loss are
+    infinite.
     """
 
     error: float
@@ -38,24 +38,24 @@ class WholeBatch:
 
     @property
     def equal(self) -> bool:
-        """Whether the difference is rounding."""
+        """Whether any difference is rounding."""
         return not self.why
 
 
 def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch:
-    """Run the reference's last step, which has not updated yet, again on its whole batch."""
-    if reference.plan.num_chunks == 1:  # which is the chunk that it ran
+    """Rerun the reference's last step on its whole batch. To be called before its update."""
+    if reference.plan.num_chunks == 1:  # the same forward
         return WholeBatch(error=0.0, loss=reference.loss, why="")
     try:
         with whole_batch(reference) as (chunked, whole):
             errors = GradientErrors(chunked, reference.step, tolerance)
             error = max(
-                (errors.take(name, each).error for name, each in reference.gradients.items()), default=0.0
+                (errors.compare(name, each).error for name, each in reference.gradients.items()), default=0.0
             )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # of the job's own code, which never sees so large a batch under the plan: a queue that is shorter
+        # Raised by the job's own code, which never gets so large a batch under the plan (a shorter queue).
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         return WholeBatch(
             error=math.inf,
@@ -84,7 +84,7 @@ def _why(model: nn.Module, whole: StepRecord, chunked: Sequence[ChunkRecord], to
         reasons.append(
             f"batch statistics ({', '.join(norms[:3])}{', ...' if len(norms) > 3 else ''}) are taken over a chunk, not over the whole batch"
         )
-    # others are operations that may have drawn nothing
+    # entries with a space are operations that may have drawn nothing
     if any(" " not in drawn for chunk in chunked for drawn in chunk.draws):
         reasons.append("random draws, such as dropout masks, belong to a chunk")
     if not reasons and (module := _first_that_mixes(whole, chunked, tolerance)) is not None:
@@ -110,8 +110,8 @@ def _first_that_mixes(whole: StepRecord, chunked: Sequence[ChunkRecord], toleran
     """The first module in order of execution whose outputs over all chunks do not add up to those on the
     whole batch.
 
-    What is the same in every chunk as on the whole batch, such as embedded positions, has no samples that
-    could mix.
+    Modules with the same output on every chunk as on the whole batch, such as position embeddings, do not mix
+    samples.
     """
     of_chunks: dict[tuple[str, int], list[ModuleOutput]] = {}
     for output in (output for chunk in chunked for output in chunk.modules):
@@ -122,7 +122,7 @@ def _first_that_mixes(whole: StepRecord, chunked: Sequence[ChunkRecord], toleran
             return output.name
         together = reduce(add_outputs, parts)
         if output.name and together.count != output.count:
-            continue  # not an output per sample: a table of positions, a loss
+            continue  # not an output per sample: a position table, a loss
         if any(output_differs(part, output, tolerance) for part in parts) and output_differs(
             together, output, tolerance
         ):

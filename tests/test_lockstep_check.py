@@ -17,7 +17,7 @@ import meshloom.program.operators.gathered
 import meshloom.tensor_parallel.layout.layout
 from meshloom.comm.pieces import place
 from meshloom.core.plan import Plan
-from meshloom.verify import divided_nodes as nodes
+from meshloom.verify import lockstep_check
 from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 from tests.jobs import make_job
@@ -45,7 +45,7 @@ def test_a_rule_that_forgets_a_sum_is_named(monkeypatch: pytest.MonkeyPatch):
     def wrong(call: Any, rules: Any) -> Any:
         factors = right(call, rules)
         return (
-            dataclasses.replace(factors, sums=frozenset(), whole=frozenset())
+            dataclasses.replace(factors, sums=frozenset(), unsharded=frozenset())
             if factors is not None and call.name == "linear"
             else factors
         )
@@ -69,7 +69,7 @@ def test_an_exchange_that_is_wrong_is_told_from_a_wrong_program(monkeypatch: pyt
     monkeypatch.setattr(meshloom.program.operators.collectives, "_value", wrong)
     report = report_of("gpt", "tp=2")
     assert not report.passed
-    assert any("what they send each other is not" in cause.sentence for cause in report.causes)
+    assert any("their communication is not" in cause.sentence for cause in report.causes)
 
 
 def test_a_gradient_that_is_not_summed_is_found_backward(monkeypatch: pytest.MonkeyPatch):
@@ -95,7 +95,11 @@ def test_a_gradient_that_is_not_summed_is_found_backward(monkeypatch: pytest.Mon
 def test_no_values_are_kept_to_be_compared(monkeypatch: pytest.MonkeyPatch):
     """The story: one device's values, all ranks' and the gradients of both were kept until they had been
     compared, 9.9 GB for a model of 60 million parameters."""
-    right, note_whole, note_parts = COLLECTIVES._value, nodes._Seen.note_whole, nodes._Seen.note_parts
+    right, note_reference, note_ranks = (
+        COLLECTIVES._value,
+        lockstep_check._InnerProducts.note_reference,
+        lockstep_check._InnerProducts.note_ranks,
+    )
     of_one: list[tuple[int, StorageWeakRef]] = []
     left: list[float] = []
 
@@ -105,16 +109,16 @@ def test_no_values_are_kept_to_be_compared(monkeypatch: pytest.MonkeyPatch):
             for each in tree_leaves(value)
             if isinstance(each, Tensor)
         )
-        note_whole(self, node, value)
+        note_reference(self, node, value)
 
     def watched_parts(self: Any, node: Any, results: list[Any]) -> None:
         left.append(
             sum(size for size, memory in of_one if not memory.expired()) / sum(size for size, _ in of_one)
         )
-        note_parts(self, node, results)
+        note_ranks(self, node, results)
 
-    monkeypatch.setattr(nodes._Seen, "note_whole", watched_whole)
-    monkeypatch.setattr(nodes._Seen, "note_parts", watched_parts)
+    monkeypatch.setattr(lockstep_check._InnerProducts, "note_reference", watched_whole)
+    monkeypatch.setattr(lockstep_check._InnerProducts, "note_ranks", watched_parts)
     monkeypatch.setattr(
         COLLECTIVES,
         "_value",

@@ -1,0 +1,234 @@
+"""The first operator of a partitioned program whose shards differ from what one device computes.
+
+The unpartitioned program runs, then all ranks' programs in lockstep, on the model's initial values and the
+same draws. In the forward, the first operator whose value differs is named; if all agree, in the backward the
+last one whose gradient differs.
+
+No value is kept for the comparison. Each value, and its gradient, is reduced to one number: its inner product
+with a random tensor seeded by its name. It is linear, so the ranks' shards, each with its part of the random
+tensor, add up to the reference's; and different values almost surely have different numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from meshloom.comm.pieces import Pieces, take
+from meshloom.core.random import derive, preserved_draws, seed_everything
+from meshloom.program.ir.lines import describe_line
+from meshloom.program.ir.nodes import Node
+from meshloom.program.run.execute import run_program
+from meshloom.tensor_parallel.layout.cuts import pieces_of, route_of
+from meshloom.tensor_parallel.layout.placement import PARTIAL, Part, cut_of
+from meshloom.tensor_parallel.lockstep import run_in_lockstep
+from meshloom.tensor_parallel.partition import Partition
+from meshloom.tensor_parallel.search.choose import DivisionChoice
+
+TOLERANCE = 1e-9  # both run in float64; rounding of the deepest models stays below 1e-12
+_SEED = 7
+
+
+def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> str:
+    """One sentence: the operator and the user's line, or that all agree. model: unsharded, in the
+    program's precision."""
+    program = part.choice.layout.program
+    state = {
+        name: each.detach().double() if each.is_floating_point() else each.detach()
+        for name, each in _state(model).items()
+    }
+    reference, ranks = _InnerProducts(part.choice), _InnerProducts(part.choice)
+    with preserved_draws():
+        seed_everything(_SEED)
+        own = _split(program, state, None, 0)
+        _backward([run_program(program, *own, batch, dtype=torch.float64, visit=reference.note_reference)])
+        seed_everything(_SEED)
+        split = [_split(program, state, part, rank) for rank in range(part.choice.num_ranks)]
+        _backward(
+            run_in_lockstep(
+                part.programs, [each[0] for each in split], [each[1] for each in split], batch,
+                dtype=torch.float64, visit=ranks.note_ranks,
+            )
+        )  # fmt: skip
+    for name, values in reference.values.items():
+        if name in ranks.nodes and (error := _error(values, ranks.values[name])) > TOLERANCE:
+            return f"In lockstep the first operator whose shards differ is {_named(reference.nodes[name], part)}: by {error:.1e}."
+    for name in reversed(reference.nodes):
+        if (
+            name in ranks.nodes
+            and (error := _error(reference.gradients[name], ranks.gradients[name])) > TOLERANCE
+        ):
+            return f"In lockstep all values agree; backward, the first gradient that differs is that of {_named(reference.nodes[name], part)}: by {error:.1e}."
+    return "In lockstep every operator's shards agree with one device, forward and backward: the ranks' programs are right, but their communication is not."
+
+
+@dataclass(frozen=True)
+class _Products:
+    """Inner products of one tensor with the random one, or each rank's with its part of it. scale: (1 +
+    largest absolute element) * sqrt(number of elements)."""
+
+    products: tuple[float, ...]
+    scale: float
+
+
+ValueProducts = dict[int, _Products]  # by the tensor's index in the value
+
+
+@dataclass
+class _InnerProducts:
+    """The inner products of every operator's value and of its gradient: of the reference, or of all ranks."""
+
+    choice: DivisionChoice
+    nodes: dict[str, Node] = field(default_factory=dict[str, Node])
+    values: dict[str, ValueProducts] = field(default_factory=dict[str, ValueProducts])
+    gradients: dict[str, ValueProducts] = field(default_factory=dict[str, ValueProducts])
+
+    def note_reference(self, node: Node, value: Any) -> None:
+        """Reduce a value of the reference."""
+        self._begin(node)
+        for number, each in enumerate(tree_leaves(value)):
+            if isinstance(each, Tensor) and each.numel():
+                self._note_reference(node.name, number, each)
+
+    def note_ranks(self, node: Node, results: list[Any]) -> None:
+        """Reduce the values of all ranks."""
+        if node.name not in self.choice.layout.values:
+            return  # part of a resharding, which the reference does not have
+        self._begin(node)
+        leaves_of_ranks = [tree_leaves(each) for each in results]
+        for number in range(len(leaves_of_ranks[0])):
+            shards = [leaves[number] for leaves in leaves_of_ranks]
+            if all(isinstance(each, Tensor) for each in shards):
+                self._note_ranks(node.name, number, shards)
+
+    def _begin(self, node: Node) -> None:
+        self.nodes[node.name] = node
+        self.values[node.name], self.gradients[node.name] = {}, {}
+
+    def _note_reference(self, name: str, number: int, value: Tensor) -> None:
+        pieces = self._pieces(name, number)
+        if pieces is None:
+            return
+        probe, placement = _probe(name, number, value.shape), self.choice.strategies[name].output
+        if isinstance(placement, Part):
+            products = tuple(
+                _product(take(pieces, rank, value), take(pieces, rank, probe))
+                for rank in range(self.choice.num_ranks)
+            )
+        else:
+            products = (_product(value, probe),)
+        self.values[name][number] = _Products(products, _scale(value))
+
+        def hook(gradient: Tensor) -> None:
+            self.gradients[name][number] = _Products(
+                (_product(gradient, _probe(name, number, gradient.shape)),), _scale(gradient)
+            )
+
+        if value.requires_grad:
+            value.register_hook(hook)
+
+    def _note_ranks(self, name: str, number: int, shards: list[Tensor]) -> None:
+        pieces, placement = self._pieces(name, number), self.choice.strategies[name].output
+        if pieces is None:
+            return
+        # gradients of shards add up, and so do values that are partial sums
+        adds_up = isinstance(placement, Part)
+
+        def product(rank: int, each: Tensor) -> float:
+            probe = _probe(name, number, pieces.shape)
+            return _product(each, take(pieces, rank, probe) if isinstance(placement, Part) else probe)
+
+        products = tuple(product(rank, each) for rank, each in enumerate(shards))
+        self.values[name][number] = _Products((sum(products),) if placement == PARTIAL else products, 0.0)
+        of_ranks = [0.0] * len(shards)
+
+        def hook(rank: int, gradient: Tensor) -> None:
+            of_ranks[rank] = product(rank, gradient)
+            self.gradients[name][number] = _Products((sum(of_ranks),) if adds_up else tuple(of_ranks), 0.0)
+
+        for rank, each in enumerate(shards):
+            if each.requires_grad:
+                each.register_hook(partial(hook, rank))
+
+    def _pieces(self, name: str, number: int) -> Pieces | None:
+        """The rows on each rank; None where they are not known statically (routed rows), which are
+        compared where they are combined again."""
+        axes, placement = self.choice.layout.values[name][number], self.choice.strategies[name].output
+        if route_of(axes, placement, self.choice.numbers) is not None:
+            return None
+        return pieces_of(axes, cut_of(placement), self.choice.numbers, self.choice.num_ranks)
+
+
+def _probe(name: str, number: int, shape: Sequence[int]) -> Tensor:
+    generator = torch.Generator().manual_seed(derive(_SEED, name, number))
+    return torch.empty(tuple(shape), dtype=torch.float64).uniform_(-1, 1, generator=generator)
+
+
+def _product(value: Tensor, probe: Tensor) -> float:
+    """<value, probe>; of complex numbers, the real plus twice the imaginary part. NaN if the shapes
+    differ."""
+    if value.shape != probe.shape:
+        return math.nan
+    detached = value.detach()
+    if detached.is_complex():
+        return _product(detached.real, probe) + 2 * _product(detached.imag, probe)
+    # non-finite elements become numbers that tell them apart
+    finite = torch.nan_to_num(detached.double(), 1.5, 2.5, -3.5)
+    return float((finite * probe.to(detached.device)).sum())
+
+
+def _scale(value: Tensor) -> float:
+    detached = value.detach()
+    sizes = (detached if detached.is_complex() else detached.double()).abs().double()
+    largest = torch.nan_to_num(sizes, 0.0, 0.0, 0.0).max() if sizes.numel() else 0.0
+    return (1 + float(largest)) * math.sqrt(max(value.numel(), 1))
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _split(
+    program: Any, state: dict[str, Tensor], part: Partition | None, rank: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters, which share memory with `state`, and buffers: of the reference, or of a rank."""
+
+    def shards(name: str, pieces: Any) -> Tensor:
+        return (take(pieces[name], rank, state[name]) if part else state[name]).detach()
+
+    parameters = {
+        name: shards(name, part and part.parameters).requires_grad_(each.meta.requires_grad)
+        for name, each in program.parameters.items()
+    }
+    return parameters, {name: shards(name, part and part.buffers).clone() for name in program.buffers}
+
+
+def _backward(results: Sequence[Any]) -> None:
+    losses = [tree_leaves(each)[0] for each in results]
+    if all(isinstance(each, Tensor) and each.requires_grad for each in losses):
+        torch.autograd.backward([each.sum() for each in losses])
+
+
+def _error(reference: ValueProducts, ranks: ValueProducts) -> float:
+    worst = 0.0
+    for number, expected in reference.items():
+        ours = ranks[number].products if number in ranks else (0.0,)  # no rank has a gradient
+        ones = expected.products * len(ours) if len(expected.products) == 1 else expected.products
+        worst = max([worst, *(_relative(a, b, expected.scale) for a, b in zip(ours, ones, strict=True))])
+    return worst
+
+
+def _relative(a: float, b: float, scale: float) -> float:
+    return abs(a - b) / scale if math.isfinite(a - b) else math.inf
+
+
+def _named(node: Node, part: Partition) -> str:
+    strategy = part.choice.strategies[node.name]
+    return f"{node.operator} of {node.path or 'the model or loss'} ({strategy.output}) at {describe_line(node.line)}"
