@@ -62,7 +62,7 @@ def test_one_worker_is_one_device_although_its_server_was_killed(tmp_path: Path)
         run.of("server", 0).kill()
         assert run.ended() == 0, run.text()
         assert_nothing_left(directory, address)
-    assert "server 0 was killed by SIGKILL; it is started again" in run.text()
+    assert "server 0 was killed by SIGKILL; it is restarted" in run.text()
     [asynchronous] = run.records("asynchronous")
     told = len(run.records("step")) - 30
     # a server may be killed after an update, and before it tells
@@ -164,7 +164,7 @@ def test_a_campaign_of_kills(tmp_path: Path) -> None:
     told = len(run.records("step")) - steps
     # a server may be killed after an update, and before it tells
     assert 0 < told <= asynchronous["lost"] <= told + 10
-    assert run.text().count("it is started again") == 10
+    assert run.text().count("it is restarted") == 10
     assert abs(evaluation["metrics"]["accuracy"] - undisturbed) <= NOISE
 
 
@@ -192,7 +192,7 @@ def test_a_stopped_server_is_started_again(tmp_path: Path) -> None:
         assert run.ended() == 0, run.text()
         assert_nothing_left(directory, address)
     assert "server 0 has been stopped (SIGSTOP) for 10 s, and all workers need it: it is killed" in run.text()
-    assert "server 0 was killed by SIGKILL; it is started again" in run.text()
+    assert "server 0 was killed by SIGKILL; it is restarted" in run.text()
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ class ProcessRun:
             before = self._account.num_updates
             reports.receive(processes.poll(0.05))
             if self._account.num_updates > before:
-                processes.moved()
+                processes.updated()
             for note in processes.take_notes():
                 self._listener.note(note)
             _end_at(signals)

@@ -1,4 +1,4 @@
-"""What can be said on the command line: verbs, their options, and what each is for."""
+"""The command line's verbs and options, with their help."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from meshloom.launch.devices import MOST_SIMULATED, PROCESSES_PER_CORE
 from meshloom.launch.processes.hang import DEFAULT_SECONDS
 from meshloom.launch.transport import TRANSPORTS
 
-TRANSPORT_HELP = "what ranks on the CPU talk through: auto (shared memory where they share a host), or gloo (default: auto)"
+TRANSPORT_HELP = (
+    "transport of ranks on the CPU: auto (shared memory where they share a host), or gloo (default: auto)"
+)
 OVERSUBSCRIBE_HELP = f"allow more ranks than make sense: {PROCESSES_PER_CORE} processes per core, {MOST_SIMULATED} simulated ranks"
-CACHE_HELP = "where readings of losses are kept for later starts of the same job; off: nowhere (default: what MESHLOOM_CACHE says, else ~/.cache/meshloom/readings)"
+CACHE_HELP = "where captured losses are kept for later starts of the same job; off: nowhere (default: MESHLOOM_CACHE, else ~/.cache/meshloom/readings)"
 JSON_HELP = "write records as JSON lines to FILE; - is standard output"
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """What the command line asks for. `words` of it are the job file's own: what follows `--`. A mistake ends
-    the process, as is usual."""
+    """The parsed command line; its `words`, those after `--`, are the job file's own. A mistake ends the
+    process."""
     own = list(words)
     theirs: list[str] | None = None
     if "--" in own:
@@ -27,10 +29,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     made = parser()
     arguments, unknown = made.parse_known_args(own)
     if unknown:
-        told = ""
+        hint = ""
         if "target" in arguments and theirs is None:
-            told = f" Words for the job file follow --, as in: meshloom {arguments.verb} {arguments.target} -- {' '.join(unknown)}"
-        made.error(f"unrecognized arguments: {' '.join(unknown)}.{told}")
+            hint = f" Words for the job file follow --, as in: meshloom {arguments.verb} {arguments.target} -- {' '.join(unknown)}"
+        made.error(f"unrecognized arguments: {' '.join(unknown)}.{hint}")
     if theirs is not None and "target" not in arguments:
         made.error(f"meshloom {arguments.verb} loads no job file, so nothing can follow --.")
     arguments.words = tuple(theirs or ())
@@ -38,7 +40,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of `meshloom`."""
+    """The parser of `meshloom`."""
     made = argparse.ArgumentParser(
         prog="meshloom",
         description="Train a single-device PyTorch job on many devices, and prove that the result is the same.",
@@ -52,14 +54,16 @@ def parser() -> argparse.ArgumentParser:
         verbs.add_parser("verify", help="run a job under a plan and on one device, and compare"),
     )
     _add_plan(
-        verbs.add_parser("plan", help="price the plans that the devices allow, and say which to take and why")
+        verbs.add_parser(
+            "plan", help="price the plans that the devices allow, and recommend one with reasons"
+        )
     )
     _add_describe(
-        verbs.add_parser("describe", help="print what a job's model is made of and what a step of it costs")
+        verbs.add_parser("describe", help="print the parts of a job's model and the costs of a step")
     )
     _add_calibrate(verbs.add_parser("calibrate", help="measure what this machine does, for predictions"))
     _add_report(
-        verbs.add_parser("report", help="say what a run has left in its directory, or draw a step of it")
+        verbs.add_parser("report", help="list what a run has written to its directory, or draw a step of it")
     )
     return made
 
@@ -78,7 +82,7 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
         verb.add_argument(
             "--memory",
             metavar="SIZE",
-            help="what a rank may hold when the model is divided over pp or tp, like 8GiB: the plan's memory_bytes",
+            help="memory limit of a rank when the model is split over pp or tp, like 8GiB: the plan's memory_bytes",
         )
         verb.add_argument(
             "--devices", default="auto", help="auto, cuda, cpu, simulated, or simulated:cuda (default: auto)"
@@ -110,7 +114,7 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
     train.add_argument(
         "--timings",
         action="store_true",
-        help="say at the end what each phase of the start and of the run took, in seconds",
+        help="print the seconds of each phase of the start and of the run at the end",
     )
     add_asynchronous(train)
     verify.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")
@@ -134,7 +138,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--memory",
         metavar="SIZE",
-        help="what a rank may hold, like 8GiB (default: its share of the host's memory)",
+        help="memory limit of a rank, like 8GiB (default: its share of the host's memory)",
     )
     plan.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
     plan.add_argument("--oversubscribe", action="store_true", help=OVERSUBSCRIBE_HELP)
@@ -165,7 +169,7 @@ def _add_describe(describe: argparse.ArgumentParser) -> None:
     describe.add_argument(
         "--plan",
         metavar="PLAN",
-        help="say how this plan divides the model over tp and cuts it over pp, and what ranks send (such as tp=2 or pp=4)",
+        help="show how this plan shards the model over tp and splits it over pp, and what ranks send (such as tp=2 or pp=4)",
     )
     describe.add_argument("--memory", metavar="SIZE", help="as for train")
     describe.add_argument("--oversubscribe", action="store_true", help=OVERSUBSCRIBE_HELP)
@@ -181,7 +185,7 @@ def _add_describe(describe: argparse.ArgumentParser) -> None:
     describe.add_argument(
         "--timings",
         action="store_true",
-        help="say what reading, pricing, dividing and cutting the model took",
+        help="print the seconds of capturing, pricing, sharding and splitting the model",
     )
     describe.add_argument("--json", metavar="FILE", help=JSON_HELP)
 

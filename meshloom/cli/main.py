@@ -1,7 +1,6 @@
-"""The command line: text becomes values, one call is made, the result becomes text or JSON.
+"""The command line: text becomes values, one function is called, its result becomes text or JSON.
 
-What a verb does is imported when it is known which one it is: a launcher and a description start in two
-thirds of the time.
+A verb's code is imported when the verb is known, which makes starts a third faster.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def _run_here(arguments: argparse.Namespace) -> int:
         with timings.of("job file"):
             job = load_job(arguments.target)
         if job is None:
-            text = f"meshloom: {arguments.target} returned nothing, so it ran a loop of its own. A function that names a job returns it."
+            text = f"meshloom: {arguments.target} returned nothing, so it ran its own loop. A function that names a job returns it."
             print(text, file=sys.stderr)
             return 0
         from meshloom.report.records import Records
@@ -124,7 +123,7 @@ def _run_here(arguments: argparse.Namespace) -> int:
 
 
 def _timings() -> Timings:
-    """Of a run, from the command on, by the clock on the wall."""
+    """Wall-clock timings of a run, from the command on."""
     timings = Timings(time.monotonic)
     timings.add("launcher", launching_seconds())
     timings.add("Python and imports", time.process_time())

@@ -1,4 +1,4 @@
-"""What the command line says of a plan."""
+"""The plan that the command line asks for. What a verb needs of it is imported without the parser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOG_WIDTH = 200  # columns of a table that goes to a file or a pipe
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
-    """The plan that was asked for, or that the devices suggest."""
+    """The requested plan, or the default for the devices."""
     plan = (
         Plan.parse(arguments.plan)
         if arguments.plan

@@ -17,8 +17,7 @@ from meshloom.report.records import Records
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
-    """Measure with ranks of our own, or as one of those that were started; the first of them writes and
-    prints."""
+    """Measure with ranks that this process starts, or as one of them; the first writes and prints."""
     started = time.perf_counter()
     request = CalibrationRequest(
         devices=arguments.devices,

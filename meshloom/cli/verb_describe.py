@@ -1,4 +1,4 @@
-"""`meshloom describe`: what a job's model is made of and what a step of it costs."""
+"""`meshloom describe`: the parts of a job's model and the costs of a step."""
 
 from __future__ import annotations
 

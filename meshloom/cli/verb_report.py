@@ -1,4 +1,4 @@
-"""`meshloom report`: say what a run has left in its directory."""
+"""`meshloom report`: list what a run has written to its directory, or draw a step of it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from meshloom.train.trainer import Trainer
 
 
 def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Timings) -> int:
-    """Exit code 0. timings: what the start took until now."""
+    """Exit code 0. timings: of the start until now."""
     plan = plan_of(arguments)
     if arguments.join is not None:
         from meshloom.asynchronous.start_role import join
@@ -97,7 +97,7 @@ def _train_on_processes(
     terminal: Terminal,
     records: Records,
 ) -> int:
-    """The launcher's part: servers and workers are processes that it starts."""
+    """The launcher's part of a run whose servers and workers are processes."""
     from meshloom.asynchronous.processes import ProcessRun
 
     settings = settings_of(arguments, job)

@@ -1,4 +1,4 @@
-"""Makes the groups that a rank process talks in, each over what its ranks can use."""
+"""Creates the groups of a rank process, each over the transport that its ranks can use."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from meshloom.launch.transport import Hosts, Transports
 class RankGroups:
     """The groups of one rank, to be closed together.
 
-    store: for this alone; ranks meet in it. secret: what they know and the store does not. device: where
-    tensors of groups lie that have NCCL. timeout: how long a rank waits for another, in making a group and in
-    each of its operations.
+    store: for these groups alone. secret: shared by the ranks. device: of tensors in groups with NCCL.
+    timeout: how long a rank waits for another when a group is created and in each of its operations.
     process_groups: those of torch.distributed that this rank is in.
     """
 
@@ -53,16 +52,15 @@ class RankGroups:
         self._rounds = 0
 
     def connect(self, members: Iterable[Sequence[int]], backend: str, algorithm: str = "") -> Group:
-        """Make a group of each of `members`, which all ranks do together; the one that this rank is in.
+        """Create a group of each of `members`, collectively; the one that this rank is in.
 
-        members: ascending ranks. backend: of torch.distributed; where it is gloo alone, shared memory takes
-        its place as far as it reaches. algorithm: by which its ranks add up, one of `ALGORITHMS`; "": by that
-        of what they talk through.
+        members: ascending ranks. backend: of torch.distributed; shared memory replaces gloo within hosts.
+        algorithm: of all-reduces, one of `ALGORITHMS`; "": the transport's own.
         """
         self._rounds += 1
         mine: C10dGroup | ShmGroup | HostsGroup | None = None
         mine_of: Sequence[int] = ()
-        # what a thread waits for does not hold up this rank
+        # waits of a thread do not delay this rank
         activity = Activity() if algorithm else self._activity
         for ranks in members:
             hosts = self._transports.layers(ranks) if backend == "gloo" else None
@@ -78,7 +76,7 @@ class RankGroups:
         return self._explicit(mine, mine_of, algorithm) if algorithm and mine.size > 1 else mine
 
     def close(self) -> None:
-        """End what is not of torch.distributed. No rank waits for another here."""
+        """Close the groups that are not of torch.distributed. No rank waits for another here."""
         for group in reversed(self._open):
             group.close()
         self._open.clear()
@@ -133,7 +131,7 @@ class RankGroups:
 
     def _over_hosts(self, ranks: Sequence[int], hosts: Hosts, activity: Activity) -> HostsGroup | None:
         whole = self._over_network(ranks, "gloo", activity)
-        in_background = Activity()  # what threads wait for does not hold up this rank
+        in_background = Activity()  # waits of threads do not delay this rank
         between: C10dGroup | None = None
         for column in zip(*hosts, strict=True):
             between = (
@@ -162,5 +160,5 @@ class RankGroups:
         return group
 
     def _names(self, ranks: Sequence[int]) -> list[str]:
-        """What to call each of `ranks` in errors: with its host, if they run on several."""
+        """The name of each of `ranks` in errors: with its host, if they run on several."""
         return [rank_name(rank, self._mesh) + self._transports.where(rank, ranks) for rank in ranks]

@@ -1,4 +1,4 @@
-"""A rank tells its launcher what happens: one JSON line per event, on a pipe."""
+"""A rank's reports to its launcher: one JSON line per event, on a pipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STACK_SIGNAL = signal.SIGUSR2  # by which a launcher asks a rank that hangs for 
 
 
 def send_event(event: Mapping[str, object]) -> bool:
-    """Send a line to our launcher; False if there is none. If it is gone, this process goes too."""
+    """Send a line to our launcher; False if there is none. If it has ended, this process ends too."""
     descriptor = report_descriptor()
     if descriptor is None:
         return False
@@ -23,6 +23,6 @@ def send_event(event: Mapping[str, object]) -> bool:
             text = text[os.write(descriptor, text) :]
     except BrokenPipeError:
         os.killpg(0, signal.SIGKILL)
-    except OSError:  # a program that a rank has started inherits the variable, but not the pipe
+    except OSError:  # a program started by a rank inherits the variable, but not the pipe
         return False
     return True

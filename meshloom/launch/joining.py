@@ -1,4 +1,4 @@
-"""A rank joins the processes that were started together with it, and parts from them."""
+"""A rank joins the processes that were started together with it, and leaves them at the end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from meshloom.launch.transport import agreed_transports
 from meshloom.launch.world import CARRIES_TENSORS, LocalRank, Use, World, connect_rank
 from meshloom.machine.cores import cores
 
-FAREWELL_SECONDS = 5.0  # how long a rank that is done waits for the others before its connections close
+FAREWELL_SECONDS = 5.0  # how long a finished rank waits for the others before its connections close
 
 
 def join(
@@ -54,22 +54,22 @@ def join(
     transport: str = "auto",
     algorithm: str = "",
 ) -> World:
-    """Meet the other ranks in the store, agree on devices and on what to talk through, connect.
+    """Meet the other ranks in the store, agree on devices and transports, and connect.
 
     algorithm: of `open_world`.
     Raises `PeerLostError` if the others do not come within `timeout`, `DeviceError` for an algorithm where
     ranks have GPUs.
     """
     send_event({"event": "joining"})
-    # data workers have sockets there, which they leave behind when they are killed
+    # data workers create sockets there, which remain when they are killed
     if scratch := scratch_directory():
-        # No documented setting says so: `tempfile.tempdir` would move the user's own files too, and names of
-        # sockets below a directory more may be too long.
+        # There is no documented setting: `tempfile.tempdir` would move the user's own files too, and socket
+        # names in a subdirectory may be too long.
         multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined]
     activity = _open_activity()
     activity.enter("joining")
     try:
-        ours = not dist.is_initialized()  # otherwise the user's own script has done that
+        ours = not dist.is_initialized()  # otherwise the user's script has initialized it
         store = _meeting_place(seat, timeout) if ours else dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         # Ranks may open several worlds, one after another; each has its own part of the store.
         opened = store.add(f"meshloom/opened/{seat.rank}", 1)
@@ -128,10 +128,10 @@ def join(
 
 
 def _open_activity() -> Activity:
-    """The page that our launcher has made for this rank, if there is one."""
+    """The activity in the page that our launcher has created for this rank; private without a launcher."""
     descriptor = activity_descriptor()
     if descriptor is not None:
-        # a program that a rank has started inherits the variable, and the number may be another file's
+        # a program started by a rank inherits the variable, and the descriptor may be another file
         with suppress(OSError, ValueError):
             if os.fstat(descriptor).st_nlink == 0 and os.fstat(descriptor).st_size == PAGE_BYTES:
                 page = memoryview(mmap.mmap(descriptor, PAGE_BYTES))
@@ -145,7 +145,7 @@ def _open_activity() -> Activity:
 def _parting(
     mesh: Mesh, local: LocalRank, store: dist.Store, connections: RankGroups, ours: bool
 ) -> Callable[[bool], None]:
-    """What ends a rank's world, and until then reports what the user's script does not catch."""
+    """The function that ends a rank's world. Until then uncaught errors of the user's script are reported."""
     previous = sys.excepthook
 
     def uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
@@ -159,7 +159,7 @@ def _parting(
             connections.close()
             for process_group in [None] if ours else connections.process_groups:
                 dist.destroy_process_group(process_group)
-        else:  # destroying would wait for operations that the others may never join
+        else:  # destroying would wait for operations that the others may never start
             for group in (
                 *local.groups.values(),
                 local.statistics,
@@ -178,12 +178,12 @@ def _parting(
 
 
 def _meet_again(rank: int, size: int, store: dist.Store) -> bool:
-    """Whether all ranks came to this end. A connection that closes may take along what a slower rank has not
-    read yet, so they wait, for a while."""
+    """Whether all ranks have reached this end. A connection that closes may lose data that a slower rank has
+    not read yet, so they wait for a while."""
     try:
         store.set(f"parting/{rank}", "")
         store.wait([f"parting/{other}" for other in range(size)], timedelta(seconds=FAREWELL_SECONDS))
-    except RuntimeError:  # some rank is elsewhere, or the store went away with a rank that was done
+    except RuntimeError:  # some rank is elsewhere, or the store has ended with its rank
         return False
     return True
 
@@ -201,12 +201,11 @@ def _meeting_place(seat: LaunchedRank, timeout: timedelta) -> dist.Store:
 
 
 def _agreed_device(seat: LaunchedRank, devices: str, store: SignedStore) -> tuple[Kind, torch.device, str]:
-    """The same kind of device on all ranks: cuda if each has a GPU of its own."""
+    """The kind of device of all ranks, cuda if each has its own GPU; this rank's device, and the reason."""
     wanted = launched_devices(devices)
     count = torch.cuda.device_count()
     index = seat.local_rank % max(1, count)
-    # Some clusters show each process all of a machine's GPUs, others one; what counts is whether two ranks
-    # would share.
+    # some clusters show each process all GPUs of a machine, others one: what counts is whether ranks share
     own = (
         f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}"
         if count and wanted != "cpu"

@@ -1,4 +1,4 @@
-"""How ranks, meshes and counts are written in messages."""
+"""Names of ranks, meshes and GPUs in messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshloom.core.units import format_count
 
 
 def rank_name(rank: int, mesh: Mesh | None) -> str:
-    """A rank with its place, if that is known.
+    """A rank with its place, if the mesh is known.
 
     >>> rank_name(3, Mesh(dp=4)), rank_name(3, None)
     ('rank 3 (dp=3)', 'rank 3')

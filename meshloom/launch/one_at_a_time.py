@@ -10,15 +10,14 @@ from contextlib import contextmanager
 from meshloom.core.errors import TrainingError
 from meshloom.launch.environment import is_rank
 
-_WORKING = threading.RLock()  # held by who draws
+_WORKING = threading.RLock()  # held by the Trainer that draws
 
 
 @contextmanager
 def working_alone() -> Generator[None]:
-    """Around what draws or talks: Trainers of other threads wait.
+    """Around random draws and communication: Trainers of other threads wait.
 
-    Where they talk to other processes, each process would choose another one to go first, so there it is an
-    error.
+    With other processes it is an error: each process might let another Trainer go first.
     """
     if not _WORKING.acquire(blocking=not is_rank()):
         raise TrainingError(

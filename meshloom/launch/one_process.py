@@ -1,4 +1,4 @@
-"""A world whose ranks all live in this process: one rank, or several that are simulated."""
+"""A world whose ranks are all in this process: one rank, or several simulated ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from meshloom.launch.world import LocalRank, Use, World, connect_rank
 
 
 def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "") -> World:
-    """All ranks of `mesh` in turns; several go round the GPUs, if on GPUs at all. Raises `DeviceError` if
-    there is none.
+    """All ranks of `mesh`, which run in turns; on GPUs they are assigned round-robin. Raises `DeviceError` if
+    there is no GPU.
 
-    algorithm: of `open_world`. Replicas are taken to be on different hosts two by two, so that the
-        hierarchical one has something to do.
+    algorithm: as for `open_world`. Each two replicas are assumed to share a host, so that the hierarchical one
+        has two levels.
     """
     num_gpus = torch.cuda.device_count()
     if "cuda" in devices and not num_gpus:

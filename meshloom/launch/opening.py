@@ -1,4 +1,4 @@
-"""Opens the world of a mesh: joins the other processes if this one is a rank, otherwise keeps all ranks
+"""Opens the world of a mesh: joins the other processes if this one is a rank, otherwise simulates all ranks
 here."""
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ def open_world(
     """Join the other processes if this one was started as a rank; otherwise keep all ranks in this process.
 
     devices: one of `DEVICES`.
-    timeout_seconds: how long a rank waits for the others, in joining and in every collective, before it gives
-        up.
-    transport: one of `TRANSPORTS`: what processes talk through.
-    algorithm: by which ranks along dp add up, one of `ALGORITHMS`; "": by that of what they talk through.
-    oversubscribe: whether simulated ranks may be more than `MOST_SIMULATED`.
-    Raises `PlanError` if the mesh has another size than there are processes, `DeviceError` if the devices or
-    the transport are not there.
+    timeout_seconds: how long a rank waits for the others, when it joins and in every collective.
+    transport: of processes, one of `TRANSPORTS`.
+    algorithm: of all-reduces along dp, one of `ALGORITHMS`; "": the transport's own.
+    oversubscribe: whether there may be more than `MOST_SIMULATED` simulated ranks.
+    Raises `PlanError` if the mesh does not have the size of the started processes, `DeviceError` if devices or
+    transport are missing.
     """
     check_devices(devices)
     check_transport(transport)
@@ -75,8 +74,8 @@ def open_world(
 
 
 def check_timeout(seconds: object, name: str) -> None:
-    """Raises `DeviceError` for what is no number of seconds that a rank could wait. name: what the user calls
-    it, with what joins it to its value."""
+    """Raises `DeviceError` unless `seconds` is a valid timeout. name: the user's name for it, up to its
+    value."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MOST_SECONDS:
         raise DeviceError(
             f"{name}{seconds!r} must be a number of seconds, more than 0 and at most {MOST_SECONDS:,.0f}: how long a rank waits for another."

@@ -1,4 +1,4 @@
-"""What a process of an asynchronous run is: a server or a worker, and where it finds the others."""
+"""The role of a process in an asynchronous run: server or worker, and the addresses of the others."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """What the launcher tells a process that it starts.
+    """What the launcher passes to a process that it starts.
 
     target, words, plan, settings: the job's FILE.py:NAME, its sys.argv after its name, the plan's text, and
-    the run's settings as JSON. number: of a server, from 0; of a worker, how many were started before it (the
-    number that it gets from server 0 may be another). start: how many times that server has been started,
-    from 1. directory: of the run; keys and snapshots are there.
-    addresses: HOST:PORT of all servers, for workers. head: likewise of server 0, for the other servers.
-    key: the file with which a worker is let in. timeout_seconds: how long servers may be away from it. rank:
-    its number among the ranks of its worker. listening: descriptors of sockets that listen at this server's
-    own address, and on server 0 at `head`.
+        the run's settings as JSON.
+    number: of a server, from 0; of a worker, how many were started before it (server 0 may assign it another
+        number). start: how many times that server has been started, from 1.
+    directory: of the run, with keys and snapshots. addresses: HOST:PORT of all servers, for workers. head:
+        likewise of server 0, for the other servers. key: the key file of workers.
+    timeout_seconds: how long servers may be away from a worker. rank: the process's number among the ranks of
+        its worker. listening: descriptors of sockets that listen at this server's own address, and on server 0
+        at `head`.
     """
 
     kind: Literal["server", "worker"]

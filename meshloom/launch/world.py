@@ -1,4 +1,4 @@
-"""The ranks of a mesh as one process sees them: what a training loop is given."""
+"""The ranks of a mesh in one process, with the groups that they communicate in."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ class LocalRank:
     """A rank that lives in this process.
 
     groups: by axis, the ranks that differ from this one along that axis only.
-    statistics: the ranks of `groups["dp"]` on a communicator of its own, for batch statistics in the middle
-    of forward and backward. world: all ranks, for control messages and what is resumed from, on the CPU; not
-    counted.
-    team: the ranks of this replica in order of pp, then of tp, likewise, if there are several. readers: the
-    ranks of `groups["dp"]`, likewise. activity: where the rank writes what it is doing.
+    statistics: the ranks of `groups["dp"]` with a communicator of its own, for batch statistics within forward
+        and backward. world: all ranks, on the CPU, for control messages and checkpoints; not counted.
+    team: likewise the ranks of this replica, in order of pp, then of tp, if there are several. readers:
+        likewise the ranks of `groups["dp"]`. activity: the record of the rank's activity.
     """
 
     rank: int
@@ -76,11 +75,11 @@ def connect_rank(
 
 
 class World:
-    """The ranks of a mesh, as seen by one process: a context manager that ends what it made.
+    """The ranks of a mesh, as seen by one process: a context manager that ends its groups.
 
     local: the ranks that live here: one in a rank process, all when simulated.
-    kind, why: the devices, and the line that explains them.
-    turns: how ranks of one process wait for each other.
+    kind, why: the devices, and the line that explains their choice.
+    turns: by which ranks of one process wait for each other.
     """
 
     def __init__(
@@ -105,21 +104,20 @@ class World:
         return self.local[0].rank == 0
 
     def memory_bytes(self) -> int:
-        """Most memory that this process has used so far: of its GPU if its ranks are on one, else
-        resident."""
+        """Peak memory of this process: of its GPU if its ranks are on one, else resident."""
         device = self.local[0].device
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
         return peak_memory_bytes()
 
     def close(self) -> None:
-        """Part from the other ranks after a run that went well. A second time does nothing."""
+        """Leave the other ranks after a successful run. A second call does nothing."""
         end, self._end = self._end, None
         if end:
             end(True)
 
     def abort(self) -> None:
-        """Leave at once: whatever the other ranks are doing together with this one fails there."""
+        """Leave immediately: pending operations with this rank fail on the others."""
         end, self._end = self._end, None
         if end:
             end(False)
@@ -137,5 +135,5 @@ class World:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory that this process has had resident so far."""
+    """Peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,2 +1,2 @@
-"""What a run tells as plain values: progress, the summary, timelines, and who listens. `report` turns them
+"""What a run reports, as plain values: progress, its summary, timelines, and the listener. `report` turns them
 into text and pictures."""

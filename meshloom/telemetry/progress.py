@@ -1,4 +1,4 @@
-"""How a run stands after a step, and who is told."""
+"""The progress of a run after a step, and the listener that receives it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def _say(text: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How a run stands after a step.
+    """The progress of a run after a step.
 
-    age: of an asynchronous run, how many updates old the parameters behind the newest gradients were, on
-        average. virtual_seconds: its clock, if virtual.
+    age: in asynchronous runs, the mean number of updates since the parameters of the newest gradients.
+        virtual_seconds: the virtual clock, if there is one.
     """
 
     step: int
@@ -35,11 +35,10 @@ class Progress:
 
 @dataclass
 class Listener:
-    """Who is told how a run goes; each is called on the process of rank 0 only.
+    """Callbacks of a run, called in the process of rank 0 only.
 
-    started: the plan, and which devices it runs on and why. step: after every step. evaluated, saved: step
-        and what came of it.
-    note: what the user should know, once.
+    started: with the plan, its devices and their reason. step: after every step. evaluated, saved: with the
+        step and the result. note: with a message to the user, once.
     """
 
     started: Callable[[str], None] = _say
@@ -49,4 +48,4 @@ class Listener:
     note: Callable[[str], None] = _say
 
 
-QUIET = Listener(started=lambda text: None, note=lambda text: None)  # hears and says nothing
+QUIET = Listener(started=lambda text: None, note=lambda text: None)  # prints nothing

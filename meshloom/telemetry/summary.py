@@ -1,5 +1,4 @@
-"""What a run came to: losses, and where its bytes and seconds went, with what the plan's formulas say beside
-what was counted."""
+"""The summary of a run: losses, seconds, and bytes, as predicted by the plan's formulas and as counted."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class TimeShares:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a run came to on this process's first rank."""
+    """The summary of a run, of this process's first rank."""
 
     steps: int
     seconds: float

@@ -1,4 +1,4 @@
-"""What every rank did in one step and when, as a value: measured or on paper, which are the same type."""
+"""A timeline: what every rank did in one step, and when. Measured and predicted ones are the same type."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class TimelineRow:
 
     @cached_property
     def actions(self) -> tuple[Span, ...]:
-        """Those that are actions of the schedule: in them the rank is busy."""
+        """The spans of the schedule's actions, in which the rank is busy."""
         return tuple(span for span in self.spans if span.action)
 
     @property
     def busy_seconds(self) -> float:
-        """In actions."""
+        """Seconds spent in actions."""
         return sum(span.seconds for span in self.actions)
 
     @property
     def name(self) -> str:
-        """What to call it: its rank and its place."""
+        """The rank and its place."""
         return f"rank {self.rank} ({self.place})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step of all ranks. Seconds since the first forward of any rank began; what comes before it is
+    """One step of all ranks. Times are seconds since the first forward of any rank began; earlier ones are
     negative.
 
     step: counted from 1; on paper 0. schedule: of each pipeline. A pipeline is the ranks that differ in pp
@@ -102,12 +102,12 @@ class Timeline:
 
     @property
     def stop(self) -> float:
-        """When the last span of any rank ends, whatever it is."""
+        """When the last span of any rank ends."""
         return max(span.stop for row in self.rows for span in row.spans)
 
     def idle_seconds(self, row: TimelineRow) -> float:
-        """Between the first forward's start and the last backward's end in its pipeline, how long a rank is
-        in no action."""
+        """How long a rank is in no action between the first forward's start and the last backward's end in its
+        pipeline."""
         start, stop = self.windows[_pipeline(row)]
         return max(0.0, stop - start - row.busy_seconds)
 
@@ -117,7 +117,7 @@ class Timeline:
         return self.idle_seconds(row) / (stop - start) if stop > start else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it: a span is [kind, stage, microbatch, start, stop]."""
+        """JSON values; a span is [kind, stage, microbatch, start, stop]."""
         ranks = [
             {"rank": row.rank, "place": asdict(row.place), "spans": [[each.kind, each.stage, each.microbatch, each.start, each.stop] for each in row.spans]}
             for row in self.rows
@@ -131,7 +131,7 @@ class Timeline:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Timeline:
-        """Read what `to_dict` gives. Raises `ReportError` for anything else."""
+        """The inverse of `to_dict`. Raises `ReportError` for anything else."""
         try:
             rows = tuple(
                 TimelineRow(
@@ -163,7 +163,7 @@ def span_from_list(values: list[Any]) -> Span:
 def on_paper(
     schedule: Schedule, seconds: Callable[[Action], float], transfer_seconds: float = 0.0
 ) -> Timeline:
-    """A step as it is predicted: nothing is executed.
+    """The predicted timeline of a step: nothing is executed.
 
     seconds: of an action. transfer_seconds: from one rank to another, for any value.
     """
@@ -210,7 +210,7 @@ def idle_of(timeline: Timeline) -> list[Idle]:
 
 
 def _mean_seconds(timeline: Timeline, pipeline: tuple[int, int]) -> Callable[[Action], float]:
-    """What an action of a stage and kind took on average."""
+    """The mean seconds of an action, by stage and kind."""
     took: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for row in timeline.rows:
         if _pipeline(row) == pipeline:

@@ -1,7 +1,5 @@
-"""Timelines of a run, kept as `timeline.json` in the run's directory, and read again.
-
-Of a run the first few steps and the last one are kept. The first shows what is done once; the last is the one
-to look at.
+"""The timelines of a run as `timeline.json` in its directory: those of the first few steps, the first of which
+shows what is done once, and of the last step.
 """
 
 from __future__ import annotations
@@ -51,8 +49,7 @@ def is_kept(step: int, steps_before: int, num_steps: int) -> bool:
 
 
 def write_recording(directory: Path, recording: Recording) -> Path:
-    """Write `timeline.json`, instead of the one that is there. Raises `ReportError` if that is not
-    possible."""
+    """Write `timeline.json`, in place of an existing one. Raises `ReportError` if that fails."""
     path = directory / FILE
     text = json.dumps(
         {

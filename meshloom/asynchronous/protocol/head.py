@@ -126,10 +126,8 @@ class Head:
                 raise AssertionError(f"a head does not take {type(message).__name__}")
 
     def lost(self, worker: int) -> Sent:
-        """The worker counts as gone. If it is alive it is asked to join again, and a push of it is refused.
-
-        To be called after the messages of a connection that has ended: a `Join` that comes later counts.
-        """
+        """The worker counts as gone; if it is alive, it is asked to join again and its push is refused. To be
+        called after the messages of a connection that has ended: a later `Join` counts."""
         self._joining.pop(worker, None)
         return [*self._remove(worker), (Address("worker", worker), Rejoin(ticket=None))]
 

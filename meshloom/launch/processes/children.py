@@ -1,4 +1,4 @@
-"""Processes that this one has started: what they say is heard, and none of them is left when this one ends.
+"""The child processes of this one: their output and reports are read, and none is left when this one ends.
 
 start -> listen, reap_ended, listen, ... -> close
 """
@@ -21,8 +21,8 @@ from meshloom.launch.processes.rank_process import RankProcess
 
 
 class Children:
-    """guard: ends them if this process is killed; it is whoever makes this that enters and leaves it.
-    `processes`: in the order of their start."""
+    """guard: ends them if this process is killed; the caller enters and exits it. processes: in the order of
+    their start."""
 
     def __init__(self, guard: Guard) -> None:
         self.processes: list[RankProcess] = []
@@ -37,7 +37,7 @@ class Children:
         environment: Mapping[str, str],
         passed: Sequence[int] = (),
     ) -> RankProcess:
-        """Start one more; arguments as of `RankProcess`. Raises `OSError` if that cannot be."""
+        """Start one more; arguments as for `RankProcess`. Raises `OSError`."""
         process = RankProcess(name, prefix, command, environment, passed)
         self.processes.append(process)
         self._guard.tell("+", process.group)
@@ -46,20 +46,20 @@ class Children:
         return process
 
     def listen(self, seconds: float) -> None:
-        """Take what they say, waiting for the first of it at most this long."""
+        """Read output and reports, waiting for the first at most this long."""
         for key, _ in self._selector.select(seconds):
             if not key.data.read(key.fd):
                 self._selector.unregister(key.fd)
 
     def reap_ended(self) -> list[RankProcess]:
-        """Those that have ended since the last call."""
+        """The processes that have ended since the last call."""
         ended = [process for process in self.processes if process.reap_if_ended()]
         for process in ended:
             self._guard.tell("-", process.group)
         return ended
 
     def remove(self, process: RankProcess) -> None:
-        """End one, and forget it."""
+        """End one process, and forget it."""
         for descriptor in process.descriptors:
             if descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)
@@ -68,7 +68,7 @@ class Children:
         self.processes.remove(process)
 
     def kill(self) -> None:
-        """End all at once, and forget them."""
+        """Kill all processes, and forget them."""
         for process in self.processes:
             process.send(signal.SIGKILL)
         while self.processes:

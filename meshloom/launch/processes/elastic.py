@@ -1,13 +1,12 @@
-"""Starts the servers and workers of an asynchronous run on this machine, starts servers again that were
-killed, and ends all of them.
+"""Starts the servers and workers of an asynchronous run on this machine, restarts killed servers, and ends all
+of them.
 
-    launcher     holds the sockets that servers listen on, so that a server which comes back has its address, and hears what servers and workers tell
+    launcher     holds the sockets that servers listen on, so that a restarted server keeps its address, and receives reports
     server 0     has the head too
-    server k     talks to the head over a socket of its own, with keys that workers do not have
-    worker       as one that joins from elsewhere
+    server k     communicates with the head over a separate socket, with keys that workers do not have
+    worker       like one that joins from elsewhere
 
-A worker that is killed stays away. One that fails, and a server that fails, end the run: the same error would
-be everybody's.
+A killed worker is not restarted. A worker or server that fails ends the run: the others would fail likewise.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from meshloom.launch.processes.rank_process import RankProcess
 from meshloom.launch.role import Role
 
 MOST_STARTS = 5  # of a server, without an update in between
-STOPPED_SECONDS = 10.0  # how long a server may be stopped (SIGSTOP): all workers wait for it
+STOPPED_SECONDS = 10.0  # how long a server may be stopped (SIGSTOP), while all workers wait for it
 WORKER_KEY, SERVER_KEY, HEAD_KEYS = "worker.key", "server.key", ("head-server.key", "head-worker.key")
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleCommand:
-    """What all processes run, a module, and what they are told: the job's FILE.py:NAME and its sys.argv after
-    its name, the plan and the settings as text."""
+    """The module that all processes run, and its arguments: the job's FILE.py:NAME, its sys.argv after its
+    name, the plan and the settings as text."""
 
     module: str
     target: str
@@ -97,7 +96,7 @@ class ElasticProcesses:
     port after it, if that is not 0.
 
     ranks_per_worker: processes of a worker, which it starts itself if there are several.
-    Raises `EndpointError` for an address that cannot be listened at.
+    Raises `EndpointError` for an address that cannot be bound.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class ElasticProcesses:
         self._stack = ExitStack()
         guard = self._stack.enter_context(Guard())
         self._children = Children(guard)
-        # there is nothing to be saved: snapshots are whole at any moment
+        # killing loses nothing: snapshots are complete at any moment
         self._stack.callback(self._children.close)
         self._servers: dict[int, RankProcess] = {}
         self._workers: list[RankProcess] = []
@@ -153,30 +152,30 @@ class ElasticProcesses:
 
     @property
     def worker_key(self) -> Path:
-        """What somebody who wants to join needs."""
+        """The key file that a joining worker needs."""
         return self._directory / WORKER_KEY
 
     def starting(self) -> bool:
-        """Whether a worker that was started here has not been let in yet."""
+        """Whether a worker that was started here has not been admitted yet."""
         return any(worker.exit_code is None and not worker.joined for worker in self._workers)
 
-    def moved(self) -> None:
-        """There was an update: a server that is killed now has not died of being started."""
+    def updated(self) -> None:
+        """There was an update: count the starts of each server anew."""
         self._since_update.clear()
 
     def poll(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
-        """What was told, and by whom, after waiting for the first at most this long. Raises `EndedError` when
-        a process has failed."""
+        """Reports, each with the name of its process, after waiting for the first at most this long. Raises
+        `EndedError` when a process has failed."""
         self._children.listen(seconds)
-        self._wake_servers()
+        self._kill_stopped_servers()
         ended = self._children.reap_ended()
-        told = [(process, event) for process in self._children.processes for event in process.events]
-        for process, event in told:
+        reports = [(process, event) for process in self._children.processes for event in process.events]
+        for process, event in reports:
             process.events.clear()
-            if event["event"] == "number":  # a worker knows now what it is called
+            if event["event"] == "number":  # server 0 has assigned the worker's number
                 process.name, process.prefix = f"worker {event['worker']}", f"[worker {event['worker']}]"
-        self._see_to(ended)
-        return [(process.name, event) for process, event in told]
+        self._handle_ended(ended)
+        return [(process.name, event) for process, event in reports]
 
     def stopped(self) -> list[str]:
         """Names of processes that are stopped (SIGSTOP)."""
@@ -187,21 +186,21 @@ class ElasticProcesses:
         ]
 
     def ended_workers(self) -> list[str]:
-        """How workers that failed or were killed ended, each in a few words."""
+        """How failed and killed workers ended, each in a few words."""
         return [f"{worker.name} {worker.how_it_ended}" for worker in self._workers if worker.exit_code]
 
     def take_notes(self) -> list[str]:
-        """What the user should know of processes that came to an end."""
+        """Notes for the user about processes that have ended."""
         notes, self._notes = self._notes, []
         return notes
 
     def dismiss(self, workers_seconds: float, servers_seconds: float) -> list[tuple[str, dict[str, Any]]]:
-        """The run is over: wait for workers to go, then ask servers to; what was told meanwhile."""
+        """The run is over: wait for workers to end, then ask servers to end; the reports until then."""
         self._dismissed = True
-        told = self._wait(self._workers, workers_seconds)
+        reports = self._wait(self._workers, workers_seconds)
         for server in self._servers.values():
             server.send(signal.SIGTERM)
-        return told + self._wait(list(self._servers.values()), servers_seconds)
+        return reports + self._wait(list(self._servers.values()), servers_seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -212,15 +211,14 @@ class ElasticProcesses:
         self._stack.close()
 
     def _wait(self, processes: Sequence[RankProcess], seconds: float) -> list[tuple[str, dict[str, Any]]]:
-        told: list[tuple[str, dict[str, Any]]] = []
+        reports: list[tuple[str, dict[str, Any]]] = []
         deadline = time.monotonic() + seconds
         while any(each.exit_code is None for each in processes) and time.monotonic() < deadline:
-            told += self.poll(0.02)
-        return told + self.poll(0.0)
+            reports += self.poll(0.02)
+        return reports + self.poll(0.0)
 
-    def _wake_servers(self) -> None:
-        """One that is stopped is killed after a while, and so started again: nobody else can do what it
-        does."""
+    def _kill_stopped_servers(self) -> None:
+        """Kill servers that are stopped for too long, so that they are restarted: all workers need them."""
         now = time.monotonic()
         for number, server in self._servers.items():
             if server.exit_code is not None or process_state(server.group).state != "T":
@@ -264,7 +262,7 @@ class ElasticProcesses:
             passed,
         )
 
-    def _see_to(self, ended: Sequence[RankProcess]) -> None:
+    def _handle_ended(self, ended: Sequence[RankProcess]) -> None:
         for process in ended:
             if self._dismissed:
                 continue
@@ -276,17 +274,17 @@ class ElasticProcesses:
                     [f"{process.name} {process.how_it_ended}; the run goes on"] if process.exit_code else []
                 )
             else:
-                self._again(
+                self._restart(
                     next(number for number, server in self._servers.items() if server is process), process
                 )
 
-    def _again(self, number: int, server: RankProcess) -> None:
+    def _restart(self, number: int, server: RankProcess) -> None:
         if self._since_update[number] >= MOST_STARTS:
             raise EndedError(
                 f"server {number} has ended {MOST_STARTS} times without an update in between; the last time it {server.how_it_ended}.",
                 1,
             )
-        self._notes.append(f"server {number} {server.how_it_ended}; it is started again")
+        self._notes.append(f"server {number} {server.how_it_ended}; it is restarted")
         self._children.remove(server)
         self._start_server(number)
 

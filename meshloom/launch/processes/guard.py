@@ -1,4 +1,4 @@
-"""A process that outlives the launcher for long enough to kill the ranks, and to remove what they share."""
+"""A process that outlives a killed launcher, kills the ranks, and removes their shared directories."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Literal
 
 from meshloom.launch.processes.child import start_child
 
-# Reads "+group", "-group" and "/" with a directory's bytes in hexadecimal, for a name may have any
-# characters.
-# When the pipe closes, kills the groups that are left, then removes the directories.
+# Reads "+group", "-group" and "/" with a directory's bytes in hexadecimal, since names may have any characters.
+# When the pipe closes, kills the remaining groups, then removes the directories.
 _GUARD = """
 import os, shutil, signal, sys, time
 groups, directories = set(), []
@@ -37,21 +36,21 @@ for directory in directories:
 
 
 class Guard:
-    """A process that outlives this one for long enough to kill the ranks."""
+    """The guard process, as a context manager."""
 
     def __enter__(self) -> Guard:
         self._process = start_child([sys.executable, "-I", "-S", "-c", _GUARD], stdin=subprocess.PIPE)
         return self
 
     def tell(self, sign: Literal["+", "-"], group: int) -> None:
-        """Add a process group to those that end with this process, or leave it out again."""
+        """Add a process group to those that end with this process, or remove it."""
         assert self._process.stdin
         with suppress(BrokenPipeError):  # somebody has killed the guard
             self._process.stdin.write(f"{sign}{group}\n".encode())
             self._process.stdin.flush()
 
     def removes(self, directory: Path) -> None:
-        """Add a directory to what goes when this process ends."""
+        """Remove this directory when this process ends."""
         assert self._process.stdin and directory.is_absolute()
         with suppress(BrokenPipeError):
             self._process.stdin.write(f"/{os.fsencode(directory).hex()}\n".encode())

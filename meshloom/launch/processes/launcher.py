@@ -20,9 +20,9 @@ from meshloom.launch.processes.hang import DEFAULT_SECONDS, LOOK_SECONDS, HangWa
 from meshloom.launch.processes.rank_process import RankProcess
 from meshloom.launch.processes.signals import ONE_REQUEST_SECONDS, noted_signals
 
-# how long the launcher waits for the cause, once a rank has reported that another one is gone
+# how long the launcher waits for the cause after a rank has reported that another one is gone
 CAUSE_SECONDS = 1.5
-STACK_SECONDS = 0.5  # that a rank which hangs is given to print where
+STACK_SECONDS = 0.5  # for a rank that hangs to print its stack
 GRACE_SECONDS = 2.0  # between asking ranks to end and killing them
 
 
@@ -36,13 +36,12 @@ def run_ranks(
 ) -> int:
     """Run `command` once per rank, as processes of this machine, until all have ended; the exit code.
 
-    devices: "cuda" or "cpu", as `choose_devices` said; ranks find it, and the plan, in their environment.
-    transport: what they talk through, one of `TRANSPORTS`; ranks find it likewise.
+    devices: "cuda" or "cpu", by `choose_devices`; passed to ranks in their environment, with the plan.
+    transport: one of `TRANSPORTS`, likewise.
     hang_seconds: how long a rank may hang before the run is ended; 0: for ever. See hang.py.
-    stdout is rank 0's; what the others print goes to stderr, with their rank. The first failure ends all
-    ranks and is printed to stderr, once. SIGINT, SIGTERM and SIGHUP end all ranks too: 130, 143, 129; ranks
-    that train save what they have first, unless a second signal comes. No process of the ranks is left,
-    whatever happens.
+    stdout is rank 0's; output of the others goes to stderr, with their rank. The first failure ends all ranks
+    and is printed to stderr, once. SIGINT, SIGTERM and SIGHUP end all ranks too (130, 143, 129); ranks that
+    train save first, unless a second signal arrives. No process of the ranks is left, whatever happens.
     """
     with noted_signals() as signals:
         with Guard() as guard, _Ranks(guard) as ranks:
@@ -52,7 +51,7 @@ def run_ranks(
             )
             ranks.end(signals)
         if outcome.text:
-            with suppress(OSError):  # the terminal is gone; the exit code still says it
+            with suppress(OSError):  # the terminal is gone; there is still the exit code
                 print(outcome.text, file=sys.stderr, flush=True)  # noqa: T201
         return outcome.exit_code
 
@@ -76,7 +75,7 @@ class _Ranks:
 
     def __init__(self, guard: Guard) -> None:
         self._children = Children(guard)
-        # for what ranks and their data workers leave behind when they are killed
+        # for files that killed ranks and data workers leave behind
         self._scratch = tempfile.mkdtemp(prefix="meshloom-")
         guard.removes(Path(self._scratch).resolve())
         self._ranks = self._children.processes
@@ -95,7 +94,7 @@ class _Ranks:
     def start(
         self, command: list[str], mesh: Mesh, devices: str, plan_text: str, transport: str, signals: list[int]
     ) -> _Outcome | None:
-        """Start all ranks, and see to it that they are ended; what stopped that, if anything did."""
+        """Start all ranks; the outcome if that was interrupted or failed."""
         self._store, environments = rank_environments(mesh, devices, plan_text, transport)
         for number, environment in enumerate(environments):
             if outcome := _stopped(signals):
@@ -112,7 +111,7 @@ class _Ranks:
         return None
 
     def watch(self, signals: list[int], hang: HangWatch | None) -> _Outcome:
-        """Pass on what the ranks say until all have ended, one has failed or hangs, or a signal came."""
+        """Forward the ranks' output until all have ended, one has failed or hangs, or a signal arrives."""
         looked = time.monotonic()
         while True:
             self._children.listen(0.05)
@@ -137,8 +136,8 @@ class _Ranks:
                     return _Outcome(1, hung.text)
 
     def _heed(self, signals: list[int]) -> _Outcome | None:
-        """Hand a first signal on to ranks that save what they have; after a second one, or where they would
-        not, the run is over."""
+        """Forward a first signal to ranks that save their state; the run is over after a second one, or if they
+        do not save."""
         if not signals:
             return None
         now = time.monotonic()
@@ -160,7 +159,7 @@ class _Ranks:
         return _stopped(signals) if len(signals) > self._heeded else None
 
     def _show_stack(self, rank: RankProcess) -> None:
-        """Let a rank print where its Python is, and pass that on."""
+        """Make a rank print its Python stack, and forward it."""
         rank.ask_for_stack()
         until = time.monotonic() + STACK_SECONDS
         while time.monotonic() < until:
@@ -171,7 +170,7 @@ class _Ranks:
             rank.exit_code in (-signals[0], 128 + signals[0]) and rank.failure and not rank.reported_failure
             for rank in self._ranks
         ):
-            return _stopped(signals)  # it had just stopped training
+            return _stopped(signals)  # its training had just ended
         failures = [
             failure
             for rank in sorted(self._ranks, key=lambda rank: rank.failed_at)
@@ -190,7 +189,7 @@ class _Ranks:
             or time.monotonic() < min(rank.failed_at for rank in self._ranks if rank.failure) + CAUSE_SECONDS
         ):
             return None
-        # who waited too long has aborted, and the others only say so
+        # the rank whose timeout expired has aborted; the others report only that
         first = min(failures, key=lambda failure: ABORTED in failure.message)
         if gone:
             return _Outcome(
@@ -200,8 +199,8 @@ class _Ranks:
         return _Outcome(first.exit_code, "\n".join([str(first), *self._still_at_work()]))
 
     def _still_at_work(self) -> list[str]:
-        """Which ranks have lost nobody and wait for nobody, while the others have waited too long: it is
-        these that they waited for, one for another."""
+        """The ranks that compute while the others' timeouts expired: these waited for them, directly or through
+        others."""
         doing = [
             (rank, rank.doing())
             for rank in self._ranks
@@ -215,11 +214,11 @@ class _Ranks:
         return [f"  {' '.join(busy[:3])}"] if busy else []
 
     def end(self, signals: list[int]) -> None:
-        """End all processes: ask, wait a little (not after a second signal), kill. One that would take the
-        question for a request to save is not asked."""
+        """End all processes: SIGTERM, wait a little (not after a second signal), SIGKILL. Ranks that would save
+        on SIGTERM are killed directly."""
         for rank in self._ranks:
             rank.send(signal.SIGKILL if rank.saves else signal.SIGTERM)
-            rank.send(signal.SIGCONT)  # one that is stopped would not hear it
+            rank.send(signal.SIGCONT)  # a stopped process does not handle signals
         deadline = time.monotonic() + GRACE_SECONDS
         while (
             any(rank.exit_code is None for rank in self._ranks)

@@ -1,4 +1,4 @@
-"""One process of a run, as the launcher sees it: what it tells, what it prints, how it ended."""
+"""One process of a run, as the launcher sees it: its reports, its output, how it ended."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from meshloom.launch.failure import Failure
 from meshloom.launch.processes.child import start_child
 
 CHUNK_BYTES = 1 << 16
-PIPE_BYTES = 1 << 20  # what a pipe can hold at most, as Linux is usually set
+PIPE_BYTES = 1 << 20  # the usual maximum of a pipe's capacity on Linux
 
 
 class RankProcess:
-    """A process that leads a session of its own; whoever makes it closes it.
+    """A process that leads its own session; its creator closes it.
 
     name: like "rank 1 (dp=1)", for messages.
-    prefix: of what it prints, which goes to stderr line by line; None: it writes where the launcher does.
-    passed: descriptors that it has too.
-    joining, joined, saves: whether it has told so; the last, that it saves what it has when a signal asks it
+    prefix: of its output, which goes to stderr line by line; None: it has the launcher's stdout and stderr.
+    passed: descriptors that it inherits.
+    joining, joined, saves: whether it has reported so; the last, that it saves its state when a signal asks it
         to end.
-    told: what else it has told, until somebody takes it.
-    failure, failed_at: what ended it, once that is known, and when the launcher noticed. reported_failure:
-    whether it has said so itself. exit_code: None until it has ended, which `reap_if_ended` notices.
+    events: its other reports, until they are taken.
+    failure, failed_at: what ended it, once known, and when the launcher noticed. reported_failure: whether it
+        has reported that itself. exit_code: None until `reap_if_ended` has noticed its end.
     """
 
     def __init__(
@@ -86,52 +86,51 @@ class RankProcess:
         return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
     def doing(self) -> ActivitySnapshot | None:
-        """What it has written that it does, or did when it ended; None if it is just writing."""
+        """Its current activity, or that at its end; None while it is writing it."""
         with memoryview(self._memory) as page:
             return read(page)
 
     @property
     def descriptors(self) -> list[int]:
-        """What to watch for something to read."""
+        """The descriptors to read from."""
         return [lines.descriptor for lines in (self._report, self._output) if lines]
 
     def read(self, descriptor: int) -> bool:
-        """Take what there is to read, but not more than `CHUNK_BYTES`: others have something to say too.
-        False when nothing can follow."""
+        """Read at most `CHUNK_BYTES`, so that other processes have their turn. False when nothing can
+        follow."""
         lines = self._report if descriptor == self._report.descriptor else self._output
         assert lines
         self._take(lines)
         return not lines.ended
 
     def send(self, number: int) -> None:
-        """Send a signal to the process and its children. Once it is buried its number may be another's: then
-        nothing happens."""
+        """Send a signal to the process and its children; nothing once it is reaped, since its number may be
+        reused."""
         if self.exit_code is None:
             with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
                 os.killpg(self.group, number)
 
     def ask_to_stop(self, number: int) -> None:
-        """Send a signal to the process itself, not to its children, which it still needs."""
+        """Send a signal to the process alone: it still needs its children."""
         if self.exit_code is None:
             with suppress(ProcessLookupError):
                 os.kill(self.group, number)
 
     def ask_for_stack(self) -> None:
-        """Let the process itself, not its children, print the stack of its main thread (`joining.py` has
-        prepared it for that)."""
+        """Make the process print the stack of its main thread (`joining.py` has installed the handler)."""
         if self.exit_code is None:
             with suppress(ProcessLookupError):
                 os.kill(self.group, STACK_SIGNAL)
 
     def reap_if_ended(self, wait: bool = False) -> bool:
-        """Whether it has ended since the last call: then what it leaves behind has been ended too, and its
-        last words have been heard."""
+        """Whether it has ended since the last call; then its process group is killed too, and its last output
+        is read."""
         if self.exit_code is not None or (self._process.wait() if wait else self._process.poll()) is None:
             return False
         self.send(signal.SIGKILL)
         self.exit_code = self._process.returncode
         for lines in (self._report, self._output):
-            # not until its end: somebody in another session may go on writing
+            # not until the end of the file: a process in another session may still write
             for _ in range(PIPE_BYTES // CHUNK_BYTES):
                 if not lines or not self._take(lines):
                     break
@@ -159,7 +158,7 @@ class RankProcess:
         return True
 
     def close(self) -> None:
-        """End it, and close what leads to it."""
+        """End it, and close its pipes."""
         self.send(signal.SIGKILL)
         self.reap_if_ended(wait=True)
         self._print_rest()
@@ -169,7 +168,7 @@ class RankProcess:
         self._memory.close()
 
     def _take(self, lines: _Lines) -> bool:
-        """Whether there was something to take."""
+        """Whether there was something to read."""
         there = lines.read()
         for line in there or ():
             self._hear(line) if lines is self._report else self._print(line)
@@ -195,25 +194,20 @@ class RankProcess:
         self.failure, self.failed_at = failure, time.monotonic()
 
     def _print(self, line: bytes) -> None:
-        # the terminal is gone, or the pipe is closed: the ranks must be ended all the same
+        # the terminal is gone, or the pipe is closed: the ranks must still be ended
         with suppress(OSError):
             sys.stderr.write(f"{self.prefix} {line.decode(errors='replace')}\n")
             sys.stderr.flush()
 
     def _print_rest(self) -> None:
-        """What was printed without an end of line. On the report, that is a message that a killed rank did
-        not finish."""
+        """Print an incomplete last line. That of the reports is of a killed rank, and is dropped."""
         if self._output and self._output.rest:
             self._print(self._output.rest)
             self._output.rest = b""
 
 
 class _Lines:
-    """Lines that arrive on a pipe.
-
-    rest: of a line that has not ended.
-    ended: all who could write have ended.
-    """
+    """The lines from a pipe. rest: an incomplete line. ended: whether all writers have closed it."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
@@ -222,8 +216,7 @@ class _Lines:
         self.ended = False
 
     def read(self) -> list[bytes] | None:
-        """The lines that end within the next `CHUNK_BYTES`; None if there is nothing to read, for now or any
-        more."""
+        """The lines that end within the next `CHUNK_BYTES`; None if there is nothing to read now, or ever."""
         try:
             text = os.read(self.descriptor, CHUNK_BYTES)
         except BlockingIOError:
@@ -234,8 +227,8 @@ class _Lines:
 
 
 def _page_file() -> int:
-    """The descriptor of a file of one page that has no name, so that nothing of it stays."""
-    # its pages are never written to a disk, which would hold up whoever writes to them
+    """The descriptor of an anonymous file of one page."""
+    # a memory file, where there is one: writing pages to a disk would delay the writer
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("activity")
     else:

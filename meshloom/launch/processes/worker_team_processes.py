@@ -1,11 +1,10 @@
-"""The ranks of one worker of an asynchronous run: started together, ended together, and one worker to
-everybody else.
+"""The rank processes of one worker of an asynchronous run, which start and end together.
 
-    launcher of the run  ----  this process  ----  rank 0   talks with servers, and tells what becomes of it
+    launcher of the run  ----  this process  ----  rank 0   communicates with servers, and reports
                                              ----  rank 1   ...
 
 When one of them is killed the others end too: the worker is lost, the run goes on. When one fails, that is
-told to the run's launcher.
+reported to the run's launcher.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from meshloom.launch.role import Role
 def run_team(command: Sequence[str], role: Role, mesh: Mesh, plan_text: str, signals: Sequence[int]) -> None:
     """Start a process for each rank of `mesh`, and wait until all have ended.
 
-    role: this worker's, which each rank gets with its number. plan_text: of the ranks among themselves.
-    signals: the first lets the worker go once its share is pushed, the second ends it at once.
+    role: this worker's, which each rank gets with its number. plan_text: of the worker's ranks.
+    signals: after the first the worker leaves when its share is pushed; the second ends it immediately.
     Raises `EndedError` when a rank was killed or has failed.
     """
     with _Team() as team:
@@ -55,14 +54,14 @@ class _Team:
         self._stack.close()
 
     def start(self, command: Sequence[str], role: Role, mesh: Mesh, plan_text: str) -> None:
-        """One process for each rank; they meet in a store of this process."""
+        """Start a process for each rank; they meet in a store of this process."""
         self._store, environments = rank_environments(mesh, "cpu", plan_text)
         for number, environment in enumerate(environments):
             mine = with_role(environment, replace(role, rank=number))
             self._children.start(rank_name(number, mesh), None, command, mine)
 
     def watch(self, signals: Sequence[int]) -> None:
-        """Pass on what rank 0 tells until all have ended."""
+        """Forward rank 0's reports until all have ended."""
         leaving = False
         while any(rank.exit_code is None for rank in self._ranks):
             self._children.listen(0.05)
@@ -81,11 +80,11 @@ class _Team:
         told, self._ranks[0].events[:] = list(self._ranks[0].events), []
         for event in told:
             send_event(event)
-            if event["event"] == "number":  # it has been let in
+            if event["event"] == "number":  # it was admitted
                 send_event({"event": "joined"})
 
     def _end(self, first: RankProcess) -> None:
-        """Say why, once: the cause if it is heard of soon, else what was noticed first."""
+        """Report the reason, once: the cause if it is reported soon, else what was noticed first."""
         for _ in range(round(CAUSE_SECONDS / 0.05)):
             if any(rank.failure and not rank.failure.consequence for rank in self._ranks):
                 break
