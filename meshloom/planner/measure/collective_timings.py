@@ -68,8 +68,7 @@ def measure_links(
 def measure_algorithms(
     group: Group, device: torch.device, *, place: Where, seconds: float = ALGORITHM_SECONDS
 ) -> tuple[Link, ...]:
-    """The same of the all-reduces that are spelled out on messages of `group`, which are all the ranks that
-    run."""
+    """The same for explicit all-reduces on messages of `group`, which are all running ranks."""
     pool = _Pool(_filled(POOL_BYTES, device))
     links: list[Link] = []
     for algorithm in SPELLED_OUT:
@@ -107,7 +106,7 @@ def _measured(
 
 
 def transport_of(group: Group, device: torch.device) -> str:
-    """What a group talks through, in one word: shm, gloo, nccl, or shm+gloo for ranks of several hosts."""
+    """The transport of a group, in one word: shm, gloo, nccl, or shm+gloo for ranks of several hosts."""
     inner = group.group if isinstance(group, RecordedGroup) else group
     if isinstance(inner, ShmGroup):
         return "shm"
@@ -122,14 +121,14 @@ def _in_window(windows: Windows, group: Group, count: int) -> Tensor:
 
 
 class _Pool:
-    """Memory of which every call gives the next piece, from the beginning again at its end."""
+    """Memory of which every call returns the next piece, starting over at its end."""
 
     def __init__(self, flat: Tensor) -> None:
         self._flat = flat
         self._at = 0
 
     def __call__(self, count: int) -> Tensor:
-        """That many elements. There are so many in all."""
+        """That many elements; at most all."""
         if self._at + count > self._flat.numel():
             self._at = 0
         self._at += count
@@ -137,15 +136,16 @@ class _Pool:
 
 
 def _filled(num_bytes: int, device: torch.device) -> Tensor:
-    """float32. Memory that nobody has written is one page of zeros, which reading finds in the cache."""
+    """A written float32 tensor. Memory that was never written is one page of zeros, which is read from the
+    cache."""
     return torch.empty(num_bytes // 4, device=device).zero_()
 
 
 def _collective(
     collective: Collective, group: Group, count: int, pool: _Pool, results: _Pool
 ) -> Callable[[], Any]:
-    """Does it once, each rank handing in `count` elements of `pool`; what has a direction goes round, so that
-    no rank runs ahead."""
+    """Runs it once, each rank handing in `count` elements of `pool`. Operations with a source or destination
+    use all ranks in turn, so that no rank runs ahead."""
     size = group.size
     if collective == "all_reduce":
         return lambda: group.all_reduce(pool(count)).wait()

@@ -1,10 +1,9 @@
-"""How much slower operators become when ranks compute at the same time, measured by the ranks of a group
-together.
+"""How much slower operators become when several ranks compute at the same time, measured by the ranks of a
+group together.
 
-busy ranks    rank 0   rank 1   rank 2   rank 3
-1             works    waits    waits    waits      what the others are compared with
-2             works    works    waits    waits      they share the memory's bandwidth
-4             works    works    works    works      not on fewer than 4 cores: what takes turns on them differs too much from time to time
+busy ranks    rank 0   rank 1   rank 2   rank 3 1             works    waits    waits    waits      the
+baseline 2             works    works    waits    waits      they share the memory's bandwidth 4
+works    works    works    works      not on fewer than 4 cores: time slicing on them varies too much
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ _ELEMENTS = (1 << 17, 1 << 22)
 
 
 def measure_crowds(group: Group, *, seconds: float = PIECE_SECONDS) -> tuple[Crowd, ...]:
-    """For 1, 2, 4, ... and as many ranks of `group` as there are cores for, which are all there is on this
-    machine's CPU; each keeps the threads that it has.
+    """For 1, 2, 4, ... and as many ranks of `group` as there are cores for, the only ones on this machine's
+    CPU; each with its threads.
 
-    All busy ranks have the same to do, and the last one to be done with it counts, as in a step. seconds: of
-    what each does, alone.
+    All busy ranks do the same work, and the last one to finish counts, as in a step. seconds: of each one's
+    work, alone.
 
-    Of memory the geometric mean of both kinds of sums. Between them lies a cliff, on either side of which a
-    job may be: where all busy ranks together have as much as the cache holds.
+    For memory the geometric mean of both kinds of sums: between them there is a cliff, where the data of all
+    busy ranks no longer fits into the cache, and a job may be on either side.
     """
     operators = [_products(), *map(_sums, _ELEMENTS)]
     counts = [_count(group, operate, seconds) for operate in operators]
@@ -86,7 +85,7 @@ def _count(group: Group, operate: Callable[[], object], seconds: float) -> int:
 
 
 def _seconds(group: Group, busy: int, operate: Callable[[], object], count: int) -> float:
-    """Until each of the first `busy` ranks has done so many operators; nearly the same on all ranks."""
+    """Until each of the first `busy` ranks has run so many operators; nearly equal on all ranks."""
     group.barrier().wait()
     started = time.perf_counter()
     if group.rank < busy:

@@ -1,6 +1,6 @@
-"""Measures what this machine does, in a few seconds: its operators, and with `links.py` its collectives.
+"""Measures this machine in a few seconds: its operators, and with `collective_timings.py` its collectives.
 
-All ranks measure at the same time, since that is how they share caches and memory when they train.
+All ranks measure at the same time, because they share caches and memory in training too.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Operators:
 def measure_operators(
     device: torch.device, *, seconds: float = OPERATOR_SECONDS, rounds: int = ROUNDS
 ) -> Operators:
-    """Seconds of each kind of operator at a few sizes, forward and backward. seconds: about what it takes in
-    all, in so many rounds."""
+    """Seconds of each kind of operator at a few sizes, forward and backward. seconds: about the total time,
+    in so many rounds."""
     timed: dict[tuple[Kind, torch.dtype], list[_Timed]] = {}
     for kind, dtype, chain in chains_of(device):
         timed.setdefault((kind, dtype), []).append(_Timed(chain))
@@ -79,7 +79,8 @@ def machine_of(
     ranks: int = 1,
     transport: str = "",
 ) -> Machine:
-    """The machine this process runs on, with what was measured on it, the operators by so many ranks."""
+    """The machine that this process runs on, with its measurements; operators were measured by so many ranks
+    at the same time."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         kind, model, devices, memory = (
@@ -159,8 +160,8 @@ class _Timed:
 
 
 def _rising(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """More work takes no less time: where noise says otherwise, the smaller work gets the shorter time of the
-    larger one.
+    """More work takes no less time: where noise contradicts that, the smaller work gets the shorter time of
+    the larger one.
 
     >>> _rising([(1, 2.0), (10, 1.0), (100, 5.0)])
     ((1, 1.0), (10, 1.0), (100, 5.0))

@@ -1,7 +1,7 @@
-"""What is run to measure operators: chains of equal ones, of every kind at several sizes.
+"""The operators that are measured: chains of equal ones, of every kind at several sizes.
 
-A chain is recorded for backward, as in training, so that what autograd costs is in it, and outputs are
-allocated as they are there.
+A chain is recorded for backward, as in training, so autograd's cost is included, and outputs are allocated as
+in training.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from meshloom.machine.machine import COUNTED_IN_FLOPS, Kind
 
 @dataclass(frozen=True)
 class Chain:
-    """`length` equal operators, each on what the one before gave (or beside it). work, backward_work: of one
-    of them. inputs: want gradients."""
+    """`length` equal operators, each on the result of the one before (or independent). work, backward_work:
+    of one of them. inputs: they require gradients."""
 
     work: float
     backward_work: float
@@ -43,7 +43,7 @@ def chains_of(device: torch.device) -> Iterator[tuple[Kind, torch.dtype, Chain]]
 
 
 def views(device: torch.device) -> Chain:
-    """Operators that move nothing."""
+    """Operators that move no data."""
     x = torch.zeros(8, 8, device=device, requires_grad=True)
     return _chain(1, 1, 64, x, [], lambda each, _: each.transpose(0, 1))
 
@@ -154,7 +154,7 @@ def _draw(size: tuple[int, ...], make: Make) -> Chain:
 
 
 def _weight(make: Make, *shape: int) -> Tensor:
-    """Keeps the size of what it is applied to."""
+    """A weight that preserves the magnitude of what it is applied to."""
     return (make(*shape) / math.prod(shape[1:]) ** 0.5).detach().requires_grad_()
 
 

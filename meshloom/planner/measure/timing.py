@@ -1,4 +1,4 @@
-"""How long something took on a device, and what of many times is typical."""
+"""Seconds of an operation on a device, and the typical one of many measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def now(device: torch.device) -> float:
-    """Seconds, when all that was asked of the device has been done."""
+    """Seconds, after all work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

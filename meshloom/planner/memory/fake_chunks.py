@@ -1,9 +1,9 @@
-"""What every operator of a program makes and frees in the chunks of a step, found on fake tensors.
+"""What every operator of a program allocates and frees in the chunks of a step, found on fake tensors.
 
     phases     0 and 1 are forward and backward of the first chunk, 2 and 3 those of the second; a backward goes through the nodes in reverse
-    events     bytes made, or freed if negative, while a node or its backward runs
+    events     bytes allocated, or freed if negative, while a node or its backward runs
 
-Of blocks that are alike a few are run (`program/cost/shortened.py`).
+Of identical blocks only a few are run (`program/cost/shortened.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _Copies = dict[int, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Of one node. before: of what it made earlier, that which is there when the phase begins."""
+    """One phase of a node. before: the bytes that it allocated earlier and that are there when the phase
+    begins."""
 
     before: Event = (0, 0)
     events: tuple[Event, ...] = ()
@@ -45,8 +46,8 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """Of a parameter. memory: a parameter whose gradient lies in the same memory, of so many bytes. tensor:
-    one like it; None if it is not kept."""
+    """The gradient of a parameter. memory: a parameter whose gradient shares the same memory, of so many
+    bytes. tensor: one like it; None if it is freed."""
 
     parameter: str
     memory: str
@@ -56,11 +57,9 @@ class Gradient:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLife:
-    """Of one node. kept: [chunk], bytes that it made and that are there for the chunk's backward.
-
-    gradients: of the parameters that it is the first to use, all by their values' names, when all chunks are
-        done.
-    """
+    """The allocations of one node. kept: [chunk], bytes that it allocated and that are saved for the chunk's
+    backward. gradients: of the parameters that it is the first to use, by their values' names, when all
+    chunks are done."""
 
     phases: tuple[Phase, ...]
     kept: tuple[int, ...]
@@ -68,13 +67,14 @@ class NodeLife:
 
 
 def chunks_of(program: Program, num_chunks: int, *, bucketed: bool) -> dict[str, NodeLife]:
-    """Of every node, inside `fake_tensors`. bucketed: a gradient is gone as soon as it is made."""
+    """The allocations of every node, inside `fake_tensors`. bucketed: a gradient is freed as soon as it is
+    computed."""
     return node_by_node(program, lambda given: _run(given, num_chunks, bucketed=bucketed), _renamed)
 
 
 def worst_of(lives: Sequence[NodeLife], phase: int) -> Event:
-    """Most bytes alive at one time in a phase, and how many of them then are neither kept nor gradients.
-    lives: of the nodes in order."""
+    """The largest number of bytes alive at one time in a phase, and how many of them are neither saved
+    activations nor gradients. lives: of the nodes in order."""
     phases = [each.phases[phase] for each in (reversed(lives) if phase % 2 else lives)]
     return worst(
         (sum(each.before[0] for each in phases), sum(each.before[1] for each in phases)),
@@ -83,7 +83,7 @@ def worst_of(lives: Sequence[NodeLife], phase: int) -> Event:
 
 
 def worst(before: Event, events: Iterable[Event]) -> Event:
-    """The most that there is at one time, of what is there before and what is made and freed."""
+    """The largest number of bytes at one time, from those before and those allocated and freed."""
     total, other = most = before
     for change, unknown in events:
         total += change
@@ -145,8 +145,8 @@ def _run(program: Program, num_chunks: int, *, bucketed: bool) -> dict[str, Node
 def _chunk(
     program: Program, values: dict[str, Any], life: Life, trainable: Mapping[str, Tensor]
 ) -> tuple[Noted, Noted, set[int], _Copies]:
-    """Forward and backward, the pieces that are kept from one to the other, and those that stand for others,
-    too."""
+    """Forward and backward; returns the pieces that are saved from one to the other, and those that represent
+    others too."""
     last = len(program.nodes) - 1
     firsts = [next_number()]  # the first sequence number of each node's autograd nodes
     copies: _Copies = {}
@@ -170,8 +170,8 @@ def _chunk(
 
 
 def _joins(program: Program) -> dict[str, tuple[int, int]]:
-    """The last value that stands in for one that was left out, of each that they are like -> where they are
-    first used, and how many they are."""
+    """The last value of each repetition that represents repetitions left out -> where these are first used,
+    and their number."""
     number: dict[str, list[str]] = {}
     for node in program.nodes:
         if node.target is stand_in:

@@ -1,4 +1,4 @@
-"""A training step on fake tensors: the most bytes that it would have at one time."""
+"""A training step on fake tensors: the most bytes that it would allocate at one time."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from meshloom.program.ir.sparse_constants import memory_of, storage_of
 
 
 class FakeStep:
-    """Bytes of a step in which the optimizer has its state already. Peaks are without parameters, buffers,
+    """Bytes of a step in which the optimizer already has its state. Peaks are without parameters, buffers,
     batch and optimizer state.
 
-    microbatches: chunks, one after another. bucketed: a gradient is copied into a bucket, which is there
-    already, as soon as it is made. peaks, temporaries: phase -> most bytes at one time, and how many of them
-    are neither kept activations nor gradients.
+    microbatches: chunks, one after another. bucketed: a gradient is copied into an existing bucket as soon as
+    it is computed. peaks, temporaries: phase -> most bytes at one time, and how many of them are neither
+    saved activations nor gradients.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class FakeStep:
     def _update(
         self, optimizer: Callable[[NamedParameters], Any], trainable: list[tuple[str, Tensor]]
     ) -> int:
-        """Two steps: the first makes the state. Returns the state's bytes."""
+        """Runs two steps, of which the first creates the state. Returns the state's bytes."""
         given: Any = trainable
         made = optimizer(list(given))
         optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
@@ -93,7 +93,7 @@ class FakeStep:
 
 
 def _give(trainable: Mapping[str, Tensor], gradients: Sequence[Gradient]) -> None:
-    """Parameters, by their values, have these gradients, each in memory of its own; where they were copied
+    """Gives parameters, by their values, these gradients, each in memory of its own; where they were copied
     into buckets, views of these."""
     for each in gradients:
         parameter = trainable[each.parameter]
@@ -101,8 +101,8 @@ def _give(trainable: Mapping[str, Tensor], gradients: Sequence[Gradient]) -> Non
 
 
 class _Numbers(TorchDispatchMode):
-    """Tensors without values that are asked for one (a count of steps) say 2. What is written in place is not
-    computed: it stays what it is."""
+    """Fake tensors that are asked for a number (a count of steps) return 2. In-place writes are not
+    computed."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
