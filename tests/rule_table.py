@@ -48,8 +48,8 @@ An operator without a rule is computed by every rank, on full operands.
    operator's family in `tensor_parallel/rules/`. If one line says it all, `text("n k, k m -> n m; sum k")` (`products.py`) is that function.
 3. Add it, by the operator's name, to the table at the end of that file. `tensor_parallel/rules/table.py` joins the tables; a new family is a
    new file there.
-4. Add random calls of the operator to `tests/rule_calls.py`, and run `pytest tests/test_rules.py`.
-5. Run `python -m tests.rule_table`, which writes this page.
+4. Add random calls of the operator to `CALLS` in `tests/rule_calls.py`, and run `python -m tests.rule_table`, which writes this page.
+5. Run `pytest tests/test_rules.py`, which checks every sharding that the rule allows.
 
 ## Rules for custom operators
 
