@@ -18,7 +18,7 @@ from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
-from meshloom.program.operators.fused_grad_accumulation import Room
+from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes
 
 
@@ -78,8 +78,8 @@ class AllReduce(Exchange):
     def begin_last_chunk(self) -> None:
         self._buckets.begin_last_chunk()
 
-    def room(self, parameter: Tensor) -> Room | None:
-        return self._buckets.room(parameter)
+    def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
+        return self._buckets.grad_buffer(parameter)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         self._buckets.gradient_ready(parameter)

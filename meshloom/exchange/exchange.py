@@ -3,7 +3,7 @@
 One rank's step, in order. A `Steps` generator yields where it waits for other ranks:
 
     begin_step()
-    for each chunk:  backward -> gradient_ready(parameter), as gradients are computed; some are computed into room(parameter)
+    for each chunk:  backward -> gradient_ready(parameter), as gradients are computed; some are computed into grad_buffer(parameter)
     yield from finish(weight)   -> gradients of what this rank owns, averaged
     (the updater clips and updates what this rank owns)
     yield from publish()        -> all parameters are up to date on all ranks
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.program.operators.fused_grad_accumulation import Room
+from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes
 
 # receives the tensor of a parameter, by name; None: the parameter was not used
@@ -104,7 +104,7 @@ class Exchange(ABC):
     def begin_last_chunk(self) -> None:  # noqa: B027
         """Called before this rank's last backward of the step: from now on complete gradients may be sent."""
 
-    def room(self, parameter: Tensor) -> Room | None:
+    def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
         """The buffer into which a gradient may be accumulated without a copy; `.grad` is then that buffer.
         None: `.grad` is an ordinary tensor."""
         return None
@@ -114,7 +114,7 @@ class Exchange(ABC):
         send the gradient when it is complete.
 
         Called for each chunk when all of the chunk's gradient is there, or once after the last chunk. A
-        gradient that was computed into the parameter's room is not copied.
+        gradient that was computed into the parameter's grad_buffer is not copied.
         """
 
     @abstractmethod

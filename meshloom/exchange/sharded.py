@@ -16,7 +16,7 @@ from meshloom.comm.windows import Extent, separate
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.slices import OwnedSlices, UsedFlags, emit_bucket
-from meshloom.program.operators.fused_grad_accumulation import Room
+from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
@@ -70,8 +70,8 @@ class Sharded(Exchange):
     def begin_last_chunk(self) -> None:
         self._buckets.begin_last_chunk()
 
-    def room(self, parameter: Tensor) -> Room | None:
-        return self._buckets.room(parameter)
+    def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
+        return self._buckets.grad_buffer(parameter)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         self._buckets.gradient_ready(parameter)

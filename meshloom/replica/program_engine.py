@@ -44,7 +44,7 @@ from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
-from meshloom.program.operators.fused_grad_accumulation import InPlace
+from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.chunk_scope import ChunkScope
@@ -156,7 +156,7 @@ class ProgramEngine(Engine):
             self.parameters, self.ownership, self.shards, self.programs.summed, exchange.gradient_ready
         )
         # With a single chunk autograd already writes gradients in place.
-        landing = InPlace(exchange.room) if self.plan.num_chunks > 1 else None
+        accumulator = DirectAccumulator(exchange.grad_buffer) if self.plan.num_chunks > 1 else None
         self.microbatches = Microbatches(
             self.programs,
             self._model,
@@ -165,7 +165,7 @@ class ProgramEngine(Engine):
             self.tp,
             self.seat.device,
             self._completion.backward_ended,
-            landing,
+            accumulator,
         )
         return self._completion.watch(self.microbatches.arrived)
 

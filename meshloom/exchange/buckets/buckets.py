@@ -19,7 +19,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, separate
 from meshloom.core.errors import TrainingError
-from meshloom.program.operators.fused_grad_accumulation import Room
+from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the first bucket leaves early
@@ -116,13 +116,13 @@ class GradientBuckets:
         """From now on complete buckets may start."""
         self._last_chunk = True
 
-    def room(self, parameter: Tensor) -> Room | None:
+    def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
         """The parameter's place in its bucket; None if it has none, or the bucket has been sent."""
         place = self._place.get(id(parameter))
         if place is None or place[0].started:
             return None
         _, entry, view = place
-        return Room(tensor=view, filled=entry.arrived)
+        return GradBuffer(tensor=view, filled=entry.arrived)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Moves `parameter.grad`, if there is one, into its bucket, unless it is there already. In the last

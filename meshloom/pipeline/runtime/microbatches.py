@@ -26,7 +26,7 @@ from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, t
 from meshloom.pipeline.stages.stages import Crossing, Stage
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.nodes import Node
-from meshloom.program.operators.fused_grad_accumulation import Landing
+from meshloom.program.operators.fused_grad_accumulation import GradAccumulator
 from meshloom.program.store.fifo_cache import FifoCache
 from meshloom.program.store.program_key import ProgramKey
 
@@ -56,7 +56,7 @@ class Microbatches:
     """A rank's stages with their parameters, buffers and groups.
 
     parameters, buffers: this rank's, by name. pp, tp: the ranks along these axes; tp None: there is one.
-    ready: called for a parameter whose gradient is complete. landing: accumulates the weight gradients of
+    ready: called for a parameter whose gradient is complete. accumulator: accumulates the weight gradients of
         linear layers; None: autograd.
     """
 
@@ -69,9 +69,9 @@ class Microbatches:
         tp: Group | None,
         device: torch.device,
         ready: Callable[[nn.Parameter], None],
-        landing: Landing | None = None,
+        accumulator: GradAccumulator | None = None,
     ) -> None:
-        self._landing = landing
+        self._accumulator = accumulator
         self._programs = programs
         self._parameters = parameters
         self._buffers = LiveBuffers(model)
@@ -228,7 +228,7 @@ class Microbatches:
             group=self._tp,
             split=split,
             around=around,
-            landing=self._landing if stages[0].program.training else None,
+            accumulator=self._accumulator if stages[0].program.training else None,
             visit=visit,
         )
         return run

@@ -17,9 +17,9 @@ from meshloom.program.ir.batch_values import tensor_of
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
-from meshloom.program.operators.fused_grad_accumulation import InPlace, Landing
+from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator, GradAccumulator
 from meshloom.program.run.execute import run_flat
-from meshloom.program.run.with_fused_accumulation import with_landing
+from meshloom.program.run.with_fused_accumulation import with_fused_accumulation
 
 # microbatch, flat result of the loss -> the tensor where backward starts
 Finish = Callable[[int, Sequence[Any]], Tensor | None]
@@ -48,7 +48,7 @@ class StageRun:
     stages: [microbatch], the stage for that microbatch's shapes. parameters, buffers: this rank's, by name.
     batch: microbatch -> its tensors by their names in the batch. finish: on the last stage.
     group: the ranks along tp, if sharded. around: microbatch -> a context for its forward.
-    split: weight gradients are computed apart from those of inputs. landing: accumulates weight gradients;
+    split: weight gradients are computed apart from those of inputs. accumulator: accumulates weight gradients;
         default: `.grad`, by autograd where possible.
     visit: called with every node and its value; slower.
     """
@@ -64,12 +64,12 @@ class StageRun:
         group: Group | None = None,
         split: bool = False,
         around: Callable[[int], AbstractContextManager[Any]] | None = None,
-        landing: Landing | None = None,
+        accumulator: GradAccumulator | None = None,
         visit: Callable[[Node, Any], None] | None = None,
     ) -> None:
         self._visit = visit
-        self._deferred = DeferredWeightGradients(landing or InPlace())
-        programs = {id(each): self._with_landing(each.program, landing, split) for each in stages}
+        self._deferred = DeferredWeightGradients(accumulator or DirectAccumulator())
+        programs = {id(each): self._fused(each.program, accumulator, split) for each in stages}
         self._programs = [programs[id(each)] for each in stages]
         self._stages = stages
         self._parameters, self._buffers = parameters, buffers
@@ -167,10 +167,10 @@ class StageRun:
             compute()
         return {}
 
-    def _with_landing(self, program: Program, landing: Landing | None, split: bool) -> Program:
+    def _fused(self, program: Program, accumulator: GradAccumulator | None, split: bool) -> Program:
         if split:
-            return with_landing(program, self._deferred, min_elements=0)
-        return with_landing(program, landing) if landing else program
+            return with_fused_accumulation(program, self._deferred, min_elements=0)
+        return with_fused_accumulation(program, accumulator) if accumulator else program
 
     def _backward(self, microbatch: int) -> dict[str, Tensor]:
         live = self._live[microbatch]
@@ -187,7 +187,7 @@ class StageRun:
         }  # fmt: skip
 
 
-class DeferredWeightGradients(Landing):
+class DeferredWeightGradients(GradAccumulator):
     """Weight gradients that are computed later than input gradients, so that other ranks need not wait for them.
 
     I   dX = dY W; (X, dY) is stored        W   W.grad += dY^T X, b.grad += sum of dY
@@ -195,20 +195,20 @@ class DeferredWeightGradients(Landing):
     collecting: whether backwards defer; otherwise they compute all gradients immediately.
     """
 
-    def __init__(self, landing: Landing) -> None:
+    def __init__(self, accumulator: GradAccumulator) -> None:
         self.collecting = False
-        self._landing = landing
+        self._accumulator = accumulator
         self._pending: list[Callable[[], None]] = []
 
     @property
-    def now(self) -> Landing:
-        return self._landing.now
+    def now(self) -> GradAccumulator:
+        return self._accumulator.now
 
     def add(self, weight: Tensor | None, bias: Tensor | None, rows: Tensor, inputs: Tensor) -> None:
         if self.collecting:
-            self._pending.append(lambda: self._landing.add(weight, bias, rows, inputs))
+            self._pending.append(lambda: self._accumulator.add(weight, bias, rows, inputs))
         else:
-            self._landing.add(weight, bias, rows, inputs)
+            self._accumulator.add(weight, bias, rows, inputs)
 
     def take(self) -> list[Callable[[], None]]:
         """The deferred computations, in order."""

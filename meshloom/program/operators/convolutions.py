@@ -72,7 +72,7 @@ class GatheredConvolutions(GatheredLayers):
     def only(self, numbers: Sequence[int]) -> GatheredConvolutions:
         return replace(self, layers=tuple(self.layers[number] for number in numbers))
 
-    def lands(self, weight: Tensor) -> bool:
+    def accumulates(self, weight: Tensor) -> bool:
         return False  # its kernel allocates its result in any case
 
     def forward(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -99,7 +99,7 @@ class GatheredConvolutions(GatheredLayers):
         x: Tensor,
         weight: Tensor,
         wanted: tuple[bool, bool],
-        landed: tuple[Tensor | None, Tensor | None],
+        accumulated: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor | None, Tensor | None]:
         if not any(wanted):
             return None, None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class GradBuffer:
     """The buffer of a parameter's gradient, of its shape and dtype. filled: it holds gradients of this step,
     which are not in `.grad`."""
 
@@ -29,12 +29,12 @@ class Room:
     filled: bool
 
 
-class Landing(ABC):
+class GradAccumulator(ABC):
     """Accumulates the gradients of linear layers' weights, called by their backward."""
 
     @property
     @abstractmethod
-    def now(self) -> Landing:
+    def now(self) -> GradAccumulator:
         """An accumulation that defers nothing."""
 
     @abstractmethod
@@ -43,14 +43,14 @@ class Landing(ABC):
         [n, o] and inputs [n, k]."""
 
 
-class InPlace(Landing):
-    """Accumulates immediately. room: the buffer of a parameter's gradient; None: `.grad`."""
+class DirectAccumulator(GradAccumulator):
+    """Accumulates immediately. grad_buffer: the buffer of a parameter's gradient; None: `.grad`."""
 
-    def __init__(self, room: Callable[[Tensor], Room | None] = lambda parameter: None) -> None:
-        self._room = room
+    def __init__(self, grad_buffer: Callable[[Tensor], GradBuffer | None] = lambda parameter: None) -> None:
+        self._grad_buffer = grad_buffer
 
     @property
-    def now(self) -> Landing:
+    def now(self) -> GradAccumulator:
         return self
 
     def add(self, weight: Tensor | None, bias: Tensor | None, rows: Tensor, inputs: Tensor) -> None:
@@ -73,14 +73,14 @@ class InPlace(Landing):
         if here is not None:
             parameter.grad = add_to(here) if here.layout == torch.strided else make(None).add_(here)
             return
-        room = self._room(parameter)
-        if room is None:
+        grad_buffer = self._grad_buffer(parameter)
+        if grad_buffer is None:
             parameter.grad = make(None)
         else:
-            parameter.grad = add_to(room.tensor) if room.filled else make(room.tensor)
+            parameter.grad = add_to(grad_buffer.tensor) if grad_buffer.filled else make(grad_buffer.tensor)
 
 
-def may_land(tensor: Tensor) -> bool:
+def can_accumulate(tensor: Tensor) -> bool:
     """Whether it is a leaf whose gradient autograd would only accumulate: it has no hooks that read or change
     it."""
     hooked: Any = tensor

@@ -37,7 +37,7 @@ class GatheredLayers(ABC):
         """Some of the layers, with a resharding of their own."""
 
     @abstractmethod
-    def lands(self, weight: Tensor) -> bool:
+    def accumulates(self, weight: Tensor) -> bool:
         """Whether the gradient of a weight or bias is accumulated by the layer instead of autograd."""
 
     @abstractmethod
@@ -58,9 +58,9 @@ class GatheredLayers(ABC):
         x: Tensor,
         weight: Tensor,
         wanted: tuple[bool, bool],
-        landed: tuple[Tensor | None, Tensor | None],
+        accumulated: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of a layer's weight and bias, those that autograd wants. x: in full. landed: the
+        """Gradients of a layer's weight and bias, those that autograd wants. x: in full. accumulated: the
         parameters themselves, if their gradients are accumulated by the layer."""
 
     def run(self, group: Group, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -92,7 +92,7 @@ class _Layers(torch.autograd.Function):
     def forward(ctx: Any, layers: GatheredLayers, group: Group, x: Tensor, *weights: Tensor) -> Any:
         ctx.layers, ctx.group = layers, group
         # The parameters themselves: recomputation would unpack saved tensors as other ones.
-        ctx.landed = [weight if layers.lands(weight) else None for weight in weights]
+        ctx.accumulated = [weight if layers.accumulates(weight) else None for weight in weights]
         ctx.save_for_backward(x, *weights)
         return layers.forwards(
             start_gather(layers.change.before, group, x)() if layers.change.source == "part" else x, weights
@@ -115,7 +115,7 @@ class _Layers(torch.autograd.Function):
         for layer, (gradient, (weight, bias)) in enumerate(zip(gradients, parted, strict=True)):
             at = 3 + len(found)
             wanted = ctx.needs_input_grad[at], bias is not None and ctx.needs_input_grad[at + 1]
-            landed = ctx.landed[at - 3], ctx.landed[at - 2] if bias is not None else None
-            made = layers.weight_gradients(layer, gradient, whole, weight, wanted, landed)
+            accumulated = ctx.accumulated[at - 3], ctx.accumulated[at - 2] if bias is not None else None
+            made = layers.weight_gradients(layer, gradient, whole, weight, wanted, accumulated)
             found += made if bias is not None else made[:1]
         return None, None, summing() if summing else None, *found

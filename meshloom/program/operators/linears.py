@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshloom.program.operators.fused_grad_accumulation import Landing, may_land
+from meshloom.program.operators.fused_grad_accumulation import GradAccumulator, can_accumulate
 from meshloom.program.operators.gathered import GatheredLayers
 
 
@@ -22,11 +22,11 @@ class GatheredLinears(GatheredLayers):
     """x [b*, k], weights w_0 [o_0, k], b_0 [o_0], w_1, ... -> [b*, o_i] for each layer. biased: whether each
     layer has a bias.
 
-    landing: accumulates the gradients of weights that are parameters; None: autograd does.
+    accumulator: accumulates the gradients of weights that are parameters; None: autograd does.
     """
 
     biased: tuple[bool, ...]
-    landing: Landing | None = field(default=None, repr=False, compare=False)
+    accumulator: GradAccumulator | None = field(default=None, repr=False, compare=False)
 
     def biases(self) -> tuple[bool, ...]:
         return self.biased
@@ -34,8 +34,8 @@ class GatheredLinears(GatheredLayers):
     def only(self, numbers: Sequence[int]) -> GatheredLinears:
         return replace(self, biased=tuple(self.biased[number] for number in numbers))
 
-    def lands(self, weight: Tensor) -> bool:
-        return self.landing is not None and may_land(weight)
+    def accumulates(self, weight: Tensor) -> bool:
+        return self.accumulator is not None and can_accumulate(weight)
 
     def forward(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
@@ -55,26 +55,28 @@ class GatheredLinears(GatheredLayers):
         x: Tensor,
         weight: Tensor,
         wanted: tuple[bool, bool],
-        landed: tuple[Tensor | None, Tensor | None],
+        accumulated: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor | None, Tensor | None]:
         # A gathered input is not kept for deferred gradients: it was gathered again to save memory.
-        landing = self.landing.now if self.landing and self.change.source == "part" else self.landing
-        return weight_gradients(gradient, x, wanted, landing, landed)
+        accumulator = (
+            self.accumulator.now if self.accumulator and self.change.source == "part" else self.accumulator
+        )
+        return weight_gradients(gradient, x, wanted, accumulator, accumulated)
 
 
 def weight_gradients(
     gradient: Tensor,
     x: Tensor,
     wanted: tuple[bool, bool],
-    landing: Landing | None,
-    landed: tuple[Tensor | None, Tensor | None],
+    accumulator: GradAccumulator | None,
+    accumulated: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of a layer's weight and bias, those that are wanted and not accumulated by `landing`:
+    """Gradients of a layer's weight and bias, those that are wanted and not accumulated by `accumulator`:
     gradient [b*, o], x [b*, k] -> [o, k], [o]."""
     rows, inputs = _rows(gradient), _rows(x)
-    weight, bias = landed
-    if landing and (weight is not None or bias is not None):
-        landing.add(weight, bias, rows, inputs)
+    weight, bias = accumulated
+    if accumulator and (weight is not None or bias is not None):
+        accumulator.add(weight, bias, rows, inputs)
     return rows.t().mm(inputs) if wanted[0] and weight is None else None, rows.sum(0) if wanted[
         1
     ] and bias is None else None

@@ -15,7 +15,7 @@ from meshloom.comm.group import Group
 from meshloom.program.cost.operator_seconds import weights_that_wait
 from meshloom.program.ir.nodes import Node, Ref
 from meshloom.program.ir.program import Program
-from meshloom.program.operators.fused_grad_accumulation import Landing, may_land
+from meshloom.program.operators.fused_grad_accumulation import GradAccumulator, can_accumulate
 from meshloom.program.operators.linears import GatheredLinears, weight_gradients
 
 # of a weight. Below, an operator in Python takes longer than the copy it saves (measured on a CPU: 25 us)
@@ -23,16 +23,16 @@ MIN_ELEMENTS = 2**17
 
 
 @dataclass(frozen=True, eq=False)
-class LandedLinear:
+class FusedLinear:
     """A linear layer whose weights are parameters and accumulate their own gradients."""
 
-    landing: Landing
+    accumulator: GradAccumulator
     is_local: ClassVar[bool] = True  # no communication
 
     def run(self, group: Group | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [b*, k], weight [o, k], bias [o] -> [b*, o]."""
         function: Any = _Linear.apply
-        return function(self.landing, x, weight, bias)
+        return function(self.accumulator, x, weight, bias)
 
     def run_all(
         self, xs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
@@ -44,8 +44,10 @@ class LandedLinear:
         ]
 
 
-def with_landing(program: Program, landing: Landing, *, min_elements: int = MIN_ELEMENTS) -> Program:
-    """The program with the gradients of its linear layers' weights accumulated by `landing`.
+def with_fused_accumulation(
+    program: Program, accumulator: GradAccumulator, *, min_elements: int = MIN_ELEMENTS
+) -> Program:
+    """The program with the gradients of its linear layers' weights accumulated by `accumulator`.
 
     min_elements: layers without communication and with smaller weights are unchanged; 0: all are fused.
     Layers in autocast regions, where weights are cast, are unchanged, and so are frozen weights and computed
@@ -58,12 +60,12 @@ def with_landing(program: Program, landing: Landing, *, min_elements: int = MIN_
         if isinstance(node.target, GatheredLinears) and not node.kwargs:
             weights = [each for each in node.args[1:] if each is not None]
             if all(isinstance(each, Ref) and each.name in parameters for each in weights):
-                return replace(node, target=replace(node.target, landing=landing))
+                return replace(node, target=replace(node.target, accumulator=accumulator))
         if node.name not in apart:
             return node
         weight = parameters[node.args[1].name]
         return (
-            replace(node, target=LandedLinear(landing))
+            replace(node, target=FusedLinear(accumulator))
             if weight.num_bytes // weight.dtype.itemsize >= min_elements
             else node
         )
@@ -73,11 +75,13 @@ def with_landing(program: Program, landing: Landing, *, min_elements: int = MIN_
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, landing: Landing, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, accumulator: GradAccumulator, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         # The parameters themselves: recomputation would unpack saved tensors as other ones.
-        ctx.landing, ctx.landed = (
-            landing,
-            tuple(each if each is not None and may_land(each) else None for each in (weight, bias)),
+        ctx.accumulator, ctx.accumulated = (
+            accumulator,
+            tuple(each if each is not None and can_accumulate(each) else None for each in (weight, bias)),
         )
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
@@ -86,4 +90,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         dx = gradient.matmul(weight) if ctx.needs_input_grad[1] else None
-        return None, dx, *weight_gradients(gradient, x, ctx.needs_input_grad[2:], ctx.landing, ctx.landed)
+        return (
+            None,
+            dx,
+            *weight_gradients(gradient, x, ctx.needs_input_grad[2:], ctx.accumulator, ctx.accumulated),
+        )

@@ -5,7 +5,7 @@ One rank of the benchmark GPT under tp=2, and of a wider one with few tokens, on
 send to others is not sent. Seconds are those of the processor, not of the clock. Autograd is measured twice:
 what differs between the two is what the machine does by itself.
 
-    python benchmarks/landing/main.py
+    python benchmarks/fused_grad_accumulation/main.py
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
 from meshloom.program.capture.capture import capture
 from meshloom.program.ir.program import Program
-from meshloom.program.operators.fused_grad_accumulation import InPlace
+from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator
 from meshloom.program.run.execute import run_program
-from meshloom.program.run.with_fused_accumulation import with_landing
+from meshloom.program.run.with_fused_accumulation import with_fused_accumulation
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.partition import Partition, partition
 from meshloom.tensor_parallel.rules.table import BUILT_IN
@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
 import gpt  # pyright: ignore[reportMissingImports]
 
 ROUNDS = 12
-WAYS = ("autograd", "autograd again", "landing")
+WAYS = ("autograd", "autograd again", "accumulator")
 
 
 class Silent:
@@ -57,11 +57,11 @@ class Silent:
 
 
 class Way:
-    """A step's chunks, forward and backward, from the same parameters. landing: whether gradients are made in
-    place."""
+    """A step's chunks, forward and backward, from the same parameters. accumulator: whether gradients are
+    made in place."""
 
     def __init__(
-        self, part: Partition, model: nn.Module, batch: list[Tensor], dp: int, *, landing: bool
+        self, part: Partition, model: nn.Module, batch: list[Tensor], dp: int, *, accumulator: bool
     ) -> None:
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.parameters = {
@@ -77,7 +77,9 @@ class Way:
             else AllReduce(named, simulated_groups(1)[0], bucket_bytes=2**23, overlap=False)
         )
         self.program: Program = (
-            with_landing(part.programs[0], InPlace(self.exchange.room)) if landing else part.programs[0]
+            with_fused_accumulation(part.programs[0], DirectAccumulator(self.exchange.grad_buffer))
+            if accumulator
+            else part.programs[0]
         )
         for parameter in self.parameters.values():
             parameter.register_post_accumulate_grad_hook(self.exchange.gradient_ready)
@@ -132,7 +134,7 @@ def divided(samples: int, size: gpt.Size) -> tuple[Partition, nn.Module, list[Te
 def compare(size: gpt.Size, batch: int, num_chunks: int, dp: int) -> str:
     """A row of the table."""
     part, model, data = divided(batch // num_chunks, size)
-    ways = [Way(part, model, data, dp, landing=name == "landing") for name in WAYS]
+    ways = [Way(part, model, data, dp, accumulator=name == "accumulator") for name in WAYS]
     for way in ways:
         way.step(num_chunks)
     peaks = [peak_bytes(lambda way=way: way.step(num_chunks)) / 2**20 for way in ways]
@@ -164,11 +166,11 @@ def main() -> None:
         "dp",
         "chunks",
         "autograd, ms",
-        "landing, ms",
+        "accumulator, ms",
         "autograd again / autograd",
-        "landing / autograd",
+        "accumulator / autograd",
     ]
-    heads += ["peak of autograd, MiB", "of landing, MiB"]
+    heads += ["peak of autograd, MiB", "of accumulator, MiB"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for batch, num_chunks, dp in ((4, 1, 2), (4, 4, 2), (4, 4, 1), (16, 1, 2), (16, 4, 2)):
         print(compare(gpt.SMALL, batch, num_chunks, dp), flush=True)

@@ -25,9 +25,9 @@ from meshloom.exchange.exchange import Exchange
 from meshloom.pipeline.runtime.stage import DeferredWeightGradients
 from meshloom.program.capture.capture import capture
 from meshloom.program.operators.collectives import Transition
-from meshloom.program.operators.fused_grad_accumulation import InPlace, Room
+from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator, GradBuffer
 from meshloom.program.operators.linears import GatheredLinears
-from meshloom.program.run.with_fused_accumulation import LandedLinear, with_landing
+from meshloom.program.run.with_fused_accumulation import FusedLinear, with_fused_accumulation
 from tests.covering import few
 from tests.exchange_world import KINDS, assert_same, gathered
 
@@ -70,9 +70,9 @@ def chunks_of(replica: int) -> list[Tensor]:
     return [torch.randint(WORDS, (size, 4), generator=generator) for size in ((2, 3, 2), (3, 3, 2))[replica]]
 
 
-def landing(exchange: Exchange) -> Linear:
-    """Linear layers whose weights' gradients land in the rooms of the exchange."""
-    return partial(LandedLinear(InPlace(exchange.room)).run, None)
+def accumulator(exchange: Exchange) -> Linear:
+    """Linear layers whose weights' gradients land in the grad_buffers of the exchange."""
+    return partial(FusedLinear(DirectAccumulator(exchange.grad_buffer)).run, None)
 
 
 def train(model: Net, exchange: Exchange, chunks: Sequence[Tensor], *, at_the_end: bool) -> None:
@@ -119,7 +119,7 @@ def test_what_lands_equals_autograd(kind: str, overlap: bool, told: str, sparse:
     for group in simulated_groups(1 if kind == "alone" else 2):
         model = Net(sparse=sparse).double()
         exchange = open_exchange(kind, model, group, overlap=overlap)
-        model.linear = landing(exchange)
+        model.linear = accumulator(exchange)
         for _, each in trainable(model) if "come" in told else ():
             each.register_post_accumulate_grad_hook(exchange.gradient_ready)
         world.append((model, exchange))
@@ -137,7 +137,7 @@ def test_what_is_ready_leaves_before_the_step_is_finished(kind: str):
     group = RecordedGroup(simulated_groups(2)[0], "dp")
     model = Net().double()
     exchange = open_exchange(kind, model, group, overlap=True)
-    model.linear = landing(exchange)
+    model.linear = accumulator(exchange)
     train(model, exchange, chunks_of(0), at_the_end=False)
     assert not group.counts
     for _, each in trainable(model):
@@ -164,13 +164,13 @@ class Made(TorchDispatchMode):
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_nothing_is_copied_on_the_way_into_a_bucket(kind: str):
     counts: list[dict[str, int]] = []
-    for lands in (False, True):
+    for accumulates in (False, True):
         weight = nn.Linear(11, 13, bias=False)
         exchange = KINDS[kind](
             list(weight.named_parameters()), simulated_groups(1)[0], bucket_bytes=10, overlap=False
         )
         weight.weight.register_post_accumulate_grad_hook(exchange.gradient_ready)
-        linear = landing(exchange) if lands else F.linear
+        linear = accumulator(exchange) if accumulates else F.linear
         exchange.begin_step()
         for number in range(3):
             exchange.begin_last_chunk() if number == 2 else None
@@ -186,9 +186,9 @@ def test_nothing_is_copied_on_the_way_into_a_bucket(kind: str):
 
 def test_what_hooks_see_and_change_is_left_to_autograd():
     found: list[Any] = []
-    for lands in (False, True):
+    for accumulates in (False, True):
         model = Net().double()
-        model.linear = partial(LandedLinear(InPlace()).run, None) if lands else F.linear
+        model.linear = partial(FusedLinear(DirectAccumulator()).run, None) if accumulates else F.linear
         model.twice.weight.register_hook(lambda gradient: 3 * gradient)
         for chunk in chunks_of(0):
             model(chunk).backward()
@@ -199,9 +199,12 @@ def test_what_hooks_see_and_change_is_left_to_autograd():
 def test_what_was_saved_may_come_back_as_another_tensor():
     """As it does where activations are recomputed or kept elsewhere."""
     model = Net().double()
-    rooms = {id(each): torch.full_like(each, float("nan")) for _, each in trainable(model)}
+    grad_buffers = {id(each): torch.full_like(each, float("nan")) for _, each in trainable(model)}
     model.linear = partial(
-        LandedLinear(InPlace(lambda parameter: Room(tensor=rooms[id(parameter)], filled=False))).run, None
+        FusedLinear(
+            DirectAccumulator(lambda parameter: GradBuffer(tensor=grad_buffers[id(parameter)], filled=False))
+        ).run,
+        None,
     )
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: tensor.detach().clone(), lambda tensor: tensor
@@ -209,7 +212,7 @@ def test_what_was_saved_may_come_back_as_another_tensor():
         for chunk in chunks_of(0):
             model(chunk).backward()
     assert_same({name: each.grad for name, each in trainable(model)}, by_autograd(chunks_of(0), 1.0))
-    assert model.twice.weight.grad is rooms[id(model.twice.weight)]
+    assert model.twice.weight.grad is grad_buffers[id(model.twice.weight)]
 
 
 class Computed(nn.Module):
@@ -240,25 +243,27 @@ def test_only_layers_whose_weights_are_parameters_land():
     program = capture(job, (torch.randn(2, 4), torch.randn(2, 4)))
     assert sum(node.operator == "linear" for node in program.nodes) == 4
 
-    def landed(**settings: Any) -> list[str]:
+    def accumulated(**settings: Any) -> list[str]:
         return [
             node.path
-            for node in with_landing(program, InPlace(), **settings).nodes
-            if isinstance(node.target, LandedLinear)
+            for node in with_fused_accumulation(program, DirectAccumulator(), **settings).nodes
+            if isinstance(node.target, FusedLinear)
         ]
 
-    assert landed(min_elements=0) == ["plain"]
-    assert landed(min_elements=17) == landed() == []
+    assert accumulated(min_elements=0) == ["plain"]
+    assert accumulated(min_elements=17) == accumulated() == []
 
 
-@pytest.mark.parametrize("landing", [None, "in place"])
-def test_a_rank_may_have_no_outputs_of_a_layer(landing: str | None):
+@pytest.mark.parametrize("accumulator", [None, "in place"])
+def test_a_rank_may_have_no_outputs_of_a_layer(accumulator: str | None):
     """Two classes on three ranks: what has no columns was asked for as many rows as fit ("cannot reshape
     tensor of 0 elements")."""
     group = simulated_groups(1)[0]
     everything = whole((3, WIDTH), 1)
     change = Transition(source="invariant", target="part", before=everything, after=everything)
-    layers = GatheredLinears(change=change, biased=(True, False), landing=InPlace() if landing else None)
+    layers = GatheredLinears(
+        change=change, biased=(True, False), accumulator=DirectAccumulator() if accumulator else None
+    )
     x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
     weights = [
         torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((0, WIDTH), (0,), (5, WIDTH))
@@ -277,11 +282,11 @@ def test_layers_with_their_change_of_placement_land_now_or_later(source: Any):
     group = simulated_groups(1)[0]
     shape = (3, WIDTH)
     before = Pieces(shape, ((None, ((0, WIDTH),)),)) if source == "part" else whole(shape, 1)
-    later = DeferredWeightGradients(InPlace())
+    later = DeferredWeightGradients(DirectAccumulator())
     layers = GatheredLinears(
         change=Transition(source=source, target="part", before=before, after=whole(shape, 1)),
         biased=(True, False),
-        landing=later,
+        accumulator=later,
     )
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     weights = [

@@ -15,23 +15,27 @@ import meshloom.pipeline.runtime.stage
 import tests.pipelines
 from meshloom.core.plan import Plan
 from meshloom.pipeline.schedules.builders import make_schedule
-from meshloom.program.operators.fused_grad_accumulation import InPlace, Room
-from meshloom.program.run.with_fused_accumulation import LandedLinear, with_landing
+from meshloom.program.ir.program import Program
+from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator, GradAccumulator, GradBuffer
+from meshloom.program.run.with_fused_accumulation import FusedLinear, with_fused_accumulation
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.families import FAMILIES
 from tests.jobs import make_job
 from tests.pipelines import evenly, run_pipeline, subject_of
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "small_layers_land")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "small_layers_fused")]
 PINS = {"gpt": {"blocks.*.qkv": "heads"}, "unused_twice": {"first": "column"}}
 
 
 @pytest.fixture
-def small_layers_land(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_layers_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models are tiny, and their layers too small for it to pay."""
-    land = lambda program, landing, *, min_elements=0: with_landing(program, landing, min_elements=0)  # noqa: E731
-    monkeypatch.setattr(meshloom.pipeline.runtime.stage, "with_landing", land)
+
+    def fuse_all(program: Program, accumulator: GradAccumulator, *, min_elements: int = 0) -> Program:
+        return with_fused_accumulation(program, accumulator, min_elements=0)
+
+    monkeypatch.setattr(meshloom.pipeline.runtime.stage, "with_fused_accumulation", fuse_all)
 
 
 @pytest.mark.parametrize(
@@ -65,23 +69,25 @@ def test_gradients_that_are_added_up_over_tp_equal_one_device():
 def test_in_a_plan_with_several_chunks_the_weights_of_linear_layers_are_made_in_the_bucket(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    landed: dict[int, bool] = {}
-    add = InPlace.add
+    accumulated: dict[int, bool] = {}
+    add = DirectAccumulator.add
 
-    def seen(self: InPlace, weight: Tensor | None, bias: Tensor | None, rows: Tensor, inputs: Tensor) -> None:
+    def seen(
+        self: DirectAccumulator, weight: Tensor | None, bias: Tensor | None, rows: Tensor, inputs: Tensor
+    ) -> None:
         add(self, weight, bias, rows, inputs)
         assert weight is not None and weight.grad is not None
         # a piece of something larger
-        landed[id(weight)] = weight.grad.untyped_storage().nbytes() > weight.nbytes
+        accumulated[id(weight)] = weight.grad.untyped_storage().nbytes() > weight.nbytes
 
-    monkeypatch.setattr(InPlace, "add", seen)
-    for plan, lands in (
+    monkeypatch.setattr(DirectAccumulator, "add", seen)
+    for plan, accumulates in (
         ("dp=2,tp=2", True),
         ("dp=2,tp=2,zero=1", True),
         ("tp=2,microbatches=2", False),
         ("tp=2", None),
     ):
-        landed.clear()
+        accumulated.clear()
         with Trainer(
             make_job("gpt", "sgd"), f"{plan},tp_placements=blocks.*.qkv:heads", devices="simulated"
         ) as trainer:
@@ -93,10 +99,10 @@ def test_in_a_plan_with_several_chunks_the_weights_of_linear_layers_are_made_in_
             layers = [each for each in model.blocks.modules() if isinstance(each, nn.Linear)]
             plain = division.first.programs[0]
             # what ranks compare and verification runs
-            assert not any(isinstance(node.target, LandedLinear) for node in plain.nodes)
-        expected = {} if lands is None else {id(each.weight): lands for each in layers}
+            assert not any(isinstance(node.target, FusedLinear) for node in plain.nodes)
+        expected = {} if accumulates is None else {id(each.weight): accumulates for each in layers}
         assert {
-            key: value for key, value in landed.items() if key in {id(each.weight) for each in layers}
+            key: value for key, value in accumulated.items() if key in {id(each.weight) for each in layers}
         } == expected
 
 
@@ -109,20 +115,20 @@ def test_a_pipelines_gradients_land(schedule: str, monkeypatch: pytest.MonkeyPat
         job,
         [default_collate([data[3 * start + each] for each in range(2 + start % 2)]) for start in range(4)],
     )
-    rooms: dict[int, Tensor] = {}
+    grad_buffers: dict[int, Tensor] = {}
     parameters: list[Tensor] = []
 
-    def room(parameter: Tensor) -> Room:
+    def grad_buffer(parameter: Tensor) -> GradBuffer:
         parameters.append(parameter)
-        return Room(
-            tensor=rooms.setdefault(id(parameter), torch.full_like(parameter, float("nan")).detach()),
+        return GradBuffer(
+            tensor=grad_buffers.setdefault(id(parameter), torch.full_like(parameter, float("nan")).detach()),
             filled=False,
         )
 
-    stage: Any = partial(tests.pipelines.StageRun, landing=InPlace(room))
+    stage: Any = partial(tests.pipelines.StageRun, accumulator=DirectAccumulator(grad_buffer))
     monkeypatch.setattr(tests.pipelines, "StageRun", stage)
     ran = run_pipeline(subject, make_schedule(schedule, 2, 4), evenly)
     assert ran.error <= 1e-10, ran.what
     assert len(parameters) > 10
     tied = [each for each in parameters if each.shape[0] == 29]
-    assert tied and all(each.grad is rooms[id(each)] for each in parameters if each.shape[0] != 29)
+    assert tied and all(each.grad is grad_buffers[id(each)] for each in parameters if each.shape[0] != 29)
