@@ -1,14 +1,14 @@
-"""What a loss reads besides the model's tensors and the batch: plain values and tensors in closures, globals
-and attributes, compared step by step.
+"""Watches what a loss reads besides the model's tensors and the batch: plain values and tensors in closures,
+globals and attributes, compared in every step.
 
-A program keeps what such a value was when it was read. Which ones there are is found in the code of the loss,
-of the model's modules and of the user's functions that they name:
+A program keeps such a value as it was at the capture. They are found in the code of the loss, of the model's
+modules and of the user's functions that these name:
 
     def loss(model, batch):
         return criterion(model(batch["x"] * data.scale), batch["y"]) * WEIGHTS["main"]
 
-reads `data.scale` and `WEIGHTS["main"]`. Only what is loaded counts, not what is stored: `history["loss"] =
-...` may be written by the loss at will.
+reads `data.scale` and `WEIGHTS["main"]`. Only loads count, not stores: the loss may write `history["loss"] =
+...`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEPTH = 8
 
 @dataclass(frozen=True)
 class OutsideChange:
-    """Something that a loss reads has another value."""
+    """A value that a loss reads has changed."""
 
     name: str
     before: str
@@ -42,7 +42,7 @@ class OutsideChange:
 
 
 class Outside:
-    """What `function` and `model` read, as it is now."""
+    """The current values of what `function` and `model` read."""
 
     def __init__(self, function: Callable[..., Any], model: nn.Module | None = None) -> None:
         self._places: list[_Place] = []
@@ -55,7 +55,7 @@ class Outside:
         self._seen.clear()
 
     def changed(self) -> OutsideChange | None:
-        """The first that differs from what it was."""
+        """The first value that has changed."""
         for place in self._places:
             now = place.read()
             if now is not place.value and not _equal(now, place.value):
@@ -67,7 +67,7 @@ class Outside:
         return None
 
     def check_read(self) -> None:
-        """Raises `CaptureError` if running the loss has changed what it reads."""
+        """Raise `CaptureError` if running the loss has changed what it reads."""
         change = self.changed()
         if change:
             raise CaptureError(
@@ -76,7 +76,7 @@ class Outside:
             )
 
     def check_step(self) -> None:
-        """Raises `TrainingError` if what it reads was changed since."""
+        """Raise `TrainingError` if what it reads has changed since."""
         change = self.changed()
         if change:
             raise TrainingError(
@@ -106,8 +106,8 @@ class Outside:
     def _walk(
         self, value: Any, name: str, read: Callable[[], Any] | None, reads: Reads, depth: int, own: Any = None
     ) -> None:
-        """value: found at `name` by `read` (None: it cannot be replaced), in code that `reads`. own: what a
-        method is of."""
+        """value: found at `name` by `read` (None: it cannot be replaced), in code that `reads`. own: the
+        object of a method."""
         if _is_plain(value) or isinstance(value, Tensor | numpy.ndarray):
             if read is not None or not _is_plain(value):
                 self._note(value, name, read or (lambda: value))
@@ -231,7 +231,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class _Place:
-    """value: what was there. version: of a tensor. copy: of an array."""
+    """value: at the capture. version: of a tensor. copy: of an array."""
 
     name: str
     read: Callable[[], Any]
@@ -242,10 +242,10 @@ class _Place:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a piece of code loads, with the functions written in it.
+    """What a piece of code loads, including the functions defined in it.
 
-    names: globals. cells: of closures. constants, stored: texts in it, and those under which it only puts
-        something into a dict.
+    names: globals. cells: closure variables. constants: texts in it. stored: texts used only as keys of
+    stores.
     """
 
     names: tuple[str, ...] = ()
