@@ -43,7 +43,7 @@ def option(
     plan: str, seconds: float, memory_bytes: int = 100, limit_bytes: int = 1000, **num_bytes: int
 ) -> Option:
     price = StepPrice(
-        seconds=seconds, chunks=seconds, exchange=0.0, update=0.0, other=0.0, talking={}, idle_share=0.3
+        seconds=seconds, chunks=seconds, exchange=0.0, update=0.0, other=0.0, communication={}, idle_share=0.3
     )
     return Option(
         plan=Plan.parse(plan),

@@ -27,7 +27,9 @@ def test_with_a_core_for_each_rank_it_is_the_schedule_on_paper(
         schedule,
         # Talking and computing come one after the other, so it does not matter how an action is divided into
         # them.
-        lambda action: Effort(alone_seconds=0.75 * seconds[action], talking_seconds=0.25 * seconds[action]),
+        lambda action: Effort(
+            alone_seconds=0.75 * seconds[action], communication_seconds=0.25 * seconds[action]
+        ),
         lambda before, after: sent[before],
         lambda busy: 1.0,
     )

@@ -94,7 +94,7 @@ def test_a_divided_layer_waits_for_every_sum():
         rehearsal("tp=2", [step(2.0, calls=calls)] * 2), machine(latency=0.1, bytes_per_second=1e4)
     )
     assert price.chunks == pytest.approx(2.0 + 3 * 0.2)
-    assert price.talking == {"tp": pytest.approx(0.6)}
+    assert price.communication == {"tp": pytest.approx(0.6)}
 
 
 def test_a_pipeline_takes_the_schedule_with_its_messages():
@@ -132,7 +132,7 @@ def test_a_pipeline_of_divided_layers_talks_within_its_actions():
     price = price_step(rehearsal("pp=2,tp=2", ranks, schedule=schedule), machine(bytes_per_second=1000.0))
     # two forwards of 1.5, two backwards of 0.25 + 2.5, and 0.25 after the last action
     assert price.chunks == pytest.approx(2 * 1.5 + 2 * 2.75 + 0.25)
-    assert price.talking == {"tp": pytest.approx(1.0)}
+    assert price.communication == {"tp": pytest.approx(1.0)}
 
 
 def test_a_pipeline_on_one_core_takes_the_sum():

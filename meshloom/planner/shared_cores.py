@@ -31,7 +31,7 @@ class Effort:
     along tp, which other ranks do not slow down."""
 
     alone_seconds: float
-    talking_seconds: float = 0.0
+    communication_seconds: float = 0.0
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Running:
     action: Action
     arrives: float  # when its inputs are there
     alone: float  # seconds of computing left
-    talking: float
+    communication: float
 
 
 def run_on_cores(
@@ -76,12 +76,12 @@ def run_on_cores(
         for rank, left in enumerate(waiting):
             if running[rank] is None and left and (arrives := arrival(rank, left[-1])) is not None:
                 takes = effort(action := left.pop())
-                running[rank] = _Running(action, arrives, takes.alone_seconds, takes.talking_seconds)
+                running[rank] = _Running(action, arrives, takes.alone_seconds, takes.communication_seconds)
         there = [each for each in running if each is not None and each.arrives <= now]
         computing = sum(each.alone > 0 for each in there)
         pace = slowdown(computing) if computing else 1.0
         until = [each.arrives - now for each in running if each is not None and each.arrives > now]
-        until += [each.alone * pace if each.alone > 0 else each.talking for each in there]
+        until += [each.alone * pace if each.alone > 0 else each.communication for each in there]
         assert until, "check_schedule comes first"
         passed = min(until)
         for rank, each in enumerate(running):
@@ -92,8 +92,8 @@ def run_on_cores(
                 each.alone = max(0.0, each.alone - passed / pace)
                 each.alone = 0.0 if math.isclose(each.alone, 0.0, abs_tol=1e-12) else each.alone
             else:
-                each.talking = max(0.0, each.talking - passed)
-            if each.alone <= 0 and each.talking <= 1e-12:
+                each.communication = max(0.0, each.communication - passed)
+            if each.alone <= 0 and each.communication <= 1e-12:
                 ends[each.action] = now + passed
                 running[rank] = None
         now += passed

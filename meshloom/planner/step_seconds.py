@@ -34,7 +34,7 @@ class StepPrice:
 
     chunks: forwards and backwards, with communication along tp and messages along pp. exchange: along dp, as
     far as it is not hidden by computation. update: of parameters. other: other computation in the step:
-    buckets, sums, norms. talking: communication along tp and pp, of one rank, within `chunks`. idle_share: of
+    buckets, sums, norms. communication: along tp and pp, of one rank, within `chunks`. idle_share: of
     the step in which a rank computes nothing, on average.
     """
 
@@ -43,7 +43,7 @@ class StepPrice:
     exchange: float
     update: float
     other: float
-    talking: Mapping[Axis, float]
+    communication: Mapping[Axis, float]
     idle_share: float
 
 
@@ -85,13 +85,13 @@ class _Pricer:
     def price(self, step: Sequence[RankStep]) -> StepPrice:
         """The price of one step of all ranks."""
         parts = [_Parts(each) for each in step]
-        talking: dict[Axis, float] = {}
+        communication: dict[Axis, float] = {}
         for axis in ("tp", "pp"):
             within = max(
                 sum(self._seconds(call) for call in each.calls if call.axis == axis) for each in step
             )
             if within:
-                talking[axis] = within
+                communication[axis] = within
         chunks, busy = self._chunks(step, parts)
         exchange = max(map(self._exchange, parts))
         computing = [
@@ -106,7 +106,7 @@ class _Pricer:
         update += max(sum(map(self._seconds, part.calls_in_update)) for part in parts)
         seconds = chunks + exchange + update + sum(others)
         return StepPrice(
-            seconds=seconds, chunks=chunks, exchange=exchange, update=update, other=sum(others), talking=MappingProxyType(talking),
+            seconds=seconds, chunks=chunks, exchange=exchange, update=update, other=sum(others), communication=MappingProxyType(communication),
             idle_share=max(0.0, 1.0 - busy / seconds),
         )  # fmt: skip
 
@@ -131,7 +131,7 @@ class _Pricer:
             schedule,
             lambda action: Effort(
                 alone_seconds=max(each.alone for each in took[action]),
-                talking_seconds=max(each.talking for each in took[action]),
+                communication_seconds=max(each.communication for each in took[action]),
             ),
             lambda before, _: max(each.sending for each in took[before]),
             lambda busy: self._slow(busy * others),
@@ -213,10 +213,10 @@ def _mean(prices: Sequence[StepPrice]) -> StepPrice:
     def mean(name: str) -> float:
         return statistics.mean(getattr(each, name) for each in prices)
 
-    talking: dict[Axis, float] = {
-        axis: statistics.mean(each.talking.get(axis, 0.0) for each in prices) for axis in AXES
+    communication: dict[Axis, float] = {
+        axis: statistics.mean(each.communication.get(axis, 0.0) for each in prices) for axis in AXES
     }
     return StepPrice(
         seconds=mean("seconds"), chunks=mean("chunks"), exchange=mean("exchange"), update=mean("update"), other=mean("other"),
-        talking=MappingProxyType(talking), idle_share=mean("idle_share"),
+        communication=MappingProxyType(communication), idle_share=mean("idle_share"),
     )  # fmt: skip

@@ -116,7 +116,7 @@ def option_record(option: Option) -> dict[str, Any]:
     return {
         "plan": str(option.plan), "step_seconds": price.seconds, "memory_bytes": option.memory_bytes, "bytes": dict(option.num_bytes),
         "measured_seconds": option.measured_seconds, "idle_share": price.idle_share, "why": option.why, "fits": option.fits, "limit_bytes": option.limit_bytes,
-        "seconds": {"chunks": price.chunks, "exchange": price.exchange, "update": price.update, "other": price.other, "talking": dict(price.talking)},
+        "seconds": {"chunks": price.chunks, "exchange": price.exchange, "update": price.update, "other": price.other, "talking": dict(price.communication)},
     }  # fmt: skip
 
 

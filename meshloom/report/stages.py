@@ -53,7 +53,7 @@ def lines_of(found: StagePlan) -> list[str]:
         f"({HELD_COPIES} x) and the activations in flight",
         f"sent in a step: {'; '.join(_sent(found)) or 'nothing'}",
         f"a step takes {format_seconds(simulated.seconds)} (without exchange and update); ranks wait {simulated.idle_share:.1%} of it ({shares}), "
-        f"and would wait {simulated.even_idle_share:.1%} if stages were alike",
+        f"and would wait {simulated.even_idle_share:.1%} if stages were equal",
         *(_offer(each, found) for each in found.better),
     ]
 

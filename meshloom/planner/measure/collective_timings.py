@@ -20,7 +20,7 @@ from meshloom.machine.links import COLLECTIVES, Collective, Link, Where, fit_lin
 from meshloom.planner.measure.timing import now, typical
 
 SUMS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter")
-SPELLED_OUT = ("ring", "tree", "halving")  # whose ranks are all alike
+EXPLICIT = ("ring", "tree", "halving")  # in which all ranks do the same
 LINK_SECONDS = 0.5  # for all collectives of one group
 ALGORITHM_SECONDS = 0.2  # for all that are spelled out
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
@@ -71,14 +71,14 @@ def measure_algorithms(
     """The same for explicit all-reduces on messages of `group`, which are all running ranks."""
     pool = _Pool(_filled(POOL_BYTES, device))
     links: list[Link] = []
-    for algorithm in SPELLED_OUT:
+    for algorithm in EXPLICIT:
         made = explicit_group(group, algorithm)
         try:
             measured = _measured(
                 group,
                 device,
                 lambda count: lambda: made.all_reduce(pool(count)).wait(),  # noqa: B023
-                seconds=seconds / len(SPELLED_OUT),
+                seconds=seconds / len(EXPLICIT),
             )
         finally:
             made.close()

@@ -90,7 +90,7 @@ def predict_memory(
         raise PlanError(
             f"Memory is predicted for microbatches >= 1, dp >= 1 and zero 0 or 1, not microbatches={microbatches}, dp={dp}, zero={zero}."
         )
-    # from the second on they are all alike
+    # from the second on they are all equal
     step = FakeStep(program, optimizer, microbatches=min(microbatches, 2), bucketed=dp > 1)
     divided = dp if zero or one_copy else 1
     # Where parameters are one copy, a rank's sums lie in its bucket.

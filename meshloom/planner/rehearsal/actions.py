@@ -23,7 +23,7 @@ class Took:
     """Seconds of one action on one rank."""
 
     alone: float
-    talking: float
+    communication: float
     sending: float
 
 
@@ -48,14 +48,16 @@ def pipelined(
     counted, free = 0.0, first  # free: since when the rank has had nothing to do
     for span, next_start in zip(spans, [*(each.start for each in spans[1:]), until], strict=True):
         assert span.action is not None
-        talking = sum(seconds(call) for call in calls if call.axis == "tp" and free <= call.at < span.stop)
+        communication = sum(
+            seconds(call) for call in calls if call.axis == "tp" and free <= call.at < span.stop
+        )
         sending = sum(
             seconds(call)
             for call in calls
             if call.kind == "send" and call.axis == "pp" and span.stop <= call.at <= next_start
         )
-        took[span.action] = Took(alone=span.stop - free, talking=talking, sending=sending)
-        counted += talking + sending
+        took[span.action] = Took(alone=span.stop - free, communication=communication, sending=sending)
+        counted += communication + sending
         free = span.stop
     return Pipelined(
         actions=took, around=first + until - last, rest=max(0.0, sum(map(seconds, calls)) - counted)
