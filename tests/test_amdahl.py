@@ -41,5 +41,5 @@ def test_no_number_of_ranks_is_faster_than_the_serial_part():
 
 @pytest.mark.parametrize(("serial", "parallel"), [(0.0, 0.0), (-1.0, 2.0)])
 def test_no_work_is_refused(serial: float, parallel: float):
-    with pytest.raises(PlanError, match="serial and .* parallel work is none"):
+    with pytest.raises(PlanError, match="serial and .* parallel work is not possible"):
         AmdahlWork(serial_seconds=serial, parallel_seconds=parallel)
