@@ -46,8 +46,8 @@ An operator without a rule is computed by every rank, on full operands.
    decides this, and `elementwise` beside it is the rule.
 2. Otherwise write a function from `Call` (`tensor_parallel/rules/call.py`) to `Factors` (`tensor_parallel/rules/factors.py`) in the file of the
    operator's family in `tensor_parallel/rules/`. If one line says it all, `text("n k, k m -> n m; sum k")` (`products.py`) is that function.
-3. Add it, by the operator's name, to the table at the end of that file. `tensor_parallel/rules/table.py` joins the tables; a new family is a
-   new file there.
+3. Add it, by the operator's name, to the table at the end of that file. `tensor_parallel/rules/table.py` joins the tables: a new
+   family is a new file whose table is added there.
 4. Add random calls of the operator to `CALLS` in `tests/rule_calls.py`, and run `python -m tests.rule_table`, which writes this page.
 5. Run `pytest tests/test_rules.py`, which checks every sharding that the rule allows.
 
@@ -60,8 +60,8 @@ its arguments must be that of an unsharded dim. A rule that is wrong gives wrong
 
 ## Operators
 
-The map of one call of each; the dims of other calls follow from their shapes and arguments. Operators that torch tags as pointwise and
-deterministic have the map of `gelu` without an entry.
+The map of one call of each; the dims of other calls follow from their shapes and arguments. Elementwise operators that torch tags as pointwise and
+deterministic (`add`, `gelu`, `where`) have the map `d0 d1 d2 -> d0 d1 d2` without an entry.
 
 | operators | map | summed | communicates |
 |---|---|---|---|

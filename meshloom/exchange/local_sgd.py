@@ -78,7 +78,8 @@ class LocalSGD(Exchange):
     """Each replica of `group` steps with its own gradients, those of `inner`; parameters are averaged at the
     end of a round.
 
-    named: the trainable parameters. replicated: names of those that are replicated over other groups. They are
+    named: the trainable parameters. replicated: names of those that are replicated over other groups. They
+        are
     averaged in messages of their own, so that the results have the same bits in all groups.
     """
 

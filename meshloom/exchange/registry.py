@@ -25,9 +25,11 @@ Named = Sequence[tuple[str, nn.Parameter]]
 class Setup:
     """What an exchange is opened with.
 
-    named, frozen: the trainable and the other parameters that this rank holds. group: the replicas. replicated: as
+    named, frozen: the trainable and the other parameters that this rank holds. group: the replicas.
+        replicated: as
     for `GradientBuckets`. windows: the group, if its ranks can share memory. may_share: whether they may then
-    share one copy of the parameters. sparse: names of the parameters with sparse gradients; kept, sparse_only:
+    share one copy of the parameters. sparse: names of the parameters with sparse gradients; kept,
+    sparse_only:
     some of these, as for `WithSparse`.
     """
 

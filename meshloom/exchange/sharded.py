@@ -1,5 +1,6 @@
-"""Exchanges in which each element has one owner: the first ranks own all parameters, split evenly by bytes,
-and the other ranks own none."""
+"""Exchanges in which each element has one owner, split evenly by bytes: all replicas own a share under
+zero=1, the
+servers own all under exchange=server."""
 
 from __future__ import annotations
 

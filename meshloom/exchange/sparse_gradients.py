@@ -209,7 +209,8 @@ class WithSparse(Exchange):
         at = (total.indices()[0][:, None] * width + torch.arange(width, device=total.device)).reshape(-1)
         inside = (at >= owned.start) & (at < owned.stop)
         values = total.values().reshape(-1)[inside]
-        # Not marked as coalesced, although it is: when adding such a tensor of one dim to a view, torch 2.13 writes
+        # Not marked as coalesced, although it is: when adding such a tensor of one dim to a view, torch 2.13
+        # writes
         # beyond the view (twice its offset).
         return torch.sparse_coo_tensor(
             (at[inside] - owned.start)[None], values, (owned.stop - owned.start,), check_invariants=False
