@@ -2,9 +2,8 @@
 
 The processes are forked from a server that has imported torch and meshloom once, so that a set of ranks
 starts in a fraction of a second. It starts when this file is imported, before the first test, and lives as
-long as the test run. Ranks find the
-environment that a launcher would give them; the store that they meet in listens on a port of the kernel's
-choice.
+long as the test run. Ranks find the environment that a launcher would give them; the store that they meet in
+listens on a port of the kernel's choice.
 """
 
 from __future__ import annotations

@@ -75,8 +75,7 @@ def crash_everywhere(template, directory, old, new):
     """Save step `new` over a copy of `template`, killed at each operation in turn.
 
     Every time there is a whole checkpoint, the old one up to some moment and the new one after it, and the
-    next save goes
-    well and tidies up.
+    next save goes well and tidies up.
     """
     found = []
     for number in range(1, 200):

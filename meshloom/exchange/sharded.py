@@ -1,6 +1,5 @@
 """Exchanges in which each element has one owner, split evenly by bytes: all replicas own a share under
-zero=1, the
-servers own all under exchange=server."""
+zero=1, the servers own all under exchange=server."""
 
 from __future__ import annotations
 

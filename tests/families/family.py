@@ -102,8 +102,7 @@ def _adjust(config: Any, rate: float) -> None:
     gradients worth comparing.
 
     Written past the classes' own checks: some want a whole number for a rate. Whole layers are never skipped
-    at random: that is
-    decided in Python.
+    at random: that is decided in Python.
     """
     vars(config)["initializer_range"] = 0.2  # some configurations lack it, and it is looked for all the same
     for key, value in list(vars(config).items()):
