@@ -121,8 +121,8 @@ def test_an_input_may_be_one_number_and_another_a_value():
 
 
 def test_reading_for_ever_is_refused():
-    """A counter that Python looks at is another one in every step: MAX_VALUES programs are read, and then its name
-    is said."""
+    """A counter that Python looks at is another one in every step: MAX_VALUES programs are read, and then its
+    name is said."""
     programs = programs_of(lambda m, b: m(b["x"]).sum() * (2.0 if b["step"] > 3 else 1.0))
     batches = batches_with("step", list(range(MAX_VALUES + 1)))
     first = read(programs, batches[0])

@@ -1,4 +1,5 @@
-"""Bytes as values: they add up by axis and kind, and what is expected of components adds up to what a run sends."""
+"""Bytes as values: they add up by axis and kind, and what is expected of components adds up to what a run
+sends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Writes a safetensors file whose tensors arrive one by one, so that they are never all in memory.
 
-    length of the header, 8 bytes | header, JSON: name -> dtype, shape, offsets | elements of the first, of the second, ...
+    length of the header, 8 bytes | header, JSON: name -> dtype, shape, offsets | elements of the first, of
+    the second, ...
 
 The header contains all offsets, so shapes must be known beforehand. The library is not used because it needs
 all tensors together, refuses those that share memory (tied ones, slices of one bucket), and would require

@@ -85,7 +85,8 @@ class Group(ABC):
 
     @abstractmethod
     def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        """Fill `output` with `tensors[rank]` of rank `source`; other ranks pass None. All shapes are equal."""
+        """Fill `output` with `tensors[rank]` of rank `source`; other ranks pass None. All shapes are
+        equal."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Work:

@@ -1,7 +1,7 @@
 """Makes the C library keep freed memory of CPU tensors, because the next step allocates the same amount.
 
-glibc returns freed memory to the system when much of it is contiguous. The next step then gets new pages, each
-of which the system zeroes at the first access: thousands of page faults a step.
+glibc returns freed memory to the system when much of it is contiguous. The next step then gets new pages,
+each of which the system zeroes at the first access: thousands of page faults a step.
 
     as it comes    step 1  allocate, touch, free ->  system  -> step 2  allocate, touch ...
     kept           step 1  allocate, touch, free ->  step 2  allocate ...
@@ -21,8 +21,8 @@ _LARGEST_KEPT = 32 << 20  # bytes; glibc accepts no larger threshold, and return
 
 
 def keep_freed_memory() -> bool:
-    """Keep freed memory from now on, in all threads; whether that is so: not with another C library than glibc,
-    or if the user has set its allocator."""
+    """Keep freed memory from now on, in all threads; whether that is so: not with another C library than
+    glibc, or if the user has set its allocator."""
     if platform.libc_ver()[0] != "glibc" or allocator_is_set():
         return False
     mallopt = ctypes.CDLL(None).mallopt

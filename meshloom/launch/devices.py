@@ -22,8 +22,8 @@ DEVICES = ("auto", "cuda", "cpu", "simulated", "simulated:cuda")
 
 
 def choose_devices(mesh: Mesh, devices: str = "auto", oversubscribe: bool = False) -> tuple[Kind, str]:
-    """The devices for the ranks of `mesh` on this machine, and a line with the reason: GPUs if there is one for
-    each rank; otherwise CPU processes if there is a core for each; otherwise simulated.
+    """The devices for the ranks of `mesh` on this machine, and a line with the reason: GPUs if there is one
+    for each rank; otherwise CPU processes if there is a core for each; otherwise simulated.
 
     oversubscribe: whether there may be more ranks than this machine can reasonably run.
     Raises `DeviceError` if the requested devices are missing, or if there are more ranks than that.
@@ -65,8 +65,8 @@ def choose_for_workers(
     ranks_per_worker: int = 1,
     oversubscribe: bool = False,
 ) -> tuple[Kind, str]:
-    """The devices of an asynchronous run: processes of this machine if there is a core for each worker (servers
-    mostly wait), otherwise simulated.
+    """The devices of an asynchronous run: processes of this machine if there is a core for each worker
+    (servers mostly wait), otherwise simulated.
 
     virtual: whether options of the virtual clock are given. oversubscribe: as for `choose_devices`.
     Raises `DeviceError` for devices that it cannot have.

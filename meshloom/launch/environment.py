@@ -95,8 +95,8 @@ def activity_descriptor() -> int | None:
 
 
 def cache_directory(said: str) -> Path | None:
-    """Where captured programs and choices are kept for later runs; None: nowhere. said: auto (the environment's
-    directory, else the user's cache), off, or a directory."""
+    """Where captured programs and choices are kept for later runs; None: nowhere. said: auto (the
+    environment's directory, else the user's cache), off, or a directory."""
     wanted = os.environ.get("MESHLOOM_CACHE", "auto") if said == "auto" else said
     if wanted == "off":
         return None
@@ -277,6 +277,6 @@ def with_role(environment: Mapping[str, str], role: Role) -> dict[str, str]:
 
 
 def with_report(environment: Mapping[str, str], descriptor: int, activity: int) -> dict[str, str]:
-    """`environment` of a rank that reports to its launcher on `descriptor`, and writes its activity to the file
-    `activity`."""
+    """`environment` of a rank that reports to its launcher on `descriptor`, and writes its activity to the
+    file `activity`."""
     return {**environment, "MESHLOOM_REPORT_FD": str(descriptor), "MESHLOOM_ACTIVITY_FD": str(activity)}

@@ -23,8 +23,8 @@ def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "") -> World
     """All ranks of `mesh`, which run in turns; on GPUs they are assigned round-robin. Raises `DeviceError` if
     there is no GPU.
 
-    algorithm: as for `open_world`. Each two replicas are assumed to share a host, so that the hierarchical one
-        has two levels.
+    algorithm: as for `open_world`. Each two replicas are assumed to share a host, so that the hierarchical
+        one has two levels.
     """
     num_gpus = torch.cuda.device_count()
     if "cuda" in devices and not num_gpus:

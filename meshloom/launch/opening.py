@@ -36,8 +36,8 @@ def open_world(
     transport: of processes, one of `TRANSPORTS`.
     algorithm: of all-reduces along dp, one of `ALGORITHMS`; "": the transport's own.
     oversubscribe: whether there may be more than `MOST_SIMULATED` simulated ranks.
-    Raises `PlanError` if the mesh does not have the size of the started processes, `DeviceError` if devices or
-    transport are missing.
+    Raises `PlanError` if the mesh does not have the size of the started processes, `DeviceError` if devices
+    or transport are missing.
     """
     check_devices(devices)
     check_transport(transport)

@@ -20,8 +20,8 @@ class Role:
     directory: of the run, with keys and snapshots. addresses: HOST:PORT of all servers, for workers. head:
         likewise of server 0, for the other servers. key: the key file of workers.
     timeout_seconds: how long servers may be away from a worker. rank: the process's number among the ranks of
-        its worker. listening: descriptors of sockets that listen at this server's own address, and on server 0
-        at `head`.
+        its worker. listening: descriptors of sockets that listen at this server's own address, and on server
+        0 at `head`.
     """
 
     kind: Literal["server", "worker"]

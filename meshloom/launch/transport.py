@@ -85,8 +85,8 @@ class Transports:
 
 
 def agreed_transports(store: SignedStore, mesh: Mesh, transport: str, missing: str) -> Transports:
-    """Exchange hosts and wishes with the other ranks. One that cannot or will not use shared memory decides for
-    all.
+    """Exchange hosts and wishes with the other ranks. One that cannot or will not use shared memory decides
+    for all.
 
     transport: one of `TRANSPORTS`. missing: why this rank cannot use shared memory; "": it can.
     """

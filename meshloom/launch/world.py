@@ -30,8 +30,8 @@ class LocalRank:
     """A rank that lives in this process.
 
     groups: by axis, the ranks that differ from this one along that axis only.
-    statistics: the ranks of `groups["dp"]` with a communicator of its own, for batch statistics within forward
-        and backward. world: all ranks, on the CPU, for control messages and checkpoints; not counted.
+    statistics: the ranks of `groups["dp"]` with a communicator of its own, for batch statistics within
+        forward and backward. world: all ranks, on the CPU, for control messages and checkpoints; not counted.
     team: likewise the ranks of this replica, in order of pp, then of tp, if there are several. readers:
         likewise the ranks of `groups["dp"]`. activity: the record of the rank's activity.
     """

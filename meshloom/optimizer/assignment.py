@@ -145,8 +145,8 @@ def _slices(
     held: list[OwnedSlice] = []
     for index, slice_ in enumerate(exchange.owned):
         if local is not None and slice_.parameter is local:
-            # A slice that is all of its parameter keeps the shape, so that a 0-dim parameter's state looks the
-            # same everywhere.
+            # A slice that is all of its parameter keeps the shape, so that a 0-dim parameter's state looks
+            # the same everywhere.
             data = slice_.data().view(local.shape) if slice_.is_full else slice_.data()
             target = nn.Parameter(data, requires_grad=local.requires_grad) if exchange.owners else local
             targets[index] = target

@@ -127,8 +127,8 @@ class FullFromShards:
     def _exchange(
         self, direction: _Direction, payload: Callable[[int, int], Tensor]
     ) -> Steps[dict[tuple[int, int], Tensor]]:
-        """Send `payload(entry, to)` of every entry that is sent in this direction; what arrives here, flat, by
-        entry and sender. One all_to_all per dtype."""
+        """Send `payload(entry, to)` of every entry that is sent in this direction; what arrives here, flat,
+        by entry and sender. One all_to_all per dtype."""
         group, here, ranks = self._shards.group, self._shards.rank, range(self._shards.size)
         assert group is not None
         works: list[Work] = []

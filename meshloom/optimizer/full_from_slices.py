@@ -107,8 +107,8 @@ class FullFromSlices:
     def fetch(self, gradients: Sequence[Tensor | None]) -> Steps[None]:
         """Set `.grad` of every parameter that this rank keeps; None if it was not used.
 
-        gradients: of this rank's owned slices, flat, None if not used. Before every slice a flag is sent: 1 used,
-            0 not.
+        gradients: of this rank's owned slices, flat, None if not used. Before every slice a flag is sent: 1
+            used, 0 not.
         """
         yield from self.prepare()
         works: list[Work] = []
@@ -217,8 +217,8 @@ class FullFromSlices:
         ]
 
     def _returned(self, keeper: int, owner: int, dtype: torch.dtype) -> list[_Part]:
-        """The slices whose values `keeper` sends to `owner`, in order: none of parameters that the owner keeps
-        itself."""
+        """The slices whose values `keeper` sends to `owner`, in order: none of parameters that the owner
+        keeps itself."""
         return [
             part for part in self._sent(owner, keeper, dtype) if owner not in self._keepers[part.parameter]
         ]

@@ -46,8 +46,8 @@ def gathered_pieces(
     device: torch.device,
     here: Collection[str] | None = None,
 ) -> Steps[GatheredState]:
-    """This rank's pieces of the full state tensors of all ranks' `parts`, agreed on but not gathered yet. Every
-    rank calls it.
+    """This rank's pieces of the full state tensors of all ranks' `parts`, agreed on but not gathered yet.
+    Every rank calls it.
 
     owners: the ranks along dp among which the shards are sliced; None: they are not. world: all ranks, which
     first agree on what there is: a rank that holds nothing of a parameter does not know its state. device:

@@ -52,7 +52,8 @@ class OwnedSlice:
 
 @dataclass(frozen=True)
 class StateShard:
-    """A state tensor of a sharded parameter: elements `held.start` to `held.stop` of this rank's shard, flat."""
+    """A state tensor of a sharded parameter: elements `held.start` to `held.stop` of this rank's shard,
+    flat."""
 
     key: str
     held: OwnedSlice

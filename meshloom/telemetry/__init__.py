@@ -1,2 +1,2 @@
-"""What a run reports, as plain values: progress, its summary, timelines, and the listener. `report` turns them
-into text and pictures."""
+"""What a run reports, as plain values: progress, its summary, timelines, and the listener. `report` turns
+them into text and pictures."""

@@ -106,8 +106,8 @@ class Timeline:
         return max(span.stop for row in self.rows for span in row.spans)
 
     def idle_seconds(self, row: TimelineRow) -> float:
-        """How long a rank is in no action between the first forward's start and the last backward's end in its
-        pipeline."""
+        """How long a rank is in no action between the first forward's start and the last backward's end in
+        its pipeline."""
         start, stop = self.windows[_pipeline(row)]
         return max(0.0, stop - start - row.busy_seconds)
 

@@ -1,5 +1,5 @@
-"""The timelines of a run as `timeline.json` in its directory: those of the first few steps, the first of which
-shows what is done once, and of the last step.
+"""The timelines of a run as `timeline.json` in its directory: those of the first few steps, the first of
+which shows what is done once, and of the last step.
 """
 
 from __future__ import annotations

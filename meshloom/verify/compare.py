@@ -48,7 +48,8 @@ FLOOR = 1e-3
 ROUNDING_UNITS = 16
 
 # float64: the goal of verification. In the others correct runs stay well below (tests/test_verify.py), and
-# the smallest relevant mistakes are above (a mean of means over 17, 17, 16 and 16 samples is off by about 1e-2).
+# the smallest relevant mistakes are above (a mean of means over 17, 17, 16 and 16 samples is off by about
+# 1e-2).
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 

@@ -24,8 +24,8 @@ class Report:
 
     devices: one line about what ran the plan. precision: of the parameters. casts: lower precisions in the
         reference.
-    owned: the share of the trainable elements that each rank updates. whole: the comparison with the whole batch,
-        in the first step.
+    owned: the share of the trainable elements that each rank updates. whole: the comparison with the whole
+        batch, in the first step.
     """
 
     plan: str

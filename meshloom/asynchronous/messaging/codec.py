@@ -1,5 +1,5 @@
-"""Encodes the messages of workers, servers and the head as a header and tensors, and decodes them: numbers and
-tensors, nothing else.
+"""Encodes the messages of workers, servers and the head as a header and tensors, and decodes them: numbers
+and tensors, nothing else.
 
     first tensor     int64: the message's integers, in the order of the table below; -1 stands for None
     second tensor    float64: its other numbers

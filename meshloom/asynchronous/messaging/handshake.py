@@ -69,8 +69,8 @@ class WorkerSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class RunDescription:
-    """A run as described to workers. facts: those that must be equal. ports: of all servers, at the host of the
-    first."""
+    """A run as described to workers. facts: those that must be equal. ports: of all servers, at the host of
+    the first."""
 
     plan: str
     facts: Mapping[str, Any]
@@ -105,8 +105,8 @@ class RunDescription:
 
 
 def facts_of(job: Job, plan: Plan, model: nn.Module, num_samples: int) -> dict[str, Any]:
-    """The facts that must be equal on servers and workers: plan, settings, parameters and buffers, samples. JSON
-    values."""
+    """The facts that must be equal on servers and workers: plan, settings, parameters and buffers, samples.
+    JSON values."""
     return json.loads(json.dumps({**facts(job, plan, model), "samples": num_samples}))
 
 

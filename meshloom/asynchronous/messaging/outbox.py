@@ -1,5 +1,5 @@
-"""A queue of messages per peer: those that a peer cannot take yet wait here in order, and are dropped with its
-connection."""
+"""A queue of messages per peer: those that a peer cannot take yet wait here in order, and are dropped with
+its connection."""
 
 from __future__ import annotations
 

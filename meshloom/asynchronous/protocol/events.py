@@ -1,5 +1,5 @@
-"""What the head of an asynchronous run reports: updates, snapshots, servers that went back to one, and workers
-that were expelled."""
+"""What the head of an asynchronous run reports: updates, snapshots, servers that went back to one, and
+workers that were expelled."""
 
 from __future__ import annotations
 

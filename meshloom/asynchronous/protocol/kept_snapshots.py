@@ -1,5 +1,5 @@
-"""Which snapshots all servers have: those they are asked for while a run goes on, and the newest common one of
-what they report when they come back."""
+"""Which snapshots all servers have: those they are asked for while a run goes on, and the newest common one
+of what they report when they come back."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ class ParametersPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejoin:
-    """Head -> worker: join again. ticket: of the push that was refused, perhaps an old one; None: the parameters
-    that the worker waits for will not arrive."""
+    """Head -> worker: join again. ticket: of the push that was refused, perhaps an old one; None: the
+    parameters that the worker waits for will not arrive."""
 
     ticket: int | None
 
@@ -128,8 +128,8 @@ class SnapshotKind:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerReport:
-    """Server -> head: its state. asked: the incarnation of the `ReportRequest` that this answers; None: it has
-    just started.
+    """Server -> head: its state. asked: the incarnation of the `ReportRequest` that this answers; None: it
+    has just started.
 
     snapshots: by version. newest: the newest update that it has ever done, even before it was killed; that of
         server 0 counts for the run.

@@ -36,8 +36,8 @@ class Parts:
 
 
 class VirtualCluster:
-    """num_workers: at the start. seconds: the time. busy: seconds that each worker has spent on shares that it
-    finished."""
+    """num_workers: at the start. seconds: the time. busy: seconds that each worker has spent on shares that
+    it finished."""
 
     def __init__(
         self, parts: Parts, circumstances: Circumstances, *, num_servers: int, num_workers: int

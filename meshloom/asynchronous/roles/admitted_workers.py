@@ -29,7 +29,8 @@ class AdmittedWorkers:
 
     def admit(self, peer: int, hello: Hello) -> tuple[int, int | None]:
         """Let a worker in: its number, and its earlier connection, which has ended without notice; None: it
-        has none. Raises `MessageError` for a worker of another job, and for a number that nobody has given."""
+        has none. Raises `MessageError` for a worker of another job, and for a number that nobody has
+        given."""
         if hello.digest != self._digest:
             raise MessageError("A Hello of a worker with another job.")
         number = hello.worker

@@ -1,5 +1,5 @@
-"""Converts snapshots of an asynchronous run to checkpoints and back: with whole tensors, so that any number of
-servers can go on from them."""
+"""Converts snapshots of an asynchronous run to checkpoints and back: with whole tensors, so that any number
+of servers can go on from them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Snapshots of a run on processes that are due: evaluated and saved in a thread, one at a time, while training
-goes on."""
+"""Snapshots of a run on processes that are due: evaluated and saved in a thread, one at a time, while
+training goes on."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ class AsynchronousSettings:
     """The settings of a run.
 
     steps: updates of the whole run. overwrite: whether an earlier run's checkpoints in `out` may be deleted.
-    snapshot_every: updates between snapshots to which servers can go back. circumstances: of the virtual clock.
-    listen: HOST:PORT of server 0, on processes. timeout_seconds: how long processes wait for a worker or a
-        server before they give up.
+    snapshot_every: updates between snapshots to which servers can go back. circumstances: of the virtual
+    clock. listen: HOST:PORT of server 0, on processes. timeout_seconds: how long processes wait for a worker
+        or a server before they give up.
     """
 
     steps: int

@@ -63,7 +63,8 @@ def halving_reduce_scatter(rank: int, size: int, num_elements: int) -> list[Move
 
 
 def doubling_all_gather(rank: int, size: int, num_elements: int) -> list[Move]:
-    """The moves of `rank` after which every rank has all of `size` equal pieces, of which rank r had the r-th."""
+    """The moves of `rank` after which every rank has all of `size` equal pieces, of which rank r had the
+    r-th."""
     power, folded = _folding(size)
     piece = num_elements // size
     place = _place(rank, folded)

@@ -31,7 +31,8 @@ def tree(rank: int, size: int, num_elements: int) -> AllReduceMoves:
 
 
 def tree_broadcast(rank: int, size: int, num_elements: int, source: int) -> list[Move]:
-    """The broadcast moves of `rank` in a tree with `source` at its root: log2 N messages one after another."""
+    """The broadcast moves of `rank` in a tree with `source` at its root: log2 N messages one after
+    another."""
     parent, children = _family((rank - source) % size, size)
     moves = [] if parent is None else moved("receive", (parent + source) % size, 0, num_elements)
     for child in reversed(children):  # the largest subtree first

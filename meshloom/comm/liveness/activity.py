@@ -53,8 +53,8 @@ class ActivitySnapshot:
         done.
     stage, kind, microbatch: of the action, in "computing" and "before"; in "chunk", microbatch is the chunk's
         number in the batch. since: when this activity began. moved: when the rank last began an activity, or
-        ended a wait. waits: whether it waits for another rank now. longest_seconds: of an action of this stage
-        and kind so far; 0: not known yet.
+        ended a wait. waits: whether it waits for another rank now. longest_seconds: of an action of this
+        stage and kind so far; 0: not known yet.
     """
 
     phase: Phase

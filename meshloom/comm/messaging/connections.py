@@ -31,8 +31,8 @@ from meshloom.core.errors import PeerLostError
 
 
 class Connections:
-    """To the servers at these addresses (HOST:PORT), which need not be running yet. Raises `EndpointError` for
-    malformed or unknown addresses."""
+    """To the servers at these addresses (HOST:PORT), which need not be running yet. Raises `EndpointError`
+    for malformed or unknown addresses."""
 
     def __init__(
         self,

@@ -49,8 +49,8 @@ class Joined:
 
 @dataclass(frozen=True)
 class Lost:
-    """A peer has disconnected, and no more messages of it follow. Messages on their way to it may be lost; none
-    arrives twice or later."""
+    """A peer has disconnected, and no more messages of it follow. Messages on their way to it may be lost;
+    none arrives twice or later."""
 
     peer: int
     address: str

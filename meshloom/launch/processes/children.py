@@ -85,8 +85,8 @@ class Children:
 def rank_environments(
     mesh: Mesh, devices: str, plan_text: str, transport: str = "auto"
 ) -> tuple[dist.Store, list[dict[str, str]]]:
-    """The store in this process in which the ranks of `mesh` meet, and the environment of each. The store goes
-    when nobody holds it any more."""
+    """The store in this process in which the ranks of `mesh` meet, and the environment of each. The store
+    goes when nobody holds it any more."""
     secret = secrets.token_hex(32)
     # the store takes over a socket that is bound already, to this machine alone
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -1,5 +1,5 @@
-"""Starts the servers and workers of an asynchronous run on this machine, restarts killed servers, and ends all
-of them.
+"""Starts the servers and workers of an asynchronous run on this machine, restarts killed servers, and ends
+all of them.
 
     launcher     holds the sockets that servers listen on, so that a restarted server keeps its address, and receives reports
     server 0     has the head too
@@ -53,8 +53,8 @@ class RoleCommand:
 
 
 class ServerSockets:
-    """The sockets on which servers listen: the launcher holds them, so that a server that is started again has
-    its address. A context manager.
+    """The sockets on which servers listen: the launcher holds them, so that a server that is started again
+    has its address. A context manager.
 
     addresses: of the servers, as `listen` names the host. reached: the same as this machine reaches them.
     head: where server 0 listens for the others; "" if there are none.

@@ -11,8 +11,8 @@ from typing import Literal
 
 from meshloom.launch.processes.child import start_child
 
-# Reads "+group", "-group" and "/" with a directory's bytes in hexadecimal, since names may have any characters.
-# When the pipe closes, kills the remaining groups, then removes the directories.
+# Reads "+group", "-group" and "/" with a directory's bytes in hexadecimal, since names may have any
+# characters. When the pipe closes, kills the remaining groups, then removes the directories.
 _GUARD = """
 import os, shutil, signal, sys, time
 groups, directories = set(), []

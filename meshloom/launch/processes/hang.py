@@ -4,8 +4,8 @@ it.
 The launcher looks a few times a second at each rank's activity (`comm/liveness/activity.py`) and at the state
 of its process. Slow runs, loaded machines and pauses of the launcher itself are no hangs. A rank hangs only
 
-    - in an action of a pipeline whose usual time is known, after the first steps; never while it reads, saves,
-      evaluates, or runs the user's own code;
+    - in an action of a pipeline whose usual time is known, after the first steps; never while it reads,
+      saves, evaluates, or runs the user's own code;
     - after `seconds`, and ten times the longest such action. Only time in which the launcher ran too counts
       (not while the machine slept), and at least half of it must not be spent waiting for a core;
     - while the other ranks of the replica wait.
@@ -63,8 +63,8 @@ class _Watched:
 
 
 class HangWatch:
-    """Watches the ranks of `mesh`. seconds: how long a rank may take for an action that usually takes less than
-    a tenth of it."""
+    """Watches the ranks of `mesh`. seconds: how long a rank may take for an action that usually takes less
+    than a tenth of it."""
 
     def __init__(self, mesh: Mesh, seconds: float) -> None:
         self._mesh = mesh

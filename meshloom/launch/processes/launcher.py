@@ -136,8 +136,8 @@ class _Ranks:
                     return _Outcome(1, hung.text)
 
     def _heed(self, signals: list[int]) -> _Outcome | None:
-        """Forward a first signal to ranks that save their state; the run is over after a second one, or if they
-        do not save."""
+        """Forward a first signal to ranks that save their state; the run is over after a second one, or if
+        they do not save."""
         if not signals:
             return None
         now = time.monotonic()
@@ -199,8 +199,8 @@ class _Ranks:
         return _Outcome(first.exit_code, "\n".join([str(first), *self._still_at_work()]))
 
     def _still_at_work(self) -> list[str]:
-        """The ranks that compute while the others' timeouts expired: these waited for them, directly or through
-        others."""
+        """The ranks that compute while the others' timeouts expired: these waited for them, directly or
+        through others."""
         doing = [
             (rank, rank.doing())
             for rank in self._ranks
@@ -214,8 +214,8 @@ class _Ranks:
         return [f"  {' '.join(busy[:3])}"] if busy else []
 
     def end(self, signals: list[int]) -> None:
-        """End all processes: SIGTERM, wait a little (not after a second signal), SIGKILL. Ranks that would save
-        on SIGTERM are killed directly."""
+        """End all processes: SIGTERM, wait a little (not after a second signal), SIGKILL. Ranks that would
+        save on SIGTERM are killed directly."""
         for rank in self._ranks:
             rank.send(signal.SIGKILL if rank.saves else signal.SIGTERM)
             rank.send(signal.SIGCONT)  # a stopped process does not handle signals

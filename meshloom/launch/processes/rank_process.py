@@ -30,8 +30,8 @@ class RankProcess:
     name: like "rank 1 (dp=1)", for messages.
     prefix: of its output, which goes to stderr line by line; None: it has the launcher's stdout and stderr.
     passed: descriptors that it inherits.
-    joining, joined, saves: whether it has reported so; the last, that it saves its state when a signal asks it
-        to end.
+    joining, joined, saves: whether it has reported so; the last, that it saves its state when a signal asks
+        it to end.
     events: its other reports, until they are taken.
     failure, failed_at: what ended it, once known, and when the launcher noticed. reported_failure: whether it
         has reported that itself. exit_code: None until `reap_if_ended` has noticed its end.

@@ -121,7 +121,8 @@ class Recorder:
 def gather_timeline(
     group: Group, spans: Sequence[Span], *, step: int, place: MeshCoordinates, schedule: Schedule
 ) -> Steps[Timeline]:
-    """The timeline of all ranks' step on rank 0's clock, on every rank. All ranks call this right after the step.
+    """The timeline of all ranks' step on rank 0's clock, on every rank. All ranks call this right after the
+    step.
 
     group: all ranks, CPU tensors. spans: this rank's, in seconds of `time.perf_counter`. step: from 1.
     """

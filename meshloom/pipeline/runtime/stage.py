@@ -48,8 +48,8 @@ class StageRun:
     stages: [microbatch], the stage for that microbatch's shapes. parameters, buffers: this rank's, by name.
     batch: microbatch -> its tensors by their names in the batch. finish: on the last stage.
     group: the ranks along tp, if sharded. around: microbatch -> a context for its forward.
-    split: weight gradients are computed apart from those of inputs. accumulator: accumulates weight gradients;
-        default: `.grad`, by autograd where possible.
+    split: weight gradients are computed apart from those of inputs. accumulator: accumulates weight
+        gradients; default: `.grad`, by autograd where possible.
     visit: called with every node and its value; slower.
     """
 
@@ -188,7 +188,8 @@ class StageRun:
 
 
 class DeferredWeightGradients(GradAccumulator):
-    """Weight gradients that are computed later than input gradients, so that other ranks need not wait for them.
+    """Weight gradients that are computed later than input gradients, so that other ranks need not wait for
+    them.
 
     I   dX = dY W; (X, dY) is stored        W   W.grad += dY^T X, b.grad += sum of dY
 

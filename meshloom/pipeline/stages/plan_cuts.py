@@ -41,8 +41,8 @@ def choose_stages(
     one replica's, largest first.
 
     line: `line_of_plan`, if known.
-    holders: parameter or buffer -> the stages that hold it since the job's first program was cut. Then nothing
-        else counts, and a stage may be empty. Raises `PlanError` as `choose_cuts` does.
+    holders: parameter or buffer -> the stages that hold it since the job's first program was cut. Then
+        nothing else counts, and a stage may be empty. Raises `PlanError` as `choose_cuts` does.
     """
     try:
         return _choose(

@@ -1,8 +1,8 @@
 """The traffic of a pipeline's stages in a step: bytes of values forward and of gradients back between stages,
 and along tp.
 
-R4.2: s values per sample are sent between two stages, b samples are in the batch; s b values go forward, and as many gradients
-    come back where there are gradients.
+R4.2: s values per sample are sent between two stages, b samples are in the batch; s b values go forward, and
+    as many gradients come back where there are gradients.
 """
 
 from __future__ import annotations

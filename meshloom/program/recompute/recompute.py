@@ -3,8 +3,9 @@
     none         everything that autograd saves is kept
     full         values at the borders of segments are kept (`segments.py`), and received values
     selective    values that are expensive to compute are kept, too. Operators that take longer to compute than to
-                 move their bytes (matrix products, convolutions) are never recomputed, except attention; of the
-                 others, those whose recomputation minimizes bytes kept and seconds, weighted (`selective.py`)
+                 move their bytes (matrix products, convolutions) are never recomputed, except attention; of
+                 the others, those whose recomputation minimizes bytes kept and seconds, weighted
+                 (`selective.py`)
 
 Attention is recomputed although it consists of products: keeping it means keeping its result and statistics,
 or, if not fused, scores for every pair of positions, which are most of a block's memory and little of its

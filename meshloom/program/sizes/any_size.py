@@ -3,8 +3,8 @@
     a first size      captured, compared with eager
     a second size     captured by shapes: equal to the first program except for sizes
     a third size      the loss runs with symbolic sizes (`symbolic.py`), which yields guards and expressions of
-                      sizes. A third program is captured by shapes, at sizes that differ in every dim that may, and
-                      every integer of the three must be one of those expressions (`forms.py`)
+                      sizes. A third program is captured by shapes, at sizes that differ in every dim that
+                      may, and every integer of the three must be one of those expressions (`forms.py`)
     further sizes     computed from that form, where its guards hold
 
 One rank proves and sends the result; all ranks compute their programs from it, and compare the hash of the

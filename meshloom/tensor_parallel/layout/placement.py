@@ -3,8 +3,9 @@
     value        gradient
     INVARIANT    invariant: every rank holds all of value and gradient
     Part(cut)    every rank holds some indices. The full gradient is the sum of the ranks' gradients, each put at its indices:
-                 indices that one rank holds have their full gradient there, those that several hold have partial ones.
-                 Without a cut it is *replicated*; with a cut through one of the value's axes, *sharded*
+                 indices that one rank holds have their full gradient there, those that several hold have
+                 partial ones. Without a cut it is *replicated*; with a cut through one of the value's axes,
+                 *sharded*
     PARTIAL      the value is the sum over the ranks; every rank holds the full gradient
 
 A cut says which indices of some axes each rank holds. It belongs to axes, not to tensors: every value that

@@ -1,7 +1,8 @@
-"""The choice of a division as the solvers take it: decisions with a cost per option, and reshards between them.
+"""The choice of a division as the solvers take it: decisions with a cost per option, and reshards between
+them.
 
-A decision is the placement of a graph input, or the strategy of a node. Repeated blocks share decisions, which
-then cost as often as the blocks occur.
+A decision is the placement of a graph input, or the strategy of a node. Repeated blocks share decisions,
+which then cost as often as the blocks occur.
 """
 
 from __future__ import annotations

@@ -51,11 +51,11 @@ class Evidence:
     as well. All gradients are subsampled.
 
     norms: 2-norm of each parameter's averaged gradient, where it has one.
-    replica_norms, chunk_norms: 2-norm of the whole gradient sum of each replica and of each of `chunks`, for jobs
-        that clip.
+    replica_norms, chunk_norms: 2-norm of the whole gradient sum of each replica and of each of `chunks`, for
+        jobs that clip.
     unsynchronised: averaged gradients with each replica's own batch statistics; None where the plan says so.
-    chained: averaged gradients if a replica's chunks read the buffers that the chunk before wrote; None without
-        buffers.
+    chained: averaged gradients if a replica's chunks read the buffers that the chunk before wrote; None
+        without buffers.
     previous: averaged gradients of the step before; None in the first.
     tied: parameters with several names: first -> others.
     clip: the job's clip_grad_norm.

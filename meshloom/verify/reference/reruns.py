@@ -154,8 +154,8 @@ def gradients_of(reference: Reference, *, synchronised: bool = True, chained: bo
     """The step's averaged gradients, subsampled, computed in a way that would be wrong.
 
     synchronised=False: batch statistics of each replica's own samples, whatever the plan says.
-    chained: every chunk of a replica reads the buffers that the chunk before wrote, instead of those at the start
-        of the step.
+    chained: every chunk of a replica reads the buffers that the chunk before wrote, instead of those at the
+        start of the step.
     """
     m = reference.plan.microbatches
     with reference.rerun():

@@ -78,8 +78,8 @@ class StepRecord:
 
     loss, weight: global mean, and its divisor.
     gradient_norm: 2-norm of the whole gradient before clipping.
-    gradients: by parameter name, averaged, not clipped, subsampled (`mistakes.py`); None for unused parameters.
-        Full tensors are compared as they arrive and are not kept.
+    gradients: by parameter name, averaged, not clipped, subsampled (`mistakes.py`); None for unused
+        parameters. Full tensors are compared as they arrive and are not kept.
     chunks: of all replicas, in order of their index; empty ones may be missing.
     replicas: a digest of each replica's parameters after the update.
     casts: the reductions of precision in the step.
