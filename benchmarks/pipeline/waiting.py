@@ -83,7 +83,7 @@ class Sleeper:
         self._stage = empty_stage(
             number, schedule.num_stages, schedule.num_microbatches, bool(schedule.split), meta
         )
-        self.give, self.give_gradients = self._stage.give, self._stage.give_gradients
+        self.receive, self.receive_gradients = self._stage.receive, self._stage.receive_gradients
 
     def forward(self, microbatch: int) -> dict[str, Tensor]:
         """What leaves."""
