@@ -79,7 +79,7 @@ def test_programs_are_read_once_per_shape_and_mode():
     assert programs.get(six[3]) is program and programs.capture(six[2:]) is program
     assert programs.capture(four) is not program
     assert programs.capture(six, training=False) is not program
-    with pytest.raises(CaptureError, match="takes two batches of the same shapes, and there are 1"):
+    with pytest.raises(CaptureError, match="takes two batches of equal shapes, got 1"):
         programs.capture(six[:1], training=True)
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from meshloom.core.mesh import AXES
 from meshloom.core.plan import Plan
-from meshloom.core.units import format_bytes
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import shares_of
 from meshloom.planner.readings import Readings
@@ -44,9 +43,9 @@ class Row:
         """As text, but for the seconds."""
         tp = "tp=" in self.plan
         shares = [f"{self.parameters:.1%}", f"{self.flops:.1%}"] if tp else ["", ""]
-        sent = [format_bytes(self.num_bytes[axis]) if axis in self.num_bytes else "" for axis in AXES]
+        sent = [with_one_decimal(self.num_bytes[axis]) if axis in self.num_bytes else "" for axis in AXES]
         balance = "" if self.imbalance is None else f"{self.imbalance:.1%}"
-        return [self.plan, *shares, *sent, format_bytes(self.memory), balance]
+        return [self.plan, *shares, *sent, with_one_decimal(self.memory), balance]
 
 
 class Rows:
@@ -80,6 +79,20 @@ class Rows:
             imbalance=stages.choice.imbalance if stages else None,
             seconds=(self._seconds, time.process_time() - started),
         )
+
+
+def with_one_decimal(num_bytes: float) -> str:
+    """Bytes in the largest unit of which there is one, up to GiB, as the table writes them.
+
+    >>> with_one_decimal(10035), with_one_decimal(5 * 2**40)
+    ('9.8 KiB', '5120.0 GiB')
+    """
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
 
 
 def plans_of(model: Published) -> tuple[str, ...]:
