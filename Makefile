@@ -1,7 +1,8 @@
 # make train      train the byte GPT on eight CPU processes (dp=2, pp=2, tp=2), then prove the plan equal to one device
 # make check      style, types, and the tests that start no processes
 # make test       the covering subset of all tests
-# make test-all   everything: every family, every three settings that go together, and the campaigns; AREA=launch limits it to tests/test_launch*.py
+# make test-all   every family, every three settings that go together, kills; AREA=launch limits it to tests/test_launch*.py
+# make campaigns  faults and random choices with hundreds of further seeds
 # make gpu        what only a GPU can show, as JSON and a page in runs/gpu; PART="losses memory" picks, WHEELS=DIR has missing packages, DEVICE=cpu rehearses
 
 PYTHON := .venv/bin/python
@@ -24,7 +25,7 @@ GPU_PYTHON := .venv-gpu/bin/python
 GPU_READY := .venv-gpu/.meshloom-ready
 GPU_PACKAGES := numpy rich safetensors scipy pyzmq scikit-learn transformers pytest pytest-timeout pytest-xdist hypothesis psutil expecttest pyyaml setuptools
 
-.PHONY: train check types quick test test-all all-without-processes all-with-processes gpu
+.PHONY: train check types quick test test-all all-without-processes all-with-processes campaigns gpu
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -54,10 +55,13 @@ test-all: $(READY)
 	$(MAKE) --keep-going all-without-processes all-with-processes
 
 all-without-processes: $(READY)
-	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes" $(if $(AREA),$(AREA_FILES)) || test $$? = $(NONE)
+	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not campaign" $(if $(AREA),$(AREA_FILES)) || test $$? = $(NONE)
 
 all-with-processes: $(READY)
-	$(if $(WITH_PROCESSES),$(PYTHON) -m pytest -m processes $(WITH_PROCESSES))
+	$(if $(WITH_PROCESSES),$(PYTHON) -m pytest -m "processes and not campaign" $(WITH_PROCESSES))
+
+campaigns: $(READY)
+	$(PYTHON) -m pytest -m campaign
 
 gpu: $(if $(filter cuda,$(DEVICE)),$(GPU_READY),$(READY))
 	PYTHONPATH=. $(if $(filter cuda,$(DEVICE)),$(GPU_PYTHON),$(PYTHON)) benchmarks/gpu/main.py --device $(DEVICE) --parts $(PART)

@@ -30,7 +30,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:dropout option adds dropout after all but last:UserWarning"),
 ]
 QUARTER = 25
-MANY = range(100, 2200)
+MANY = range(100, 500)
+MANY_MORE = range(500, 2200)
 AGAIN = "to repeat it: python -m tests.any_choice"
 BLOCK = 50  # of the many, which are tests of their own so that they can be divided over processes
 
@@ -69,7 +70,13 @@ def test_a_hundred_choices_equal_one_device(first: int, kept: Readings, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(MANY.start, MANY.stop, BLOCK))
+@pytest.mark.parametrize(
+    "first",
+    [
+        *MANY[::BLOCK],
+        *(pytest.param(first, marks=pytest.mark.campaign) for first in MANY_MORE[::BLOCK]),
+    ],
+)
 def test_thousands_of_choices_equal_one_device(first: int, kept: Readings, monkeypatch: pytest.MonkeyPatch):
     outcomes(range(first, first + BLOCK), kept, monkeypatch)
 

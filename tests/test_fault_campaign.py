@@ -98,7 +98,9 @@ def there(launcher: psutil.Process, plan: str) -> dict[str, psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize(
+    "seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(60, 300))]
+)
 def test_a_fault(
     seed: int, undisturbed: dict[str, tuple[dict[str, torch.Tensor], float]], scratch: Path, tmp_path: Path
 ) -> None:
