@@ -110,7 +110,7 @@ def test_verification_fails_with_1(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", f"{FILE}:nothing"], "has no 'nothing'. It has job"),
         (["train", FILE, "--steps", "0"], "--steps 0 must be 1 or more"),
         (["train", FILE, "--resume", "nowhere"], "nowhere"),
-        (["verify", FILE, "--plan", "dp=5,zero=3"], "zero=3 is not available"),
+        (["verify", FILE, "--plan", "dp=5,zero=4"], "zero=4 is not known"),
         (
             ["verify", f"{FILE}:big_plan", "--plan", "dp=4,sync_batch_norm=true", "--devices", "simulated"],
             "A batch of 2 samples cannot fill 4 chunks",

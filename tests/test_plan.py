@@ -179,7 +179,12 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ("bucket_bytes=0", "bucket_bytes=0 must be 1 or more."),
         (
             "zero=3",
-            "zero=3 is not available. Use zero=0 (replicated) or zero=1 (optimizer state sharded over dp).",
+            "zero=3 (a rank holds only its slices of parameters) is not available yet. "
+            "Use zero=0 (replicated) or zero=1 (the optimizer's state sharded over dp).",
+        ),
+        (
+            "zero=4",
+            "zero=4 is not known. Use zero=0 (replicated), zero=1 (the optimizer's state sharded over dp), zero=2 (gradients too) or zero=3 (parameters too).",
         ),
         (
             "tp=2,tp_placements=up",

@@ -55,7 +55,7 @@ class ExchangeEntry:
     only_buckets: whether a rank holds nothing for it but gradients in buckets, as predictions of memory
         assume.
     independent: whether replicas take independent local steps, each from its own parameters.
-    no_zero: why zero=1 is refused, and what to do instead, as the end of a sentence; "": it is allowed.
+    no_zero: why zero=1, 2 and 3 are refused, and what to do instead, as the end of a sentence; "": it is allowed.
     breaks_promise: of a plan, the setting with its value because of which the plan need not equal one device;
         "" if it promises to.
     """
@@ -154,6 +154,23 @@ COMPRESSIONS: Mapping[str, CompressionEntry] = {
         allows=lambda share: 0 < share <= 1,
     ),
 }
+
+
+# What a rank holds only its slices of, along dp, under zero=1, 2, 3; each in addition to those before.
+ZERO_SLICES = ("the optimizer's state", "gradients", "parameters")
+_ZERO_NOT_YET = (2, 3)
+
+
+def check_zero(zero: int) -> None:
+    """Raise `PlanError` for a value that `zero` cannot have."""
+    known = "zero=0 (replicated), zero=1 (the optimizer's state sharded over dp), zero=2 (gradients too) or zero=3 (parameters too)"
+    if not 0 <= zero <= len(ZERO_SLICES):
+        raise PlanError(f"zero={zero} is not known. Use {known}.")
+    if zero in _ZERO_NOT_YET:
+        raise PlanError(
+            f"zero={zero} (a rank holds only its slices of {ZERO_SLICES[zero - 1]}) is not available yet. "
+            "Use zero=0 (replicated) or zero=1 (the optimizer's state sharded over dp)."
+        )
 
 
 def check_exchange(plan: ExchangeSettings, defaults: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from meshloom.core.errors import PlanError
-from meshloom.core.exchanges import EXCHANGES, check_exchange, complete_compress, exempt_setting
+from meshloom.core.exchanges import EXCHANGES, check_exchange, check_zero, complete_compress, exempt_setting
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan_shares import check_batch, check_shares, chunk_sizes_of, complete_shares
 from meshloom.core.plan_text import (
@@ -42,7 +42,8 @@ class Plan:
         accumulated.
 
     Gradients and updates:
-    zero: 0 replicates the optimizer state; 1 shards it over dp: each replica updates one dp-th of it.
+    zero: 0 replicates the optimizer's state; 1 shards it over dp: each replica updates one dp-th of the
+        parameters. 2: each also holds only its slices of the gradients; 3: and of the parameters.
     overlap: whether gradients are exchanged while backward is still computing earlier layers.
     bucket_bytes: size, in bytes, of the buckets in which gradients are exchanged (approximate).
     exchange: how replicas agree. `all_reduce` sums the gradients, and every replica makes the same update;
@@ -238,10 +239,7 @@ def _check_computation(plan: Plan) -> None:
             raise PlanError(f"{name}={getattr(plan, name)} must be 1 or more.")
     if plan.memory_bytes < 0:
         raise PlanError(f"memory_bytes={plan.memory_bytes} must be 0 (no limit) or more.")
-    if plan.zero not in (0, 1):
-        raise PlanError(
-            f"zero={plan.zero} is not available. Use zero=0 (replicated) or zero=1 (optimizer state sharded over dp)."
-        )
+    check_zero(plan.zero)
     for pattern, placement in plan.tp_placements.items():
         check_placement(pattern, placement)
     if plan.tp_placements and plan.tp == 1:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshloom.core.all_reduce_costs import ring_seconds, server_seconds
-from meshloom.core.exchanges import EXCHANGES
+from meshloom.core.exchanges import EXCHANGES, ZERO_SLICES
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_bytes, format_seconds
 from meshloom.planner.pricing import Devices, Option
@@ -106,7 +106,7 @@ def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: S
     how = [f"pp={plan.pp} gives each rank some of the layers"] * (plan.pp > 1) + [
         f"tp={plan.tp} gives each rank a shard of every layer"
     ] * (plan.tp > 1)
-    how += ["zero=1 divides the optimizer's state"] * (plan.zero > 0)
+    how += [f"zero={plan.zero} divides {' and '.join(ZERO_SLICES[: plan.zero])}"] * (plan.zero > 0)
     how += [f"microbatches={plan.microbatches} keeps the activations of fewer samples at a time"] * (
         plan.pp == 1 < plan.microbatches
     )
