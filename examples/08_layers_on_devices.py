@@ -118,7 +118,7 @@ def train_and_compare() -> None:
 
 def sent_by(replica: Replica) -> int:
     """Bytes that a rank has sent along pp so far."""
-    count = replica.seat.groups["pp"].counts.get("send")
+    count = replica.context.groups["pp"].counts.get("send")
     return count.bytes if count else 0
 
 

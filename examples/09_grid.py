@@ -78,8 +78,8 @@ def draw(trainer: ml.Trainer) -> None:
     plan = trainer.plan
     columns = [(pp, tp) for pp in range(plan.pp) for tp in range(plan.tp)]
     cells = {
-        (seat.place.dp, seat.place.pp, seat.place.tp): rank
-        for rank, seat in enumerate(each.seat for each in trainer.replicas)
+        (context.place.dp, context.place.pp, context.place.tp): rank
+        for rank, context in enumerate(each.context for each in trainer.replicas)
     }
     print("  " + " " * 22 + "".join(f"pp={pp} tp={tp}".ljust(16) for pp, tp in columns).rstrip())
     for dp in range(plan.dp):

@@ -11,29 +11,29 @@ import torch
 from collective_oracle import expected
 from collective_programs import COMPLEX, FLOATS, Call, Program
 from torch import Tensor
-from warm_ranks import Seat
+from warm_ranks import WarmRank
 
 from meshloom.comm.group import Work
 
 
-def run_programs(seat: Seat, programs: Sequence[Program], tiny: bool = False) -> list[str]:
+def run_programs(warm: WarmRank, programs: Sequence[Program], tiny: bool = False) -> list[str]:
     """What is wrong on this rank, which goes from one to the next without waiting for the others."""
     return [
         problem
         for number, program in enumerate(programs)
-        for problem in run_program(seat, program, tiny, number * 100)
+        for problem in run_program(warm, program, tiny, number * 100)
     ]
 
 
-def run_program(seat: Seat, program: Program, tiny: bool = False, first_tag: int = 0) -> list[str]:
+def run_program(warm: WarmRank, program: Program, tiny: bool = False, first_tag: int = 0) -> list[str]:
     """What is wrong on this rank. After each wait its tensors are overwritten: no other rank may still need
-    them. tiny: see `Seat.kept`."""
+    them. tiny: see `WarmRank.kept`."""
     problems: list[str] = []
     for calls, orders in zip(program.rounds, program.orders, strict=True):
         started = [
-            start(seat, call, tiny, first_tag) if seat.rank in call.members else None for call in calls
+            start(warm, call, tiny, first_tag) if warm.rank in call.members else None for call in calls
         ]
-        for index in orders[seat.rank]:
+        for index in orders[warm.rank]:
             if running := started[index]:
                 problems += running.finish()
     return problems
@@ -101,10 +101,10 @@ class Running:
         return [f"{self.call} on rank {self.place} of the group: {problem}" for problem in problems]
 
 
-def start(seat: Seat, call: Call, tiny: bool, first_tag: int) -> Running:
+def start(warm: WarmRank, call: Call, tiny: bool, first_tag: int) -> Running:
     """This rank's part of a call."""
-    group, window = seat.kept(call.members, tiny)
-    place = call.members.index(seat.rank)
+    group, window = warm.kept(call.members, tiny)
+    place = call.members.index(warm.rank)
     memory, used = window.of(place), call.place_bytes
 
     def lay(values: Tensor, wanted: Tensor | None) -> Frame:

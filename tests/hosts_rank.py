@@ -20,9 +20,9 @@ NUM_BYTES = 8 << 20
 
 def main() -> None:
     """One all-reduce of `NUM_BYTES`, after a first one of the same size."""
-    seat = launched_rank()
-    assert seat
-    with open_world(Mesh(dp=seat.size), "cpu", 60.0, sys.argv[1]) as world:
+    launched = launched_rank()
+    assert launched
+    with open_world(Mesh(dp=launched.size), "cpu", 60.0, sys.argv[1]) as world:
         group, tensor = world.local[0].groups["dp"], torch.ones(NUM_BYTES // 4)
         for _ in range(2):
             group.barrier().wait()

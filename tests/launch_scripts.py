@@ -25,8 +25,8 @@ JOINED = """
 
     def main():
         with open_world(Plan.parse(launched_plan()).mesh, timeout_seconds=60) as world:
-            seat = world.local[0]
-            group, rank = seat.groups["dp"], seat.rank
+            context = world.local[0]
+            group, rank = context.groups["dp"], context.rank
             group.barrier().wait()
             body(group, rank)
 

@@ -254,12 +254,12 @@ def test_the_service_of_an_indexed_job_names_its_pods():
     ("name", "kind", "pods_of"),
     [("indexed_job", "Job", pods_of_job), ("pytorch_job", "PyTorchJob", pods_of_pytorch_job)],
 )
-def test_every_pod_has_a_seat_of_its_own_and_the_plan_has_as_many_ranks(name: str, kind: str, pods_of: Any):
+def test_every_pod_has_a_rank_of_its_own_and_the_plan_has_as_many_ranks(name: str, kind: str, pods_of: Any):
     pods = pods_of(_read(f"{name}.yaml")[kind])
-    seats = [read_launched_rank(pod.environment) for pod in pods]
-    assert [seat and seat.rank for seat in seats] == list(range(len(pods)))
-    assert {seat and (seat.size, seat.address) for seat in seats} == {(len(pods), pods[0].name)}
-    assert [seat and seat.hosts_store for seat in seats] == [True] + [False] * (len(pods) - 1)
+    ranks = [read_launched_rank(pod.environment) for pod in pods]
+    assert [rank and rank.rank for rank in ranks] == list(range(len(pods)))
+    assert {rank and (rank.size, rank.address) for rank in ranks} == {(len(pods), pods[0].name)}
+    assert [rank and rank.hosts_store for rank in ranks] == [True] + [False] * (len(pods) - 1)
     assert pods[0].words[pods[0].words.index("--plan") + 1] == f"dp={len(pods)}"
 
 

@@ -119,7 +119,7 @@ def step_of(dense: Dense) -> tuple[list[SentCollective], Mapping[str, str], Mapp
         batches = trainer.batches()
         trainer.step(next(batches))  # the first step also sends what later ones need
         replica = trainer.replicas[0]
-        group, division = replica.seat.groups["tp"], replica.engine.division
+        group, division = replica.context.groups["tp"], replica.engine.division
         before = dict(group.counts)
         trainer.step(next(batches))
         batches.close()

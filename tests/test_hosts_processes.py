@@ -103,24 +103,24 @@ def test_a_job_on_two_by_k_ranks_equals_one_device(hosts: str, plan: str):
 def _one_goes(hosts: Sequence[str], victim: int, killed: bool) -> tuple[str, str, float] | None:
     """What the others are told, of the error and of what they were doing, and after how long."""
     world = _open(hosts)
-    seat = world.local[0]
-    seat.world.barrier().wait()
-    if seat.rank == victim and killed:
+    context = world.local[0]
+    context.world.barrier().wait()
+    if context.rank == victim and killed:
         os.kill(os.getpid(), signal.SIGKILL)
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    if seat.rank == victim:
+    if context.rank == victim:
         world.abort()
         # this process lives on: no connection closes
         store.wait([str(rank) for rank in range(len(hosts)) if rank != victim], timedelta(seconds=30))
         return None
     began = time.monotonic()
     try:
-        seat.groups["dp"].all_reduce(torch.ones(1000)).wait()
+        context.groups["dp"].all_reduce(torch.ones(1000)).wait()
     except PeerLostError as error:
-        return str(error), str(seat.activity.now()), time.monotonic() - began
+        return str(error), str(context.activity.now()), time.monotonic() - began
     finally:
         world.abort()  # as a run does that fails
-        store.set(str(seat.rank), "")
+        store.set(str(context.rank), "")
     return None
 
 

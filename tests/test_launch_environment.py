@@ -1,4 +1,4 @@
-"""A process knows its seat from torchrun and from srun, and a shell has none."""
+"""A process knows its rank from torchrun and from srun, and a shell has none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SRUN = {
 }
 
 
-def test_seat_under_torchrun_and_under_srun():
+def test_rank_under_torchrun_and_under_srun():
     torchrun = {
         "RANK": "5",
         "WORLD_SIZE": "8",
@@ -27,16 +27,16 @@ def test_seat_under_torchrun_and_under_srun():
         "MASTER_ADDR": "head",
         "MASTER_PORT": "29500",
     }
-    seat = read_launched_rank({**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert seat
+    rank = read_launched_rank({**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert rank
     assert (
-        seat.rank,
-        seat.size,
-        seat.local_rank,
-        seat.local_size,
-        seat.address,
-        seat.port,
-        seat.hosts_store,
+        rank.rank,
+        rank.size,
+        rank.local_rank,
+        rank.local_size,
+        rank.address,
+        rank.port,
+        rank.hosts_store,
     ) == (5, 8, 1, 4, "head", 29500, False)
     bare = read_launched_rank({**torchrun, "RANK": "0"})
     assert bare and bare.hosts_store
@@ -47,9 +47,9 @@ def test_seat_under_torchrun_and_under_srun():
         "SLURM_STEP_NODELIST": "gpu[07-08]",
         "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     }
-    seat = read_launched_rank(srun)
-    assert seat
-    assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.address, seat.hosts_store) == (
+    rank = read_launched_rank(srun)
+    assert rank
+    assert (rank.rank, rank.size, rank.local_rank, rank.local_size, rank.address, rank.hosts_store) == (
         5,
         8,
         1,
@@ -58,7 +58,7 @@ def test_seat_under_torchrun_and_under_srun():
         False,
     )
     other = read_launched_rank({**srun, "SLURM_PROCID": "0"})
-    assert other and other.hosts_store and (other.address, other.port) == (seat.address, seat.port)
+    assert other and other.hosts_store and (other.address, other.port) == (rank.address, rank.port)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_a_shell_and_a_batch_script_are_no_rank(environment: dict[str, str]):
 
 
 def _slurm_port(**told: str) -> int:
-    seat = read_launched_rank({**SRUN, "SLURM_STEP_NODELIST": "gpu[07-08]", **told})
-    assert seat
-    return seat.port
+    rank = read_launched_rank({**SRUN, "SLURM_STEP_NODELIST": "gpu[07-08]", **told})
+    assert rank
+    return rank.port
 
 
 def test_the_port_under_srun_follows_from_a_secret_alone():

@@ -23,13 +23,13 @@ def _two_worlds() -> object:
     results: list[object] = []
     for sizes in ({"dp": 4}, {"dp": 2, "tp": 2}):
         with open_world(Mesh(**sizes), "cpu", timeout_seconds=30) as world:
-            (seat,) = world.local
+            (here,) = world.local
             mine = [
-                run_in_steps([collect(group, seat.rank)])[0]
-                for group in (*seat.groups.values(), seat.statistics, seat.world)
+                run_in_steps([collect(group, here.rank)])[0]
+                for group in (*here.groups.values(), here.statistics, here.world)
             ]
             results.append(
-                (seat.rank, str(seat.place), list(seat.groups), mine, world.kind, world.main, world.why)
+                (here.rank, str(here.place), list(here.groups), mine, world.kind, world.main, world.why)
             )
         results.append(dist.is_initialized())
     return results

@@ -25,7 +25,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
 
-def test_ranks_find_their_seat_and_only_rank_0_has_stdout(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_ranks_find_their_rank_and_only_rank_0_has_stdout(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     names = [
         "RANK",
         "LOCAL_RANK",
@@ -43,10 +43,10 @@ def test_ranks_find_their_seat_and_only_rank_0_has_stdout(tmp_path: Path, capfd:
     """
     assert run(write_script(tmp_path, script), 3) == 0
     out, err = capfd.readouterr()
-    seats = [json.dumps([str(rank), str(rank), "3", "3", "127.0.0.1", "dp=3", "cpu"]) for rank in range(3)]
-    assert out == seats[0] + "\n"
+    lines = [json.dumps([str(rank), str(rank), "3", "3", "127.0.0.1", "dp=3", "cpu"]) for rank in range(3)]
+    assert out == lines[0] + "\n"
     assert sorted(err.splitlines()) == [
-        f"[rank {rank}] {line}" for rank in (1, 2) for line in (seats[rank], "no end of line")
+        f"[rank {rank}] {line}" for rank in (1, 2) for line in (lines[rank], "no end of line")
     ]
 
 

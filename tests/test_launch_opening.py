@@ -72,11 +72,11 @@ def test_simulated_ranks_share_a_process(monkeypatch: pytest.MonkeyPatch):
             world.why
             == f"simulated: 3 ranks in this process on {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} (asked for)"
         )
-        assert [(seat.rank, seat.place, seat.device) for seat in world.local] == [
+        assert [(rank.rank, rank.place, rank.device) for rank in world.local] == [
             (rank, MeshCoordinates(dp=rank), CPU) for rank in range(3)
         ]
-        assert run_in_steps([collect(seat.world, seat.rank) for seat in world.local]) == [[0, 1, 2]] * 3
-        assert run_in_steps([collect(seat.statistics, seat.rank) for seat in world.local]) == [[0, 1, 2]] * 3
+        assert run_in_steps([collect(rank.world, rank.rank) for rank in world.local]) == [[0, 1, 2]] * 3
+        assert run_in_steps([collect(rank.statistics, rank.rank) for rank in world.local]) == [[0, 1, 2]] * 3
         assert (
             world.local[0].statistics.counts["all_gather"].calls == 2
             and not world.local[0].groups["dp"].counts
@@ -88,12 +88,12 @@ def test_simulated_ranks_share_a_process(monkeypatch: pytest.MonkeyPatch):
 def test_simulated_groups_along_each_axis_hold_their_own_ranks():
     with open_world(Mesh(dp=2, pp=2, tp=2), "simulated") as world:
         for axis in ("dp", "pp", "tp"):
-            seen = run_in_steps([collect(seat.groups[axis], seat.rank) for seat in world.local])
+            seen = run_in_steps([collect(rank.groups[axis], rank.rank) for rank in world.local])
             assert [tuple(ranks) for ranks in seen] == [world.mesh.group_of(axis, rank) for rank in range(8)]
 
 
 def test_simulated_ranks_go_round_the_gpus(monkeypatch: pytest.MonkeyPatch):
     machine(monkeypatch, 2, 2)
     with open_world(Mesh(dp=3), "simulated:cuda") as world:
-        assert [str(seat.device) for seat in world.local] == ["cuda:0", "cuda:1", "cuda:0"]
+        assert [str(rank.device) for rank in world.local] == ["cuda:0", "cuda:1", "cuda:0"]
         assert world.why == "simulated: 3 ranks in this process on 2 GPUs (asked for)"

@@ -119,7 +119,7 @@ def _lost_peer() -> str:
     job, seen = replace(make_job("mlp", "sgd"), batch_size=12), list[str]()
 
     with Trainer(job, "pp=2,microbatches=4", devices="cpu", timeout_seconds=60) as trainer:
-        activity: Any = trainer.replicas[0].seat.activity
+        activity: Any = trainer.replicas[0].context.activity
         began = activity.began
 
         def leave(action: Any) -> None:

@@ -123,7 +123,7 @@ def test_bytes_along_every_axis_are_as_predicted(plan: str, tmp_path: Path):
     with keyed(job, plan, steps=3, out=tmp_path) as trainer:
         summary = trainer.fit()
         for replica in trainer.replicas[1:]:  # what is printed is rank 0's; the others know theirs as well
-            groups = replica.seat.groups
+            groups = replica.context.groups
             counted = Traffic.of({axis: groups[axis].counts for axis in ("pp", "tp") if axis in groups})
             assert expected_bytes(replica).after(steps=3).over(counted.bytes) == counted
     assert summary.counted.bytes["pp"] and summary.predicted == summary.counted

@@ -42,9 +42,11 @@ PLANS = [
 
 def counted(trainer: Trainer) -> dict[str, int]:
     """Axis -> bytes that rank 0 handed over so far."""
-    seat = trainer.replicas[0].seat
-    found = {axis: sum(count.bytes for count in group.counts.values()) for axis, group in seat.groups.items()}
-    found["dp"] += sum(count.bytes for count in seat.statistics.counts.values())
+    context = trainer.replicas[0].context
+    found = {
+        axis: sum(count.bytes for count in group.counts.values()) for axis, group in context.groups.items()
+    }
+    found["dp"] += sum(count.bytes for count in context.statistics.counts.values())
     return found
 
 

@@ -194,13 +194,13 @@ def decide(
 
 def decide_again(shares: list[Shares], known: list[Known], stop_step: int = 100, tp: int = 1) -> list[str]:
     """What each rank would tell the user."""
-    seats: Any = [
+    contexts: Any = [
         SimpleNamespace(rank=group.rank, world=group, place=SimpleNamespace(dp=group.rank // tp))
         for group in simulated_groups(len(known))
     ]
     steps: Any = [
-        remeasure(seat, pace, own, 13, stop_step)
-        for seat, pace, own in zip(seats, known, shares, strict=True)
+        remeasure(context, pace, own, 13, stop_step)
+        for context, pace, own in zip(contexts, known, shares, strict=True)
     ]  # type: ignore[arg-type]
     return run_in_steps(steps)
 

@@ -12,7 +12,7 @@ from collective_programs import Program, programs
 from collective_runs import run_program, run_programs
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from warm_ranks import Seat, WarmRanks
+from warm_ranks import WarmRank, WarmRanks
 
 from meshloom.comm.shm.segments import Named
 
@@ -89,9 +89,9 @@ def test_four_ranks_never_stop_between_calls(four_ranks: WarmRanks) -> None:
     assert_right(four_ranks.run(run_programs, drawn(4, 60), timeout_seconds=60.0))
 
 
-def _large(seat: Seat) -> list[bool]:
+def _large(warm: WarmRank) -> list[bool]:
     """40 MB at a time, messages both ways among them: more than is ever handed in at once."""
-    group = seat.open()
+    group = warm.open()
     count, n, rank = 10_000_001, group.size, group.rank
     ramp = torch.arange(count, dtype=torch.int32)
     right: list[bool] = []
@@ -122,8 +122,8 @@ def test_tensors_larger_than_what_is_under_way_at_a_time(world: WarmRanks) -> No
     assert world.run(_large) == [[True] * 5] * world.size
 
 
-def _extremes(seat: Seat) -> list[list[float]]:
-    group = seat.open()
+def _extremes(warm: WarmRank) -> list[list[float]]:
+    group = warm.open()
     nan, infinity = float("nan"), float("inf")
     rows = [[1.0, nan, infinity, -0.5, 65000.0], [nan, 2.0, -infinity, -0.5, 65000.0]]
     found: list[list[float]] = []
@@ -144,9 +144,9 @@ def test_nan_infinity_and_overflow_are_as_in_torch() -> None:
         assert len(ranks.run(_extremes)[0]) == 9
 
 
-def _moved(seat: Seat) -> list[bool]:
+def _moved(warm: WarmRank) -> list[bool]:
     """Types that are not reduced."""
-    group = seat.open()
+    group = warm.open()
     right: list[bool] = []
     for dtype in (torch.float8_e4m3fn, torch.uint16, torch.uint32, torch.uint64):
         tensor = (torch.arange(5) + 10 * group.rank).to(dtype)
@@ -162,8 +162,8 @@ def test_other_types_travel() -> None:
         assert ranks.run(_moved) == [[True] * 4] * 2
 
 
-def _by_name(seat: Seat, directory: str) -> tuple[list[float], list[str]]:
-    group = seat.open(files=Named(Path(directory)))
+def _by_name(warm: WarmRank, directory: str) -> tuple[list[float], list[str]]:
+    group = warm.open(files=Named(Path(directory)))
     tensor, inside = (
         torch.full((70_000,), float(group.rank)),
         group.window(8).of(group.rank).view(torch.float32),

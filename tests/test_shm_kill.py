@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from warm_ranks import Seat, WarmRanks
+from warm_ranks import WarmRank, WarmRanks
 
 from meshloom.comm.group import Work
 from meshloom.comm.shm.shared_memory import ShmGroup
@@ -22,12 +22,12 @@ SECONDS_TO_TELL = 2.0
 SIZES = (1, 1000, 50_000, 700_000)
 
 
-def _collectives_for_ever(seat: Seat, timeout_seconds: float) -> tuple[type[MeshloomError], str, float]:
+def _collectives_for_ever(warm: WarmRank, timeout_seconds: float) -> tuple[type[MeshloomError], str, float]:
     """Collectives of all kinds and sizes, several under way; what ends it, and when."""
-    group = seat.open(timeout_seconds=timeout_seconds)
+    group = warm.open(timeout_seconds=timeout_seconds)
     inside = group.window(4 * max(SIZES)).of(group.rank).view(torch.float32)
     chooser = random.Random(0)  # the same on all ranks
-    seat.store.set(f"began/{seat.rank}", "")
+    warm.store.set(f"began/{warm.rank}", "")
     try:
         while True:
             works = [

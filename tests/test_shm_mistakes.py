@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from warm_ranks import Seat, WarmRanks
+from warm_ranks import WarmRank, WarmRanks
 
 from meshloom.comm.group import Work
 from meshloom.comm.shm.segments import Named
@@ -90,11 +90,11 @@ MISTAKES: dict[str, tuple[Callable[[ShmGroup], Work], Callable[[ShmGroup], Work]
 }
 
 
-def _mistaken(seat: Seat, name: str) -> Told:
+def _mistaken(warm: WarmRank, name: str) -> Told:
     usual, other, *_ = MISTAKES[name]
-    group = seat.open()
+    group = warm.open()
     group.barrier().wait()
-    work = (other if seat.rank == 1 else usual)(group)
+    work = (other if warm.rank == 1 else usual)(group)
     return told(work.wait)
 
 
@@ -111,12 +111,12 @@ def test_every_rank_names_both_calls(ranks: WarmRanks) -> None:
             )
 
 
-def _unlike_sizes(seat: Seat) -> Told | None:
+def _unlike_sizes(warm: WarmRank) -> Told | None:
     """Rank 0 expects one element more of rank 1 than it sends."""
-    group = seat.open()
-    expected = [2, 3, 2] if seat.rank == 0 else [2, 2, 2]
+    group = warm.open()
+    expected = [2, 3, 2] if warm.rank == 0 else [2, 2, 2]
     work = group.all_to_all(torch.empty(sum(expected)), torch.ones(6), expected, [2, 2, 2])
-    return told(work.wait) if seat.rank == 0 else None
+    return told(work.wait) if warm.rank == 0 else None
 
 
 def test_unlike_sizes_of_an_all_to_all_are_told(ranks: WarmRanks) -> None:
@@ -124,12 +124,12 @@ def test_unlike_sizes_of_an_all_to_all_are_told(ranks: WarmRanks) -> None:
     assert kind is CollectiveError and "rank 0 (dp=0)" in text and "rank 1 (dp=1)" in text, text
 
 
-def _unlike_message(seat: Seat) -> Told | None:
-    group = seat.open()
-    if seat.rank == 0:
+def _unlike_message(warm: WarmRank) -> Told | None:
+    group = warm.open()
+    if warm.rank == 0:
         group.send(torch.ones(3), 1).wait()
         return None
-    return told(group.recv(torch.ones(4), 0).wait) if seat.rank == 1 else None
+    return told(group.recv(torch.ones(4), 0).wait) if warm.rank == 1 else None
 
 
 def test_an_unlike_message_is_told_where_it_arrives(ranks: WarmRanks) -> None:
@@ -140,8 +140,8 @@ def test_an_unlike_message_is_told_where_it_arrives(ranks: WarmRanks) -> None:
     ), text
 
 
-def _meaningless(seat: Seat) -> list[str]:
-    group = seat.open()
+def _meaningless(warm: WarmRank) -> list[str]:
+    group = warm.open()
     pair = torch.ones(2, dtype=torch.complex64)
     found = [
         told(lambda: group.all_reduce(pair, "max")),
@@ -150,7 +150,7 @@ def _meaningless(seat: Seat) -> list[str]:
         told(lambda: group.reduce_scatter(torch.ones(2), torch.ones(5))),
         told(lambda: group.all_gather(torch.ones(6, dtype=torch.int32), torch.ones(2))),
         told(lambda: group.all_to_all(torch.ones(2), torch.ones(2), [1, 1, 0], [1, 1, 1])),
-        told(lambda: group.gather([torch.ones(2)], torch.ones(2), seat.rank)),
+        told(lambda: group.gather([torch.ones(2)], torch.ones(2), warm.rank)),
     ]
     group.barrier().wait()  # nothing was started
     group.close()
@@ -171,11 +171,11 @@ def test_calls_without_a_meaning_are_refused_where_they_are_made(ranks: WarmRank
     assert closed == "rank 1 (dp=1) has closed its group: nothing can run in it."
 
 
-def _one_stays_away(seat: Seat) -> list[Told]:
-    group, other = seat.open(timeout_seconds=1.0), seat.open(timeout_seconds=1.0)
+def _one_stays_away(warm: WarmRank) -> list[Told]:
+    group, other = warm.open(timeout_seconds=1.0), warm.open(timeout_seconds=1.0)
     group.broadcast(torch.ones(2), 2).wait()
     other.barrier().wait()
-    if seat.rank == 1:
+    if warm.rank == 1:
         return []
     return [told(group.all_reduce(torch.ones(3)).wait), told(other.recv(torch.ones(3), 1).wait)]
 
@@ -195,8 +195,8 @@ def test_a_rank_that_stays_away_is_named_at_the_timeout(ranks: WarmRanks) -> Non
         assert min(collective[2], message[2]) >= 1.0
 
 
-def _one_does_not_open(seat: Seat) -> Told | None:
-    return None if seat.rank == 1 else told(lambda: seat.open(timeout_seconds=1.0))
+def _one_does_not_open(warm: WarmRank) -> Told | None:
+    return None if warm.rank == 1 else told(lambda: warm.open(timeout_seconds=1.0))
 
 
 def test_a_rank_that_does_not_open_the_group_is_named(ranks: WarmRanks) -> None:
@@ -206,10 +206,10 @@ def test_a_rank_that_does_not_open_the_group_is_named(ranks: WarmRanks) -> None:
         assert kind is PeerLostError and "rank 1 (dp=1)" in text, text
 
 
-def _one_aborts(seat: Seat) -> tuple[Told, Told]:
-    group = seat.open()
+def _one_aborts(warm: WarmRank) -> tuple[Told, Told]:
+    group = warm.open()
     group.barrier().wait()
-    if seat.rank == 1:
+    if warm.rank == 1:
         work = group.all_reduce(torch.ones(3))
         group.abort()
         group.abort()
@@ -239,13 +239,13 @@ def small_directory(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", directory], check=True)
 
 
-def _too_little(seat: Seat, directory: str) -> list[Told]:
-    group = seat.open(files=Named(Path(directory)))
+def _too_little(warm: WarmRank, directory: str) -> list[Told]:
+    group = warm.open(files=Named(Path(directory)))
     group.all_reduce(torch.ones(100_000)).wait()
     found = [told(lambda: group.window(6 << 20))]  # each of the three is smaller than what there is
     group.barrier().wait()
     # A send takes memory for the whole message; nobody receives it.
-    found.append(told(group.send(torch.ones(3 << 20), (seat.rank + 1) % 3).wait))
+    found.append(told(group.send(torch.ones(3 << 20), (warm.rank + 1) % 3).wait))
     return found
 
 
@@ -263,12 +263,12 @@ def test_too_little_memory_is_told_with_both_sizes(ranks: WarmRanks, small_direc
         ), text
 
 
-def _nearly_all(seat: Seat, directory: str) -> bool | None:
+def _nearly_all(warm: WarmRank, directory: str) -> bool | None:
     """Messages of 4 and 3 MiB that lie in 8 MiB at the same time."""
-    if seat.rank == 2:
+    if warm.rank == 2:
         return None
-    group = seat.open([0, 1], files=Named(Path(directory)))
-    if seat.rank == 0:
+    group = warm.open([0, 1], files=Named(Path(directory)))
+    if warm.rank == 0:
         for size in (4, 3):
             group.send(torch.full((size << 20,), size, dtype=torch.uint8), 1).wait()
         group.barrier().wait()

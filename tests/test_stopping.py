@@ -211,7 +211,7 @@ def test_all_ranks_learn_in_the_same_step_what_one_was_asked(asked: int, tmp_pat
             told.append([each.stopping for each in results])
         assert told == [[False] * 8, [True] * 8, [False] * 8, [False] * 8]
         for replica in trainer.replicas:
-            counted = Traffic.of({axis: replica.seat.groups[axis].counts for axis in ("pp", "tp")})
+            counted = Traffic.of({axis: replica.context.groups[axis].counts for axis in ("pp", "tp")})
             assert expected_bytes(replica).after(steps=4).over(counted.bytes) == counted
 
 

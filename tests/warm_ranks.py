@@ -73,7 +73,7 @@ class WarmRanks:
         del self._store
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Begin `function(seat, *arguments)` on every rank; `function` is importable."""
+        """Begin `function(warm, *arguments)` on every rank; `function` is importable."""
         for end in self._ends:
             end.send_bytes(pickle.dumps((function, arguments)))
 
@@ -118,7 +118,7 @@ class WarmRanks:
         return self.results(timeout_seconds)
 
 
-class Seat:
+class WarmRank:
     """What a rank has for as long as its process lives.
 
     rank, size: in the world. store: for meetings.
@@ -163,14 +163,14 @@ def _serve(end: Connection, rank: int, size: int, port: int) -> None:
     store = TCPStore(
         "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=MEETING_SECONDS)
     )
-    seat = Seat(rank, size, store)
+    warm = WarmRank(rank, size, store)
     while True:
         try:
             function, arguments = pickle.loads(end.recv_bytes())
         except EOFError:
             os._exit(0)
         try:
-            answer = (False, function(seat, *arguments))
+            answer = (False, function(warm, *arguments))
         except BaseException:
             answer = (True, traceback.format_exc())
         end.send_bytes(pickle.dumps(answer))

@@ -27,9 +27,11 @@ WARM_UP_STEPS = 3
 
 def sent(trainer: Trainer) -> dict[str, int]:
     """Axis -> bytes that this rank has handed over so far."""
-    seat = trainer.replicas[0].seat
-    found = {axis: sum(count.bytes for count in group.counts.values()) for axis, group in seat.groups.items()}
-    found["dp"] += sum(count.bytes for count in seat.statistics.counts.values())
+    context = trainer.replicas[0].context
+    found = {
+        axis: sum(count.bytes for count in group.counts.values()) for axis, group in context.groups.items()
+    }
+    found["dp"] += sum(count.bytes for count in context.statistics.counts.values())
     return found
 
 

@@ -131,7 +131,7 @@ def measure(plan: str, batch_size: int, length: int, directory: Path) -> None:
         ml.Trainer(job, plan, devices="cpu", share=True, cache="off") as trainer,
     ):
         with record_function(OPENED):
-            rank = trainer.replicas[0].seat.rank
+            rank = trainer.replicas[0].context.rank
         for batch in trainer.batches():
             trainer.step(batch)
         steady = held([*trainer.replicas[0].model.parameters(), *state_of(made[-1])])

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from meshloom.comm.objects import collect, share
+from meshloom.comm.rank_context import RankContext
 from meshloom.comm.recording import RecordedGroup
-from meshloom.comm.seat import Seat
 from meshloom.comm.steps import Steps
 from meshloom.data.proportion import EVERY_STEPS, propose
 from meshloom.data.shares import Shares
@@ -60,22 +60,24 @@ class Pace:
         return sum(count.seconds for group in self._along_dp for count in group.counts.values())
 
 
-def remeasure(seat: Seat, pace: Pace, shares: Shares, batch_size: int, stop_step: int) -> Steps[str]:
+def remeasure(
+    context: RankContext, pace: Pace, shares: Shares, batch_size: int, stop_step: int
+) -> Steps[str]:
     """Change `shares` if a step is predicted to be faster; a message to the user, or "". All ranks call it.
 
     The change is from the first step that no reader has looked up. A replica is as slow as its slowest rank.
     batch_size: samples of a full batch. stop_step: the end of the run.
     """
     measured: list[tuple[int, float | None, int]] = yield from collect(
-        seat.world, [seat.place.dp, pace.median(), shares.first_free]
+        context.world, [context.place.dp, pace.median(), shares.first_free]
     )
     first_free = max(free for _, _, free in measured)
     decision = (
         _decide(measured, shares.sizes(first_free - 1, batch_size), first_free)
-        if seat.rank == 0 and first_free < stop_step
+        if context.rank == 0 and first_free < stop_step
         else None
     )
-    decided: tuple[list[int], str] | None = yield from share(seat.world, decision)
+    decided: tuple[list[int], str] | None = yield from share(context.world, decision)
     if decided is None:
         return ""
     sizes, text = decided

@@ -113,9 +113,9 @@ def check_ranks(size: int, kind: Kind, oversubscribe: bool) -> None:
 def default_ranks(devices: str = "auto") -> int:
     """The number of ranks when no plan is given: those that were started, else one for each GPU, else one."""
     check_devices(devices)
-    seat = launched_rank()
-    if seat:
-        return seat.size
+    launched = launched_rank()
+    if launched:
+        return launched.size
     return max(1, torch.cuda.device_count()) if devices in ("auto", "cuda", "simulated:cuda") else 1
 
 

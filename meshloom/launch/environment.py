@@ -24,16 +24,16 @@ LEAST_SECRET = 16  # characters of MESHLOOM_SECRET
 def is_rank() -> bool:
     """Whether this process is one of several that were started as ranks."""
     try:
-        seat = launched_rank()
+        launched = launched_rank()
     except DeviceError:  # some variables are missing; what needs them says so
         return True
-    return seat is not None and (seat.size > 1 or "RANK" in os.environ)
+    return launched is not None and (launched.size > 1 or "RANK" in os.environ)
 
 
 def is_first_rank() -> bool:
     """Whether this process is rank 0, or the only one."""
-    seat = launched_rank()
-    return seat is None or seat.rank == 0
+    launched = launched_rank()
+    return launched is None or launched.rank == 0
 
 
 def launched_plan() -> str | None:

@@ -130,10 +130,10 @@ def leave(exit_code: int) -> None:
 
 def _who(mesh: Mesh | None) -> str:
     try:
-        seat = launched_rank()
+        launched = launched_rank()
     except DeviceError:  # variables are missing, which may be the very error
         return ""
-    return rank_name(seat.rank, mesh) if seat and seat.size > 1 else ""
+    return rank_name(launched.rank, mesh) if launched and launched.size > 1 else ""
 
 
 class EndedError(Exception):

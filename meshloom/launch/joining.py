@@ -48,7 +48,7 @@ FAREWELL_SECONDS = 5.0  # how long a finished rank waits for the others before i
 
 def join(
     mesh: Mesh,
-    seat: LaunchedRank,
+    launched: LaunchedRank,
     devices: str,
     timeout: timedelta,
     transport: str = "auto",
@@ -70,14 +70,14 @@ def join(
     activity.enter("joining")
     try:
         ours = not dist.is_initialized()  # otherwise the user's script has initialized it
-        store = _meeting_place(seat, timeout) if ours else dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        store = _meeting_place(launched, timeout) if ours else dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         # Ranks may open several worlds, one after another; each has its own part of the store.
-        opened = store.add(f"meshloom/opened/{seat.rank}", 1)
+        opened = store.add(f"meshloom/opened/{launched.rank}", 1)
         store = dist.PrefixStore(f"meshloom/{opened}", store)
         store.set_timeout(timeout)
         members = [rank_name(rank, mesh) for rank in range(mesh.size)]
-        signed = SignedStore(dist.PrefixStore("signed", store), seat.rank, members, launched_secret())
-        kind, device, reason = _agreed_device(seat, devices, signed)
+        signed = SignedStore(dist.PrefixStore("signed", store), launched.rank, members, launched_secret())
+        kind, device, reason = _agreed_device(launched, devices, signed)
         if algorithm and kind == "cuda":
             raise DeviceError(
                 f"exchange={algorithm} adds up on CPUs, and each rank has a GPU, where NCCL has rings and trees of its own. "
@@ -88,14 +88,14 @@ def join(
             dist.init_process_group(
                 both,
                 store=dist.PrefixStore("world", store),
-                rank=seat.rank,
-                world_size=seat.size,
+                rank=launched.rank,
+                world_size=launched.size,
                 timeout=timeout,
             )
         transports = agreed_transports(signed, mesh, launched_transport(transport), why_not())
         connections = RankGroups(
             mesh,
-            seat.rank,
+            launched.rank,
             dist.PrefixStore("groups", store),
             transports,
             device,
@@ -108,11 +108,11 @@ def join(
             backend = both if use in CARRIES_TENSORS else "gloo"
             return connections.connect(members, backend, algorithm if use == "dp" else "")
 
-        local = connect_rank(mesh, seat.rank, device, connect, activity)
+        local = connect_rank(mesh, launched.rank, device, connect, activity)
     except (RuntimeError, OSError) as error:
         how = " ".join(str(error).split())[:300]
         raise PeerLostError(
-            f"{rank_name(seat.rank, mesh)} could not join the other {seat.size - 1} ranks at {seat.address}:{seat.port}: {how}"
+            f"{rank_name(launched.rank, mesh)} could not join the other {launched.size - 1} ranks at {launched.address}:{launched.port}: {how}"
         ) from error
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -120,8 +120,8 @@ def join(
     else:
         used = f"{format_count(torch.get_num_threads(), 'thread')} each"
         communicating = f", {transports.text(mesh)}"
-    here = f"{seat.local_size} on each machine's" if seat.local_size < seat.size else "on"
-    why = f"{kind}: {format_count(seat.size, 'rank')} as processes {here} {format_count(cores(), 'core')}, {used} ({reason}){communicating}"
+    here = f"{launched.local_size} on each machine's" if launched.local_size < launched.size else "on"
+    why = f"{kind}: {format_count(launched.size, 'rank')} as processes {here} {format_count(cores(), 'core')}, {used} ({reason}){communicating}"
     activity.enter("own code")
     send_event({"event": "joined"})
     return World(mesh, [local], kind, why, Turns(), _parting(mesh, local, store, connections, ours))
@@ -188,23 +188,25 @@ def _meet_again(rank: int, size: int, store: dist.Store) -> bool:
     return True
 
 
-def _meeting_place(seat: LaunchedRank, timeout: timedelta) -> dist.Store:
+def _meeting_place(launched: LaunchedRank, timeout: timedelta) -> dist.Store:
     return dist.TCPStore(
-        seat.address,
-        seat.port,
+        launched.address,
+        launched.port,
         None,
-        is_master=seat.hosts_store,
+        is_master=launched.hosts_store,
         timeout=timeout,
         wait_for_workers=False,
-        multi_tenant=seat.hosts_store,
+        multi_tenant=launched.hosts_store,
     )
 
 
-def _agreed_device(seat: LaunchedRank, devices: str, store: SignedStore) -> tuple[Kind, torch.device, str]:
+def _agreed_device(
+    launched: LaunchedRank, devices: str, store: SignedStore
+) -> tuple[Kind, torch.device, str]:
     """The kind of device of all ranks, cuda if each has its own GPU; this rank's device, and the reason."""
     wanted = launched_devices(devices)
     count = torch.cuda.device_count()
-    index = seat.local_rank % max(1, count)
+    index = launched.local_rank % max(1, count)
     # some clusters show each process all GPUs of a machine, others one: what counts is whether ranks share
     own = (
         f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}"
@@ -213,10 +215,10 @@ def _agreed_device(seat: LaunchedRank, devices: str, store: SignedStore) -> tupl
     )
     seen = store.all_gather("gpu", own)
     num_gpus = len({gpu for gpu in seen if gpu})
-    if num_gpus == seat.size:
+    if num_gpus == launched.size:
         return "cuda", torch.device("cuda", index), visible_gpus(num_gpus)
     if wanted == "cuda":
         raise DeviceError(
-            f"devices=cuda needs {seat.size} GPUs, one for each rank, and {visible_gpus(num_gpus)}. Use devices=cpu."
+            f"devices=cuda needs {launched.size} GPUs, one for each rank, and {visible_gpus(num_gpus)}. Use devices=cpu."
         )
     return "cpu", torch.device("cpu"), "asked for" if devices == "cpu" else visible_gpus(count)

@@ -42,19 +42,19 @@ def open_world(
     check_devices(devices)
     check_transport(transport)
     check_timeout(timeout_seconds, "timeout_seconds=")
-    seat = launched_rank()
-    size = seat.size if seat else 1
+    launched = launched_rank()
+    size = launched.size if launched else 1
     if size > 1 and devices.startswith("simulated"):
         raise DeviceError(
             f"devices={devices} keeps all ranks in one process, but {size} processes were started. Start one, or use devices=cpu."
         )
-    if seat and mesh.size != size:
+    if launched and mesh.size != size:
         started = f"{format_count(size, 'process')} {'was' if size == 1 else 'were'}"
         raise PlanError(
             f"The plan needs {format_count(mesh.size, 'rank')} ({sizes(mesh)}), but {started} started. "
             f"Start {mesh.size} (torchrun --nproc-per-node {mesh.size} on one machine), or use a plan of {size}, like dp={size}."
         )
-    several = seat if size > 1 else None
+    several = launched if size > 1 else None
     if not several and mesh.size > 1:
         if devices in ("cpu", "cuda"):
             way_out = f"Start it with meshloom train or torchrun --nproc-per-node {mesh.size}, or use devices=simulated, which keeps all ranks in one process."

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from meshloom.comm.seat import Seat
+from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -41,15 +41,21 @@ class ChunkScope:
     """
 
     def __init__(
-        self, job: Job, plan: Plan, seat: Seat, model: nn.Module, *, dtype: torch.dtype | None = None
+        self,
+        job: Job,
+        plan: Plan,
+        context: RankContext,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self._job, self._plan, self._seat, self._model, self._dtype = job, plan, seat, model, dtype
+        self._job, self._plan, self._context, self._model, self._dtype = job, plan, context, model, dtype
         self.statistics: dict[int, RunningStatistics] = {}
         self.observer: Observer | None = None
 
     def data(self, chunk: Chunk) -> Any:
         """The chunk's batch on the computing device."""
-        return to_device(chunk.data, self._seat.device, self._dtype)
+        return to_device(chunk.data, self._context.device, self._dtype)
 
     @contextmanager
     def forward(
@@ -96,7 +102,7 @@ class ChunkScope:
             m = plan.microbatches
             index = chunk.index % m
             sizes = plan.sizes(chunk.batch)[index::m]
-            rows = Rows(sum(sizes[: self._seat.place.dp]), chunk.samples, sum(sizes))
+            rows = Rows(sum(sizes[: self._context.place.dp]), chunk.samples, sum(sizes))
         seed_everything(chunk_seed(self._job.seed, chunk.step, index))
         seen = around.enter_context(observer.watch(chunk, self._model)) if observer else None
         if plan.keyed_draws and not plan.captures:  # programs key their draws themselves

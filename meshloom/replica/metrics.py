@@ -41,7 +41,7 @@ def evaluate(replica: Replica, chunks: Iterable[Chunk]) -> Steps[dict[str, float
 def _evaluate(replica: Replica, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
     assert replica.job.evaluate
     metrics = replica.job.evaluate.metrics
-    sums = MetricSums(metrics, replica.seat.device)
+    sums = MetricSums(metrics, replica.context.device)
     with replica.modes.evaluation(), torch.no_grad():
         for chunk in chunks:
             if not chunk.samples:

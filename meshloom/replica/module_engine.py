@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshloom.comm.seat import Seat
+from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job, LossFunction, NamedParameters, as_sum
 from meshloom.core.mesh import Axis
@@ -33,9 +33,9 @@ from meshloom.replica.not_finite import find_not_finite
 class ModuleEngine(Engine):
     """One rank's `job` under `plan`."""
 
-    def __init__(self, job: Job, plan: Plan, seat: Seat) -> None:
+    def __init__(self, job: Job, plan: Plan, context: RankContext) -> None:
         self.shards = Shards({}, None)
-        self._job, self._plan, self._seat = job, plan, seat
+        self._job, self._plan, self._context = job, plan, context
         self._model: nn.Module
         self._parameters: NamedParameters = []
         self._exchange: Exchange
@@ -44,7 +44,7 @@ class ModuleEngine(Engine):
         self._model, self._parameters = model, trainable(model)
         several, joined = self._plan.num_chunks > 1, self._plan.sync_batch_norm
         scope.statistics[0] = RunningStatistics(
-            model, self._seat.groups["dp"], several=several, synchronised=joined
+            model, self._context.groups["dp"], several=several, synchronised=joined
         )
         return
         yield
@@ -75,7 +75,7 @@ class ModuleEngine(Engine):
         recorder: Recorder | None = None,
     ) -> Steps[None]:
         for chunk in chunks:
-            self._seat.activity.enter("chunk", chunk.step, chunk.index)
+            self._context.activity.enter("chunk", chunk.step, chunk.index)
             data = scope.data(chunk)
             with scope.forward(chunk, partial(self._rerun_alone, chunk, data)):
                 root, loss, weight = loss_sums.add(self._job.loss(self._model, data), chunk)
@@ -128,7 +128,7 @@ class ModuleEngine(Engine):
 
     def _complete(self, loss_sums: LossSums) -> None:
         loss_sums.close()
-        loss_sums.start(self._seat.groups["dp"])
+        loss_sums.start(self._context.groups["dp"])
 
     def _rerun(self, chunk: Chunk, data: Any) -> Tensor:
         return as_sum(self._job.loss(self._model, data), chunk.samples, needs_gradient=False)[0]

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0
-from meshloom.comm.seat import Seat
+from meshloom.comm.rank_context import RankContext
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps
 from meshloom.core.compiled import compiled_notes, without_compilation
@@ -63,17 +63,17 @@ class ProgramEngine(Engine):
     """One rank's stages of `job`'s loss under `plan`, and their parameters and buffers."""
 
     def __init__(
-        self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, timings: Timings | None = None,
+        self, job: Job, plan: Plan, context: RankContext, *, dtype: torch.dtype | None = None, timings: Timings | None = None,
         stored: ProgramCache | None = None,
     ) -> None:  # fmt: skip
         self.plan = plan
         self._timings = timings = timings or Timings()
-        self.seat = seat
+        self.context = context
         self.job = job
         self.dtype = dtype
-        team = seat.team or simulated_groups(1)[0]
-        self.pp: Group = seat.groups["pp"] if plan.pp > 1 else simulated_groups(1)[0]
-        self.tp: Group | None = seat.groups["tp"] if plan.tp > 1 else None
+        team = context.team or simulated_groups(1)[0]
+        self.pp: Group = context.groups["pp"] if plan.pp > 1 else simulated_groups(1)[0]
+        self.tp: Group | None = context.groups["tp"] if plan.tp > 1 else None
         if self.tp is not None:
             limits: Any = {"memory_bytes": plan.memory_bytes or None, "num_stages": plan.pp}
             given: Any = {"rules": job.rules, "placements": plan.tp_placements}
@@ -101,14 +101,14 @@ class ProgramEngine(Engine):
         size = self.plan.largest_share(self.job.batch_size)[0]
         with self._timings.of("first batches"):
             batches = (
-                yield from on_rank_0(self.seat.world, lambda: first_batches(self.job, 2, size), DataError)
+                yield from on_rank_0(self.context.world, lambda: first_batches(self.job, 2, size), DataError)
             ) or []
-        there = [to_device(each, self.seat.device, self.dtype) for each in batches]
+        there = [to_device(each, self.context.device, self.dtype) for each in batches]
         stages = yield from self.programs.open(
-            there, self.seat.world, model, own=batches[0] if batches else None
+            there, self.context.world, model, own=batches[0] if batches else None
         )
         yield from on_rank_0(
-            self.seat.world,
+            self.context.world,
             lambda: check_following(self.programs.others, leaves_of(batches[-1]).values),
             CaptureError,
         )
@@ -124,14 +124,14 @@ class ProgramEngine(Engine):
         for stage in self.stages:
             scope.statistics[stage.number] = RunningStatistics(
                 model,
-                self.seat.groups["dp"],
+                self.context.groups["dp"],
                 several=several,
                 changing=stage.changing,
                 followed=stage.program.in_place,
                 unite=self._sums.union,
             )
         self._gathered = GatheredTensors(
-            model, self.ownership, self.shards, self.pp, self.tp, self.seat.device
+            model, self.ownership, self.shards, self.pp, self.tp, self.context.device
         )
 
     @property
@@ -163,7 +163,7 @@ class ProgramEngine(Engine):
             self._parameters,
             self.pp,
             self.tp,
-            self.seat.device,
+            self.context.device,
             self._completion.backward_ended,
             accumulator,
         )
@@ -177,7 +177,7 @@ class ProgramEngine(Engine):
         recorder: Recorder | None = None,
     ) -> Steps[None]:
         self._exchange.begin_last_chunk()
-        activity = self.seat.activity
+        activity = self.context.activity
         activity.follow(self.cutter.schedule(len(chunks)).actions[self.pp.rank] if chunks else ())
         self._outside[self.job.loss].check_step()
         batches = [scope.data(chunk) for chunk in chunks]
@@ -202,7 +202,7 @@ class ProgramEngine(Engine):
         # known to the last stage's rank, zeros on the others
         yield from self._sums.add_up("pp", loss_sums.sums)
         # On a communicator of its own: replicas may have started different numbers of gradient all-reduces.
-        loss_sums.start(self.seat.statistics)
+        loss_sums.start(self.context.statistics)
 
     def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
         yield from self._sums.add_up(axis, sums)

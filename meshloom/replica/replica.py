@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import agree, collect
-from meshloom.comm.seat import Seat
+from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import windows_of
 from meshloom.core.exchanges import EXCHANGES
@@ -91,26 +91,28 @@ class Replica:
     """
 
     def __init__(
-        self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, share: bool = False, updates: bool = True,
+        self, job: Job, plan: Plan, context: RankContext, *, dtype: torch.dtype | None = None, share: bool = False, updates: bool = True,
         timings: Timings | None = None, stored: ProgramCache | None = None,
     ) -> None:  # fmt: skip
         self.timings = timings or Timings()
         self.job = job
         self.plan = plan
-        self.seat = seat
+        self.context = context
         self.dtype = dtype
         self._share = share
         self.updates = updates
         self.updating = False
-        self.replicas = seat.groups["dp"]
+        self.replicas = context.groups["dp"]
         # the signals that have asked this rank to stop, if ranks agree on that
         self.stop_requests: Sequence[int] | None = None
         self.recorder: Recorder | None = None  # of a pipeline's timeline
         # when the newest steps ended their computation and waited for the exchange
         self.arrivals: deque[float] = deque(maxlen=1000)
-        self.pace = Pace([self.replicas, seat.statistics], seat.device) if plan.shares == "measured" else None
+        self.pace = (
+            Pace([self.replicas, context.statistics], context.device) if plan.shares == "measured" else None
+        )
         with self.timings.of("building the model"):
-            self.model = build_model(job, seat.device, dtype)
+            self.model = build_model(job, context.device, dtype)
         self.modes = Modes(self.model)
         if plan.captures:
             make_dense(self.model)  # programs' gradients are
@@ -119,14 +121,14 @@ class Replica:
         self.num_trainable = sum(each.numel() for _, each in self.named)
         self._undo = ExitStack()
         if plan.sync_batch_norm and plan.dp > 1:
-            self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, seat.statistics))
-        self.sums = LossSums(seat.device, keeps_own=EXCHANGES[plan.exchange].independent)
+            self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, context.statistics))
+        self.sums = LossSums(context.device, keeps_own=EXCHANGES[plan.exchange].independent)
         self.engine: Engine = (
-            ProgramEngine(job, plan, seat, dtype=dtype, timings=self.timings, stored=stored)
+            ProgramEngine(job, plan, context, dtype=dtype, timings=self.timings, stored=stored)
             if plan.captures
-            else ModuleEngine(job, plan, seat)
+            else ModuleEngine(job, plan, context)
         )
-        self.scope = ChunkScope(job, plan, seat, self.model, dtype=dtype)
+        self.scope = ChunkScope(job, plan, context, self.model, dtype=dtype)
         self.frozen: NamedParameters = []
         self.copied = Traffic()  # parameters and buffers, at the start
         self.saved = Traffic()  # the exchange's state in checkpoints so far
@@ -136,12 +138,12 @@ class Replica:
     def prepare(self) -> Steps[None]:
         """Check that all ranks have the same job, copy rank 0's values, and build the parts of a step."""
         with self.timings.of("copying values"):  # includes waiting for ranks that build more slowly
-            yield from agree(self.seat.world, facts(self.job, self.plan, self.model))
+            yield from agree(self.context.world, facts(self.job, self.plan, self.model))
             num_bytes = sum(
                 tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values()
             )
             for axis in ("tp", "dp", "pp"):
-                group = self.seat.groups.get(axis)
+                group = self.context.groups.get(axis)
                 if group is not None and group.size > 1:
                     yield from copy_from_first(self.model, group)
                     self.copied += Traffic.along(axis, broadcast=num_bytes)
@@ -175,7 +177,7 @@ class Replica:
             self.pace.begin()
         self.exchange.begin_step()
         self.sums.begin(self.stop_requests)
-        doing = self.seat.activity
+        doing = self.context.activity
         doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]
         with self.modes.training():
@@ -193,7 +195,7 @@ class Replica:
             divisor = self.sums.own_divisor(chunks[0].batch)
         with self._span("exchange"):
             gradients = yield from self.exchange.finish(divisor)
-        yield from check_finite(self.engine, self.scope, self.seat.world, step, filled, total, weight)
+        yield from check_finite(self.engine, self.scope, self.context.world, step, filled, total, weight)
         yield from self.scope.finish()
         return Gradients(
             step=step, samples=chunks[0].batch, of_owned=gradients, loss=total / weight, weight=weight
@@ -201,7 +203,7 @@ class Replica:
 
     def update(self, found: Gradients) -> Steps[StepResult]:
         """The second half of a step: clip, update, publish the new parameters."""
-        step, doing = found.step, self.seat.activity
+        step, doing = found.step, self.context.activity
         doing.enter("updating", step)
         self.updating = True  # until all ranks have updated
         with self._span("update"):
@@ -230,7 +232,7 @@ class Replica:
     @property
     def stage_group(self) -> Group | None:
         """The group along pp; None: size 1."""
-        return self.seat.groups["pp"] if self.plan.pp > 1 else None
+        return self.context.groups["pp"] if self.plan.pp > 1 else None
 
     def notes(self) -> list[str]:
         """Notes for the user before the first step."""
@@ -239,7 +241,9 @@ class Replica:
     def take_notes(self) -> Steps[list[str]]:
         """Notes about buffers from all ranks of the replica, each once."""
         mine = self.scope.take_notes()
-        everyone: list[list[str]] = (yield from collect(self.seat.team, mine)) if self.seat.team else [mine]
+        everyone: list[list[str]] = (
+            (yield from collect(self.context.team, mine)) if self.context.team else [mine]
+        )
         return list(dict.fromkeys(note for notes in everyone for note in notes))
 
     def close(self) -> None:
@@ -255,7 +259,7 @@ class Replica:
         sparse = self.engine.sparse(made.optimizers)
         setup = Setup(
             plan=self.plan, named=self.named, frozen=self.frozen, group=self.replicas, replicated=self.engine.replicated,
-            windows=windows_of(self.replicas) if self.seat.device.type == "cpu" else None,
+            windows=windows_of(self.replicas) if self.context.device.type == "cpu" else None,
             may_share=lambda: self._share and not sparse.names and not why_separate(made, self.named),
             sparse=sparse.names, kept=sparse.kept, sparse_only=sparse.sparse_only,
         )  # fmt: skip

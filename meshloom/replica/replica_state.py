@@ -47,12 +47,12 @@ def optimizer_state(replica: Replica) -> Steps[tuple[list[Piece], list[Stream], 
     parameters by ending the round, optimizer state by its mean."""
     yield from settle(replica)
     if replica.exchange.independent:
-        yield from replica.updater.state.average(replica.replicas, replica.seat.readers)
-    pieces, streams, values = yield from replica.updater.state.save(replica.seat.world)
+        yield from replica.updater.state.average(replica.replicas, replica.context.readers)
+    pieces, streams, values = yield from replica.updater.state.save(replica.context.world)
     if replica.exchange.state is not None:
         here = {name for name, _ in replica.named} if replica.stage_group else None
         outer, gathered = yield from outer_pieces(
-            replica.exchange.state, replica.shards, replica.seat.world, replica.seat.device, here
+            replica.exchange.state, replica.shards, replica.context.world, replica.context.device, here
         )
         pieces = pieces + outer
         if gathered:
@@ -66,7 +66,7 @@ def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None
 
     The bytes go over the world's own group and are not counted as the plan's.
     """
-    world = replica.seat.world
+    world = replica.context.world
     checkpoint = yield from open_together(directory, world)
     yield from check_together(world, lambda: check(checkpoint))
     found: list[Loader] = []

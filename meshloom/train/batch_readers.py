@@ -66,9 +66,9 @@ class BatchReaders:
         self._readers = []
 
     def _open(self, replica: Replica, start: int) -> Steps[Reader]:
-        seat = replica.seat
-        if seat.team is None:
-            return open_reader(self._job, self._plan, seat.readers, start, self._steps, self._shares)
+        context = replica.context
+        if context.team is None:
+            return open_reader(self._job, self._plan, context.readers, start, self._steps, self._shares)
         return open_team_reader(
-            self._job, self._plan, seat.readers, seat.team, start, self._steps, self._shares
+            self._job, self._plan, context.readers, context.team, start, self._steps, self._shares
         )

@@ -37,7 +37,7 @@ class TeamEvaluation:
             self._data = build_dataset(self._job.evaluate.data, self._job.seed)
         shares = self._shares.of(max(next_step - 1, 0))
         chunks = [
-            evaluation_chunks(self._data, self._job, self._plan, replica.seat.readers, shares, num_batches)
+            evaluation_chunks(self._data, self._job, self._plan, replica.context.readers, shares, num_batches)
             for replica in replicas.all
         ]
         self._meter.evaluations += 1

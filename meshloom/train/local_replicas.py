@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from meshloom.comm.liveness.activity import Phase
-from meshloom.comm.seat import Seat
+from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps, advance_one, run_in_steps
 from meshloom.core.cache import Cache
 from meshloom.core.errors import JobError, MeshloomError, PeerLostError
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class LocalReplicas:
-    """`all`: in the order of the world's local seats. `warnings`: about programs kept from earlier starts.
+    """`all`: in the order of the world's local ranks. `warnings`: about programs kept from earlier starts.
 
     dtype, share, cache, timings: as for `Trainer`.
     """
@@ -48,11 +48,13 @@ class LocalReplicas:
         self.all: list[Replica] = []
         self.warnings: list[str] = []
         with ExitStack() as building:
-            for seat in world.local:
-                stored = _stored(cache, timings) if seat.rank == 0 and dtype is None else None
+            for context in world.local:
+                stored = _stored(cache, timings) if context.rank == 0 and dtype is None else None
                 self.warnings = stored.warnings if stored else self.warnings
-                of_first = timings if seat is world.local[0] else None
-                replica = Replica(job, plan, seat, dtype=dtype, share=share, timings=of_first, stored=stored)
+                of_first = timings if context is world.local[0] else None
+                replica = Replica(
+                    job, plan, context, dtype=dtype, share=share, timings=of_first, stored=stored
+                )
                 building.callback(replica.close)
                 self.all.append(replica)
             if len({id(replica.model) for replica in self.all}) < len(self.all):
@@ -72,8 +74,8 @@ class LocalReplicas:
 
     def enter(self, phase: Phase, step: int) -> None:
         """Record what all of them are doing, for diagnoses of ranks that do not answer."""
-        for seat in self._world.local:
-            seat.activity.enter(phase, step)
+        for context in self._world.local:
+            context.activity.enter(phase, step)
 
     def together(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
         """Run one generator per local replica in lockstep, and return their results; errors say which rank,
@@ -95,7 +97,7 @@ class LocalReplicas:
         turns = self._world.turns
         if len(self.all) == 1:
             return run_in_steps([steps(self.all[0])])
-        ranks = [_naming(steps(replica), replica.seat) for replica in self.all]
+        ranks = [_naming(steps(replica), replica.context) for replica in self.all]
         # programs talk in forward and backward, and when they are read, and not all ranks alike
         if self._plan.captures:
             return turns.run_steps(ranks)
@@ -114,12 +116,12 @@ def _stored(cache: str, timings: Timings) -> ProgramCache | None:
     return ProgramCache(Cache(directory), timings) if directory is not None else None
 
 
-def _naming(rank: Steps[T], seat: Seat) -> Steps[T]:
+def _naming(rank: Steps[T], context: RankContext) -> Steps[T]:
     """Names the simulated rank in an error of the user's code."""
     try:
         return (yield from rank)
     except MeshloomError:
         raise
     except Exception as error:
-        error.add_note(f"on simulated rank {seat.rank} ({seat.place})")
+        error.add_note(f"on simulated rank {context.rank} ({context.place})")
         raise

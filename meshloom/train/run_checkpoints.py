@@ -37,7 +37,7 @@ class RunCheckpoints:
         self.newest: tuple[int, Path] | None = None
         # An earlier run's checkpoints, until this run has its own.
         self._replaced = replicas.together(
-            lambda replica: open_directory(out, replica.seat.world, resume=resume, overwrite=overwrite)
+            lambda replica: open_directory(out, replica.context.world, resume=resume, overwrite=overwrite)
         )[0]
 
     def resume(self, directory: Path, steps: int) -> Checkpoint:
@@ -81,7 +81,7 @@ class RunCheckpoints:
                 },
                 fingerprint=replica.shards.fingerprint(replica.model),
                 plan_text=str(self._plan),
-                group=replica.seat.world,
+                group=replica.context.world,
                 keep=self._job.keep_checkpoints,
                 replaced=self._replaced,
             )

@@ -42,7 +42,7 @@ class ShareMeasurement:
         self._measures = plan.shares == "measured" and not shares.record and not simulated
         if plan.shares != "measured":
             return
-        replicas.together(lambda replica: agree(replica.seat.world, {"recorded_shares": shares.record}))
+        replicas.together(lambda replica: agree(replica.context.world, {"recorded_shares": shares.record}))
         if self._measures and job.batch_size < plan.dp:
             raise PlanError(
                 f"A batch of {format_count(job.batch_size, 'sample')} leaves some of dp={plan.dp} replicas without any, so their speed "
@@ -73,7 +73,7 @@ class ShareMeasurement:
 
         def decide(replica: Replica) -> Steps[str]:
             assert replica.pace
-            return remeasure(replica.seat, replica.pace, self._shares, self._job.batch_size, steps)
+            return remeasure(replica.context, replica.pace, self._shares, self._job.batch_size, steps)
 
         if note := self._replicas.together(decide)[0]:
             self._listener.note(note)

@@ -71,12 +71,12 @@ class StepMeter:
 
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes and seconds of the steps so far. All ranks call it."""
-        seat = self._replicas.first.seat
+        context = self._replicas.first.context
         counted = Traffic.of(
-            {"dp": self._counts()} | {axis: seat.groups[axis].counts for axis in self._axes_within}
+            {"dp": self._counts()} | {axis: context.groups[axis].counts for axis in self._axes_within}
         )
         arrivals = self._replicas.together(
-            lambda each: collect(each.seat.world, [at - self._start for at in each.arrivals])
+            lambda each: collect(each.context.world, [at - self._start for at in each.arrivals])
         )[0]
         return Summary(
             steps=self.num_steps,
@@ -89,7 +89,7 @@ class StepMeter:
             .over(["dp", *self._axes_within]),
             counted=counted,
             shares=time_shares(
-                self._steps + self._data, self._data, self._held_up, arrivals, seat.rank, self.num_steps
+                self._steps + self._data, self._data, self._held_up, arrivals, context.rank, self.num_steps
             ),
             checkpoint=checkpoint,
         )
@@ -98,12 +98,12 @@ class StepMeter:
         """What this process's first rank handed to collectives along dp, by kind."""
         replica = self._replicas.first
         counts = dict(replica.replicas.counts)
-        for name, count in replica.seat.statistics.counts.items():
+        for name, count in replica.context.statistics.counts.items():
             counts[name] = counts[name] + count if name in counts else count
         return counts
 
     def _seconds_in_collectives(self) -> float:
-        groups = self._replicas.first.seat.groups
+        groups = self._replicas.first.context.groups
         within = [count for axis in self._axes_within for count in groups[axis].counts.values()]
         return sum(count.seconds for count in (*self._counts().values(), *within))
 

@@ -37,7 +37,7 @@ class TimelineRecording:
         it is."""
         kept = self._plan.pp > 1 and self._out is not None and is_kept(step, self._start_step, self._steps)
         for replica in self._replicas.all:
-            replica.recorder = Recorder(replica.seat.device) if kept else None
+            replica.recorder = Recorder(replica.context.device) if kept else None
         return kept
 
     def keep(self, step: int) -> None:
@@ -47,10 +47,10 @@ class TimelineRecording:
             schedule = replica.engine.schedule(self._plan.microbatches)
             assert replica.recorder and schedule
             return gather_timeline(
-                replica.seat.world,
+                replica.context.world,
                 replica.recorder.take(),
                 step=step,
-                place=replica.seat.place,
+                place=replica.context.place,
                 schedule=schedule,
             )
 

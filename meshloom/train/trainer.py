@@ -128,8 +128,8 @@ class Trainer:
                         oversubscribe=oversubscribe,
                     )
                 )
-            for seat in self.world.local:
-                seat.activity.enter("setting up", 0)
+            for context in self.world.local:
+                context.activity.enter("setting up", 0)
             if not self.plan.synchronous:
                 settings = AsynchronousSettings(
                     steps=self.steps, out=self.out, resume=earlier, overwrite=overwrite, dtype=dtype,

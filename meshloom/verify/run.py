@@ -68,7 +68,7 @@ def verify(
         owned = trainer.together(_owned)[0]
         comparison: ComparisonRun | None = None
         if trainer.world.main:
-            device = trainer.replicas[0].seat.device
+            device = trainer.replicas[0].context.device
             comparison = ComparisonRun(Reference(job, keyed, dtype, device, shares))
         _run_steps(trainer, dtype, comparison)
         if comparison is None:
@@ -108,7 +108,7 @@ def _wrong_operator(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype |
     division = replica.engine.division
     if division is None:
         return []
-    device = replica.seat.device
+    device = replica.context.device
     (batch,) = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
     model, batch = build_model(job, device, dtype), to_device(batch, device, dtype)
     return [Cause("division", first_wrong_operator(division.first, model, batch))]
@@ -167,7 +167,7 @@ def _record(
 ) -> StepRecord:
     observer_of = dict(zip(map(id, trainer.replicas), observers, strict=True))
     chunks = trainer.together(
-        lambda replica: collect(replica.seat.world, _chunks(replica, observer_of[id(replica)]))
+        lambda replica: collect(replica.context.world, _chunks(replica, observer_of[id(replica)]))
     )[0]
     digests = trainer.together(_digests)[0]
     inconsistent = trainer.together(_inconsistencies)[0]
@@ -232,20 +232,20 @@ def _observing(replica: Replica) -> Iterator[_ChunkObserver]:
 
 def _chunks(replica: Replica, observer: _ChunkObserver) -> list[dict[str, Any]]:
     """The replica's chunks: recorded on the ranks with tp=0 and, in a pipeline, of the last stage."""
-    return [chunk.to_dict() for chunk in observer.chunks] if replica.seat.place.tp == 0 else []
+    return [chunk.to_dict() for chunk in observer.chunks] if replica.context.place.tp == 0 else []
 
 
 def _owned(replica: Replica) -> Steps[list[float]]:
     """The share of the trainable elements that each rank updates."""
     elements = replica.num_trainable
     mine = sum(part.stop - part.start for part in replica.exchange.owned)
-    return (yield from collect(replica.seat.world, mine / elements))
+    return (yield from collect(replica.context.world, mine / elements))
 
 
 def _digests(replica: Replica) -> Steps[list[list[int]]]:
     """For every replica, hashes of all state on its ranks: equal for equal replicas."""
     of_ranks = yield from collect(
-        replica.seat.world, [int(digest(each)) for each in held(state_of(replica.model).items()).values()]
+        replica.context.world, [int(digest(each)) for each in held(state_of(replica.model).items()).values()]
     )
     return [[each for rank in ranks for each in of_ranks[rank]] for ranks in replica.plan.mesh.teams()]
 
@@ -253,5 +253,5 @@ def _digests(replica: Replica) -> Steps[list[list[int]]]:
 def _inconsistencies(replica: Replica) -> Steps[list[str]]:
     """Differences between the ranks of a replica in replicated state."""
     mine = yield from replica.engine.check_replicated()
-    of_ranks: list[str | None] = yield from collect(replica.seat.world, mine)
+    of_ranks: list[str | None] = yield from collect(replica.context.world, mine)
     return list(dict.fromkeys(each for each in of_ranks if each))

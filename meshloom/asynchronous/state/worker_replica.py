@@ -149,7 +149,7 @@ class WorkerReplica:
         return self._world.turns.run_steps([steps(replica) for replica in self._replicas])
 
     def _execute(self, replica: Replica, command: _Command | None) -> Steps[_Answer]:
-        group = replica.seat.world
+        group = replica.context.world
         if group.size > 1:
             sent = [command] * group.size if group.rank == 0 else None
             command = yield from scatter_objects(group, sent)

@@ -74,7 +74,7 @@ def rehearse(
             return Rehearsal(
                 plan=plan,
                 threads=threads,
-                places=tuple(rank.seat.place for rank in ranks.all),
+                places=tuple(rank.context.place for rank in ranks.all),
                 steps=tuple(zip(*(each.steps for each in timed), strict=True)),
                 held=tuple(
                     _held(replica, each.kept, optimizer_factor)
@@ -91,7 +91,7 @@ def rehearse(
 class _Rank:
     """A rank, its clock, and its replica."""
 
-    seat: LocalRank
+    context: LocalRank
     clock: OwnClock
     replica: Replica = field(init=False)
 
@@ -129,11 +129,11 @@ class _Ranks:
 @contextmanager
 def _ranks(job: Job, plan: Plan, common_memory: bool) -> Iterator[_Ranks]:
     turns = Turns()
-    ranks = _Ranks(_seats(plan.mesh, turns, common_memory), turns)
+    ranks = _Ranks(_rehearsed_ranks(plan.mesh, turns, common_memory), turns)
     try:
         for rank in ranks.all:
-            rank.replica = Replica(job, plan, rank.seat, share=True)
-            _check_room(rank.replica, plan.mesh.size - rank.seat.rank)
+            rank.replica = Replica(job, plan, rank.context, share=True)
+            _check_room(rank.replica, plan.mesh.size - rank.context.rank)
         ranks.run(lambda rank: rank.replica.prepare())
         yield ranks
     finally:
@@ -142,7 +142,7 @@ def _ranks(job: Job, plan: Plan, common_memory: bool) -> Iterator[_Ranks]:
                 rank.replica.close()
 
 
-def _seats(mesh: Mesh, turns: Turns, common_memory: bool) -> list[_Rank]:
+def _rehearsed_ranks(mesh: Mesh, turns: Turns, common_memory: bool) -> list[_Rank]:
     cpu = torch.device("cpu")
     clocks = [OwnClock(cpu) for _ in range(mesh.size)]
 
@@ -156,13 +156,13 @@ def _seats(mesh: Mesh, turns: Turns, common_memory: bool) -> list[_Rank]:
             for rank, group in zip(members, groups, strict=True)
         ]
 
-    seats = simulated_ranks(mesh, [cpu] * mesh.size, turns, wrap)
-    return [_Rank(seat=seat, clock=clock) for seat, clock in zip(seats, clocks, strict=True)]
+    contexts = simulated_ranks(mesh, [cpu] * mesh.size, turns, wrap)
+    return [_Rank(context=context, clock=clock) for context, clock in zip(contexts, clocks, strict=True)]
 
 
 def _take_part(job: Job, plan: Plan, rank: _Rank, timed: Sequence[_Timed]) -> Steps[None]:
     """All steps of one rank, in one thread: a thread has its own kernels and thread pools. timed: [rank]."""
-    mine = timed[rank.seat.rank]
+    mine = timed[rank.context.rank]
     chunks = yield from _read(job, plan, rank)
     mine.num_filled = sum(1 for chunk in chunks if chunk.samples)
     mine.kept = yield from _watched_step(rank, chunks)
@@ -170,16 +170,16 @@ def _take_part(job: Job, plan: Plan, rank: _Rank, timed: Sequence[_Timed]) -> St
         yield from rank.replica.step(step, chunks)
     while not timed[0].are_enough(len(mine.steps)):
         mine.steps.append((yield from _timed_step(rank, WARM_UP_STEPS + len(mine.steps), chunks)))
-        rank.seat.world.barrier().wait()  # so that all ranks decide by the same steps
+        rank.context.world.barrier().wait()  # so that all ranks decide by the same steps
 
 
 def _read(job: Job, plan: Plan, rank: _Rank) -> Steps[list[Chunk]]:
     """The rank's share of the first batch."""
-    seat = rank.seat
-    if seat.team is None:
-        reader = yield from open_reader(job, plan, seat.readers, 0, 1)
+    context = rank.context
+    if context.team is None:
+        reader = yield from open_reader(job, plan, context.readers, 0, 1)
     else:
-        reader = yield from open_team_reader(job, plan, seat.readers, seat.team, 0, 1)
+        reader = yield from open_team_reader(job, plan, context.readers, context.team, 0, 1)
     try:
         return (yield from reader.read(0))
     finally:
@@ -196,7 +196,7 @@ def _watched_step(rank: _Rank, chunks: Sequence[Chunk]) -> Steps[int]:
 
 def _timed_step(rank: _Rank, number: int, chunks: Sequence[Chunk]) -> Steps[RankStep]:
     rank.clock.begin()
-    recorder = rank.replica.recorder = Recorder(rank.seat.device, rank.clock.nanoseconds)
+    recorder = rank.replica.recorder = Recorder(rank.context.device, rank.clock.nanoseconds)
     yield from rank.replica.step(number, chunks)
     rank.clock.stop()
     seconds, spans = rank.clock.seconds, recorder.take()

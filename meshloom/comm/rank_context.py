@@ -1,4 +1,4 @@
-"""The contract of a rank's place in a run: its coordinates, its device and its groups."""
+"""The contract of what a rank has in a run: its coordinates, device, groups and activity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshloom.comm.recording import RecordedGroup
 from meshloom.core.mesh import Axis, MeshCoordinates
 
 
-class Seat(Protocol):
+class RankContext(Protocol):
     """One rank of a run, as the code that runs on it sees it.
 
     rank: global number. place: its coordinates on the mesh.
