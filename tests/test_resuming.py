@@ -66,8 +66,7 @@ class Reads:
 
         patch.setattr(Path, "open", counting)
         patch.setattr(resuming, "empty_bytes", room)
-        patch.setattr(checkpoints, "load_file", otherwise)
-        patch.setattr(checkpoints, "safe_open", otherwise)
+        patch.setattr(checkpoints, "MappedTensors", otherwise)
 
     def _gone(self) -> None:
         self.alive -= 1

@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from meshloom.checkpoint.format import (
     META,
-    MODEL,
-    VERSION,
+    VERSIONS,
     Piece,
     checkpoint_directories,
     committed,
     fingerprint_of,
+    lies_in,
     named_step,
     piece_name,
     read_meta,
     step_directories,
+    weight_files,
 )
+from meshloom.checkpoint.mapped_tensors import MappedTensors
 from meshloom.checkpoint.saving import save
 from meshloom.core.errors import CheckpointError
 from meshloom.core.job import Job
@@ -88,7 +88,7 @@ class Checkpoint:
         self.plan_text: str = meta["plan"]
         self._fingerprint: dict[str, str] = meta["fingerprint"]
         self._pieces: dict[str, Any] = meta["pieces"]
-        self._files: dict[str, Any] = {}  # opened when first read from
+        self._files: dict[str, MappedTensors] = {}  # opened when first read from
 
     @staticmethod
     def open(path: Path, checksums: bool = True) -> Checkpoint:
@@ -153,7 +153,7 @@ class Checkpoint:
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of the flattened tensor `key`, flat, on the CPU. Only these are read
-        from disk."""
+        from disk, as they are touched."""
         parts: list[Tensor] = []
         position = start
         for file, first, last in self.parts(key):
@@ -161,9 +161,8 @@ class Checkpoint:
                 first <= start == stop <= last and not parts
             ):
                 end = min(stop, last)
-                parts.append(
-                    self._open(file).get_slice(piece_name(key, first, last))[position - first : end - first]
-                )
+                tensor = self._open(file).tensor(piece_name(key, first, last))
+                parts.append(tensor[position - first : end - first])
                 position = end
         if position != stop or not parts:
             raise CheckpointError(f"{self.path} has no elements {position} to {stop} of {key}.")
@@ -171,7 +170,12 @@ class Checkpoint:
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers by name, in full shape, on the CPU."""
-        return load_file(self.path / MODEL)
+        stored = self.stored_weights()
+        return {name: stored.tensor(name) for name in stored.entries}
+
+    def stored_weights(self) -> MappedTensors:
+        """The same, each read as it is touched."""
+        return MappedTensors([self.path / name for name in weight_files(self.meta)])
 
     def _entry(self, key: str) -> Mapping[str, Any]:
         if key not in self._pieces:
@@ -180,9 +184,9 @@ class Checkpoint:
             )
         return self._pieces[key]
 
-    def _open(self, file: str) -> Any:
+    def _open(self, file: str) -> MappedTensors:
         if file not in self._files:
-            self._files[file] = safe_open(self.path / file, framework="pt")
+            self._files[file] = MappedTensors([self.path / file])
         return self._files[file]
 
 
@@ -202,17 +206,15 @@ def _problem(path: Path, checksums: bool) -> str | None:
     meta = read_meta(path)
     if meta is None:
         return f"{path / META} is damaged: it is not what was written."
-    if meta["version"] != VERSION:
-        return (
-            f"{path} has version {meta['version']} of the format, and this meshloom reads version {VERSION}."
-        )
+    if meta["version"] not in VERSIONS:
+        return f"{path} has version {meta['version']} of the format, and this meshloom reads versions up to {VERSIONS[-1]}."
     named = {
-        MODEL,
+        *weight_files(meta),
         *meta["files"],
         *(file for piece in meta["pieces"].values() for file, _, _ in piece["parts"]),
     }
     for name in sorted(named):
-        if not _lies_in(path, name):
+        if not lies_in(path, name):
             return f"{path / META} names the file {name}, which does not lie in this directory: a checkpoint has no files elsewhere."
     for name, facts in meta["files"].items():
         file = path / name
@@ -227,13 +229,6 @@ def _problem(path: Path, checksums: bool) -> str | None:
 
 def _damaged(file: Path) -> str:
     return f"{file} is damaged: it has as many bytes as were written, but not the same ones."
-
-
-def _lies_in(path: Path, name: str) -> bool:
-    """Whether a checkpoint's file of that name is in its directory. A checkpoint from an untrusted source
-    could name other files."""
-    file = path / name
-    return name not in ("", ".", "..") and Path(name).name == name and file.resolve().parent == path.resolve()
 
 
 def _checksum(file: Path) -> int:

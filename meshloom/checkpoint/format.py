@@ -25,8 +25,9 @@ from typing import Any
 
 from torch import Tensor
 
-VERSION = 1
+VERSIONS = (1, 2)  # 2: weights in several files
 MODEL = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 META = "meta.json"
 SAVING = ".saving-"
 REMOVED = ".removed-"
@@ -70,6 +71,18 @@ def step_name(step: int) -> str:
 def state_name(rank: int, num_ranks: int) -> str:
     """The name of the file of one rank's pieces."""
     return f"state-{rank:05d}-of-{num_ranks:05d}.safetensors"
+
+
+def weight_files(meta: Mapping[str, Any]) -> list[str]:
+    """The names of the files that hold a checkpoint's weights."""
+    return list(meta.get("weights", [MODEL]))
+
+
+def lies_in(path: Path, name: str) -> bool:
+    """Whether the file `name` is in directory `path`. What comes from an untrusted source could name other
+    files."""
+    file = path / name
+    return name not in ("", ".", "..") and Path(name).name == name and file.resolve().parent == path.resolve()
 
 
 def describe(tensor: Tensor) -> str:

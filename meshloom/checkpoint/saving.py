@@ -26,7 +26,6 @@ from meshloom.checkpoint.format import (
     MODEL,
     REMOVED,
     SAVING,
-    VERSION,
     Piece,
     committed,
     last_order,
@@ -107,7 +106,7 @@ def save(
         problem = _first_problem(everyone)
         if rank == 0 and problem is None:
             body = {
-                "version": VERSION,
+                "version": 1,
                 "order": 1 + last_order(directory),
                 "step": step,
                 "plan": plan_text,

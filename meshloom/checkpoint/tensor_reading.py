@@ -69,17 +69,9 @@ class TensorReader:
             raise ValueError("it would not end within the file")
         text = bytearray(size)
         self._read(8, memoryview(text))
-        header: dict[str, Any] = json.loads(text)
-        entries: dict[str, TensorEntry] = {}
-        for name, each in header.items():
-            if name == "__metadata__":
-                continue
-            entries[name] = TensorEntry(name, tuple(torch.Size(each["shape"])), NAMED_DTYPES[each["dtype"]])
-            start, stop = (8 + size + offset for offset in each["data_offsets"])
-            if stop - start != entries[name].num_bytes or not 8 + size <= start <= stop <= self._size:
-                raise ValueError("it does not lie in the file")
-            self._starts[name] = start
-        return entries
+        found = parse_header(bytes(text), self._size)
+        self._starts = {name: start for name, (_, start) in found.items()}
+        return {name: entry for name, (entry, _) in found.items()}
 
     def _read(self, start: int, into: memoryview) -> None:
         if len(into):
@@ -98,6 +90,23 @@ class TensorReader:
                     position += count
         except OSError as error:
             raise CheckpointError(f"{self._path} cannot be read: {error.strerror or error}.") from error
+
+
+def parse_header(text: bytes, file_bytes: int) -> dict[str, tuple[TensorEntry, int]]:
+    """The tensors that a file of `file_bytes` bytes has by the JSON of its header, and the byte at which each
+    starts. Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` if it cannot be."""
+    header: dict[str, Any] = json.loads(text)
+    first = 8 + len(text)
+    found: dict[str, tuple[TensorEntry, int]] = {}
+    for name, each in header.items():
+        if name == "__metadata__":
+            continue
+        entry = TensorEntry(name, tuple(torch.Size(each["shape"])), NAMED_DTYPES[each["dtype"]])
+        start, stop = (first + offset for offset in each["data_offsets"])
+        if stop - start != entry.num_bytes or not first <= start <= stop <= file_bytes:
+            raise ValueError(f"{name} does not lie in the file")
+        found[name] = entry, start
+    return found
 
 
 def empty_bytes(entry: TensorEntry) -> torch.Tensor:
