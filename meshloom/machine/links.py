@@ -1,5 +1,4 @@
-"""How fast ranks communicate, and how much they slow each other down, as measured: lines from bytes to
-seconds, and factors.
+"""How fast ranks communicate, and how much they slow each other down: measured lines and factors.
 
 seconds of a collective                     seconds of an operator
     |             .  bytes / rate               |        .   4 ranks on 2 cores
@@ -28,17 +27,13 @@ Where = Literal["inside", "between"]
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Seconds of one collective among `ranks` ranks: latency_seconds + bytes / bytes_per_second, fitted to
-    measurements.
+    """Seconds of a collective of `ranks` ranks: latency_seconds + bytes / bytes_per_second, as fitted.
 
     Bytes are those of the tensor that one rank hands in. residual: largest relative error of the fit.
     among: ranks that ran on the devices at that time, in groups of `ranks`; 0: only these.
-    place: inside one host, or between hosts. in_place: tensors lay in memory that all ranks of the host can
-        read.
-    algorithm: the explicit all-reduce algorithm on messages (`costs.ALGORITHMS`); "": the transport's own
-        collective.
-    points: (bytes, seconds), bytes ascending, as measured; if there are any, predictions interpolate between
-        them instead of using the line.
+    place: inside one host, or between hosts. in_place: tensors lay in memory that all ranks can read.
+    algorithm: the explicit all-reduce on messages (`costs.ALGORITHMS`); "": the transport's own collective.
+    points: (bytes, seconds), bytes ascending, as measured; if any, predictions interpolate between them.
     """
 
     collective: Collective
@@ -84,8 +79,7 @@ class Link:
             )
 
     def seconds(self, num_bytes: float) -> float:
-        """The seconds for `num_bytes`: between the measured points, beyond the last one at its rate; from the
-        line where there are none."""
+        """The seconds for `num_bytes`: between measured points, then at the last rate; else from the line."""
         if not self.points:
             return self.latency_seconds + num_bytes / self.bytes_per_second
         (low, low_seconds), *rest = self.points
@@ -100,8 +94,8 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Crowd:
-    """How many times longer operators take when `ranks` ranks with `threads` threads each compute, than when
-    one of them does.
+    """How many times longer operators take when `ranks` ranks of `threads` threads compute, than when one
+    does.
 
     compute: operators that multiply in the cache. memory: operators that read and write memory.
     """
@@ -125,8 +119,7 @@ class Crowd:
 
 @dataclass(frozen=True, kw_only=True)
 class Company:
-    """What ranks that run together have measured of each other: how fast they communicate, and how much they
-    slow each other down."""
+    """What ranks that run together measured of each other: links, and how they slow each other down."""
 
     links: tuple[Link, ...]
     crowds: tuple[Crowd, ...]
@@ -161,8 +154,8 @@ def seconds_of(
     place: Where | None = None,
     in_place: bool = False,
 ) -> float | None:
-    """Seconds of the transport's own collective of `ranks` ranks, each handing in `num_bytes`; None if it was
-    not measured at all.
+    """Seconds of the transport's own collective, each rank handing in `num_bytes`; None if it was never
+    measured.
 
     The most similar measurement is used: place and whether tensors lie in place count first, then the ranks
     of the group, then those on the devices (among; default: any). For a number of ranks that was not
@@ -269,8 +262,7 @@ def slowdown(crowds: Sequence[Crowd], busy: float, threads: int, memory_share: f
     """How much longer a rank of `threads` threads takes when `busy` ranks compute, than alone. Between
     measured numbers it is interpolated; never less than 1.
 
-    Beyond the largest, where nothing was measured, and beyond the number of cores if each rank has one
-    thread: cores are shared evenly.
+    Beyond the largest, and beyond the cores if each rank has one thread: cores are shared evenly.
 
     >>> crowds = [Crowd(ranks=1, threads=1, compute=1.0, memory=1.0), Crowd(ranks=2, threads=1, compute=1.0, memory=1.5)]
     >>> slowdown(crowds, 2, 1, 0.5, 2), slowdown(crowds, 3, 1, 0.5, 2), slowdown(crowds, 4, 1, 0.5, 2), slowdown([], 4, 1, 0.5, 2)

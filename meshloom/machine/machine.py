@@ -1,14 +1,12 @@
 """What a machine does: measured seconds of operators by kind and size, and of collectives by kind and bytes.
 
-Values only. `planner/measure/machine_measurement.py` measures them, and predictions are made of them. The
-seconds of an operator come from a measured curve; between its points they are interpolated on logarithmic
-scales:
+Values only; `planner/measure/machine_measurement.py` measures them. The seconds of an operator come from a
+measured curve; between its points they are interpolated on logarithmic scales:
 
     seconds          .  <- beyond the last point: the last point's rate
         |        .
         |  ....            below the first point: what a call costs, however small
-        +-------------- work (FLOPs of matrix products, attention and convolutions, else bytes read and
-        written)
+        +-------------- work (FLOPs of matrix products, attention and convolutions, else bytes moved)
 """
 
 from __future__ import annotations
@@ -86,15 +84,12 @@ class Operation:
 class Machine:
     """One machine and one kind of its devices, as measured.
 
-    name: of the host. device: "cpu" or "cuda". model: the device's own name.
-    devices: the number of that kind (CPU: 1). cores, threads: of the CPU; threads of each rank during the
-        measurement.
-    memory_bytes: of one device.
+    name: of the host. device: "cpu" or "cuda". model: the device's own name. memory_bytes: of one device.
+    devices: of that kind (CPU: 1). cores, threads: of the CPU; threads of each rank during the measurement.
     measured_at: seconds since 1970.
     call_seconds, backward_call_seconds: of an operator that moves no data, like a view.
-    ranks: the number that measured `operations` at the same time. crowds: how much slower operators become
-        when several ranks compute. transport: of the measured links: shm, gloo, nccl, or shm+gloo between
-        hosts; "": there are no links.
+    ranks: how many measured `operations` at the same time. crowds: how much they slow each other down.
+    transport: of the measured links: shm, gloo, nccl, or shm+gloo between hosts; "": there are none.
     """
 
     name: str
@@ -142,8 +137,7 @@ class Machine:
         return slowdown(self.crowds, busy, threads, memory_share, self.cores)
 
     def operation(self, kind: Kind, dtype: str, *, backward: bool = False) -> Operation:
-        """The curve of a kind; for a dtype that was not measured, that of a dtype of the same width, else
-        float32's, else any."""
+        """The curve of a kind; for an unmeasured dtype, one of the same width, else float32's, else any."""
         curves = self._curves(kind, backward)
         width = _width(dtype)
         return (
@@ -165,9 +159,9 @@ def operator_seconds(
 ) -> float:
     """Predicted seconds of one call of an operator.
 
-    Operators that are counted in FLOPs take at least as long as their bytes would (the roofline model of
-    Williams et al., 2009). flops, num_bytes: of its forward, or of its backward. num_bytes: read and written,
-    each element once.
+    Operators counted in FLOPs take at least as long as their bytes would (the roofline of Williams et al.,
+    2009).
+    flops, num_bytes: of its forward, or of its backward; bytes read and written, each element once.
 
     >>> machine = example_machine()
     >>> operator_seconds(machine, "matmul", "float32", flops=2e9)
@@ -233,15 +227,13 @@ def machine_file(device: str) -> Path:
 
 
 def this_machine(device: str) -> Machine | None:
-    """The measurements of `meshloom calibrate` on this machine; None if there are none. Raises `MachineError`
-    for a broken file."""
+    """This machine's `meshloom calibrate`; None if there is none. Raises `MachineError` for a broken file."""
     path = machine_file(device)
     return load(path) if path.is_file() else None
 
 
 def load(path: Path) -> Machine:
-    """The machine saved in a file. Raises `MachineError` for a missing or broken file, or one of another
-    program."""
+    """The machine saved in a file. Raises `MachineError` for a missing, broken or foreign one."""
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -285,8 +277,7 @@ def example_machine() -> Machine:
 
 
 def _on_curve(points: Sequence[tuple[float, float]], work: float) -> float:
-    """Seconds at `work`: constant below the first point, log-linear between points, the last point's rate
-    above it.
+    """Seconds at `work`: constant below the first point, log-linear between points, then the last rate.
 
     >>> _on_curve([(10, 1.0), (1000, 100.0)], 100), _on_curve([(10, 1.0), (1000, 100.0)], 1), _on_curve([(10, 1.0), (1000, 100.0)], 2000)
     (10.0, 1.0, 200.0)

@@ -1,5 +1,4 @@
-"""Detects when a parameter's gradient is complete: after the last backward of this rank's stages that use
-it."""
+"""Detects when a parameter's gradient is complete: after the last backward of this rank that uses it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Runs a replica's microbatches through this rank's stages: forward and backward in the plan's schedule,
-or forward only."""
+"""Runs a replica's microbatches through this rank's stages, by the plan's schedule, or forward only."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class Around(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Runs:
-    """What is built once for microbatches of the same shapes. sent: axis -> kind of operation -> bytes
-    that this rank sends."""
+    """Built once for microbatches of the same shapes. sent: axis -> kind of operation -> bytes sent."""
 
     run: PipelineRun
     stages: Mapping[int, StageRun]
@@ -92,11 +90,9 @@ class Microbatches:
         around: Around,
         listener: ActionListener | None = None,
     ) -> Mapping[Axis, Mapping[str, int]]:
-        """Forward and backward of all microbatches; returns the bytes that this rank sent: axis -> kind of
-        operation -> bytes.
+        """Forward and backward of all microbatches; returns what this rank sent: axis -> kind -> bytes.
 
-        finish: what the loss returned for a microbatch -> the tensor where backward starts; called on the
-            last stage.
+        finish: what the loss returned for a microbatch -> where backward starts; on the last stage.
         """
         known = self._get([self._programs.key(each) for each in batches], training=True)
         self._begin(batches, finish, around)

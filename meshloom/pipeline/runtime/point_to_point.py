@@ -32,8 +32,7 @@ class Edge:
 
 @dataclass(frozen=True, order=True)
 class StageMessage:
-    """All values that one stage sends to another for one microbatch. produced_by: the action that produces
-    them."""
+    """All values that one stage sends to another for one microbatch. produced_by: the action that does."""
 
     source: int
     destination: int
@@ -62,8 +61,8 @@ class Step:
 def steps_of(
     schedule: Schedule, edges: Iterable[Edge], durations: Durations | None = None, ahead: int = 1
 ) -> tuple[tuple[Step, ...], ...]:
-    """Every rank's actions with their messages. edges: stages that exchange values; at least all that are
-    neighbours, if they do.
+    """Every rank's actions with their messages. edges: stages that exchange values, at least all neighbours
+    that do.
 
     ahead: receives of a pair that may be posted before they are needed.
     """
@@ -78,8 +77,7 @@ def steps_of(
 def _messages(
     schedule: Schedule, edges: Sequence[Edge]
 ) -> dict[Action, tuple[list[StageMessage], list[StageMessage]]]:
-    """Action -> the messages that it needs and those that it produces, including those that stay on a
-    rank."""
+    """Action -> the messages that it needs and those that it produces, those within a rank included."""
     split = schedule.split
     found: dict[Action, tuple[list[StageMessage], list[StageMessage]]] = {
         action: ([], []) for _, action in schedule

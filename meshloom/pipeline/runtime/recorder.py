@@ -1,5 +1,4 @@
-"""Records when a rank's actions and other parts of a step begin and end, and gathers the timeline of all
-ranks.
+"""Records when a rank's actions and other parts of a step begin and end; gathers the timeline of all ranks.
 
     recorder.begin()                      0F0      0F1   recompute 0B0
     PipelineRun(...).run(recorder)   |....[###]....[###]..[##======]      .... wait: derived from the gaps afterwards
@@ -41,8 +40,7 @@ class _Other:
 class Recorder:
     """A listener of `PipelineRun.run`.
 
-    device: on which the rank computes. clock: in nanoseconds, for spans on another clock than
-        `time.perf_counter_ns`.
+    device: on which the rank computes. clock: in nanoseconds, instead of `time.perf_counter_ns`.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], int] | None = None) -> None:
@@ -79,11 +77,7 @@ class Recorder:
             self._marks.append((None, self._now()))
 
     def take(self) -> tuple[Span, ...]:
-        """All spans since `begin` that have ended, in order of their start, in seconds of the clock, with
-        waits.
-
-        On a GPU this waits until the work is done.
-        """
+        """Ended spans since `begin`, by start, in seconds, with waits. Waits for the GPU's work."""
         start, times = self._seconds()
         found: list[Span | None] = []  # in order of their start; None: still open
         open_: list[tuple[int, Action | _Other, float]] = []  # with their index in `found`
@@ -121,8 +115,7 @@ class Recorder:
 def gather_timeline(
     group: Group, spans: Sequence[Span], *, step: int, place: MeshCoordinates, schedule: Schedule
 ) -> Steps[Timeline]:
-    """The timeline of all ranks' step on rank 0's clock, on every rank. All ranks call this right after the
-    step.
+    """All ranks' step on rank 0's clock, on every rank. All ranks call this right after the step.
 
     group: all ranks, CPU tensors. spans: this rank's, in seconds of `time.perf_counter`. step: from 1.
     """

@@ -3,8 +3,7 @@
     before an action    start the receives that come first in the pairs' orders; wait for what the action needs
     after it            start its sends without waiting; their memory is freed when they complete
 
-A microbatch's memory is freed after its backward. There is no collective between the first forward and the
-last backward.
+A microbatch's memory is freed after its backward. Between first forward and last backward is no collective.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ _autograd: Any = torch.autograd
 
 @dataclass
 class _Activations:
-    """A microbatch between its forward and the end of its backward. Outputs are not kept, only their
-    gradient edges."""
+    """A microbatch until its backward has ended. Of outputs only the gradient edges are kept."""
 
     # values of other stages, as leaves of the local graph
     inputs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -188,8 +187,7 @@ class StageRun:
 
 
 class DeferredWeightGradients(GradAccumulator):
-    """Weight gradients that are computed later than input gradients, so that other ranks need not wait for
-    them.
+    """Weight gradients computed later than input gradients, so that other ranks need not wait for them.
 
     I   dX = dY W; (X, dY) is stored        W   W.grad += dY^T X, b.grad += sum of dY
 

@@ -30,8 +30,7 @@ def make_schedule(
     stages_per_rank: int | None = None,
     durations: Durations | None = None,
 ) -> Schedule:
-    """The schedule called `name`. Raises `PlanError` for an unknown name, or numbers that it does not
-    support.
+    """The schedule called `name`. Raises `PlanError` for an unknown name or unsupported numbers.
 
     stages_per_rank: v; default: the schedule's own, 2 for interleaved.
     durations: of each stage's actions, for schedules built greedily; default: all equal.
@@ -73,11 +72,9 @@ def one_forward_one_backward(p: int, m: int, v: int, durations: Durations | None
 
 
 def interleaved(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
-    """Microbatches in groups of p (the last may be smaller): a group passes a rank's first stage, then its
-    second, ...
+    """Microbatches in groups of p: a group passes a rank's first stage, then its second, ...
 
-    This is optimal if all groups are complete. Otherwise the greedy schedule with the same memory may be
-    shorter.
+    Optimal if all groups are complete. Otherwise the greedy schedule with the same memory may be shorter.
     """
     groups = [range(start, min(start + p, m)) for start in range(0, m, p)]
     ranks = looped(p, v)
@@ -105,8 +102,7 @@ def interleaved(p: int, m: int, v: int, durations: Durations | None) -> Schedule
 
 
 def zero_bubble(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
-    """1f1b in which rank r delays weight gradients by r microbatches, so that every rank holds the
-    activations of p."""
+    """1f1b in which rank r delays weight gradients by r microbatches: each rank holds activations of p."""
     rows: list[list[Action]] = []
     for rank in range(p):
         forwards, inputs, weights = ([Action(rank, kind, number) for number in range(m)] for kind in _HALVES)

@@ -31,8 +31,7 @@ def check_schedule(schedule: Schedule, *, in_flight: int | None = None) -> None:
 
 
 def needs(action: Action, num_stages: int, split: bool) -> list[Action]:
-    """The actions that must precede an action, on any rank. split: whether the next stage's backward is in
-    two halves."""
+    """The actions that must precede one, on any rank. split: whether the next stage's backward is split."""
     stage, number = action.stage, action.microbatch
     if action.kind == "F":
         return [Action(stage - 1, "F", number)] if stage else []

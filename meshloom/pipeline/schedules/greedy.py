@@ -25,11 +25,10 @@ def build_greedily(
 ) -> Schedule | None:
     """The greedy schedule; None if it deadlocks under its limits.
 
-    limits: [rank], the most activations (of one stage for one microbatch) that it holds at a time, until the
-        end of their backward.
+    limits: [rank], the most activations (of one stage and microbatch) held at a time, until their backward
+        ends.
     split: backward in two halves. urgent: kinds, most urgent first, like IFW.
-    forwards: among ready forwards, prefers the one nearest to the loss, or microbatches in groups of as many
-        as there are ranks.
+    forwards: prefers the one nearest to the loss, or microbatches in groups of as many as there are ranks.
     """
     run = _Run(ranks, num_microbatches, limits, durations, split=split, urgent=urgent, forwards=forwards)
     if not run.to_the_end():

@@ -106,8 +106,7 @@ def run_on_paper(
 ) -> Timed:
     """The start and end of every action: it starts when its rank is free and its messages have arrived.
 
-    duration: of an action. transfer: from the end of one action to the arrival of its value on the other's
-        rank.
+    duration: of an action. transfer: from an action's end to the arrival of its value on the other's rank.
     Raises `AssertionError` for a schedule that deadlocks: run `check_schedule` first.
     """
     free = [0.0] * schedule.num_ranks

@@ -70,8 +70,7 @@ def choose_cuts(
     cuts: modules that begin the stages after the first, instead of a choice.
     memory_bytes: the most that a rank may hold: `state_factor` times its parameters' bytes, plus the
         activations in flight. Exact if each rank has one stage; otherwise cuts that fit may be missed.
-    in_flight: [moment][stage], microbatches whose activations are held, from `held_by_stage`; default: one of
-        each.
+    in_flight: [moment][stage], microbatches whose activations are held (`held_by_stage`); default: one each.
     ranks: stage -> its rank; default: a rank for each.
     holders: parameter or buffer -> the stages that hold it already; all of its users must be in these, or in
         others of their ranks (`where_used`).
@@ -79,8 +78,8 @@ def choose_cuts(
     step_seconds: seconds of a step with these stages. If given, cuts near the best are tried too, and the
         shortest step wins; no stage becomes `UNEVEN` times as slow as the slowest was.
     line: the program's `line_of`, if known; it then determines `work`, `kept` and `state_factor`.
-    Raises `PlanError` if there are too few places to cut, a module does not exist, or no cuts satisfy the
-    memory limit or `holders`.
+    Raises `PlanError` if there are too few places to cut, a module does not exist, or no cuts are within
+    limits.
     """
     rates = rates or Rates()
     if line is None:

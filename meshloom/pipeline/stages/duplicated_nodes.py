@@ -65,8 +65,8 @@ def split_fused_layers(part: Program, stage_of: Mapping[str, int]) -> Program:
 def restore_routed_rows(
     part: Program, stage_of: Mapping[str, int], routed: Mapping[str, RoutedRows]
 ) -> tuple[Program, dict[str, int]]:
-    """The program with routed rows put back into their places before they are sent, since other stages do not
-    know how many they are.
+    """The program with routed rows in their places while they are sent: other stages do not know their
+    number.
 
     stage_of: of all nodes. routed: values with such rows.
     """

@@ -49,8 +49,7 @@ class Limits:
 
 
 def best_cuts(line: Intervals, limits: Limits) -> list[int] | None:
-    """The places where stages end, except the last, in order; None: none were found. Ties go to the cuts
-    that send the least."""
+    """The ends of all stages but the last; None: none were found. Ties go to cuts that send the least."""
     unshared = [limits.memory_bytes] * limits.num_stages
     found = _fastest(line, limits, unshared)
     if found is None or not limits.is_shared or _excess(line, limits, found) <= 0:
@@ -59,8 +58,7 @@ def best_cuts(line: Intervals, limits: Limits) -> list[int] | None:
 
 
 def rank_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[float]:
-    """The most bytes that every rank holds: its parameters with their state, and the activations in
-    flight."""
+    """The most bytes that every rank holds: parameters with their state, and activations in flight."""
     bounds = list(pairwise([0, *cuts, line.num_nodes]))
     rows = [line.until(end, start) for start, end in bounds]
     found: list[float] = []
@@ -82,8 +80,8 @@ def refined(
 ) -> list[int]:
     """Neighbouring cuts moved together by a few places as long as this lowers the price, within all limits.
 
-    Several move at once, because work moves through a stage that must not become slower from the stage before
-    it to the one after.
+    Several move at once, as a stage that must not become slower passes work from the one before to the one
+    after.
     """
     places = line.places
     at = [places.index(cut) for cut in cuts]

@@ -30,8 +30,7 @@ class StageCost:
     """The cost of one stage and one microbatch.
 
     module, last_module: where it begins and ends. forward_seconds, backward_seconds: of computation.
-    later_seconds: the part of the backward that can be deferred. parameters: elements. parameter_bytes: of
-        these.
+    later_seconds: the deferrable part of the backward. parameters: elements. parameter_bytes: of these.
     state_bytes: with gradients and optimizer state, and buffers. What several stages use counts in each.
     kept_bytes: activations held from forward to backward, including received values.
     sent_bytes: outgoing values, each once. returned_bytes: their gradients, which come back.
@@ -60,7 +59,7 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The costs of all stages that end at one place and start at `first` or later; every array is [start -
+    """The costs of all stages that end at one place and start at `first` or later; arrays are [start -
     first].
 
     takes: seconds, with communication. moved_bytes: at both ends, in both directions.
@@ -211,8 +210,7 @@ class Intervals:
         return spans
 
     def _spans_of_kept(self, kept: Mapping[str, Sequence[SavedTensor]]) -> _Spans:
-        """The spans of saved tensors, in the stages that compute them: a later stage saves what it
-        received instead."""
+        """Saved tensors in the stages that compute them; a later stage saves what it received instead."""
         program = self.program
         given = {
             each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)

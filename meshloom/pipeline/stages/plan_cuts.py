@@ -56,8 +56,7 @@ def choose_stages(
 
 
 def line_of_plan(program: Program, priced: Mapping[str, Cost], plan: Plan, rates: Rates) -> Intervals:
-    """The cost of operators as stages, with the plan's recomputation; equal for plans that differ only in
-    stages and schedules."""
+    """The cost of operators as stages under the plan's recomputation, whatever its stages and schedule."""
     work, kept = work_of(program, priced, rates), {name: each.kept for name, each in priced.items()}
     if plan.recompute != "none":
         recomputation = recomputed(program, priced, plan.recompute, rates)

@@ -54,10 +54,8 @@ class _Form:
 class ProgramStore:
     """What one rank of a replica runs of `job`'s functions under `plan`.
 
-    team: all ranks of the replica, for decisions (CPU tensors). division: over the ranks along tp; None:
-        there is one.
-    dtype: precision to which model and batches are lifted for verification; decisions are those of the job's
-        own precision.
+    team: all ranks of the replica, for decisions (CPU tensors). division: over the ranks along tp; None: one.
+    dtype: to which model and batches are lifted for verification; decisions are in the job's own precision.
     """
 
     def __init__(
@@ -109,8 +107,7 @@ class ProgramStore:
     def ready(
         self, batch: Any, *, loss: LossFunction | None = None, training: bool = True
     ) -> Steps[ProgramKey]:
-        """Makes sure that there are stages for batches like this one. All ranks of the replica call this
-        with the same batch."""
+        """Makes sure that batches like this one have stages. The replica's ranks all pass the same batch."""
         loss = loss or self._job.loss
         key = self._key(batch, loss, training)
         if key is not None and key in self._entries:
@@ -246,8 +243,8 @@ class ProgramStore:
 
 
 def _pairs(batches: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Pairs of batches with the first one's shapes, to capture its program with; each replaces the pair
-    before if the loss cannot compute that.
+    """Pairs of batches with the first one's shapes to capture with; each replaces one that the loss cannot
+    compute.
 
     Another batch of the job if there is one. Otherwise the first with its samples rotated by one. But
     integers have meanings (offsets into other tensors, lengths), so the loss may fail on rotated ones: then

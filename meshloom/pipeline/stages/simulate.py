@@ -1,5 +1,4 @@
-"""The simulated seconds of a step under a schedule: its length, and how long each rank waits. Nothing is
-executed.
+"""The simulated seconds of a step under a schedule: its length, and how long each rank waits.
 
 Values for the next stage arrive some time after the action that produced them, while ranks compute. Values
 that skip stages are ignored: they left earlier than those for the next stage.

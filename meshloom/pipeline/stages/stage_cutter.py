@@ -37,8 +37,7 @@ from meshloom.tensor_parallel.partition import RoutedRows
 
 @dataclass(frozen=True, kw_only=True)
 class _Decided:
-    """The decisions for a program, which also hold at other sizes. stage_of: of each node. kept: as in
-    `Program`."""
+    """The decisions for a program, also at other sizes. stage_of: of each node. kept: as in `Program`."""
 
     program: Program
     stage_of: Mapping[str, int]
@@ -46,11 +45,9 @@ class _Decided:
 
 
 class StageCutter:
-    """Cuts the programs of `job` under `plan`. rates: to decide by; default: those of the machine of the rank
-    that decides.
+    """Cuts the programs of `job` under `plan`. rates: to decide by; default: of the deciding rank's machine.
 
-    choice, first: of the first program, which determines the stages of parameters; `choice` is on the rank
-        that chose.
+    choice, first: of the first program, which determines parameters' stages; `choice` only where it was made.
     """
 
     def __init__(
@@ -71,8 +68,7 @@ class StageCutter:
 
     @property
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """Parameter or buffer -> the ranks along pp whose stages use it, in stage order, but the one that
-        updates it first."""
+        """Parameter or buffer -> ranks along pp that use it: the one that updates it, then by stage."""
         assert self._users is not None, "cut() comes first"
         return {
             name: tuple(dict.fromkeys(self.ranks[stage] for stage in stages))
@@ -188,8 +184,8 @@ def stages_of_part(
 
 
 def with_reshard_stages(part: Program, stage_of: Mapping[str, int]) -> dict[str, int]:
-    """The stage of every node of one rank's part: that of the full program; for reshards, the stage where
-    fewer bytes are sent.
+    """The stage of every node of one rank's part: the full program's; for reshards, where fewer bytes are
+    sent.
 
     A reshard that enlarges a value runs where its result is used, and so do reshards fused with layers and
     those that take routed rows, whose number other ranks do not know. All others run where the value is

@@ -28,8 +28,7 @@ MOST_KEPT = 32  # sizes whose stages are cached; others are built again
 
 
 class StageForms:
-    """The forms of one loss on one rank. proved: that it is indifferent to sizes. tp: ranks that divide
-    it."""
+    """The forms of one loss on one rank. proved: its indifference to sizes. tp: ranks that divide it."""
 
     def __init__(self, proved: AnySize, tp: int) -> None:
         self.proved = proved
@@ -51,8 +50,7 @@ class StageForms:
         return self._class(sizes) in self._trusted
 
     def stages(self, sizes: Sizes) -> Stages | None:
-        """The stages for a batch of these trusted sizes; None: the form does not determine them on this
-        rank."""
+        """The stages for these trusted sizes; None: the form does not determine them on this rank."""
         key = tuple(sizes.items())
         stages = self._built.get(key) or self._trusted[self._class(sizes)].at(sizes)
         if stages is not None and key not in self._built:
@@ -60,8 +58,7 @@ class StageForms:
         return stages
 
     def learn(self, sizes: Sizes, stages: Stages) -> bool:
-        """Learns stages that were cut; returns whether a form reproduces them. If one does on all ranks,
-        they `trust` it."""
+        """Learns stages that were cut; returns whether a form reproduces them, for all to `trust` it."""
         which = self._class(sizes)
         guesses = (self._guesses.get(each) for each in (None, which))
         agreeing = next((each for each in guesses if each and equal(each.at(sizes), stages)), None)

@@ -1,8 +1,6 @@
-"""The traffic of a pipeline's stages in a step: bytes of values forward and of gradients back between stages,
-and along tp.
+"""Bytes that stages of a pipeline send in a step: values forward, their gradients back, and along tp.
 
-R4.2: s values per sample are sent between two stages, b samples are in the batch; s b values go forward, and
-    as many gradients come back where there are gradients.
+R4.2: of s values per sample between two stages and b samples, s b go forward; as many gradients come back.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ class StageTraffic:
 
 
 def traffic_of_stages(microbatches: Iterable[Iterable[Crossing]]) -> tuple[StageTraffic, ...]:
-    """Traffic between stages in a step. microbatches: of each, the values sent (`Stage.incoming` of all
-    stages)."""
+    """Traffic between stages in a step. microbatches: of each, `Stage.incoming` of all stages."""
     found: dict[tuple[int, int], list[int]] = {}
     for crossings in microbatches:
         for each in crossings:
@@ -48,8 +45,7 @@ def traffic_of_stages(microbatches: Iterable[Iterable[Crossing]]) -> tuple[Stage
 def traffic_of_ranks(
     microbatches: Iterable[Iterable[Crossing]], ranks: Sequence[int]
 ) -> tuple[StageTraffic, ...]:
-    """The same between the ranks along pp that hold the stages; what stays on a rank is not sent. ranks:
-    stage -> rank."""
+    """The same between the ranks along pp that hold the stages, without messages to self. ranks: by stage."""
     found: dict[tuple[int, int], StageTraffic] = {}
     for each in traffic_of_stages(microbatches):
         pair = ranks[each.source], ranks[each.destination]
@@ -73,8 +69,7 @@ def sent_by_rank(traffic: Iterable[StageTraffic], rank: int) -> int:
 
 
 def sent_over_tp(stages: Iterable[Stage], rank: int) -> Counter[str]:
-    """Kind of collective -> bytes that a rank along tp sends. stages: those that it runs, as often as it
-    runs them."""
+    """Kind of collective -> bytes that a rank along tp sends. stages: as often as it runs each."""
     found = Counter[str]()
     known: dict[int, list[SentCollective]] = {}  # of each stage once: microbatches of one shape share it
     for stage in stages:

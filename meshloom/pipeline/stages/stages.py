@@ -78,11 +78,9 @@ class Stage:
 
 
 def cut_into_stages(program: Program, stage_of: Mapping[str, int], num_stages: int) -> tuple[Stage, ...]:
-    """The stages of `program`. stage_of: node -> its stage; a node with operands from a later stage moves to
-    that stage.
+    """The stages of `program`. stage_of: node -> its stage; it moves to a later one with its operands.
 
-    Raises `CaptureError` if several stages would use a buffer that is updated, since each would see another
-    value.
+    Raises `CaptureError` if several stages use a buffer that is updated: each would see another value.
     """
     return _Cutter(program, stage_of, num_stages).stages()
 
@@ -130,8 +128,7 @@ class _Cutter:
         return tuple(self._stage(stage, nodes[stage], crossings) for stage in range(self.num_stages))
 
     def _homes(self, stage_of: Mapping[str, int]) -> dict[str, int]:
-        """Node -> the stage that computes it: as given, but not before its operands, and together with its
-        list of tensors."""
+        """Node -> its stage: as given, but not before its operands, and with its list of tensors."""
         home: dict[str, int] = {}
         for node in self.program.nodes:
             operand_stages = [
@@ -242,8 +239,7 @@ def computed_from_batch(program: Program) -> frozenset[str]:
 
 
 def updating(program: Program) -> dict[str, set[str]]:
-    """Buffer that changes -> the nodes that must be in one stage: those that read it, and the one that
-    computes its new value."""
+    """Buffer that changes -> the nodes that must share a stage: its readers and its new value's producer."""
     names = {
         each.value: name
         for name, each in program.buffers.items()
@@ -287,8 +283,7 @@ def _with_draws_in_place(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def _viewing_anything(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes with reshapes instead of views: expanded rows share memory on one device, but not after
-    they are received."""
+    """Reshapes for views: expanded rows share memory on one device, but not after they are received."""
     return [
         replace(node, target=aten.reshape.default) if node.target is aten.view.default else node
         for node in nodes

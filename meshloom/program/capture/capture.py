@@ -40,13 +40,12 @@ def capture(
     numbers: bool = True,
     fold: bool = True,
 ) -> Program:
-    """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if there is
-    none.
+    """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if none exists.
 
-    The loss is exported twice, with different data and seeds; what differs would be frozen in the program, so
-    it is refused.
-    dtype: convert the model and the batches to it first. numbers: whether numbers in a batch may be inputs;
-    else the program is specialized to them. fold: export identical modules once (`folding.py`).
+    The loss is exported twice, with different data and seeds; differences would be frozen, so they are
+    refused.
+    dtype: convert the model and the batches to it first. fold: export identical modules once (`folding.py`).
+    numbers: whether numbers in a batch may be inputs; else the program is specialized to them.
     """
     with one_thread():
         return capture_module(
@@ -69,8 +68,8 @@ def capture_module(
     fold: bool = True,
     once: bool = False,
 ) -> Program:
-    """`capture` of an existing module. Its tensors and the plain attributes that its forward changes are
-    unchanged afterwards.
+    """`capture` of an existing module, which is unchanged afterwards, its tensors and plain attributes
+    included.
 
     once: export it with the first batch alone, where the loss is known to freeze nothing.
     """

@@ -1,5 +1,4 @@
-"""Compares a program with the module it was captured from: loss, every gradient and every buffer, on fresh
-batches."""
+"""Compares a program with the module it was captured from: loss, gradients and buffers, on fresh batches."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, to
 class Difference:
     """The largest error of a program against eager, of the loss, a gradient or a buffer.
 
-    what: where it is. telling: whether the comparison meant something: losses were finite, and no gradient
-        was zero in all batches.
+    what: where it is. telling: whether losses were finite, and each gradient was nonzero in some batch.
     """
 
     error: float
@@ -72,7 +70,7 @@ def check_against_module(
     *,
     tolerance: float | None = None,
 ) -> Difference:
-    """Run both on each of `batches`. Raises `CaptureError` where they differ. The model is unchanged
+    """Run both on each of `batches`; raise `CaptureError` where they differ. The model is unchanged
     afterwards.
 
     tolerance: largest ||program - eager|| / max(||eager||, 1e-3 of the largest gradient norm). Default: by
@@ -110,8 +108,7 @@ def check_against_module(
 
 
 def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch: Any) -> None:
-    """Compare one forward: the results of the loss, and buffers. For a program that was fully compared
-    before."""
+    """Compare one forward: outputs of the loss, and buffers. For programs that were fully compared before."""
     limit = _tolerance(program)
     with one_thread(), _restored(model), preserved_draws(), default_precision(program.precision):
         mirror = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -191,8 +188,7 @@ def _program(
 
 @contextmanager
 def _taking_gradients(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Sketch]]:
-    """Collects sketches of the gradients of a backward, by name, and frees the gradients: one exists at a
-    time."""
+    """Collects sketches of a backward's gradients, by name, and frees each gradient: one exists at a time."""
     taken: dict[str, Sketch] = {}
 
     def take(name: str, parameter: Tensor) -> None:
@@ -210,8 +206,7 @@ def _taking_gradients(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Sk
 
 
 def _backward(outputs: list[Any]) -> None:
-    """Backward of the loss, if it requires grad; checkpointed blocks support `backward`, not
-    `autograd.grad`."""
+    """Backward of the loss, if it requires grad; checkpointed blocks do not support `autograd.grad`."""
     if isinstance(outputs[0], Tensor) and outputs[0].requires_grad:
         outputs[0].sum().backward()
 

@@ -7,8 +7,7 @@ modules and of the user's functions that these name:
     def loss(model, batch):
         return criterion(model(batch["x"] * data.scale), batch["y"]) * WEIGHTS["main"]
 
-reads `data.scale` and `WEIGHTS["main"]`. Only loads count, not stores: the loss may write `history["loss"] =
-...`.
+reads `data.scale` and `WEIGHTS["main"]`. Only loads count: the loss may write `history["loss"] = ...`.
 """
 
 from __future__ import annotations
@@ -244,8 +243,7 @@ class _Place:
 class Reads:
     """What a piece of code loads, including the functions defined in it.
 
-    names: globals. cells: closure variables. constants: texts in it. stored: texts used only as keys of
-    stores.
+    names: globals. cells: closure variables. constants: texts in it. stored: texts that only key stores.
     """
 
     names: tuple[str, ...] = ()

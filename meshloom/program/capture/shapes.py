@@ -46,8 +46,8 @@ def capture_shapes(
     kept: Callable[[nn.Module, Leaves, Callable[[], Program]], Program] | None = None,
     built: Callable[[Callable[[], Built]], Built] | None = None,
 ) -> Program:
-    """The program of `job.loss` for batches of the shapes of `batch`, like `capture`, but without values: it
-    can be analysed, not run.
+    """The program of `job.loss` for the shapes of `batch`, like `capture`, but without values: for analysis
+    only.
 
     The loss is exported once, so what only differs in a second export is not refused.
     dtype: convert the model and the batch to it first.
@@ -55,8 +55,7 @@ def capture_shapes(
     small: most elements of a tensor that has values while the model is built.
     kept: returns the program for the fake model and batch, from a cache or by calling its last argument.
     built: returns the model, unused so far, likewise.
-    Raises `CaptureError` if there is no program, or if the model's constructor needs the values of a larger
-    tensor.
+    Raises `CaptureError` if there is no program, or if the constructor needs values of a larger tensor.
     """
     leaves = leaves_of(batch)
     check_tensors(leaves)
@@ -126,8 +125,7 @@ def _build(job: Job, mode: FakeTensorMode, small: int, *, training: bool) -> nn.
 
 @contextmanager
 def _truncated_in_one_draw() -> Iterator[None]:
-    """Makes `trunc_normal_` draw once: it draws until no value lies outside, which is unknown of fake
-    values."""
+    """Makes `trunc_normal_` draw once; it repeats until all values fit, which is unknown of fake values."""
     init: Any = torch.nn.init
     draw = init._no_grad_trunc_normal_
     init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: (
@@ -197,8 +195,7 @@ def fake_of(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = No
 
 
 class _OnCPU(TorchFunctionMode):
-    """Replaces every device by the CPU: autograd ends the process at a device for which torch was not
-    built."""
+    """Replaces every device by the CPU: autograd aborts at a device for which torch was not built."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,5 +1,4 @@
-"""A count sketch: a tensor in a thirtieth of its memory, from which the distance of two tensors can be
-estimated.
+"""A count sketch: a tensor in a thirtieth of its memory, with estimates of the distance of two tensors.
 
 A large tensor is split into `FOLDS` rows, which are added up with random signs for every element. The sum of
 the difference of two tensors has its squared norm on average: every element counts once, and products of
@@ -27,8 +26,8 @@ class Sketch:
     """A sketch. Tensors of equal shapes have sketches that can be compared.
 
     folded: float64 [kept elements], of the finite elements (real and imaginary parts side by side); others
-    count as 0. odd: the same of codes for elements that are not finite (1 inf, 2 -inf, 3 NaN); None if all
-    are finite.
+        are 0.
+    odd: the same of codes for other elements (1 inf, 2 -inf, 3 NaN); None if all are finite.
     """
 
     shape: tuple[int, ...]
@@ -82,8 +81,7 @@ def sketch(tensor: Tensor) -> Sketch:
 
 
 def _signs(rows: int, width: int, device: torch.device) -> tuple[Tensor, list[int]]:
-    """Signs [width], and for each row by how much they are rolled; the same in every call. A single row has
-    no signs."""
+    """Signs [width], and by how much each row rolls them; the same in every call. A single row has none."""
     if rows == 1:
         return torch.ones(width, dtype=torch.float64, device=device), [0]
     generator = torch.Generator().manual_seed(0)

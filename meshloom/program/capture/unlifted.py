@@ -1,5 +1,4 @@
-"""The program of a loss in the job's own precision, beside the one captured in another precision for
-verification.
+"""The program of a loss in the job's own precision, beside the one captured in another for verification.
 
 Sharding and stage boundaries depend on sizes of values and costs of operators, and both double in float64.
 Verification must use those of training, so they are chosen for this program, captured by shapes, and applied

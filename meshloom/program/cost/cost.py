@@ -63,8 +63,8 @@ class Cost:
         attention, two operations per multiply-add; elementwise operators are 0. Recomputation does not count:
         checkpointed blocks are captured as what they compute.
     read_bytes, written_bytes: of all operands and results of its ATen calls in the forward, each element
-    once; views are 0. backward_read_bytes, backward_written_bytes: of its backward, including the sums of
-    gradients.
+        once; views are 0.
+    backward_read_bytes, backward_written_bytes: of its backward, including the sums of gradients.
     kept: memory that autograd keeps because of it. Memory that two nodes keep is listed at both.
     """
 
@@ -145,8 +145,7 @@ def _renamed_memory(memory: str, names: Mapping[str, str]) -> str:
 
 
 class _Saved:
-    """A tensor that autograd saved while node number `index` ran. It lives as long as autograd references
-    it."""
+    """A tensor that autograd saved while node `index` ran; it lives as long as autograd references it."""
 
     def __init__(self, index: int, tensor: Tensor) -> None:
         self.index = index
@@ -180,8 +179,7 @@ class _Meter(TorchDispatchMode):
 
 
 def _kept(program: Program, saved: Iterable[_Saved], owners: dict[int, str]) -> dict[int, dict[str, int]]:
-    """Index of the node -> memory -> bytes. Memory without an owner is named after the node that saved it
-    first."""
+    """Index of the node -> memory -> bytes. Memory without an owner is named after its first saver."""
     kept: dict[int, dict[str, int]] = defaultdict(dict)
     inside: dict[int, int] = defaultdict(int)
     for each in saved:

@@ -34,8 +34,7 @@ _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 
 
 def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> int:
-    """Floating-point operations of an ATen call: matrix products, convolutions, attention, fused recurrent
-    layers; 0 for others."""
+    """FLOPs of an ATen call: matrix products, convolutions, attention, fused recurrent layers; else 0."""
     formula = _FORMULAS.get(func.overloadpacket) or _FORMULAS_BY_NAME.get(func.name())
     return int(formula(*args, **kwargs, out_val=value)) if formula else 0
 
@@ -43,8 +42,7 @@ def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any)
 def bytes_read_and_written(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any
 ) -> tuple[int, int]:
-    """Bytes that an ATen call reads and writes if every element of an operand is accessed once. Views and
-    allocations cost nothing."""
+    """Bytes that an ATen call reads and writes, each element once; 0 for views and allocations."""
     name = func.overloadpacket.__name__
     outputs = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     if name in _ALLOCATE or not outputs:
@@ -92,8 +90,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def _recurrent_layer(x: Any, w_x: Any, w_h: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """x [length, batch, features] times w_x [gates, features], and as many states times w_h [gates,
-    hidden]."""
+    """x [length, batch, features] times w_x [gates, features], and states times w_h [gates, hidden]."""
     return 2 * x[0] * x[1] * (w_x[0] * w_x[1] + w_h[0] * w_h[1])
 
 
@@ -102,8 +99,7 @@ def _recurrent_layer_backward(*args: Any, out_shape: Any = None, **kwargs: Any) 
 
 
 def _grouped_product(x: Any, w: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Rows of x [rows, features] times the matrix of their group in w [groups, features, outputs]; other
-    groupings cost the same."""
+    """x [rows, features] times the matrix of each row's group in w [groups, features, outputs]."""
     return 2 * x[-2] * x[-1] * w[-1] * (x[0] if len(x) == len(w) == 3 else 1)
 
 
@@ -112,8 +108,7 @@ def _grouped_product_backward(x: Any, w: Any, *args: Any, out_shape: Any = None,
 
 
 def _trilinear(x: Any, w: Any, y: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """The sum of x w y, each with dims of 1 inserted by the lists of dims after them: two products and a sum
-    per element."""
+    """The sum of x w y, with dims of 1 inserted at the places in `args`: three operations per element."""
     shapes: list[list[int]] = []
     for shape, places in zip((x, w, y), args, strict=False):
         grown = list(shape)

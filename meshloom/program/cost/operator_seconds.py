@@ -1,5 +1,4 @@
-"""Seconds of every operator of a program: forward, backward, and the part of the backward that can be
-deferred.
+"""Seconds of every operator of a program: forward, backward, and the deferrable part of the backward.
 
 Schedules that split the backward compute gradients of weights when there is nothing else to do. This works
 for linear layers whose weights are parameters; the backward of other operators cannot be split.
@@ -72,16 +71,14 @@ def with_later(program: Program, seconds: Mapping[str, tuple[float, float]]) -> 
 def computed_again(
     work: Mapping[str, OperatorSeconds], seconds: Mapping[str, float]
 ) -> dict[str, OperatorSeconds]:
-    """The same with seconds of recomputation added to the backward. seconds: node -> seconds of recomputing
-    it."""
+    """The same with recomputation added to the backward. seconds: node -> seconds of recomputing it."""
     return {
         name: replace(each, backward=each.backward + seconds.get(name, 0.0)) for name, each in work.items()
     }
 
 
 def weights_that_wait(program: Program) -> frozenset[str]:
-    """Nodes whose weights' gradients can be computed separately: linear layers of parameters, outside of
-    autocast."""
+    """Nodes whose weight gradients can be computed later: linear layers of parameters, without autocast."""
     parameters = {each.value for each in program.parameters.values() if each.meta.requires_grad}
     return frozenset(node.name for node in program.nodes if _waits(node, parameters))
 

@@ -1,5 +1,4 @@
-"""Predicted seconds of a program's forward and backward on a machine: the sum over its operators, each by its
-kind and work."""
+"""Predicted seconds of a program on a machine: the sum over its operators, each by its kind and work."""
 
 from __future__ import annotations
 
@@ -156,8 +155,7 @@ def sum_of(parts: Iterable[Seconds]) -> Seconds:
 
 
 def node_seconds(node: Node, cost: Cost, machine: Machine) -> Seconds:
-    """Seconds of one operator: the time of a call if it moves no bytes; no backward if its result requires no
-    grad."""
+    """Seconds of one operator: those of a call if it moves no bytes; no backward without a gradient."""
     kind = kind_of(node, cost)
     dtype = str(node.outputs[0].dtype).removeprefix("torch.") if node.outputs else "float32"
     forward_bytes, backward_bytes = (

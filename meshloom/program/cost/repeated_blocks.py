@@ -1,11 +1,11 @@
 """Finds runs of identical blocks of operators in a program.
 
-Operators belong to a run because of what they compute and what they use, not because of the modules that they
-come from.
+Operators belong to a run because of what they compute and use, not because of the modules that they come
+from:
+operator i of a block uses what operator i of the block before uses, one block later, or the same value from
+outside.
 
-    ... b0 b1 b2 b3 b4 ... b97 b98 b99 ...      operator i of a block uses what operator i of the one before
-    uses,
-                                                one block later, or the same value from outside the run
+    ... b0 b1 b2 b3 b4 ... b97 b98 b99 ...
 """
 
 from __future__ import annotations
@@ -94,10 +94,7 @@ class OperandTable:
 
     def periods(self, *, min_blocks: int) -> list[int]:
         """Candidate numbers of operators in a block: frequent distances between identical operators, and
-        multiples.
-
-        Multiples, because layers that alternate (two kinds of masks) form one block together.
-        """
+        multiples of these, because layers that alternate (two kinds of masks) form one block together."""
         order = numpy.argsort(self._kinds, kind="stable")
         gaps = numpy.diff(order)[numpy.diff(self._kinds[order]) == 0]
         counts = numpy.bincount(gaps, minlength=1)
@@ -130,8 +127,7 @@ class OperandTable:
         return [name for name in map(self.values.__getitem__, used) if name in self.variables]
 
     def _repeats(self, period: int) -> tuple[Any, Any]:
-        """Two arrays over nodes: whether the node one period later repeats it, and the last node that both
-        use.
+        """Two arrays over nodes: whether the node one period later repeats it; the last node that both use.
 
         The other uses the same values from outside, or those one block later. A run in which both use a node
         begins behind that node.
@@ -159,8 +155,7 @@ class OperandTable:
         return repeats, latest
 
     def _are_counterparts(self, one: int, other: int, period: int) -> bool:
-        """Whether two variables have equal metadata, and the second is used where the first is, a block
-        later."""
+        """Whether two variables have equal metadata, and the second is used a block later than the first."""
         first, second = self.values[one], self.values[other]
         if self.variables.get(first, second) != self.variables.get(second, second):
             return False

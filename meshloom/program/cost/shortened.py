@@ -37,9 +37,7 @@ def node_by_node(
 ) -> dict[str, T]:
     """The results of `analyse` for every node of a program, by name; it may get a shorter program.
 
-    renamed: a node's result with values replaced by those of another block. Values that are not in the
-    mapping
-        stay.
+    renamed: a node's result with values replaced by those of another block; values not in the mapping stay.
     """
     short = shortened(program)
     if short is None:
@@ -81,8 +79,7 @@ class Shortened:
         return [node.name for node in self.whole.nodes[first : first + self.run.period]]
 
     def names(self, source: int, target: int) -> dict[str, str]:
-        """Values of a block and of the one before it -> those in the same places of another and of the one
-        before that."""
+        """Values of a block and the one before -> their counterparts in another and the one before."""
         names: dict[str, str] = {}
         for back in (1, 0):
             if min(source, target) >= back:

@@ -46,8 +46,7 @@ def fits(others: Mapping[str, str | None], values: Mapping[str, Any]) -> bool:
 
 
 def tensor_of(leaves: Leaves, each: Input, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor for one of a program's inputs. dtype: of floating-point numbers in the batch; default: the
-    input's own."""
+    """The tensor for an input. dtype: of floating-point numbers in the batch; default: the input's own."""
     if each.name in leaves.tensors:
         return leaves.tensors[each.name]
     own = each.meta.dtype
@@ -61,12 +60,12 @@ def tensor_of(leaves: Leaves, each: Input, dtype: torch.dtype | None = None) -> 
 def read_values(
     leaves: Iterable[Leaves], read: Callable[[list[Leaves]], T], *, numbers: bool = True
 ) -> tuple[T, Others]:
-    """The result of `read` for these batches, and how it treats what they hold besides tensors. Values are
-    those of the first batch.
+    """The result of `read` for these batches, and how it treats the first one's values besides tensors.
 
     read: called once or more, with batches whose tensors include numbers. numbers: whether these may be
-    inputs. Raises what `read` raises with all values as they are, and `CaptureError` where the loss reads an
-    object whose equality cannot be decided.
+        inputs.
+    Raises what `read` raises with all values as they are, and `CaptureError` where the loss reads an object
+    whose equality cannot be decided.
     """
     batches = list(leaves)
     values = batches[0].values
@@ -153,8 +152,7 @@ def text_of(value: Any) -> str | None:
 def with_other_numbers(
     leaves: Leaves, others: Mapping[str, str | None], values: Mapping[str, Any], *, moved: bool
 ) -> Any:
-    """The batch with those of `values` that the program is specialized to. moved: also change the numbers
-    that are inputs."""
+    """The batch with the `values` that a program is specialized to. moved: also change numeric inputs."""
     given = {name: values[name] for name in _fixed(others)}
     if moved:
         given |= {name: _moved(leaves.values[name]) for name, wanted in others.items() if wanted in _KINDS}
@@ -162,8 +160,7 @@ def with_other_numbers(
 
 
 def stand_ins(others: Mapping[str, str | None], leaves: Leaves) -> dict[str, Any]:
-    """Name -> what replaces the number in a batch for a program captured by shapes: a tensor for each that is
-    an input."""
+    """Name -> the tensor that replaces a number that is an input, for a program captured by shapes."""
     dtypes = {"a float": torch.get_default_dtype(), "an int": torch.int64}
     return {
         name: torch.tensor(leaves.values[name], dtype=dtypes[wanted])
@@ -273,8 +270,7 @@ def _check_stable(name: str, value: Any) -> None:
 
 
 def _view(leaves: Leaves, values: Mapping[str, Any], fixed: set[str], touched: dict[str, None]) -> Leaves:
-    """A batch whose tensors include its numbers, with `values` for what is fixed and unreadable stand-ins for
-    the rest."""
+    """The batch with its numbers as tensors, the fixed values, and unreadable stand-ins for the rest."""
     missing = [name for name in values if name not in leaves.values]
     if missing or len(values) != len(leaves.values):
         raise CaptureError(

@@ -21,8 +21,7 @@ def out_of_place(op: Callable[..., Any], value: Tensor, *args: Any, **kwargs: An
 
 
 def keyed(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`op` with each of its random operations seeded from the one before: an `aten.lstm` with dropout has
-    several."""
+    """`op` with each of its random operations seeded from the one before; `aten.lstm` has several."""
     with KeyedDraws():
         return op(*args, **kwargs)
 

@@ -10,8 +10,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Autocast:
-    """An autocast region of the loss, numbered in order of entry. Casts of parameters are cached until the
-    outermost region ends."""
+    """An autocast region, numbered by entry. Casts of parameters are cached until the outermost one ends."""
 
     number: int
     device: str
@@ -37,9 +36,8 @@ class Context:
 class Entered:
     """Switches between contexts while a program runs; restores the state on exit.
 
-    contexts: those that `move_to` names by number. device: type for the autocast regions, instead of the
-    recorded one.
-    lifted: run in full precision, without autocast.
+    contexts: those that `move_to` names by number. lifted: run in full precision, without autocast.
+    device: type for the autocast regions, instead of the recorded one.
 
     >>> with Entered((Context(), Context(grad=False))) as entered:
     ...     entered.move_to(1)
@@ -68,8 +66,7 @@ class Entered:
         self._leave_until(0)
 
     def move_to(self, number: int) -> None:
-        """Leave the regions that are not around context `number`, enter those that are, and set its grad
-        mode.
+        """Enter the regions and grad mode of context `number`, and leave the regions that are not around it.
 
         Gradients are recorded only if they also are around the whole program.
         """

@@ -1,5 +1,4 @@
-"""Random draws of a program, numbered in eager order, each seeded from the one before as `KeyedDraws`
-does."""
+"""Random draws of a program, numbered in eager order, each seeded from the one before (`KeyedDraws`)."""
 
 from __future__ import annotations
 

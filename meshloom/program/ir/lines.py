@@ -37,8 +37,7 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class SourcePlace:
-    """Where something happened: the user's line, and the line of an installed package reached from it, if
-    any."""
+    """Where something happened: the user's line, and the line of an installed package reached from it."""
 
     line: SourceLine | None
     inside: SourceLine | None

@@ -47,8 +47,8 @@ class Meta:
 class Node:
     """One operator.
 
-    target: an `OpOverload`, `operator.getitem`, or `out_of_place` of an in-place operator, its first
-    argument.
+    target: an `OpOverload`, `operator.getitem`, or `out_of_place` of its first argument, an in-place
+        operator.
     args, kwargs: `Ref`s, tuples (also for lists) and constants.
     context: the autocast regions and grad mode around it.
     path: the module whose forward it is in; '' is the model itself or the loss function.

@@ -24,8 +24,7 @@ from meshloom.program.ir.sparse_constants import dense_parts, strides_of
 class Program:
     """The loss of one batch. Equal programs compute the same.
 
-    parameters: name -> variable, in the module's order, tied ones once, unused ones included. buffers:
-    likewise.
+    parameters, buffers: name -> variable, in the module's order, tied ones once, unused ones included.
     constants: value -> its tensor.
     inputs: the batch's tensors, in order, then numbers in the batch.
     others: what else the batch holds, and what it must be for this program (`batch_values.py`).
@@ -59,8 +58,7 @@ class Program:
     compiled: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False, compare=False)
 
     def digest(self) -> str:
-        """A short hash of all that it computes: equal for equal programs, in any process. The user's lines do
-        not count."""
+        """A short hash of all that it computes, but for source lines: equal for equal programs everywhere."""
         return self._digest
 
     @cached_property

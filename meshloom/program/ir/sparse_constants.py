@@ -1,7 +1,6 @@
 """Properties of tensors that also work for sparse (COO) constants, by way of their indices and values.
 
-A graph's adjacency matrix in `torch.sparse.mm(A, x)` is one. Operators may read them; their results are
-dense.
+A graph's adjacency matrix in `torch.sparse.mm(A, x)` is one. Operators may read them, not return them.
 """
 
 from __future__ import annotations

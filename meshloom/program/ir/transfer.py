@@ -1,7 +1,6 @@
 """Programs as bytes, for other ranks and the cache: a header of JSON, then the constants. Nothing is pickled.
 
-magic | hash of all that follows (16 bytes) | length of the header (8 bytes) | header | constants
-(safetensors)
+magic | hash of the rest (16 bytes) | length of the header (8 bytes) | header | constants (safetensors)
 """
 
 from __future__ import annotations

@@ -51,8 +51,7 @@ class _Context:
 
 
 def with_operators(applied: Applied) -> Tensor:
-    """The function's result, with the gradient of its backward. Raises `CaptureError` if shapes or dtypes
-    rule that out."""
+    """The result, with the gradient of the function's backward. Raises `CaptureError` for unfit shapes."""
     args = applied.args
     y, backward = _run(applied, [each.detach() if isinstance(each, Tensor) else each for each in args])
     tensors = [each for each in args if isinstance(each, Tensor)]

@@ -46,8 +46,7 @@ class Joint(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """A change of placement of one value. before, after: the pieces that ranks hold (everything, unless
-    sharded)."""
+    """A change of placement of one value. before, after: the pieces that ranks hold (all unless sharded)."""
 
     source: Kind
     target: Kind
@@ -209,8 +208,7 @@ def _summed(after: Pieces, group: Group, value: Tensor) -> Tensor:
 
 
 def start_sum(after: Pieces, group: Group, value: Tensor, *, ours: bool = False) -> Callable[[], Tensor]:
-    """Start adding up all ranks' `value`s; the returned function waits, and returns this rank's part in
-    `after`.
+    """Start adding up all ranks' `value`s; the returned function waits for this rank's part in `after`.
 
     By all-reduce if that is everything or shared, else by reduce-scatter. ours: `value` has no other readers,
     so it may be overwritten by the sum.
@@ -267,8 +265,7 @@ def _gathered(before: Pieces, after: Pieces, group: Group, value: Tensor) -> Ten
 
 
 def start_gather(before: Pieces, group: Group, value: Tensor) -> Callable[[], Tensor]:
-    """Start gathering all ranks' parts on every rank; the returned function waits, and returns the full
-    value."""
+    """Start gathering all ranks' parts everywhere; the returned function waits for the full value."""
     source = owned(before)
     mine = take_within(source, before, group.rank, value) if before.is_shared else value
     longest = max(source.num_elements(rank) for rank in range(group.size))

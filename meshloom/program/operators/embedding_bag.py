@@ -18,8 +18,8 @@ class BagsOfPart:
     """`embedding_bag` of the rows from `start` on, of `num_rows`: the ranks' results sum to the bags.
 
     mode: SUM or MEAN. padding: the row that does not count, -1 for none. has_last: whether offsets end with
-    the number of entries. first: whether this is the first rank, which alone returns the operator's other
-    results. shapes: of those.
+        the number of entries.
+    first: whether this is the first rank, which alone returns the other results. shapes: of those.
     """
 
     start: int

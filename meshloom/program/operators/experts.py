@@ -35,8 +35,7 @@ def place_rows(part: Tensor, rows: Tensor, dim: int, size: int) -> Tensor:
 
 
 def lookup_of_part(table: Tensor, index: Tensor, first: int, num_groups: int) -> Tensor:
-    """Entries [n, *] by index [n] of a table, of which this is the part from entry `first` on; all of them
-    lie in it."""
+    """Entries [n, *] by index [n], all of which lie in `table`, the part of a table from entry `first` on."""
     local: Any = index.remainder(num_groups) - first
     return torch.ops.aten.index.Tensor(table, [local])
 
@@ -44,8 +43,7 @@ def lookup_of_part(table: Tensor, index: Tensor, first: int, num_groups: int) ->
 def grouped_product_of_groups(
     product: Callable[..., Tensor], x: Tensor, w: Tensor, ends: Tensor, first: int
 ) -> Tensor:
-    """`_grouped_mm` of some groups: x [n, k], their rows; w [some groups, k, n], from group `first` on; ends
-    [groups]: of all rows."""
+    """`_grouped_mm` of some groups, from `first` on: their x [n, k], w [groups, k, n]; ends of all groups."""
     if not x.shape[0] or not w.shape[0]:
         return zeros_of(x, w, shape=(x.shape[0], w.shape[-1]))
     here = ends[first : first + w.shape[0]]

@@ -22,8 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class GradBuffer:
-    """The buffer of a parameter's gradient, of its shape and dtype. filled: it holds gradients of this step,
-    which are not in `.grad`."""
+    """The buffer of a parameter's gradient. filled: it holds gradients of this step that `.grad` lacks."""
 
     tensor: Tensor
     filled: bool
@@ -39,8 +38,8 @@ class GradAccumulator(ABC):
 
     @abstractmethod
     def add(self, weight: Tensor | None, bias: Tensor | None, rows: Tensor, inputs: Tensor) -> None:
-        """Add to the gradients of weight [o, k] and bias [o], if given, those for outputs' gradients `rows`
-        [n, o] and inputs [n, k]."""
+        """Add to the gradients of weight [o, k] and bias [o], if given: outputs' gradients `rows` [n, o] and
+        inputs [n, k]."""
 
 
 class DirectAccumulator(GradAccumulator):
@@ -81,7 +80,6 @@ class DirectAccumulator(GradAccumulator):
 
 
 def can_accumulate(tensor: Tensor) -> bool:
-    """Whether it is a leaf whose gradient autograd would only accumulate: it has no hooks that read or change
-    it."""
+    """Whether it is a leaf without hooks, whose gradient autograd would only accumulate."""
     hooked: Any = tensor
     return tensor.is_leaf and tensor.requires_grad and not hooked._backward_hooks

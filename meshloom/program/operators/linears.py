@@ -1,5 +1,5 @@
-"""Linear layers with outputs sharded over the ranks, together with resharding of their input (`gathered.py`):
-q, k and v of a block.
+"""Linear layers with sharded outputs, with resharding of their common input (`gathered.py`): q, k, v of a
+block.
 
 y_i = x w_i^T + b_i      x is sharded or invariant; every rank has some rows of every w_i
 """
@@ -19,8 +19,7 @@ from meshloom.program.operators.gathered import GatheredLayers
 
 @dataclass(frozen=True, kw_only=True)
 class GatheredLinears(GatheredLayers):
-    """x [b*, k], weights w_0 [o_0, k], b_0 [o_0], w_1, ... -> [b*, o_i] for each layer. biased: whether each
-    layer has a bias.
+    """x [b*, k], weights w_0 [o_0, k], b_0 [o_0], w_1, ... -> [b*, o_i]. biased: whether each has a bias.
 
     accumulator: accumulates the gradients of weights that are parameters; None: autograd does.
     """

@@ -50,8 +50,7 @@ class _Zeros(torch.autograd.Function):
 def convolution_of_nothing(
     x: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[int], *would_be: Any
 ) -> Tensor:
-    """A convolution without input or output channels: its bias [c] everywhere in [..., c, space], or an empty
-    tensor.
+    """A convolution without input or output channels: its bias [c] everywhere in `shape`, or an empty tensor.
 
     would_be: the operator on ranks that have channels, and its settings.
     """
@@ -98,8 +97,8 @@ def cosine_losses_of_part(one: Tensor, other: Tensor, target: Tensor, margin: fl
 def negative_log_likelihood_of_part(
     x: Tensor, target: Tensor, start: int, reduction: int, ignored: int
 ) -> Tensor:
-    """This shard's share of `nll_loss`, where it has the log-probabilities of the classes from `start` on:
-    shares sum to the loss.
+    """This shard's share of `nll_loss`, from the log-probabilities of the classes from `start` on; shares add
+    up.
 
     x [n, part of v, space], target [n, space]. reduction: 0 none, 1 mean, 2 sum, as in ATen.
     """
@@ -120,11 +119,10 @@ class CrossEntropyOfPart:
 
     Two all-reduces: the largest logit per row; then `num_sums` numbers per row: the sum of exponentials, the
     target's logit, with class weights the target's weight, and for smoothing the sum of logits. Backward
-    needs no communication: softmax minus target of this part. (Megatron-LM's vocabulary-parallel loss;
-    Shoeybi et al., 2019.)
+    needs no communication: softmax minus target of this part (Shoeybi et al., 2019).
 
-    starts: first class of every rank's part. reduction: 0 none, 1 mean, 2 sum, as in ATen. weighted: whether
-        classes have weights.
+    starts: first class of every rank's part. weighted: whether classes have weights.
+    reduction: 0 none, 1 mean, 2 sum, as in ATen.
     """
 
     starts: tuple[int, ...]
@@ -140,8 +138,7 @@ class CrossEntropyOfPart:
         return 2 + self.weighted + bool(self.smoothing) * (1 + self.weighted)
 
     def run(self, group: Group, logits: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Run on this rank: logits [n, part of v, space], target [n, space], weight [part of v] -> the
-        loss."""
+        """On this rank: logits [n, part of v, space], target [n, space], weight [part of v] -> the loss."""
 
         def largest(values: list[Tensor]) -> Tensor:
             group.all_reduce(values[0], "max").wait()

@@ -1,5 +1,4 @@
-"""Collectives of a change of placement and their payloads, forward and backward, as run by
-`collectives.py`."""
+"""Collectives of a change of placement and their payloads, forward and backward (`collectives.py`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Recurrent networks with hidden units sharded over the ranks: rows of the weights of their gates, their
-states, their outputs.
+"""Recurrent networks with sharded hidden units: rows of the weights of their gates, their states, their
+outputs.
 
 A step needs the full hidden state h, and computes a part of the next one:
 
@@ -7,8 +7,7 @@ A step needs the full hidden state h, and computes a part of the next one:
                                        gather h'  ->  next step
     rank 1:   W_1 h + U_1 x  ->  h'_1 /
 
-So each step gathers h, and in backward sums the gradient of h. Gates are elementwise, and need no
-communication.
+So each step gathers h, and in backward sums the gradient of h. Gates are elementwise: no communication.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def cell_of_part(
 class RecurrentOfPart:
     """`aten.lstm`, `gru`, `rnn_tanh` or `rnn_relu` where every rank computes some hidden units of all layers.
 
-    held: rank -> its units, of `num_hidden`. dropout: rate between layers; every rank draws the same for all
-    units.
+    held: rank -> its units, of `num_hidden`. dropout: rate between layers, with equal draws on all ranks.
     num_draws: draws that the unsharded operator counts; its kernel may draw a different number.
     """
 
@@ -75,8 +73,7 @@ class RecurrentOfPart:
     batch_first: bool
 
     def run(self, group: Group, x: Tensor, states: Any, weights: Sequence[Tensor]) -> Any:
-        """Run on this rank: x [t, b, i] in full; states and weights of its units -> outputs [t, b, directions
-        part], last states."""
+        """On this rank: x [t, b, i], its states, weights -> outputs [t, b, directions part], states."""
         return self._counted([x], [states], [weights], lambda change, values: [change.run(group, values[0])])[
             0
         ]
@@ -222,11 +219,8 @@ def _deferred_products(
     w_h: Tensor, b_h: Tensor | None, length: int, like: Tensor, read: list[Tensor]
 ) -> Sequence[Tensor]:
     """Zeros [t][b, gates part] to add to each step's W h, which carry gradients to W and b in one product for
-    all steps.
-
-    Autograd alone would compute a gradient of W in every step, and add them up. read: h of each step, filled
-    in during the forward.
-    """
+    all steps; autograd alone would compute and add one per step. read: h of each step, filled in during the
+    forward."""
     function: Any = _DeferredProducts.apply
     return function(read, length, like.detach(), w_h, b_h).unbind(0)
 
@@ -252,8 +246,7 @@ class _DeferredProducts(torch.autograd.Function):
 
 
 def _step(kind: RecurrentKind, projected: Tensor, recurrent: Tensor, states: Sequence[Tensor]) -> Any:
-    """The next states, elementwise. projected, recurrent [b, gates part]: of x and of h; states: this rank's
-    parts."""
+    """The next states. projected, recurrent [b, gates part]: of x and of h; states: this rank's parts."""
     if kind == "gru":
         (reset, update, new), (reset_h, update_h, new_h) = projected.chunk(3, -1), recurrent.chunk(3, -1)
         kept = torch.sigmoid(update + update_h)

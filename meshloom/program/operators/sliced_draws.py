@@ -43,8 +43,7 @@ class PartOfDraw:
         return f"part of {self.op}"
 
     def pieces(self, shape: Sequence[int]) -> Pieces | None:
-        """This rank's part of the tensor whose part has `shape`; None if that is no part of the drawn
-        tensor."""
+        """The held part of a drawn tensor whose part has `shape`; None if no part of it has that shape."""
         if len(shape) != len(self.held):
             return None
         counts = [

@@ -34,11 +34,10 @@ _HOW = ("none", "full", "selective")
 class Recomputed:
     """Memory and time of a microbatch under recomputation.
 
-    kept_bytes: of activations, from its forward to its backward; without parameters, buffers, constants and
-        the batch.
+    kept_bytes: of activations from forward to backward, without parameters, buffers, constants and the batch.
     seconds: of recomputing. again_bytes: largest recomputed memory, of one segment at a time.
-    kept_of, seconds_of: the same by the node that owns the memory, or is recomputed. They add up to the
-    totals.
+    kept_of, seconds_of: the same by the node that owns the memory or is recomputed; they add up to the
+        totals.
     """
 
     kept_bytes: int

@@ -40,8 +40,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """A tensor that autograd saved. node: during which. owner: value that owns its memory, or the node that
-    created it internally.
+    """A tensor that autograd saved during `node`. owner: the value that owns its memory, or its creator.
 
     inside: whether that memory is internal to the owner.
     source: where it can be taken from; None: only from the operator that creates it, when that is recomputed.
@@ -61,8 +60,8 @@ class SegmentRecomputation:
     """How a segment is recomputed. again: for every saved tensor, whether it is recomputed; others are kept.
 
     nodes: the nodes to run. held_given, held_made: their inputs, of earlier segments and of this one.
-    captures: number of a save in the second run -> the saved tensors that it equals, each with its layout if
-        different.
+    captures: number of a save in the second run -> the saved tensors that it equals, each with its own
+        layout.
     sources: number of a saved tensor -> where it is taken from. first_draw: the first of `nodes` that draws.
     """
 
@@ -81,8 +80,7 @@ def recomputation_of(
     """How a segment is recomputed. borders: owners of the memory that later segments read. kept: nodes whose
     results are kept, and `NODE:` for nodes whose inner tensors are.
 
-    needed: numbers of the saves that a backward can use; None: all. Communication is not repeated: received
-        values are kept.
+    needed: numbers of the saves that a backward can use; None: all. Received values are kept, not sent again.
     """
     by_name = {node.name: node for node in segment.nodes}
     communicating = {node.name for node in segment.nodes if communicates(node.target)}
@@ -163,8 +161,7 @@ def saves_of(
 ) -> tuple[list[Save], set[str]]:
     """What was saved while a segment ran once, and the owners of the memory that later segments read.
 
-    values: what was given and made, in order; all of it is still there. saved: the node that ran, and the
-        tensor.
+    values: all that was given and made, in order. saved: the node that ran, and the tensor.
     """
     owners: dict[int, Source] = {}
     exact: dict[Any, Source] = {}

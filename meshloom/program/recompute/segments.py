@@ -1,5 +1,4 @@
-"""Splits a program into segments, so that the values kept at their borders and one recomputed segment take
-the least memory.
+"""Splits a program so that values kept at segments' borders and one recomputed segment take the least memory.
 
     borders  B        bytes of the values that a later segment reads, each counted once
     inside   I_k      bytes that the operators of segment k create
@@ -125,8 +124,7 @@ class _Line:
         return [0, *inner, count]
 
     def cut(self, limit: float) -> tuple[float, list[int]]:
-        """Bytes of the best segments of at most `limit` inside (borders plus the largest inside), and the
-        places of their ends."""
+        """Bytes of the best segments of at most `limit` inside (borders plus the largest), and their ends."""
         places = self._places
         least = numpy.full(len(places), math.inf)
         least[0] = 0.0

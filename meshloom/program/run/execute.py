@@ -1,5 +1,4 @@
-"""Runs a program on a batch: compiled once for a device and a precision, with recomputation if the program
-says so."""
+"""Runs a program on a batch: compiled once for a device and a precision, with its recomputation."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def run_flat(
     visit: Callable[[Node, Any], None] | None = None,
     group: Group | None = None,
 ) -> list[Any]:
-    """`run_program` with the program's own device and dtype, from input tensors to flat outputs, without
-    checks of shapes."""
+    """`run_program` on the program's own device and dtype, from input tensors to flat outputs, unchecked."""
     return _runner(program, None, None, visiting=visit is not None).run(
         parameters, buffers, inputs, visit, group
     )

@@ -1,5 +1,4 @@
-"""Compiles a program into a Python function of ATen calls, for one device and dtype, and runs it on
-tensors."""
+"""Compiles a program into a Python function of ATen calls, for one device and dtype, and runs it."""
 
 from __future__ import annotations
 
@@ -94,8 +93,7 @@ def compile_program(
     inputs...) and returns outputs and updates.
 
     dtype: convert everything of floating point to it. visiting: call `visit` with every node and its value.
-    shared: functions of programs that differ from this one in integers only. The integers are then one more
-        argument, the last.
+    shared: functions of programs that differ in integers only, which are then one more argument, the last.
     """
     if dtype is not None and dtype not in (torch.float32, torch.float64):
         raise CaptureError(
@@ -153,11 +151,10 @@ def lower(
     mark: str | None = None,
     open_numbers: bool = False,
 ) -> Lowered:
-    """A function of some nodes of `program`, from the values `given` to `outputs`. mark: the node before
-    which `special.mark` is called.
+    """A function of some nodes of `program`, from the values `given` to `outputs`.
 
-    open_numbers: integers among the operands are not constants but one more argument, a list in order
-        (`_numbers_in`).
+    mark: the node before which `special.mark` is called.
+    open_numbers: integers among the operands are one more argument, a list in order (`_numbers_in`).
     """
     graph = fx.Graph()
     entered, visit, special = (graph.placeholder(name) for name in ("entered", "visit", "special"))

@@ -161,8 +161,7 @@ class _Compiled:
     def forward(
         self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], group: Group | None
     ) -> Sequence[Any]:
-        """The segment's results, then what is held for recomputation. as_it_was: values of buffers that
-        change."""
+        """The results, then what is held for recomputation. as_it_was: values of buffers that change."""
         special = Special(self._special, group)
         if not any(self.recipe.again):
             return self._forward(entered, None, special, *given)
@@ -269,8 +268,7 @@ class _FirstRun:
 
 
 class _Watch:
-    """Runs a segment's graph node by node. names: its nodes that are values. values: all results. here: the
-    running node."""
+    """Runs a graph node by node. names: nodes that are values. values: their results. here: the name now."""
 
     def __init__(self, graph: fx.Graph, names: Mapping[fx.Node, str]) -> None:
         self.values: dict[str, Any] = {}

@@ -50,8 +50,7 @@ def with_fused_accumulation(
     """The program with the gradients of its linear layers' weights accumulated by `accumulator`.
 
     min_elements: layers without communication and with smaller weights are unchanged; 0: all are fused.
-    Layers in autocast regions, where weights are cast, are unchanged, and so are frozen weights and computed
-    ones.
+    Layers in autocast regions, where weights are cast, are unchanged, as are frozen and computed weights.
     """
     parameters = {each.value: each.meta for each in program.parameters.values() if each.meta.requires_grad}
     apart = weights_that_wait(program)

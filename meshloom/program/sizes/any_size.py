@@ -7,8 +7,7 @@
                       may, and every integer of the three must be one of those expressions (`forms.py`)
     further sizes     computed from that form, where its guards hold
 
-One rank proves and sends the result; all ranks compute their programs from it, and compare the hash of the
-first.
+One rank proves and sends the result; all ranks compute their programs from it, and compare the first's hash.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ Read = Callable[[Any, Program], Program | None]
 
 @dataclass(frozen=True, kw_only=True)
 class AnySize:
-    """A proof: programs of any sizes that `form` covers. points: the programs it was fitted to. trace: of
-    their loss."""
+    """Programs of all sizes that `form` covers. points: those it was fitted to. trace: of their loss."""
 
     form: Form[Program]
     points: tuple[Program, ...]
@@ -81,8 +79,7 @@ class Proofs:
     def prove_together(
         self, group: Group, batch: Any, known: Sequence[Program], read: Read
     ) -> Steps[AnySize | None]:
-        """A proof that covers batches like this one, which none does so far, if possible. A collective of all
-        ranks.
+        """A proof that covers batches like this one, which none does so far, if possible. Collective.
 
         known: captured programs, in order, the same on all ranks. read: on rank 0, captures a program by
             shapes for a batch, if it equals the given one except for sizes.
@@ -170,8 +167,7 @@ def sizes_of_program(program: Program) -> dict[Dim, int]:
 
 
 def further_sizes(found: Trace, seen: Sequence[Sizes]) -> dict[Dim, int]:
-    """Sizes at which the loss makes the same calls, as many new ones as possible. seen: the last meet the
-    guards.
+    """As many new sizes as possible at which the loss makes the same calls. seen: the last meet the guards.
 
     Dims that always had equal sizes get equal sizes.
     """

@@ -1,5 +1,4 @@
-"""Fits values that differ only in integers at several sizes, as functions of the sizes, and evaluates them at
-any.
+"""Fits values that differ only in integers as functions of the sizes of a batch, and evaluates them at any.
 
     sizes    (4, 32)      (4, 40)      (3, 47)
     program  view(x, [128, 7])  ...  view(x, [160, 7])  ...  view(x, [141, 7])        view(x, [s0 * s1, 7])
@@ -29,8 +28,7 @@ MAX_FACTORS = 24  # expressions of which products are tried
 
 
 class UnlikeError(Exception):
-    """Values differ in more than integers, or an integer is no expression of the sizes, or no integer at
-    these sizes."""
+    """Values differ in more than integers, or an integer is no expression of the sizes, or no integer."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,7 @@ class _Changed:
 
 @dataclass(frozen=True, kw_only=True)
 class Form(Generic[T]):
-    """A value for every batch whose sizes meet `conditions`. sources: expressions from which integers are
-    computed."""
+    """A value for batches whose sizes meet `conditions`. sources: expressions from which integers come."""
 
     conditions: tuple[Expression, ...]
     sources: tuple[Expression, ...]
@@ -66,8 +63,7 @@ class Form(Generic[T]):
         return all(holds(each, sizes) for each in self.conditions)
 
     def at(self, sizes: Sizes) -> T:
-        """The value for these sizes, to which it applies. Raises `UnlikeError` where an integer would not be
-        one."""
+        """The value for these sizes. Raises `UnlikeError` where an integer would not be one."""
         try:
             return _made(self.root, [value_of(each, sizes) for each in self.sources], {})
         except ZeroDivisionError as error:
@@ -168,8 +164,7 @@ def _groups(points: Sequence[Sizes]) -> dict[tuple[int, ...], list[Dim]]:
 
 
 def _probes(points: Sequence[Sizes], conditions: Sequence[Expression]) -> list[Sizes]:
-    """New sizes that meet the conditions: sums of multiples of differences, which preserve divisors and
-    relations of dims."""
+    """New sizes under the conditions: sums of multiples of differences keep divisors and relations of dims."""
     draw = random.Random(0)
     first, found = points[0], list[Sizes]()
     for number in range(200):
@@ -244,8 +239,7 @@ class _Fitting:
 
 
 def _guesses(seen: Sequence[Expression], num_parts: int) -> tuple[list[Expression], list[Expression]]:
-    """Candidates for the sizes of a shard: sizes, their smallest and largest shards, and products of two of
-    these."""
+    """Candidates for a shard's sizes: sizes, their smallest and largest shards, and products of two."""
     singles = [
         part
         for each in seen

@@ -1,5 +1,4 @@
-"""Captures a program by shapes for batches of other sizes, once one has been compared with eager: no model is
-built during the run.
+"""Captures a program by shapes for other sizes, once one equals eager: no model is built during the run.
 
 The program must equal the known one except for sizes. Otherwise the caller builds a model and compares again.
 """
@@ -28,8 +27,7 @@ def resized(known: Program, job: Job, batches: tuple[Any, Any], capture: Capture
     """The program for batches like these two, with `known`'s constants; None if it differs in more than
     sizes, or if the capture needs values.
 
-    known: a program of the same loss and mode, compared with eager. capture: captures a program of a model
-        and two batches.
+    known: a compared program of the same loss and mode. capture: captures a model and two batches.
     """
     try:
         with capturing(known.precision), on_cpu(known.device):

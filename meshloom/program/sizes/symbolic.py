@@ -34,8 +34,7 @@ Sizes = Mapping[Dim, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """guards: conditions under which the calls are the same. expressions: sizes in them. lines: source lines
-    of the guards."""
+    """guards: where they hold, the calls are the same. expressions: sizes in them. lines: of the guards."""
 
     guards: tuple[Expression, ...]
     expressions: tuple[Expression, ...]

@@ -61,8 +61,8 @@ class CapturedLoss:
     def capture(
         self, batches: Sequence[Any], *, training: bool = True, model: nn.Module | None = None
     ) -> Program:
-        """The program for batches of these equal shapes: captured from the first two, compared with eager on
-        the last two.
+        """The program for batches of these equal shapes: captured from the first two, compared on the last
+        two.
 
         With four batches, the comparison uses batches that the program was not captured from.
 
@@ -104,11 +104,10 @@ class CapturedLoss:
         training: bool = True,
         model: nn.Module | None = None,
     ) -> Steps[Program]:
-        """As `capture_any`, on all ranks: rank 0 captures the loss and compares it with eager, the other
-        ranks receive the program and verify its hash.
+        """As `capture_any`, on all ranks: rank 0 captures and compares, the others receive and verify the
+        hash.
 
-        Collective. choices, model: on rank 0; the other ranks may pass none. An error on one rank is raised
-        on all.
+        Collective. choices, model: on rank 0; others may pass none. An error on one rank is raised on all.
         """
         request = yield from _broadcast_from_rank_0(
             group, lambda: self._request(choices[0], training).encode()
@@ -153,8 +152,7 @@ class CapturedLoss:
         return self._proofs[training].get(leaves_of(batch))
 
     def prove_together(self, group: Group, batch: Any, *, training: bool = True) -> Steps[AnySize | None]:
-        """Try to prove that one program serves all sizes like those of `batch`, for which there is no
-        proof yet. Collective."""
+        """Try to prove that one program serves all sizes like those of `batch`. Collective."""
 
         def capture(other: Any, known: Program) -> Program | None:
             self.num_captured += 1

@@ -30,8 +30,7 @@ from meshloom.telemetry.timings import Timings
 class CheckedCapture:
     """Captures programs of `job`'s loss that compute what eager computes.
 
-    dtype: the precision to which model and batches are converted; None: the job's own. stored: the cache of
-    earlier runs.
+    dtype: to which model and batches are converted; None: the job's own. stored: the cache of earlier runs.
     """
 
     def __init__(
@@ -121,8 +120,7 @@ class CheckedCapture:
         training: bool,
         model: nn.Module | None,
     ) -> Program:
-        """The program if it takes numbers as inputs and equals eager, else one specialized for these
-        numbers."""
+        """The program if it takes numbers and equals eager, else one specialized for these numbers."""
         if takes_numbers(program.others):
             try:
                 self._compare(program, fresh, read[0], model, vary_numbers=True)

@@ -27,11 +27,9 @@ from meshloom.program.store.object_digest import NoDigestError, ObjectDigest
 def capture_fingerprint(
     model: nn.Module, loss: LossFunction, leaves: Leaves, *, values: bool = True, known: str | None = None
 ) -> dict[str, str]:
-    """Digests by name of all that capturing `loss` for batches like this one depends on. Raises
-    `NoDigestError`.
+    """Digests by name of all that capturing `loss` for such batches depends on. Raises `NoDigestError`.
 
-    values: include the values of buffers, which a model of shapes does not have. known: `versions()`, if
-    already computed.
+    values: include those of buffers, which a model of shapes lacks. known: `versions()`, if computed.
     """
     return {
         "versions": known or versions(),

@@ -247,8 +247,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_pure(value: Any) -> bool:
-    """Whether the attributes are all the state of an object: its class adds no memory besides that of
-    Python's objects."""
+    """Whether an object's attributes are all its state: its class adds no memory to Python's objects."""
     slots = sum(
         len(names) if not isinstance(names, str) else 1
         for each in type(value).__mro__

@@ -36,8 +36,7 @@ class ProgramCacheKey:
 
 
 class ProgramCache:
-    """Captured programs and choices in `cache`. timings: its notes say what was taken from the cache, or
-    why not."""
+    """Captured programs and choices in `cache`. timings: its notes say what was reused, or why not."""
 
     def __init__(self, cache: Cache, timings: Timings | None = None) -> None:
         self.warnings: list[str] = []  # cached entries that are not trusted, and those that cannot be saved
@@ -47,10 +46,9 @@ class ProgramCache:
     def entry(
         self, model: nn.Module, loss: LossFunction, leaves: Leaves, *, kind: str, values: bool = True
     ) -> ProgramCacheKey | None:
-        """The key of capturing `loss` for batches like this one; None where the job has no digest. kind: mode
-        and precision.
+        """The key of capturing `loss` for such batches; None where the job has no digest.
 
-        values: whether the model's tensors have values.
+        kind: mode and precision. values: whether the model's tensors have values.
         """
         try:
             parts = capture_fingerprint(model, loss, leaves, values=values, known=self._versions)
@@ -102,8 +100,7 @@ class ProgramCache:
     def by_shapes(
         self, model: nn.Module, loss: LossFunction, leaves: Leaves, read: Callable[[], Program]
     ) -> Program:
-        """The cached result of `read`, which captures a training step from shapes alone; captured and
-        saved if there is none."""
+        """The cached result of `read`, which captures a training step by shapes; else captured and saved."""
         entry = self.entry(model, loss, leaves, kind="by shapes", values=False)
         program = self.take(entry, model, leaves, training=True) if entry else None
         if program is None:

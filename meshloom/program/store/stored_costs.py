@@ -14,8 +14,7 @@ from meshloom.program.store.program_cache import ProgramCache
 def cached_costs(
     stored: ProgramCache | None, program: Program, price: Callable[[Program], Mapping[str, Cost]]
 ) -> Mapping[str, Cost]:
-    """The cached result of `price`. Per node the file has the numbers of `Cost`, in order, and the saved
-    tensors."""
+    """The cached result of `price`. The file has each node's numbers of `Cost`, then its saved tensors."""
     if stored is None:
         return price(program)
     known = stored.choice("costs", program, {})

@@ -11,8 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def plain(value: Any) -> Any:
-    """A value that `json.dumps` accepts: dataclasses as objects, tuples as lists, mappings as lists of
-    pairs."""
+    """A value for `json.dumps`: dataclasses as objects, tuples as lists, mappings as lists of pairs."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: plain(getattr(value, name)) for name in _fields(type(value))}
     if isinstance(value, Mapping):

@@ -1,5 +1,4 @@
-"""The plain Python attributes of a model's modules: numbers, texts and lists of them, which a program cannot
-change."""
+"""A model's plain Python attributes: numbers, texts and lists of them, which a program cannot change."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Operators that stand for calls of modules while a loss is exported (`folding.py`); `unfold.py` removes
-them.
+"""Operators that stand for calls of modules during an export (`folding.py`); `unfold.py` removes them.
 
-enter(inputs, state, 3, path)      call 3 begins, with the tensors passed to it and its module's parameters
-and buffers ... leave(results, 3)                  call 3 ends y = repeat(inputs, state, 3, path, ...)    a
-call identical to call 3 with another module, which was not traced
+enter(inputs, state, 3, path)               call 3 begins, with its tensors and its module's parameters and buffers
+leave(results, 3)                           call 3 ends
+y = repeat(inputs, state, 3, path, ...)     a call of another module, identical to call 3, not traced
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Builds a program from an exported graph: no in-place operators, numbered draws, tied parameters merged,
-explicit dtypes."""
+"""Builds a program from an exported graph: no in-place operators, numbered draws, tied parameters merged."""
 
 from __future__ import annotations
 

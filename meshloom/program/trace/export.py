@@ -1,5 +1,4 @@
-"""Exports a loss with `torch.export`, as a flat graph in which every node has its context and the user's
-line.
+"""Exports a loss with `torch.export`, as a flat graph whose nodes have their contexts and the user's lines.
 
 `torch.export` turns autocast and grad-mode regions into higher-order nodes, splits nested ones wrongly, and
 loses grad modes set inside of autocast. So these regions are hidden from it: entering and leaving them is
@@ -143,8 +142,7 @@ class _Seen:
 
 
 class _Loss(nn.Module):
-    """The loss as a module of the batch's leaves. The model is a submodule; its parameters have the prefix
-    `model.`."""
+    """The loss as a module of the batch's leaves, with the model as its submodule `model`."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any], seen: _Seen) -> None:
         super().__init__()

@@ -68,11 +68,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _apply(applied: list[Applied]) -> Any:
-    """Graphs do not show the backward of autograd functions. torch's own are in them as operators; the others
-    are recorded in `applied`.
-
-    Patched behind `Function.apply`, of which there may be other references.
-    """
+    """Applies autograd functions, whose backward graphs do not show. torch's own become operators; others are
+    recorded in `applied`. Patched behind `Function.apply`, of which there may be other references."""
     apply = _torch._C._FunctionBase.__dict__["apply"]
 
     def read(cls: Any, *args: Any, **kwargs: Any) -> Any:

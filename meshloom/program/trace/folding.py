@@ -6,8 +6,7 @@ attribute in which the modules differ (a layer's index, say). A call is traced b
 that another could not repeat: it writes to its inputs or to attributes of its modules, returns views of its
 inputs, or has hooks inside.
 
-Calls are recorded as operators (`block_calls.py`), which `unfold.py` replaces by copies of the traced call's
-nodes.
+Calls are recorded as operators (`block_calls.py`); `unfold.py` puts copies of the traced nodes there.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class _Block:
 
 @dataclass(kw_only=True)
 class _TracedCall:
-    """A call that was traced. attributes_read: by the module's dict. returned: leaves of its result: tensors
-    by place, or plain values."""
+    """A traced call. attributes_read: by the module's dict. returned: tensors by place, or plain values."""
 
     number: int
     block: _Block
@@ -292,8 +290,7 @@ def _state(block: _Block) -> list[Tensor]:
 
 
 def _attributes(block: _Block) -> list[dict[str, tuple[Any, str | None]]]:
-    """Attributes of its modules, with texts of plain ones; also parameters, buffers and submodules by
-    name."""
+    """Attributes of its modules, with texts of plain ones, and parameters, buffers and submodules by name."""
     return [
         {name: (value, plain_text(value)) for name, value in vars(part).items() if name not in TORCHS_OWN}
         | {f"{kind} {name}": (value, None) for kind in _CONTENTS for name, value in vars(part)[kind].items()}

@@ -1,5 +1,4 @@
-"""Refuses values that a program would freeze: draws of Python and NumPy, and differences between two
-exports."""
+"""Refuses what a program would freeze: draws of Python and NumPy, and differences between two exports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Infers the results of every node of a graph by running it on fake tensors: shapes, dtypes, strides, shared
-memory."""
+"""Infers the results of every node by running a graph on fake tensors: shapes, dtypes, strides, memory."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Inferred:
-    """shapes: node -> its tensors, in order (none for numbers). draws: node -> its random ATen calls, if
-    any."""
+    """shapes: node -> its tensors, in order (none for numbers). draws: node -> its random ATen calls."""
 
     shapes: dict[fx.Node, tuple[Shape, ...]]
     draws: dict[fx.Node, int]

@@ -1,5 +1,4 @@
-"""Records where a loss takes gradients itself: `torch.export` loses them, without an error or without its
-line."""
+"""Records where a loss takes gradients itself, which `torch.export` loses without an error or a line."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ _ENTERED = ((_torch.autograd, "_engine_run_backward"), *_BEGIN)
 
 @dataclass
 class InnerGradients:
-    """backward: where autograd ran (`torch.autograd.grad`, `backward`); transforms: where one of `torch.func`
-    began."""
+    """backward: where autograd ran (`grad`, `backward`); transforms: where one of `torch.func` began."""
 
     backward: list[SourcePlace] = field(default_factory=list[SourcePlace])
     transforms: list[SourcePlace] = field(default_factory=list[SourcePlace])
@@ -50,8 +48,7 @@ class InnerGradients:
                 setattr(module, name, function)
 
     def check(self, graph: fx.Graph | None = None) -> None:
-        """Raise `CaptureError` if a gradient was taken, even if unused, or if the graph has steps of a
-        transform."""
+        """Raise `CaptureError` if a gradient was taken, even if unused, or the graph has transform steps."""
         if self.backward:
             raise _refused(self.backward[0], "takes a gradient itself (torch.autograd.grad or backward)")
         nodes = graph.nodes if graph is not None and self.transforms else ()

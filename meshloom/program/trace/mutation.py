@@ -1,5 +1,4 @@
-"""Replaces in-place operators by operators that return new tensors. Only buffers are still updated, which is
-recorded.
+"""Replaces in-place operators by operators that return new tensors, and records updates of buffers.
 
 Values are tracked by the memory they lie in. After a write, the owner of the memory gets a new value (through
 the views in between, see `views`), and every other view of it is recomputed from the new value at its next
@@ -66,8 +65,7 @@ class Pure:
 
 
 def without_mutation(exported: Exported, likes: Mapping[str, Shape]) -> Pure:
-    """The same computation in a new graph; placeholders keep their names. likes: shapes of the
-    placeholders."""
+    """The same computation in a new graph with the same placeholders. likes: shapes of these."""
     for node in reversed(list(exported.graph.nodes)):
         assertion = node.op == "call_function" and any(part in str(node.target) for part in _DROPPED)
         if assertion and not node.users:
@@ -76,8 +74,7 @@ def without_mutation(exported: Exported, likes: Mapping[str, Shape]) -> Pure:
 
 
 class _Rewriter:
-    """Copies an exported graph node by node, without its writes. A version counts the writes to a piece of
-    memory."""
+    """Copies a graph node by node without its writes. A version counts the writes to a piece of memory."""
 
     def __init__(self, exported: Exported, inferred: Inferred) -> None:
         self.exported = exported
@@ -242,8 +239,7 @@ class _Rewriter:
         return self._replacing(node, self.graph.node_copy(node, self._read))
 
     def _replacing(self, node: fx.Node, new: fx.Node) -> fx.Node:
-        """`new`, in the place of the old `node`. Draws stay even if unused: later draws are numbered after
-        them."""
+        """`new` for the old `node`. Unused draws stay, too: later draws are numbered after them."""
         new.meta = dict(node.meta)
         effect = node in self.inferred.draws or node.target in (ENTER, LEAVE)
         if effect or any(True for _ in running_statistics(node)):
@@ -283,8 +279,7 @@ def _written_operand(node: fx.Node) -> fx.Node | None:
 
 
 def _converted(source: fx.Node, shape: Shape, wanted: Shape, meta: dict[str, Any], *, clone: bool) -> fx.Node:
-    """The source of a `copy_`, with the dtype, device and shape of the destination. clone: as a tensor of its
-    own."""
+    """The source of a `copy_` with the destination's dtype, device and shape. clone: as its own tensor."""
     steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     if shape.dtype != wanted.dtype or shape.device != wanted.device:
         steps.append((aten.to.device, (wanted.device, wanted.dtype), {}))
@@ -299,8 +294,7 @@ def _converted(source: fx.Node, shape: Shape, wanted: Shape, meta: dict[str, Any
 
 
 def _keeps_shape(function: Any, node: fx.Node, before: Shape, inferred: Inferred) -> bool:
-    """Whether the out-of-place operator returns the dtype and shape that the in-place one leaves as they
-    are."""
+    """Whether the out-of-place operator returns the dtype and shape that the in-place one leaves."""
     probe = fx.Graph()
     placeholders: dict[fx.Node, fx.Node] = {}
     likes: dict[str, Shape] = {}

@@ -22,8 +22,7 @@ def fake_mode(*, static_shapes: bool | None = None, allow_non_fake_inputs: bool 
 
 
 class AsOnCPU(TorchDispatchMode):
-    """Corrects fake results on a CPU: the workspace of a recurrent layer, strides of batch norm and of views,
-    CTC loss."""
+    """Corrects a CPU's fake results: workspace of a recurrent layer, strides of batch norm and views, CTC."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -58,8 +57,7 @@ def _contiguous(args: Sequence[Any], value: Any) -> Any:
 
 
 def _viewed(args: Sequence[Any], value: Any) -> Any:
-    """Strides of a view for dims of size 1 differ in the fake, and kernels choose the layout of their results
-    by them."""
+    """Strides of dims of size 1 in views differ in the fake, and kernels choose layouts by them."""
     if 1 not in value.shape:
         return value
     with _disable_current_modes():
@@ -96,11 +94,10 @@ _INSTEAD: Mapping[Any, Any] = dict.fromkeys(
 
 
 def workspace_bytes(length: int, batch: int, features: int, *, hidden: int, itemsize: int) -> int:
-    """Bytes of the workspace that oneDNN's LSTM saves for backward: gates and states of one layer in one
-    direction, page-aligned.
+    """Bytes of the page-aligned workspace that oneDNN's LSTM saves: gates and states, one layer and
+    direction.
 
-    Source: oneDNN, src/cpu/rnn/rnn_utils (sizes and offsets of the workspace); equals what torch 2.13
-    allocates.
+    Source: oneDNN, src/cpu/rnn/rnn_utils (sizes and offsets); equals what torch 2.13 allocates.
     """
     width, rows, steps = max(features, hidden), 2 * (length + 1) * batch, length * batch
     parts = [

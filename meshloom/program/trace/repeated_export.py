@@ -29,8 +29,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def one_thread() -> AbstractContextManager[Any]:
-    """A lock around all that builds and runs a model for its capture: it seeds generators that threads
-    share."""
+    """A lock around what builds and runs a model for capture: it seeds generators that threads share."""
     return _ONE_AT_A_TIME
 
 
@@ -52,8 +51,7 @@ def folded(read: Callable[[bool], T]) -> T:
 def export_twice(
     model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, fold: bool
 ) -> tuple[Exported, Exported]:
-    """Both exports, the first with plain attributes as a forward leaves them: set-up in the first forward is
-    allowed."""
+    """Both exports, the first with plain attributes as a forward leaves them: it may set something up."""
     steady, second = _export_until_steady(model, loss, leaves, always=True, fold=fold)
     assert second is not None
     return steady, second

@@ -1,5 +1,4 @@
-"""Replaces the operators that stand for folded calls (`folding.py`) by copies of the nodes of the traced
-call.
+"""Replaces the operators that stand for folded calls (`folding.py`) by copies of the traced nodes.
 
 enter([h], [w0, b0], 1);  a = linear(h, w0, b0);  leave([a], 1)        a = linear(h, w0, b0)
 y = repeat([a], [w1, b1], 1)                                           y = linear(a, w1, b1)
@@ -230,8 +229,7 @@ class _Unfolding:
 
 
 def _distinct(constants: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Small constants, without equal ones, and name -> the equal one to use instead: identical calls create
-    equal ones."""
+    """Small constants without duplicates, which identical calls create, and name -> the equal one to use."""
     kept: dict[str, Tensor] = {}
     instead: dict[str, str] = {}
     first: dict[Any, str] = {}
