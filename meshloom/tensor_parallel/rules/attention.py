@@ -17,14 +17,10 @@ def _attention(call: Call) -> Factors | None:
     q, k, v = call.operands[:3]
     if len(q.shape) < 3:
         return None
-    lead = len(q.shape) - 3
-    batch: list[Term] = [f"b{place}" for place in range(lead)]
+    batch: list[Term] = [f"b{place}" for place in range(len(q.shape) - 3)]
     heads: Term = "h"
-    sizes = {f"b{place}": q.shape[place] for place in range(lead)} | {
-        "h": k.shape[-3],
-        "sq": q.shape[-2],
-        "v": v.shape[-1],
-    }
+    sizes = {f"b{place}": size for place, size in enumerate(q.shape[:-3])}
+    sizes |= {"h": k.shape[-3], "sq": q.shape[-2], "v": v.shape[-1]}
     if q.shape[-3] != k.shape[-3]:
         heads, sizes["r"] = Product(("h", "r")), q.shape[-3] // k.shape[-3]
     causal = bool(call.arguments.get("is_causal"))

@@ -46,11 +46,10 @@ class Call:
     def dims(self, name: str, ndim: int) -> tuple[int, ...]:
         """The argument `name`, one dim or a list of dims; nothing means all of them."""
         given = self.arguments.get(name)
-        if given is None or (isinstance(given, tuple) and not given):
+        if given in (None, ()):
             return tuple(range(ndim))
-        return (
-            tuple(each % ndim for each in (given if isinstance(given, tuple) else (given,))) if ndim else ()
-        )
+        dims = given if isinstance(given, tuple) else (given,)
+        return tuple(each % ndim for each in dims) if ndim else ()
 
 
 Rule = Callable[[Call], Factors | None]
@@ -63,38 +62,27 @@ def call_of(node: Node, metas: Mapping[str, tuple[Meta, ...]]) -> Call | None:
     # `out_of_place` has the wrapped operator as its first argument.
     inner = node.args[0] if node.target is out_of_place else node.target
     schema = getattr(inner, "_schema", None)
-    if schema is None:
+    if schema is None or any(len(metas[ref.name]) != 1 for ref in node.operands()):
         return None
     operands: list[TensorArgument] = []
 
     def replace(value: Any) -> Any:
         if isinstance(value, Ref):
-            found = metas[value.name]
-            operands.append(
-                TensorArgument(number=len(operands), meta=found[0]) if len(found) == 1 else _several()
-            )
+            operands.append(TensorArgument(number=len(operands), meta=metas[value.name][0]))
             return operands[-1]
         return tuple(map(replace, value)) if isinstance(value, tuple) else value
 
-    try:
-        args, kwargs = replace(node.args), {key: replace(value) for key, value in node.kwargs.items()}
-    except _SeveralError:
-        return None
-    arguments = {
-        argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
-    }
-    arguments.update(
-        {
-            argument.name: value
-            for argument, value in zip(
-                schema.arguments, args[1:] if node.target is out_of_place else args, strict=False
-            )
-        }
-    )
-    arguments.update(kwargs)
-    name = schema.name.removeprefix("aten::")
+    args, kwargs = replace(node.args), {key: replace(value) for key, value in node.kwargs.items()}
+    arguments = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
+    arguments |= given_by_name(inner, args[1:] if node.target is out_of_place else args, kwargs)
     return Call(
-        name=name, node=node, arguments=_tuples(arguments), operands=tuple(operands), outputs=node.outputs
+        name=schema.name.removeprefix("aten::"),
+        node=node,
+        arguments={
+            name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()
+        },
+        operands=tuple(operands),
+        outputs=node.outputs,
     )
 
 
@@ -132,15 +120,3 @@ def to_output_shape(name: str) -> Any:
 def replicated(operands: Sequence[TensorArgument]) -> tuple[Dims, ...]:
     """The dims of operands that every rank needs in full."""
     return tuple((None,) * len(each.shape) for each in operands)
-
-
-class _SeveralError(Exception):
-    pass
-
-
-def _several() -> TensorArgument:
-    raise _SeveralError
-
-
-def _tuples(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}

@@ -11,13 +11,8 @@ def _stays(call: Call) -> Factors | None:
     operand = call.operands[0]
     names, sizes = labels_of(operand.shape)
     same = operand.meta.dtype == call.outputs[0].dtype
-    others = replicated(call.operands[1:])
-    return Factors(
-        operands=(tuple(names), *others),
-        outputs=(tuple(names),),
-        sizes=sizes,
-        linear=FIRST_LINEAR if same else (),
-    )
+    operands = (names, *replicated(call.operands[1:]))
+    return Factors(operands=operands, outputs=(names,), sizes=sizes, linear=FIRST_LINEAR if same else ())
 
 
 def _constructor(call: Call) -> Factors | None:
@@ -25,9 +20,9 @@ def _constructor(call: Call) -> Factors | None:
     (`zeros`, `new_zeros`)."""
     names, sizes = labels_of(call.outputs[0].shape)
     if call.name.endswith("_like"):
-        return Factors(operands=(tuple(names),), outputs=(tuple(names),), sizes=sizes)
+        return Factors(operands=(names,), outputs=(names,), sizes=sizes)
     others = replicated(call.operands)
-    return Factors(operands=others, outputs=(tuple(names),), sizes=sizes, local=to_output_shape("size"))
+    return Factors(operands=others, outputs=(names,), sizes=sizes, local=to_output_shape("size"))
 
 
 COPIES: dict[str, Rule] = {
@@ -36,22 +31,9 @@ COPIES: dict[str, Rule] = {
     ),
     **dict.fromkeys(
         (
-            "zeros",
-            "ones",
-            "full",
-            "empty",
-            "rand",
-            "randn",
-            "randint",
-            "zeros_like",
-            "ones_like",
-            "full_like",
-            "empty_like",
-            "new_zeros",
-            "new_ones",
-            "new_full",
-            "new_empty",
+            "zeros", "ones", "full", "empty", "rand", "randn", "randint", "zeros_like", "ones_like", "full_like",
+            "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",
         ),
         _constructor,
     ),
-}
+}  # fmt: skip

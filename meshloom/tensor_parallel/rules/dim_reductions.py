@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from meshloom.program.operators.log_softmax import LogSoftmaxOfPart
@@ -15,8 +16,6 @@ from meshloom.tensor_parallel.rules.factors import (
     Factors,
     InnerCollective,
     ShardSizes,
-    Term,
-    labels_except,
     labels_of,
 )
 
@@ -33,7 +32,7 @@ def _reduced(call: Call, *, sums: bool, local: Any = None) -> Factors | None:
     reduced = frozenset(f"d{place}" for place in dims)
     same = call.operands[0].meta.dtype == call.outputs[0].dtype
     return Factors(
-        operands=(tuple(names), *replicated(call.operands[1:])),
+        operands=(names, *replicated(call.operands[1:])),
         outputs=(out,) * len(call.outputs),
         sizes=sizes,
         sums=reduced if sums else frozenset(),
@@ -41,10 +40,6 @@ def _reduced(call: Call, *, sums: bool, local: Any = None) -> Factors | None:
         linear=FIRST_LINEAR if sums and same else (),
         local=local,
     )
-
-
-def _sum(call: Call) -> Factors | None:
-    return _reduced(call, sums=True)
 
 
 def _mean(call: Call) -> Factors | None:
@@ -73,14 +68,12 @@ def _along(*names: str) -> Rule:
     def rule(call: Call) -> Factors | None:
         shape = call.operands[0].shape
         found = {dim for name in names for dim in call.dims(name, len(shape))}
-        dims, sizes = labels_except(shape, found)
+        dims, sizes = labels_of(shape, found)
+        is_linear = call.name == "cumsum" and call.operands[0].meta.dtype == call.outputs[0].dtype
+        operands = (dims, *replicated(call.operands[1:]))
+        outputs = (dims,) * len(call.outputs)
         return Factors(
-            operands=(dims, *replicated(call.operands[1:])),
-            outputs=(dims,) * len(call.outputs),
-            sizes=sizes,
-            linear=FIRST_LINEAR
-            if call.name == "cumsum" and call.operands[0].meta.dtype == call.outputs[0].dtype
-            else (),
+            operands=operands, outputs=outputs, sizes=sizes, linear=FIRST_LINEAR if is_linear else ()
         )
 
     return rule
@@ -91,26 +84,22 @@ def _pointwise_loss(call: Call) -> Factors | None:
     one, other = call.operands[0].shape, call.operands[1].shape
     if one != other or len(call.operands) != 2:
         return None
-    names = tuple(f"d{place}" for place in range(len(one)))
+    names, sizes = labels_of(one)
     reduction = call.arguments["reduction"]
-    sizes = dict(zip(names, one, strict=True))
     if reduction == 0:
         return Factors(operands=(names, names), outputs=(names,), sizes=sizes)
 
     def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
         if shard.local == shard.full or reduction == 2:
             return target, args, kwargs
-        return loss_of_part, (target, *args[:2], math.prod(one), _settings(call)), {}
+        settings = {
+            name: value
+            for name, value in call.arguments.items()
+            if not isinstance(value, TensorArgument) and name != "reduction" and value is not None
+        }  # beta, delta
+        return loss_of_part, (target, *args[:2], math.prod(one), settings), {}
 
-    return Factors(operands=(names, names), outputs=((),), sizes=sizes, sums=frozenset(names), local=local)
-
-
-def _settings(call: Call) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in call.arguments.items()
-        if not isinstance(value, TensorArgument) and name != "reduction" and value is not None
-    }  # beta, delta
+    return Factors(operands=(names, names), outputs=((),), sizes=sizes, sums=frozenset(sizes), local=local)
 
 
 def _glu(call: Call) -> Factors | None:
@@ -118,14 +107,11 @@ def _glu(call: Call) -> Factors | None:
     shape = call.operands[0].shape
     dim = call.dim("dim", len(shape))
     names, sizes = labels_of(shape)
-    halves: list[Term] = list(names)
-    halves[dim] = Concat(("one", "other"))
-    names[dim] = "one"
     del sizes[f"d{dim}"]
     sizes |= {"one": shape[dim] // 2, "other": shape[dim] // 2}
-    return Factors(
-        operands=(tuple(halves),), outputs=(tuple(names),), sizes=sizes, unsharded=frozenset({"one", "other"})
-    )
+    operand = (*names[:dim], Concat(("one", "other")), *names[dim + 1 :])
+    out = (*names[:dim], "one", *names[dim + 1 :])
+    return Factors(operands=(operand,), outputs=(out,), sizes=sizes, unsharded=frozenset({"one", "other"}))
 
 
 def _log_softmax(call: Call) -> Factors | None:
@@ -145,7 +131,7 @@ def _log_softmax(call: Call) -> Factors | None:
         )
 
     return Factors(
-        operands=(tuple(names),), outputs=(tuple(names),), sizes=sizes, unsharded=frozenset(() if plain else {label}),
+        operands=(names,), outputs=(names,), sizes=sizes, unsharded=frozenset(() if plain else {label}),
         collectives={label: (
             InnerCollective(collective="all_reduce", num_elements=rows, times=2),
             InnerCollective(collective="all_reduce", num_elements=rows, times=1, backward=True),
@@ -157,27 +143,13 @@ def _log_softmax(call: Call) -> Factors | None:
 REDUCTIONS: dict[str, Rule] = {
     "log_softmax": _log_softmax,
     "_log_softmax": _log_softmax,
-    "sum": _sum,
+    "sum": partial(_reduced, sums=True),
     "mean": _mean,
     "glu": _glu,
     **dict.fromkeys(
         (
-            "max",
-            "min",
-            "amax",
-            "amin",
-            "argmax",
-            "argmin",
-            "any",
-            "all",
-            "prod",
-            "var",
-            "std",
-            "var_mean",
-            "logsumexp",
-            "norm",
-            "median",
-            "count_nonzero",
+            "max", "min", "amax", "amin", "argmax", "argmin", "median", "any", "all", "count_nonzero",
+            "prod", "var", "std", "var_mean", "logsumexp", "norm",
         ),
         _unsharded,
     ),
@@ -187,13 +159,9 @@ REDUCTIONS: dict[str, Rule] = {
     ),
     **dict.fromkeys(
         (
-            "mse_loss",
-            "l1_loss",
-            "smooth_l1_loss",
-            "huber_loss",
-            "binary_cross_entropy_with_logits",
+            "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits",
             "soft_margin_loss",
         ),
         _pointwise_loss,
     ),
-}
+}  # fmt: skip

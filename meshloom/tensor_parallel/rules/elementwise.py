@@ -6,10 +6,12 @@ a table.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument
-from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Dims, Factors, labels_except
+from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Dims, Factors, broadcast_dims, labels_of
 
 
 def elementwise(call: Call, linear: tuple[frozenset[int], ...] = ()) -> Factors | None:
@@ -17,24 +19,11 @@ def elementwise(call: Call, linear: tuple[frozenset[int], ...] = ()) -> Factors 
     if any(each.shape != call.outputs[0].shape for each in call.outputs):
         return None
     out = call.outputs[0].shape
-    names, sizes = labels_except(out, ())
-    operands: list[Dims] = []
-    for operand in call.operands:
-        lead = len(out) - len(operand.shape)
-        if lead < 0:
-            return None
-        operands.append(
-            tuple(
-                None if size != out[lead + place] else names[lead + place]
-                for place, size in enumerate(operand.shape)
-            )
-        )
-    return Factors(
-        operands=tuple(operands),
-        outputs=(names,) * len(call.outputs),
-        sizes=sizes,
-        linear=linear,
-    )
+    names, sizes = labels_of(out)
+    if any(len(each.shape) > len(out) for each in call.operands):
+        return None
+    operands = tuple(broadcast_dims(each.shape, names, out) for each in call.operands)
+    return Factors(operands=operands, outputs=(names,) * len(call.outputs), sizes=sizes, linear=linear)
 
 
 def is_elementwise(call: Call) -> bool:
@@ -63,10 +52,6 @@ def _quotient(call: Call) -> Factors | None:
     )
 
 
-def _first(call: Call) -> Factors | None:
-    return elementwise(call, FIRST_LINEAR)
-
-
 def _where(call: Call) -> Factors | None:
     return elementwise(call, (frozenset({1, 2}),) if len(call.operands) == 3 else ())
 
@@ -77,61 +62,29 @@ def _masked_fill(call: Call) -> Factors | None:
 
 def _prelu(call: Call) -> Factors | None:
     x, weight = call.operands
-    names, sizes = labels_except(x.shape, ())
+    names, sizes = labels_of(x.shape)
     slopes: Dims = ("d1",) if len(weight.shape) == 1 and weight.shape[0] != 1 else (None,) * len(weight.shape)
     return Factors(operands=(names, slopes), outputs=(names,), sizes=sizes)
 
 
 # Elementwise too, but torch does not tag them as pointwise, or they draw at random.
 _UNTAGGED = [
-    "bernoulli_",
-    "normal_",
-    "uniform_",
-    "exponential_",
-    "log_normal_",
-    "cauchy_",
-    "geometric_",
-    "random_",
-    "native_dropout",
-    "alpha_dropout",
-    "selu",
-    "celu",
-    "relu6",
-    "hardtanh",
-    "softplus",
-    "log_sigmoid",
-    "bernoulli",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "floor_divide",
-    "fill",
-    "copy",
-    "softshrink",
-    "hardshrink",
-    "threshold",
-    "less",
-    "greater",
-    "not_equal",
-    "nan_to_num",
-    "clip",
-    "square",
-    "mish",
-    "hardswish",
-    "hardsigmoid",
-    "logical_or",
-    "__and__",
-    "__or__",
-]
+    "bernoulli_", "normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_",
+    "bernoulli", "rand_like", "randn_like", "randint_like", "native_dropout", "alpha_dropout",
+    "selu", "celu", "relu6", "hardtanh", "softplus", "log_sigmoid", "softshrink", "hardshrink", "threshold",
+    "mish", "hardswish", "hardsigmoid", "less", "greater", "not_equal", "logical_or", "__and__", "__or__",
+    "floor_divide", "fill", "copy", "nan_to_num", "clip", "square",
+]  # fmt: skip
 
 ELEMENTWISE: dict[str, Rule] = {
     **dict.fromkeys(("add", "sub", "subtract"), _sum),
     **dict.fromkeys(("mul", "multiply"), _product),
     **dict.fromkeys(("div", "divide", "true_divide"), _quotient),
-    **dict.fromkeys(("neg", "real", "imag"), _first),
+    **dict.fromkeys(
+        ("neg", "real", "imag", "dropout", "dropout_"), partial(elementwise, linear=FIRST_LINEAR)
+    ),
     "where": _where,
     "masked_fill": _masked_fill,
-    **dict.fromkeys(("dropout", "dropout_"), _first),
     "prelu": _prelu,
     **dict.fromkeys(_UNTAGGED, elementwise),
 }

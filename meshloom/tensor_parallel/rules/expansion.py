@@ -8,12 +8,11 @@ from meshloom.tensor_parallel.rules.call import Call, Rule, replicated, set_argu
 from meshloom.tensor_parallel.rules.factors import (
     FIRST_LINEAR,
     Concat,
-    Dims,
     Factors,
     Product,
     ShardSizes,
     Term,
-    labels_except,
+    broadcast_dims,
     labels_of,
 )
 from meshloom.tensor_parallel.rules.reshapes import as_other
@@ -22,38 +21,20 @@ from meshloom.tensor_parallel.rules.reshapes import as_other
 def _expand(call: Call) -> Factors | None:
     before, after = call.operands[0].shape, call.outputs[0].shape
     names, sizes = labels_of(after)
-    lead = len(after) - len(before)
-    operand = tuple(
-        None if size == 1 and after[lead + place] != 1 else names[lead + place]
-        for place, size in enumerate(before)
-    )
-    others = replicated(call.operands[1:])
-    return Factors(
-        operands=(operand, *others), outputs=(tuple(names),), sizes=sizes, linear=FIRST_LINEAR,
-        local=to_output_shape("size") if call.name == "expand" else None,
-    )  # fmt: skip
+    operands = (broadcast_dims(before, names, after), *replicated(call.operands[1:]))
+    local = to_output_shape("size") if call.name == "expand" else None
+    return Factors(operands=operands, outputs=(names,), sizes=sizes, linear=FIRST_LINEAR, local=local)
 
 
 def _broadcast_tensors(call: Call) -> Factors | None:
     """Every tensor broadcast to their common shape."""
-    names, sizes = labels_of(call.outputs[0].shape)
+    full = call.outputs[0].shape
+    names, sizes = labels_of(full)
     if len(call.outputs) != len(call.operands):
         return None
-    rows: list[Dims] = []
-    for operand in call.operands:
-        shown = names[len(names) - len(operand.shape) :]
-        rows.append(
-            tuple(
-                None if size == 1 and sizes[str(name)] != 1 else name
-                for name, size in zip(shown, operand.shape, strict=True)
-            )
-        )
-    return Factors(
-        operands=tuple(rows),
-        outputs=(tuple(names),) * len(call.outputs),
-        sizes=sizes,
-        linear=(frozenset(range(len(rows))),),
-    )
+    operands = tuple(broadcast_dims(each.shape, names, full) for each in call.operands)
+    linear = (frozenset(range(len(operands))),)
+    return Factors(operands=operands, outputs=(names,) * len(operands), sizes=sizes, linear=linear)
 
 
 def _repeat(call: Call) -> Factors | None:
@@ -62,25 +43,20 @@ def _repeat(call: Call) -> Factors | None:
     lead = len(repeats) - len(names)
     out: list[Term] = []
     for place, count in enumerate(repeats):
-        name = names[place - lead] if place >= lead else None
         label = f"t{place}"
         sizes[label] = count
-        out.append(
-            name
-            if count == 1 and name is not None
-            else label
-            if name is None
-            else Product((label, str(name)))
-        )
+        if place < lead:
+            out.append(label)
+        else:
+            name = names[place - lead]
+            out.append(name if count == 1 else Product((label, name)))
 
     def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
         return set_argument(
             target, args, kwargs, "repeats", tuple(shard.local[f"t{place}"] for place in range(len(repeats)))
         )
 
-    return Factors(
-        operands=(tuple(names),), outputs=(tuple(out),), sizes=sizes, linear=FIRST_LINEAR, local=local
-    )
+    return Factors(operands=(names,), outputs=(tuple(out),), sizes=sizes, linear=FIRST_LINEAR, local=local)
 
 
 def _repeat_interleave(call: Call) -> Factors | None:
@@ -97,17 +73,10 @@ def _repeat_interleave(call: Call) -> Factors | None:
         out[dim] = Product((f"d{dim}", "repeats"))
 
     def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
-        return set_argument(
-            target,
-            args,
-            {key: each for key, each in kwargs.items() if key != "output_size"},
-            "repeats",
-            shard.local["repeats"],
-        )
+        others = {key: each for key, each in kwargs.items() if key != "output_size"}
+        return set_argument(target, args, others, "repeats", shard.local["repeats"])
 
-    return Factors(
-        operands=(tuple(names),), outputs=(tuple(out),), sizes=sizes, linear=FIRST_LINEAR, local=local
-    )
+    return Factors(operands=(names,), outputs=(tuple(out),), sizes=sizes, linear=FIRST_LINEAR, local=local)
 
 
 def _pad(call: Call) -> Factors | None:
@@ -116,7 +85,7 @@ def _pad(call: Call) -> Factors | None:
     if call.name == "pad" and call.arguments.get("mode", "constant") != "constant":
         count = len(pad) // 2
         shape = call.operands[0].shape
-        kept, sizes = labels_except(shape, range(len(shape) - count, len(shape)))
+        kept, sizes = labels_of(shape, range(len(shape) - count, len(shape)))
         return Factors(operands=(kept,), outputs=(kept,), sizes=sizes, linear=FIRST_LINEAR)
     names, sizes = labels_of(call.operands[0].shape)
     out: list[Term] = list(names)
@@ -133,14 +102,10 @@ def _pad(call: Call) -> Factors | None:
             sizes.update({f"f{dim}": before, f"a{dim}": after})
             whole |= {f"f{dim}", f"a{dim}"}
             out[dim] = Concat(tuple(parts))
-    linear = FIRST_LINEAR if not call.arguments.get("value") else ()
     return Factors(
-        operands=(tuple(operand),),
-        outputs=(tuple(out),),
-        sizes=sizes,
-        unsharded=frozenset(whole),
-        linear=linear,
-    )
+        operands=(tuple(operand),), outputs=(tuple(out),), sizes=sizes, unsharded=frozenset(whole),
+        linear=FIRST_LINEAR if not call.arguments.get("value") else (),
+    )  # fmt: skip
 
 
 EXPANSION: dict[str, Rule] = {

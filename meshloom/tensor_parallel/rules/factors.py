@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from meshloom.comm.pieces import Runs
@@ -141,27 +141,10 @@ class Factors:
     def facts(self) -> tuple[Any, ...]:
         """A key that is equal for calls with the same strategies; of `local` it contains whether there is
         one."""
-        sizes, collectives = tuple(self.sizes.items()), tuple(self.collectives.items())
-        sets = (
-            self.unsharded,
-            self.sums,
-            self.reduced_inside,
-            self.replicated,
-            self.contiguous,
-            self.nonempty,
-            self.added,
-            self.linear,
-        )
-        return (
-            self.operands,
-            self.outputs,
-            sizes,
-            collectives,
-            *sets,
-            self.routed,
-            self.drawn,
-            self.local is None,
-        )
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        own["sizes"], own["collectives"] = tuple(self.sizes.items()), tuple(self.collectives.items())
+        own["local"] = self.local is None
+        return tuple(own.values())
 
 
 def labels_in(term: Term) -> list[str]:
@@ -175,24 +158,26 @@ def labels_in(term: Term) -> list[str]:
     return [term] if isinstance(term, str) else [label for part in term.parts for label in labels_in(part)]
 
 
-def labels_of(shape: Sequence[int]) -> tuple[list[Term], dict[str, int]]:
-    """A label for every dim, and the labels' sizes.
+def labels_of(shape: Sequence[int], but: Collection[int] = ()) -> tuple[Dims, dict[str, int]]:
+    """A label for every dim except those in `but`, which stay unsharded, and the labels' sizes.
 
-    >>> labels_of((4, 5))
-    (['d0', 'd1'], {'d0': 4, 'd1': 5})
+    >>> labels_of((4, 5)), labels_of((4, 5), but={1})
+    ((('d0', 'd1'), {'d0': 4, 'd1': 5}), (('d0', None), {'d0': 4}))
     """
-    names: list[Term] = [f"d{place}" for place in range(len(shape))]
-    return names, {f"d{place}": size for place, size in enumerate(shape)}
+    labels = tuple(None if place in but else f"d{place}" for place in range(len(shape)))
+    return labels, {f"d{place}": size for place, size in enumerate(shape) if place not in but}
 
 
-def labels_except(shape: Sequence[int], dims: Collection[int]) -> tuple[Dims, dict[str, int]]:
-    """A label for every dim but `dims`, which stay unsharded, and the labels' sizes.
+def broadcast_dims(shape: Sequence[int], dims: Dims, full: Sequence[int]) -> Dims:
+    """The dims of an operand of `shape` that is broadcast to `dims` of the sizes `full`; those that grow stay
+    unsharded.
 
-    >>> labels_except((4, 5), {1})
-    (('d0', None), {'d0': 4})
+    >>> broadcast_dims((1, 5), ("a", "b", "c"), (3, 4, 5))
+    (None, 'c')
     """
-    labels = tuple(None if place in dims else f"d{place}" for place in range(len(shape)))
-    return labels, {f"d{place}": size for place, size in enumerate(shape) if place not in dims}
+    lead = len(full) - len(shape)
+    places = zip(dims[lead:], shape, full[lead:], strict=True)
+    return tuple(term if size == whole else None for term, size, whole in places)
 
 
 def shown(factors: Factors) -> str:
@@ -223,7 +208,7 @@ def factors_of_text(
         (
             len(shape) - _count(part)
             for part, shape in zip(given, operands, strict=False)
-            if shape is not None and _stars(part)
+            if shape is not None and "*" in part
         ),
         default=0,
     )
@@ -236,8 +221,11 @@ def factors_of_text(
             places[number] = len(dims)
             dims.append(_dims(part, shape, lead, unsharded, sizes))
     shapes = [shape for shape in operands if shape is not None]
-    dims = [
-        tuple(_unless_broadcast(term, size, sizes) for term, size in zip(terms, shape, strict=True))
+    dims = [  # without those that are broadcast
+        tuple(
+            None if isinstance(term, str) and size == 1 and sizes[term] != 1 else term
+            for term, size in zip(terms, shape, strict=True)
+        )
         for terms, shape in zip(dims, shapes, strict=False)
     ]
     outputs = tuple(_dims(part, None, lead, unsharded, sizes) for part in right.split(","))[:num_outputs]
@@ -257,10 +245,6 @@ def factors_of_text(
 
 
 _TOKEN = re.compile(r"\([^)]*\)|[^\s()]+")
-
-
-def _stars(part: str) -> bool:
-    return "*" in part
 
 
 def _count(part: str) -> int:
@@ -287,10 +271,6 @@ def _dims(
         if isinstance(term, str) and sizes.get(term, 1) == 1:
             sizes[term] = size
     return tuple(terms)
-
-
-def _unless_broadcast(term: Term, size: int, sizes: Mapping[str, int]) -> Term:
-    return None if isinstance(term, str) and size == 1 and sizes[term] != 1 else term
 
 
 def _term(token: str, unsharded: set[str]) -> Term:

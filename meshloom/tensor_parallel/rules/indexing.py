@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from meshloom.program.operators.embedding_bag import BagsOfPart
 from meshloom.program.operators.experts import lookup_of_part
 from meshloom.program.operators.partial import embedding_of_part
@@ -16,7 +18,8 @@ from meshloom.tensor_parallel.rules.factors import (
     Routed,
     ShardSizes,
     Term,
-    labels_except,
+    broadcast_dims,
+    labels_of,
 )
 
 
@@ -59,13 +62,13 @@ def _gather(call: Call) -> Factors | None:
 def _labels_beside(dim: int, x: TensorArgument, index: TensorArgument) -> tuple[Dims, dict[str, int]]:
     """Labels of the dims, except `dim`, in which x and index have the same size."""
     differ = {place for place, size in enumerate(x.shape) if size != index.shape[place]}
-    return labels_except(x.shape, differ | {dim})
+    return labels_of(x.shape, differ | {dim})
 
 
 def _index_select(call: Call) -> Factors | None:
     x = call.operands[0]
     dim = call.dim("dim", len(x.shape))
-    names, sizes = labels_except(x.shape, {dim})
+    names, sizes = labels_of(x.shape, {dim})
     out = (*names[:dim], "picked", *names[dim + 1 :])
     sizes["picked"] = call.outputs[0].shape[dim]
     return Factors(operands=(names, ("picked",)), outputs=(out,), sizes=sizes, linear=FIRST_LINEAR)
@@ -80,36 +83,23 @@ def _index(call: Call) -> Factors | None:
     if not found or any("bool" in str(each.meta.dtype) for _, each in found):
         return None
     places = [place for place, _ in found]
-    shape = _broadcast_shape([each.shape for _, each in found])
-    index_names: list[Term] = [f"i{place}" for place in range(len(shape))]
+    shape = torch.broadcast_shapes(*(each.shape for _, each in found))
+    index_names: Dims = tuple(f"i{place}" for place in range(len(shape)))
     rest: list[tuple[int, Term]] = [
         (place, f"d{place}") for place in range(len(x.shape)) if place not in places
     ]
     together = places == list(range(places[0], places[-1] + 1))
     before = [name for place, name in rest if together and place < places[0]]
     after = [name for place, name in rest if not (together and place < places[0])]
-    names, sizes = labels_except(x.shape, places)
+    names, sizes = labels_of(x.shape, places)
     operands: list[Dims] = [names]
-    for _, each in found:
-        lead = len(shape) - len(each.shape)
-        operands.append(
-            tuple(
-                None if size != shape[lead + place] else index_names[lead + place]
-                for place, size in enumerate(each.shape)
-            )
-        )
+    operands += [broadcast_dims(each.shape, index_names, shape) for _, each in found]
     sizes |= {f"i{place}": size for place, size in enumerate(shape)}
-    factors = Factors(
-        operands=tuple(operands),
-        outputs=((*before, *index_names, *after),),
-        sizes=sizes,
-        linear=FIRST_LINEAR,
-    )
-    return (
-        _with_groups(factors, x.shape[0])
-        if places == [0] and len(shape) == 1 and len(x.shape) > 1
-        else factors
-    )
+    out = (*before, *index_names, *after)
+    factors = Factors(operands=tuple(operands), outputs=(out,), sizes=sizes, linear=FIRST_LINEAR)
+    if places == [0] and len(shape) == 1 and len(x.shape) > 1:
+        return _with_groups(factors, x.shape[0])
+    return factors
 
 
 def _with_groups(factors: Factors, num_groups: int) -> Factors:
@@ -149,7 +139,7 @@ def _index_add(call: Call) -> Factors | None:
     if not x.shape or len(source.shape) != len(x.shape):
         return None
     dim = call.dim("dim", len(x.shape))
-    names, sizes = labels_except(x.shape, {dim})
+    names, sizes = labels_of(x.shape, {dim})
     rows: dict[int, Dims] = {x.number: names, index.number: (None,) * len(index.shape), source.number: names}
     return Factors(
         operands=tuple(rows[place] for place in range(3)), outputs=(names,), sizes=sizes, linear=(frozenset({x.number, source.number}),)
@@ -157,18 +147,8 @@ def _index_add(call: Call) -> Factors | None:
 
 
 def _one_hot(call: Call) -> Factors | None:
-    names: Dims = tuple(f"i{place}" for place in range(len(call.operands[0].shape)))
-    return Factors(
-        operands=(names,),
-        outputs=((*names, None),),
-        sizes={f"i{place}": size for place, size in enumerate(call.operands[0].shape)},
-    )
-
-
-def _broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    length = max(map(len, shapes))
-    padded = [(1,) * (length - len(shape)) + shape for shape in shapes]
-    return tuple(max(sizes) for sizes in zip(*padded, strict=True))
+    names, sizes = labels_of(call.operands[0].shape)
+    return Factors(operands=(names,), outputs=((*names, None),), sizes=sizes)
 
 
 def _embedding_bag(call: Call) -> Factors | None:

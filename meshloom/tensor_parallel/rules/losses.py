@@ -13,6 +13,13 @@ from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument
 from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Dims, Factors, ShardSizes
 
 
+def _class_dims(scores: TensorArgument) -> tuple[Dims, Dims, dict[str, int]]:
+    """The dims of scores [n, v, space] and of targets [n, space], and the labels' sizes."""
+    space = tuple(f"s{place}" for place in range(len(scores.shape) - 2))
+    sizes = dict(zip(("n", "v", *space), scores.shape, strict=True))
+    return ("n", "v", *space), ("n", *space), sizes
+
+
 def _cross_entropy(call: Call) -> Factors | None:
     """logits [n, v, space], targets [n, space] (class numbers), weights of the classes [v] -> the mean, the
     sum or [n, space].
@@ -40,13 +47,9 @@ def _cross_entropy(call: Call) -> Factors | None:
         )
         return part, (*args[:2], *([args[2] if len(args) > 2 else kwargs["weight"]] if weighted else [])), {}
 
-    space: Dims = tuple(f"s{place}" for place in range(len(logits.shape) - 2))
-    rows: Dims = ("n", *space)
-    sizes = {"n": logits.shape[0], "v": logits.shape[1]} | {
-        f"s{place}": size for place, size in enumerate(logits.shape[2:])
-    }
+    scores, rows, sizes = _class_dims(logits)
     return Factors(
-        operands=(("n", "v", *space), rows, *([("v",)] if weighted else [])), outputs=(rows if reduction == 0 else (),), sizes=sizes,
+        operands=(scores, rows, *([("v",)] if weighted else [])), outputs=(rows if reduction == 0 else (),), sizes=sizes,
         unsharded=frozenset() if reduction == 0 else frozenset(sizes) - {"v"},
         reduced_inside=frozenset({"v"}), contiguous=frozenset({"v"}), local=local,
     )  # fmt: skip
@@ -60,22 +63,17 @@ def _likelihood(call: Call) -> Factors | None:
         return None
     reduction: int = call.arguments.get("reduction", 1)
     ignored: int = call.arguments.get("ignore_index", -100)
-    space: Dims = tuple(f"s{place}" for place in range(len(x.shape) - 2))
-    rows: Dims = ("n", *space)
-    sizes = {"n": x.shape[0], "v": x.shape[1]} | {f"s{place}": size for place, size in enumerate(x.shape[2:])}
+    scores, rows, sizes = _class_dims(x)
     samples = frozenset(sizes) - {"v"}
 
     def local(to: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
         if shard.local["v"] == shard.full["v"]:
             return to, args, kwargs
-        return (
-            negative_log_likelihood_of_part,
-            (*args[:2], shard.starts["v"][shard.rank], reduction, ignored),
-            {},
-        )
+        own = (*args[:2], shard.starts["v"][shard.rank], reduction, ignored)
+        return negative_log_likelihood_of_part, own, {}
 
     return Factors(
-        operands=(("n", "v", *space), rows), outputs=(rows if reduction == 0 else (),), sizes=sizes,
+        operands=(scores, rows), outputs=(rows if reduction == 0 else (),), sizes=sizes,
         sums=frozenset({"v"}) | (samples if reduction == 2 else frozenset()), unsharded=samples if reduction == 1 else frozenset(),
         nonempty=samples, contiguous=frozenset({"v"}), linear=FIRST_LINEAR, local=local,
     )  # fmt: skip

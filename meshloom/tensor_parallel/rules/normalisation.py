@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument, replicated, set_argument
-from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, ShardSizes, Term, labels_except
+from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, ShardSizes, Term, labels_of
 
 
 def _over_last(call: Call) -> Factors | None:
     """layer_norm, rms_norm: x [..., n], weight [n], bias [n]."""
     shape = call.operands[0].shape
     count = len(call.arguments["normalized_shape"])
-    names, sizes = labels_except(shape, range(len(shape) - count, len(shape)))
+    names, sizes = labels_of(shape, range(len(shape) - count, len(shape)))
     others = replicated(call.operands[1:])
     return Factors(operands=(names, *others), outputs=(names,) * len(call.outputs), sizes=sizes)
 
@@ -22,7 +22,7 @@ def _over_batch(call: Call) -> Factors | None:
     statistics [c]."""
     x = call.operands[0]
     is_training = call.arguments.get("training", True)
-    names, sizes = labels_except(x.shape, range(len(x.shape)) if is_training else (1,))
+    names, sizes = labels_of(x.shape, range(len(x.shape)) if is_training else (1,))
     dims: Dims = (names[0], "c", *names[2:])
     return Factors(
         operands=(dims, *(("c",) for _ in call.operands[1:])),
@@ -34,17 +34,13 @@ def _over_batch(call: Call) -> Factors | None:
 
 def _instance_norm(call: Call) -> Factors | None:
     x = call.operands[0]
-    if len(call.operands) > 1 and any(
-        isinstance(call.arguments.get(name), TensorArgument) for name in ("running_mean", "running_var")
-    ):
+    running = (call.arguments.get("running_mean"), call.arguments.get("running_var"))
+    if any(isinstance(each, TensorArgument) for each in running):
         return None
     dims: Dims = ("b", "c", *(None,) * (len(x.shape) - 2))
-    return Factors(
-        operands=(dims, *(("c",) for _ in call.operands[1:])),
-        outputs=(dims,),
-        sizes={"b": x.shape[0], "c": x.shape[1]},
-        nonempty=frozenset({"b", "c"}),
-    )
+    operands = (dims, *(("c",) for _ in call.operands[1:]))
+    sizes = {"b": x.shape[0], "c": x.shape[1]}
+    return Factors(operands=operands, outputs=(dims,), sizes=sizes, nonempty=frozenset({"b", "c"}))
 
 
 def _group_norm(call: Call) -> Factors | None:
@@ -70,12 +66,9 @@ def _vector_norm(call: Call) -> Factors | None:
     shape = call.operands[0].shape
     dims = set(call.dims("dim", len(shape)))
     keep = bool(call.arguments.get("keepdim"))
-    names, sizes = labels_except(shape, dims)
-    return Factors(
-        operands=(names,),
-        outputs=(tuple(name for place, name in enumerate(names) if keep or place not in dims),),
-        sizes=sizes,
-    )
+    names, sizes = labels_of(shape, dims)
+    out = tuple(name for place, name in enumerate(names) if keep or place not in dims)
+    return Factors(operands=(names,), outputs=(out,), sizes=sizes)
 
 
 def _weight_norm(call: Call) -> Factors | None:
@@ -83,10 +76,8 @@ def _weight_norm(call: Call) -> Factors | None:
     size 1 in all other dims."""
     v = call.operands[0]
     dim = call.dim("dim", len(v.shape))
-    names: Dims = tuple("kept" if place == dim else None for place in range(len(v.shape)))
-    return Factors(
-        operands=(names, names), outputs=(names,) * len(call.outputs), sizes={"kept": v.shape[dim]}
-    )
+    names, sizes = labels_of(v.shape, but=set(range(len(v.shape))) - {dim})
+    return Factors(operands=(names, names), outputs=(names,) * len(call.outputs), sizes=sizes)
 
 
 NORMALISATION: dict[str, Rule] = {

@@ -11,12 +11,8 @@ from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Factors, labels
 def _permuted(order: Any) -> Rule:
     def rule(call: Call) -> Factors | None:
         names, sizes = labels_of(call.operands[0].shape)
-        return Factors(
-            operands=(tuple(names),),
-            outputs=(tuple(names[place] for place in order(call, len(names))),),
-            sizes=sizes,
-            linear=FIRST_LINEAR,
-        )
+        out = tuple(names[place] for place in order(call, len(names)))
+        return Factors(operands=(names,), outputs=(out,), sizes=sizes, linear=FIRST_LINEAR)
 
     return rule
 
@@ -39,19 +35,15 @@ def _moved(call: Call, ndim: int) -> list[int]:
     return [each if each >= 0 else next(rest) for each in order]
 
 
-def _unsharded_dims(*names_of_dims: str) -> Rule:
-    """flip, roll: the given dims stay unsharded."""
+def _unsharded_dims(argument: str) -> Rule:
+    """flip, roll: the dims in this argument stay unsharded."""
 
     def rule(call: Call) -> Factors | None:
         names, sizes = labels_of(call.operands[0].shape)
-        found = [dim for name in names_of_dims for dim in call.dims(name, len(names))]
+        dims = call.dims(argument, len(names))
         return Factors(
-            operands=(tuple(names),),
-            outputs=(tuple(names),),
-            sizes=sizes,
-            unsharded=frozenset(f"d{dim}" for dim in found),
-            linear=FIRST_LINEAR,
-        )
+            operands=(names,), outputs=(names,), sizes=sizes, unsharded=frozenset(f"d{dim}" for dim in dims), linear=FIRST_LINEAR
+        )  # fmt: skip
 
     return rule
 

@@ -16,12 +16,25 @@ from meshloom.tensor_parallel.rules.call import (
     set_argument,
     tensor_arguments,
 )
-from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, Routed, ShardSizes, factors_of_text
+from meshloom.tensor_parallel.rules.factors import (
+    Dims,
+    Factors,
+    Product,
+    Routed,
+    ShardSizes,
+    broadcast_dims,
+    factors_of_text,
+)
 
 
 def text(pattern: str) -> Rule:
     """A rule with one factor map for all arguments."""
     return lambda call: factors_of_text(pattern, list(tensor_arguments(call)), len(call.outputs))
+
+
+def _of_operands(pattern: str, call: Call) -> Factors:
+    """The factor map of a call with one result, of which every tensor argument is given."""
+    return factors_of_text(pattern, [each.shape for each in call.operands], 1)
 
 
 def _matmul(call: Call) -> Factors | None:
@@ -32,9 +45,7 @@ def _matmul(call: Call) -> Factors | None:
     out = {"k": "", "b* k": "b*"}.get(left, "b* n") + ("" if other == 1 else " m")
     if one == 1 and other > 2:
         out = "b* m"
-    return factors_of_text(
-        f"{left}, {right} -> {out}; sum k; linear 0 1", [each.shape for each in call.operands], 1
-    )
+    return _of_operands(f"{left}, {right} -> {out}; sum k; linear 0 1", call)
 
 
 def _addmm(call: Call) -> Factors | None:
@@ -42,20 +53,14 @@ def _addmm(call: Call) -> Factors | None:
         return None
     bias = call.operands[0].shape
     pattern = "n m" if len(bias) == 2 else "m"
-    return factors_of_text(
-        f"{pattern}, n k, k m -> n m; sum k; add 0; linear 0+1 0+2", [each.shape for each in call.operands], 1
-    )
+    return _of_operands(f"{pattern}, n k, k m -> n m; sum k; add 0; linear 0+1 0+2", call)
 
 
 def _baddbmm(call: Call) -> Factors | None:
     if call.arguments["beta"] != 1:
         return None
-    names = ("b", "n", "m")[3 - len(call.operands[0].shape) :]
-    return factors_of_text(
-        f"{' '.join(names)}, b n k, b k m -> b n m; sum k; add 0; linear 0+1 0+2",
-        [each.shape for each in call.operands],
-        1,
-    )
+    bias = " ".join("bnm"[3 - len(call.operands[0].shape) :])
+    return _of_operands(f"{bias}, b n k, b k m -> b n m; sum k; add 0; linear 0+1 0+2", call)
 
 
 def _convolution(call: Call) -> Factors | None:
@@ -108,20 +113,11 @@ def _with_groups(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sha
     """The convolution of the local groups; kernels refuse empty channels."""
     groups = shard.local["g"]
     if not shard.local["i"] or not shard.local["o"]:
-        return (
-            convolution_of_nothing,
-            (*args[:3], *(None,) * (3 - len(args[:3])), tuple(shard.outputs[0]), target, *args[3:]),
-            {},
-        )
+        operands = (*args[:3], *(None,) * (3 - len(args[:3])))
+        return convolution_of_nothing, (*operands, tuple(shard.outputs[0]), target, *args[3:]), {}
     if groups == shard.full["g"]:
         return target, args, kwargs
     return set_argument(target, args, kwargs, "groups", groups)
-
-
-def _bilinear(call: Call) -> Factors | None:
-    return factors_of_text(
-        "b* i, b* j, o i j, o -> b* o; sum i j; add 3; linear 0+3 1+3 2+3", list(tensor_arguments(call)), 1
-    )
 
 
 def _einsum(call: Call) -> Factors | None:
@@ -134,18 +130,11 @@ def _einsum(call: Call) -> Factors | None:
         return None
     sizes: dict[str, int] = {}
     for term, operand in zip(terms, call.operands, strict=True):
-        sizes.update(
-            {
-                letter: size
-                for letter, size in zip(term, operand.shape, strict=True)
-                if size != 1 or letter not in sizes
-            }
-        )
-    operands: tuple[Dims, ...] = tuple(
-        tuple(
-            letter if size == sizes[letter] else None
-            for letter, size in zip(term, operand.shape, strict=True)
-        )
+        for letter, size in zip(term, operand.shape, strict=True):
+            if size != 1 or letter not in sizes:
+                sizes[letter] = size
+    operands = tuple(
+        broadcast_dims(operand.shape, tuple(term), [sizes[letter] for letter in term])
         for term, operand in zip(terms, call.operands, strict=True)
     )
     return Factors(
@@ -170,34 +159,22 @@ def _grouped(call: Call) -> Factors | None:
         (3, 2): "e! t k, k m!, _ -> t m; sum k; linear 0 1",
         (2, 2): "t k!, k n, _ -> _ t n; linear 0 1",
     }[len(x.shape), len(w.shape)]
-    factors = factors_of_text(pattern, [each.shape for each in call.operands], 1)
-    routed = (
-        Routed(rows="t", groups="e", table=1, by=2, is_sorted=True)
-        if (len(x.shape), len(w.shape)) == (2, 3)
-        else None
-    )
-    return dataclasses.replace(factors, local=_aligned, routed=routed)
+    routed = None
+    if (len(x.shape), len(w.shape)) == (2, 3):
+        routed = Routed(rows="t", groups="e", table=1, by=2, is_sorted=True)
+    return dataclasses.replace(_of_operands(pattern, call), local=_aligned, routed=routed)
 
 
 def _aligned(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
     """The local grouped product; its kernels need rows of a multiple of 16 bytes, which shards may not
     have."""
+    ends = given_by_name(target, args, kwargs).get("offs")
     if "e" in shard.full and shard.is_sharded("e") and "t" in shard.full and shard.is_sharded("t"):
-        ends = given_by_name(target, args, kwargs).get("offs")
-        return (
-            grouped_product_of_groups,
-            (target, *args[:2], args[2] if ends is None else ends, shard.starts["e"][shard.rank]),
-            {},
-        )
-    return (
-        (target, args, kwargs)
-        if "fallback" in target._schema.name
-        else (
-            grouped_product_of_part,
-            (target, *args[:2], given_by_name(target, args, kwargs).get("offs")),
-            {},
-        )
-    )
+        ends = args[2] if ends is None else ends
+        return grouped_product_of_groups, (target, *args[:2], ends, shard.starts["e"][shard.rank]), {}
+    if "fallback" in target._schema.name:
+        return target, args, kwargs
+    return grouped_product_of_part, (target, *args[:2], ends), {}
 
 
 PRODUCTS: dict[str, Rule] = {
@@ -211,18 +188,8 @@ PRODUCTS: dict[str, Rule] = {
     "baddbmm": _baddbmm,
     "_grouped_mm": _grouped,
     "transformers::grouped_mm_fallback": _grouped,
-    "bilinear": _bilinear,
-    **dict.fromkeys(
-        (
-            "conv1d",
-            "conv2d",
-            "conv3d",
-            "convolution",
-            "conv_transpose1d",
-            "conv_transpose2d",
-            "conv_transpose3d",
-        ),
-        _convolution,
-    ),
+    "bilinear": text("b* i, b* j, o i j, o -> b* o; sum i j; add 3; linear 0+3 1+3 2+3"),
+    "convolution": _convolution,
+    **dict.fromkeys([f"conv{way}{dims}d" for way in ("", "_transpose") for dims in (1, 2, 3)], _convolution),
     "einsum": _einsum,
 }

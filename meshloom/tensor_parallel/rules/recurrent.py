@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshloom.program.operators.payload import Collective
 from meshloom.program.operators.recurrent_shards import (
     NUM_GATES,
     RecurrentKind,
@@ -106,20 +107,8 @@ def _cell(kind: RecurrentKind) -> Rule:
                 return target, args, kwargs
             found = given_by_name(target, args, kwargs)
             hx = found["hx"] if isinstance(found["hx"], tuple) else (found["hx"],)
-            return (
-                cell_of_part,
-                (
-                    kind,
-                    found["input"],
-                    hx,
-                    found["w_ih"],
-                    found["w_hh"],
-                    found.get("b_ih"),
-                    found.get("b_hh"),
-                    mine,
-                ),
-                {},
-            )
+            weights = (found["w_ih"], found["w_hh"], found.get("b_ih"), found.get("b_hh"))
+            return cell_of_part, (kind, found["input"], hx, *weights, mine), {}
 
         return Factors(
             operands=tuple(operands),
@@ -145,26 +134,17 @@ def _gates(kind: RecurrentKind, units: str | None) -> dict[str, int]:
 
 
 def _talks(length: int, batch: int, size: int, layers: int, ways: int) -> list[InnerCollective]:
-    found = [(batch * size, layers * ways * length)] + (
-        [(length * batch * ways * size, layers - 1)] if layers > 1 else []
-    )
-    forward = [
-        InnerCollective(collective="all_gather", num_elements=elements, times=times)
-        for elements, times in found
-    ]
-    return forward + [
-        InnerCollective(collective="reduce_scatter", num_elements=elements, times=times, backward=True)
+    found = [(batch * size, layers * ways * length)]
+    found += [(length * batch * ways * size, layers - 1)] if layers > 1 else []
+    ways_of: tuple[tuple[Collective, bool], ...] = (("all_gather", False), ("reduce_scatter", True))
+    return [
+        InnerCollective(collective=collective, num_elements=elements, times=times, backward=backward)
+        for collective, backward in ways_of
         for elements, times in found
     ]
 
 
 RECURRENT: dict[str, Rule] = {
-    "lstm": _recurrent("lstm"),
-    "gru": _recurrent("gru"),
-    "rnn_tanh": _recurrent("rnn_tanh"),
-    "rnn_relu": _recurrent("rnn_relu"),
-    "lstm_cell": _cell("lstm"),
-    "gru_cell": _cell("gru"),
-    "rnn_tanh_cell": _cell("rnn_tanh"),
-    "rnn_relu_cell": _cell("rnn_relu"),
+    **{kind: _recurrent(kind) for kind in NUM_GATES},
+    **{f"{kind}_cell": _cell(kind) for kind in NUM_GATES},
 }

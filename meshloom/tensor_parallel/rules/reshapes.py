@@ -70,11 +70,9 @@ def _terms(labels: list[list[str]], broken: set[int]) -> Dims:
 def _reshape(name: str | None) -> Rule:
     def rule(call: Call) -> Factors | None:
         left, right, sizes = reshaped(call.operands[0].shape, call.outputs[0].shape)
+        operands = (left, *replicated(call.operands[1:]))
         local = to_output_shape(name) if name else None
-        others = replicated(call.operands[1:])
-        return Factors(
-            operands=(left, *others), outputs=(right,), sizes=sizes, linear=FIRST_LINEAR, local=local
-        )
+        return Factors(operands=operands, outputs=(right,), sizes=sizes, linear=FIRST_LINEAR, local=local)
 
     return rule
 
@@ -90,9 +88,8 @@ def as_other(name: str, inner: Rule) -> Rule:
         def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
             return getattr(torch.ops.aten, name).default, (args[0], tuple(shard.outputs[0])), {}
 
-        return dataclasses.replace(
-            factors, local=local, operands=(factors.operands[0], (None,) * len(call.operands[1].shape))
-        )
+        operands = (factors.operands[0], *replicated(call.operands[1:]))
+        return dataclasses.replace(factors, local=local, operands=operands)
 
     return rule
 

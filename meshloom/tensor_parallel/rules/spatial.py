@@ -4,7 +4,7 @@ space."""
 from __future__ import annotations
 
 from meshloom.tensor_parallel.rules.call import Call, Rule
-from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Dims, Factors, Product, Term, labels_except
+from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Dims, Factors, Product, Term, labels_of
 
 
 def _channels(call: Call) -> Factors | None:
@@ -13,15 +13,9 @@ def _channels(call: Call) -> Factors | None:
     if len(call.operands) != 1 or any(len(out.shape) != len(x.shape) for out in call.outputs):
         return None
     batched = len(x.shape) - _space(call)
-    dims, sizes = labels_except(x.shape, range(batched, len(x.shape)))
-    linear = FIRST_LINEAR if "max" not in call.name else ()
-    return Factors(
-        operands=(dims,),
-        outputs=(dims,) * len(call.outputs),
-        sizes=sizes,
-        linear=linear,
-        nonempty=frozenset(sizes),
-    )
+    dims, sizes = labels_of(x.shape, range(batched, len(x.shape)))
+    outputs, linear = (dims,) * len(call.outputs), FIRST_LINEAR if "max" not in call.name else ()
+    return Factors(operands=(dims,), outputs=outputs, sizes=sizes, linear=linear, nonempty=frozenset(sizes))
 
 
 def _space(call: Call) -> int:
@@ -43,13 +37,8 @@ def _pixel_shuffle(call: Call) -> Factors | None:
     spread: Dims = (*lead, "c", Product(("h", "r")), Product(("w", "s")))
     one, other = (spread, packed) if back else (packed, spread)
     return Factors(
-        operands=(one,),
-        outputs=(other,),
-        sizes=sizes,
-        unsharded=frozenset({"r", "s"}),
-        nonempty=frozenset(sizes),
-        linear=FIRST_LINEAR,
-    )
+        operands=(one,), outputs=(other,), sizes=sizes, unsharded=frozenset({"r", "s"}), nonempty=frozenset(sizes), linear=FIRST_LINEAR
+    )  # fmt: skip
 
 
 def _im2col(call: Call) -> Factors | None:
@@ -63,26 +52,21 @@ def _im2col(call: Call) -> Factors | None:
     other: Dims = (*lead, Product(("c", "k")), None)
     one, other = (other, one) if call.name == "col2im" else (one, other)
     return Factors(
-        operands=(one,),
-        outputs=(other,),
-        sizes=sizes,
-        unsharded=frozenset({"k"}),
-        nonempty=frozenset({"b", "c"} & sizes.keys()),
-        linear=FIRST_LINEAR,
-    )
+        operands=(one,), outputs=(other,), sizes=sizes, unsharded=frozenset({"k"}), nonempty=frozenset(sizes) - {"k"}, linear=FIRST_LINEAR
+    )  # fmt: skip
 
 
 def _windows(call: Call) -> Factors | None:
     """unfold: a dim becomes windows and their contents; the others may be sharded."""
     x = call.operands[0]
     dim = call.dim("dimension", len(x.shape))
-    names, sizes = labels_except(x.shape, {dim})
+    names, sizes = labels_of(x.shape, {dim})
     return Factors(operands=(names,), outputs=((*names, None),), sizes=sizes, linear=FIRST_LINEAR)
 
 
 def _channel_dropout(call: Call) -> Factors | None:
     """dropout1d, dropout2d, dropout3d drop entire channels."""
-    names, sizes = labels_except(call.operands[0].shape, ())
+    names, sizes = labels_of(call.operands[0].shape)
     drawn = (*names[:2], *(None,) * (len(names) - 2))
     return Factors(operands=(names,), outputs=(names,), sizes=sizes, linear=FIRST_LINEAR, drawn=drawn)
 
@@ -94,23 +78,10 @@ SPATIAL: dict[str, Rule] = {
             for kind in ("avg", "max", "adaptive_avg", "adaptive_max")
             for count in (1, 2, 3)
         ]
-        + [
-            "_adaptive_avg_pool2d",
-            "_adaptive_avg_pool3d",
-            "max_pool2d_with_indices",
-            "upsample_nearest1d",
-            "upsample_nearest2d",
-            "upsample_nearest3d",
-            "upsample_bilinear2d",
-            "upsample_bicubic2d",
-        ]
-        + [
-            "reflection_pad1d",
-            "reflection_pad2d",
-            "replication_pad1d",
-            "replication_pad2d",
-            "_upsample_bilinear2d_aa",
-        ],
+        + [f"upsample_nearest{count}d" for count in (1, 2, 3)]
+        + [f"{kind}_pad{count}d" for kind in ("reflection", "replication") for count in (1, 2)]
+        + ["upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_bicubic2d"]
+        + ["_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "max_pool2d_with_indices"],
         _channels,
     ),
     "pixel_shuffle": _pixel_shuffle,

@@ -53,25 +53,12 @@ def rules_with(texts: Mapping[str, str]) -> Rules:
 
 def factors_of(call: Call, rules: Rules) -> Factors | None:
     """The factor map of a call. None: the operator has no rule."""
-    rule = rules.get(call.name)
-    if rule is None:
-        rule = elementwise if is_elementwise(call) else None
-    if rule is None:
-        return None
-    factors = rule(call)
+    rule = rules.get(call.name) or (elementwise if is_elementwise(call) else None)
+    factors = rule(call) if rule is not None else None
     if factors is None:
         return None
-    fits = len(factors.operands) == len(call.operands) and all(
-        len(dims) == len(each.shape) for dims, each in zip(factors.operands, call.operands, strict=True)
-    )
-    fits = (
-        fits
-        and len(factors.outputs) == len(call.outputs)
-        and all(
-            len(dims) == len(each.shape) for dims, each in zip(factors.outputs, call.outputs, strict=True)
-        )
-    )
-    if not fits:
+    mapped, given = (factors.operands, factors.outputs), (call.operands, call.outputs)
+    if [[*map(len, dims)] for dims in mapped] != [[len(each.shape) for each in side] for side in given]:
         raise CaptureError(
             f"The rule of {call.name} does not fit its call: {factors} for {[each.shape for each in call.operands]}."
         )

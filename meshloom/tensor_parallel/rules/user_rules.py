@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from meshloom.core.errors import CaptureError
 from meshloom.tensor_parallel.rules.call import Call, Rule, tensor_arguments
-from meshloom.tensor_parallel.rules.factors import Factors, Term, factors_of_text, labels_in
+from meshloom.tensor_parallel.rules.factors import Factors, factors_of_text, labels_in
 
 _LABEL = re.compile(r"_|[A-Za-z]\w*\*?!?")
 _DIMS = re.compile(r"\([^()]*\)|[^\s()]+|[()]")
@@ -90,27 +90,18 @@ def _problem(text: str) -> str | None:
 
 def _check_fit(factors: Factors, call: Call) -> None:
     """Raises `_MisfitError` if a call's dims or sizes contradict its rule."""
-    tensors = [
-        ("operand", place, dims, each.shape)
-        for place, (dims, each) in enumerate(zip(factors.operands, call.operands, strict=False))
-    ]
-    tensors += [
-        ("result", place, dims, each.shape)
-        for place, (dims, each) in enumerate(zip(factors.outputs, call.outputs, strict=False))
-    ]
-    if len(factors.operands) != len(call.operands):
-        raise _MisfitError(f"it has {len(factors.operands)} operands, not {len(call.operands)}")
-    if len(factors.outputs) != len(call.outputs):
-        raise _MisfitError(f"it has {len(factors.outputs)} results, not {len(call.outputs)}")
-    for kind, place, dims, shape in tensors:
-        if len(dims) != len(shape):
-            raise _MisfitError(f"{kind} {place} has {len(shape)} dims, not {len(dims)}")
-        for term, size in zip(dims, shape, strict=True):
-            if isinstance(term, str) and factors.sizes[term] != size:
-                raise _MisfitError(f"{term} is {factors.sizes[term]} elsewhere and {size} in {kind} {place}")
-            if term is not None and not isinstance(term, str) and not _known(term, factors):
-                raise _MisfitError(f"no dim gives the sizes of {' and '.join(labels_in(term))}")
-
-
-def _known(term: Term, factors: Factors) -> bool:
-    return all(label in factors.sizes for label in labels_in(term))
+    sides = (("operand", factors.operands, call.operands), ("result", factors.outputs, call.outputs))
+    for kind, mapped, given in sides:
+        if len(mapped) != len(given):
+            raise _MisfitError(f"it has {len(mapped)} {kind}s, not {len(given)}")
+    for kind, mapped, given in sides:
+        for place, (dims, each) in enumerate(zip(mapped, given, strict=True)):
+            if len(dims) != len(each.shape):
+                raise _MisfitError(f"{kind} {place} has {len(each.shape)} dims, not {len(dims)}")
+            for term, size in zip(dims, each.shape, strict=True):
+                if isinstance(term, str) and factors.sizes[term] != size:
+                    raise _MisfitError(
+                        f"{term} is {factors.sizes[term]} elsewhere and {size} in {kind} {place}"
+                    )
+                if not factors.sizes.keys() >= set(labels_in(term)):
+                    raise _MisfitError(f"no dim gives the sizes of {' and '.join(labels_in(term))}")
