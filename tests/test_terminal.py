@@ -7,6 +7,7 @@ import io
 from rich.console import Console
 
 from meshloom.report.terminal import Terminal, progress_text
+from meshloom.telemetry.progress import Progress
 from meshloom.telemetry.traffic import Traffic
 
 
@@ -49,13 +50,15 @@ def test_one_replica_says_that_it_exchanges_nothing() -> None:
 
 
 def test_progress_without_tokens_leaves_them_out() -> None:
-    line = progress_text(
+    progress = Progress(
         step=1,
         steps=9,
         loss=1.0,
+        gradient_norm=None,
+        learning_rates=[],
         samples_per_second=10.0,
         tokens_per_second=None,
         seconds_left=3700.0,
         memory_bytes=20 * 2**30,
     )
-    assert line == "step 1/9  loss 1.0000  10 samples/s  1:01:40 left  20 GiB"
+    assert progress_text(progress) == "step 1/9  loss 1.0000  10 samples/s  1:01:40 left  20 GiB"

@@ -10,12 +10,7 @@ from meshloom.launch.devices import MOST_SIMULATED, PROCESSES_PER_CORE
 from meshloom.launch.processes.hang import DEFAULT_SECONDS
 from meshloom.launch.transport import TRANSPORTS
 
-TRANSPORT_HELP = (
-    "transport of ranks on the CPU: auto (shared memory where they share a host), or gloo (default: auto)"
-)
-OVERSUBSCRIBE_HELP = f"allow more ranks than make sense: {PROCESSES_PER_CORE} processes per core, {MOST_SIMULATED} simulated ranks"
 CACHE_HELP = "where captured losses are kept for later starts of the same job; off: nowhere (default: MESHLOOM_CACHE, else ~/.cache/meshloom/readings)"
-JSON_HELP = "write records as JSON lines to FILE; - is standard output"
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -26,27 +21,27 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if "--" in own:
         at = own.index("--")
         own, theirs = own[:at], own[at + 1 :]
-    made = parser()
-    arguments, unknown = made.parse_known_args(own)
+    built = parser()
+    arguments, unknown = built.parse_known_args(own)
     if unknown:
         hint = ""
         if "target" in arguments and theirs is None:
             hint = f" Words for the job file follow --, as in: meshloom {arguments.verb} {arguments.target} -- {' '.join(unknown)}"
-        made.error(f"unrecognized arguments: {' '.join(unknown)}.{hint}")
+        built.error(f"unrecognized arguments: {' '.join(unknown)}.{hint}")
     if theirs is not None and "target" not in arguments:
-        made.error(f"meshloom {arguments.verb} loads no job file, so nothing can follow --.")
+        built.error(f"meshloom {arguments.verb} loads no job file, so nothing can follow --.")
     arguments.words = tuple(theirs or ())
     return arguments
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of `meshloom`."""
-    made = argparse.ArgumentParser(
+    built = argparse.ArgumentParser(
         prog="meshloom",
         description="Train a single-device PyTorch job on many devices, and prove that the result is the same.",
         epilog="What follows -- is for the job file, which finds it in sys.argv: meshloom train job.py --plan dp=2 -- --lr 0.5",
     )
-    verbs = made.add_subparsers(
+    verbs = built.add_subparsers(
         dest="verb", required=True, metavar="train | verify | plan | describe | calibrate | report"
     )
     _add_runs(
@@ -65,38 +60,26 @@ def parser() -> argparse.ArgumentParser:
     _add_report(
         verbs.add_parser("report", help="list what a run has written to its directory, or draw a step of it")
     )
-    return made
+    return built
 
 
 def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -> None:
     for verb in (train, verify):
         verb.add_argument(
-            "target",
-            metavar="FILE.py[:NAME]",
+            "target", metavar="FILE.py[:NAME]",
             help="the file that holds the job; NAME is a Job or a function that returns one (default: job)",
-        )
+        )  # fmt: skip
         verb.add_argument(
-            "--plan",
-            help="like dp=4,microbatches=2 or dp=4,shares=measured (default: one replica per GPU, or dp=1)",
-        )
+            "--plan", help="like dp=4,microbatches=2 or dp=4,shares=measured (default: one replica per GPU, or dp=1)"
+        )  # fmt: skip
         verb.add_argument(
-            "--memory",
-            metavar="SIZE",
+            "--memory", metavar="SIZE",
             help="memory limit of a rank when the model is split over pp or tp, like 8GiB: the plan's memory_bytes",
-        )
+        )  # fmt: skip
         verb.add_argument(
             "--devices", default="auto", help="auto, cuda, cpu, simulated, or simulated:cuda (default: auto)"
         )
-        verb.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
-        verb.add_argument(
-            "--timeout",
-            type=float,
-            default=600.0,
-            metavar="SECONDS",
-            help="how long a rank waits for another (default: 600)",
-        )
-        verb.add_argument("--json", metavar="FILE", help=JSON_HELP)
-        verb.add_argument("--oversubscribe", action="store_true", help=OVERSUBSCRIBE_HELP)
+        _add_common(verb, transport=True, oversubscribe=True, timeout_seconds=600)
         verb.add_argument(
             "--hang-seconds", type=float, default=DEFAULT_SECONDS, metavar="SECONDS",
             help=f"end the run when a rank of this machine hangs in a pipeline's action for so long; 0: never (default: {DEFAULT_SECONDS:g})",
@@ -112,10 +95,8 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
     )  # fmt: skip
     train.add_argument("--cache", default="auto", metavar="DIR", help=CACHE_HELP)
     train.add_argument(
-        "--timings",
-        action="store_true",
-        help="print the seconds of each phase of the start and of the run at the end",
-    )
+        "--timings", action="store_true", help="print the seconds of each phase of the start and of the run at the end"
+    )  # fmt: skip
     add_asynchronous(train)
     verify.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")
     verify.add_argument(
@@ -127,38 +108,26 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("target", metavar="FILE.py[:NAME]", help="as for train")
     plan.add_argument("--plan", metavar="PLAN", help="price this plan alone")
     plan.add_argument(
-        "--devices",
-        default="auto",
-        metavar="DEVICES",
-        help="auto, cpu, or at most how many ranks (default: one per core, up to 8)",
-    )
+        "--devices", default="auto", metavar="DEVICES", help="auto, cpu, or at most how many ranks (default: one per core, up to 8)"
+    )  # fmt: skip
     plan.add_argument(
         "--ranks", type=int, metavar="N", help="plans of at most N ranks; they share cores if there are fewer"
     )
     plan.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="memory limit of a rank, like 8GiB (default: its share of the host's memory)",
-    )
-    plan.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
-    plan.add_argument("--oversubscribe", action="store_true", help=OVERSUBSCRIBE_HELP)
+        "--memory", metavar="SIZE", help="memory limit of a rank, like 8GiB (default: its share of the host's memory)"
+    )  # fmt: skip
     plan.add_argument(
-        "--machine",
-        metavar="FILE",
-        help="the machine to price for (default: this one; it is measured first if it was not)",
-    )
+        "--machine", metavar="FILE", help="the machine to price for (default: this one; it is measured first if it was not)"
+    )  # fmt: skip
     plan.add_argument(
-        "--try",
-        type=int,
-        metavar="N",
-        help="train a few steps under the N plans that look fastest, and recommend by what they took",
-    )
+        "--try", type=int, metavar="N", help="train a few steps under the N plans that look fastest, and recommend by what they took"
+    )  # fmt: skip
     # for our own ranks: where rank 0 writes what a step took
     plan.add_argument("--trial", help=argparse.SUPPRESS)
     plan.add_argument("--trial-steps", type=int, default=1, help=argparse.SUPPRESS)
     # for our own companions: the descriptors of two pipes
     plan.add_argument("--companion", help=argparse.SUPPRESS)
-    plan.add_argument("--json", metavar="FILE", help=JSON_HELP)
+    _add_common(plan, transport=True, oversubscribe=True)
 
 
 def _add_describe(describe: argparse.ArgumentParser) -> None:
@@ -167,59 +136,38 @@ def _add_describe(describe: argparse.ArgumentParser) -> None:
         "--batch", type=int, metavar="N", help="describe a batch of N samples (default: the job's batch_size)"
     )
     describe.add_argument(
-        "--plan",
-        metavar="PLAN",
+        "--plan", metavar="PLAN",
         help="show how this plan shards the model over tp and splits it over pp, and what ranks send (such as tp=2 or pp=4)",
-    )
+    )  # fmt: skip
     describe.add_argument("--memory", metavar="SIZE", help="as for train")
-    describe.add_argument("--oversubscribe", action="store_true", help=OVERSUBSCRIBE_HELP)
     describe.add_argument(
         "--depth", type=int, metavar="N", help="show N levels of blocks (default: until blocks repeat)"
     )
     describe.add_argument(
-        "--machine",
-        metavar="FILE",
-        help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)",
-    )
+        "--machine", metavar="FILE", help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)"
+    )  # fmt: skip
     describe.add_argument("--cache", default="auto", metavar="DIR", help=CACHE_HELP)
     describe.add_argument(
-        "--timings",
-        action="store_true",
-        help="print the seconds of capturing, pricing, sharding and splitting the model",
-    )
-    describe.add_argument("--json", metavar="FILE", help=JSON_HELP)
+        "--timings", action="store_true", help="print the seconds of capturing, pricing, sharding and splitting the model"
+    )  # fmt: skip
+    _add_common(describe, oversubscribe=True)
 
 
 def _add_calibrate(calibrate: argparse.ArgumentParser) -> None:
     calibrate.add_argument(
-        "--devices",
-        default="auto",
-        choices=["auto", "cpu", "cuda"],
-        help="what to measure (default: GPUs if there are any)",
-    )
-    calibrate.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
+        "--devices", default="auto", choices=["auto", "cpu", "cuda"], help="what to measure (default: GPUs if there are any)"
+    )  # fmt: skip
     calibrate.add_argument(
-        "--ranks",
-        type=int,
-        help="ranks that measure together (default: one per GPU; on the CPU one per core, at most 8)",
-    )
+        "--ranks", type=int, help="ranks that measure together (default: one per GPU; on the CPU one per core, at most 8)"
+    )  # fmt: skip
     calibrate.add_argument(
-        "--out",
-        metavar="FILE",
-        help="write the measurements here (default: ~/.cache/meshloom/machines/HOST-DEVICE.json)",
-    )
-    calibrate.add_argument(
-        "--timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="how long a rank waits for another (default: 60)",
-    )
+        "--out", metavar="FILE", help="write the measurements here (default: ~/.cache/meshloom/machines/HOST-DEVICE.json)"
+    )  # fmt: skip
     # for our own ranks: where their part of the measurements goes
     calibrate.add_argument("--part", help=argparse.SUPPRESS)
     # the same for ranks of which there are not most
     calibrate.add_argument("--company", help=argparse.SUPPRESS)
-    calibrate.add_argument("--json", metavar="FILE", help=JSON_HELP)
+    _add_common(calibrate, transport=True, timeout_seconds=60)
 
 
 def _add_report(report: argparse.ArgumentParser) -> None:
@@ -231,4 +179,28 @@ def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--step", type=int, metavar="N", help="the timeline of step N (default: the newest that was recorded)"
     )
-    report.add_argument("--json", metavar="FILE", help=JSON_HELP)
+    _add_common(report)
+
+
+def _add_common(
+    verb: argparse.ArgumentParser, *, transport: bool = False, oversubscribe: bool = False, timeout_seconds: int = 0
+) -> None:  # fmt: skip
+    """The options that several verbs share. timeout_seconds: the default; 0: there is no such option."""
+    if transport:
+        verb.add_argument(
+            "--transport", default="auto", choices=TRANSPORTS,
+            help="transport of ranks on the CPU: auto (shared memory where they share a host), or gloo (default: auto)",
+        )  # fmt: skip
+    if timeout_seconds:
+        waits = f"how long a rank waits for another (default: {timeout_seconds})"
+        verb.add_argument(
+            "--timeout", type=float, default=float(timeout_seconds), metavar="SECONDS", help=waits
+        )
+    if oversubscribe:
+        verb.add_argument(
+            "--oversubscribe", action="store_true",
+            help=f"allow more ranks than make sense: {PROCESSES_PER_CORE} processes per core, {MOST_SIMULATED} simulated ranks",
+        )  # fmt: skip
+    verb.add_argument(
+        "--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output"
+    )

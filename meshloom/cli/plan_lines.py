@@ -14,11 +14,8 @@ LOG_WIDTH = 200  # columns of a table that goes to a file or a pipe
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
     """The requested plan, or the default for the devices."""
-    plan = (
-        Plan.parse(arguments.plan)
-        if arguments.plan
-        else Plan()
-        if arguments.verb == "describe"
-        else Plan(dp=default_ranks(arguments.devices))
-    )
+    if arguments.plan:
+        plan = Plan.parse(arguments.plan)
+    else:
+        plan = Plan() if arguments.verb == "describe" else Plan(dp=default_ranks(arguments.devices))
     return replace(plan, memory_bytes=parse_bytes(arguments.memory)) if arguments.memory else plan

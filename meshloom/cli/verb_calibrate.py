@@ -14,6 +14,7 @@ from meshloom.machine.machine import machine_file, save
 from meshloom.measure.calibration import CalibrationRequest, measure_company, measure_here, measure_machine
 from meshloom.report.machine_tables import machine_records, print_machine
 from meshloom.report.records import Records
+from meshloom.report.terminal import print_line
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
@@ -42,12 +43,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     save(machine, path)
     console = Console(stderr=arguments.json == "-")
     print_machine(machine, console)
-    console.print(
-        f"written to {path} ({time.perf_counter() - started:.1f} s of measuring)",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    print_line(console, f"written to {path} ({time.perf_counter() - started:.1f} s of measuring)")
     with ExitStack() as stack:
         records = Records(arguments.json, stack)
         for record in machine_records(machine):

@@ -57,13 +57,9 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
         print("", *lines_of(stages), sep="\n", file=stream)
         records.write("stages", **stages_record(stages))
     if plan.mesh.size > 1 and has_shares(plan):
+        factor = description.optimizer_factor
         shares = shares_of(
-            readings,
-            plan,
-            division,
-            stages,
-            batch_size=arguments.batch,
-            optimizer_factor=description.optimizer_factor,
+            readings, plan, division, stages, batch_size=arguments.batch, optimizer_factor=factor
         )
         print("", *lines_of_ranks(shares), sep="\n", file=stream)
         records.write("ranks", plan=str(plan), ranks=[asdict(each) for each in shares])
@@ -71,11 +67,8 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
         print(*readings.stored.warnings, sep="\n", end="\n" if readings.stored.warnings else "", file=stream)
     if arguments.timings:
         seconds = {"start": started, **readings.timings.seconds}
-        told = ", ".join(f"{phase} {taken:.1f}" for phase, taken in seconds.items())
-        print(
-            f"\nCPU seconds: {told}; {sum(seconds.values()):.1f} in all.",
-            *readings.timings.notes,
-            file=stream,
-        )
+        shown = ", ".join(f"{phase} {taken:.1f}" for phase, taken in seconds.items())
+        total = f"{sum(seconds.values()):.1f} in all."
+        print(f"\nCPU seconds: {shown}; {total}", *readings.timings.notes, file=stream)
         records.write("timings", plan=str(plan), seconds=seconds)
     return 0

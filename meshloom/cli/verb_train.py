@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
+from torch import nn
 
 from meshloom.asynchronous.options import circumstances_of, settings_of
 from meshloom.cli.plan_lines import plan_of
@@ -17,7 +18,7 @@ from meshloom.launch.devices import choose_for_workers
 from meshloom.launch.environment import is_rank
 from meshloom.planner.staged_plan import stage_plan
 from meshloom.replica.program_engine import ProgramEngine
-from meshloom.report.records import Records, announce_start, listener_for, record_start, tell_summary
+from meshloom.report.records import Records, RunStart, listener_for, tell_summary
 from meshloom.report.stages import lines_of, stages_record
 from meshloom.report.terminal import Terminal
 from meshloom.telemetry.progress import Listener
@@ -31,15 +32,8 @@ def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Ti
     if arguments.join is not None:
         from meshloom.asynchronous.start_role import join
 
-        join(
-            job,
-            arguments.target,
-            arguments.words,
-            plan if arguments.plan else None,
-            arguments.join,
-            Path(arguments.key),
-            arguments.timeout,
-        )
+        own, key = plan if arguments.plan else None, Path(arguments.key)
+        join(job, arguments.target, arguments.words, own, arguments.join, key, arguments.timeout)
         return 0
     terminal = Terminal(Console(stderr=arguments.json == "-"))
     listener = listener_for(terminal, records)
@@ -52,23 +46,10 @@ def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Ti
             return _train_on_processes(arguments, job, plan, why, listener, terminal, records)
         arguments.devices = arguments.devices if arguments.devices != "auto" else kind
     with Trainer(
-        job,
-        plan,
-        devices=arguments.devices,
-        steps=arguments.steps,
-        out=arguments.out,
-        resume=arguments.resume,
-        overwrite=bool(arguments.overwrite),
-        timeout_seconds=arguments.timeout,
-        transport=arguments.transport,
-        oversubscribe=arguments.oversubscribe,
-        share=True,
-        listener=listener,
-        circumstances=circumstances_of(arguments),
-        snapshot_every=arguments.snapshot_every,
-        cache=arguments.cache,
-        timings=timings,
-    ) as trainer:
+        job, plan, devices=arguments.devices, steps=arguments.steps, out=arguments.out, resume=arguments.resume, overwrite=bool(arguments.overwrite),
+        timeout_seconds=arguments.timeout, transport=arguments.transport, oversubscribe=arguments.oversubscribe, share=True, listener=listener,
+        circumstances=circumstances_of(arguments), snapshot_every=arguments.snapshot_every, cache=arguments.cache, timings=timings,
+    ) as trainer:  # fmt: skip
         if trainer.world.main:
             _announce(trainer, terminal, records)
         summary = trainer.fit()
@@ -89,63 +70,54 @@ def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Ti
 
 
 def _train_on_processes(
-    arguments: argparse.Namespace,
-    job: Job,
-    plan: Plan,
-    why: str,
-    listener: Listener,
-    terminal: Terminal,
-    records: Records,
-) -> int:
+    arguments: argparse.Namespace, job: Job, plan: Plan, why: str, listener: Listener, terminal: Terminal, records: Records
+) -> int:  # fmt: skip
     """The launcher's part of a run whose servers and workers are processes."""
     from meshloom.asynchronous.processes import ProcessRun
 
     settings = settings_of(arguments, job)
     with closing(ProcessRun(job, plan, settings, listener, arguments.target, arguments.words)) as run:
         listener.started(f"plan {plan} on {why}")
-        parameters = sum(each.numel() for each in run.model.parameters())
-        announce_start(job, plan, run.model, parameters, settings.steps, run.next_step, terminal)
-        record_start(job, plan, "cpu", why, run.model, parameters, settings.steps, run.next_step, records)
+        start = RunStart(
+            job=job, plan=plan, model=type(run.model).__name__, parameters=_elements(run.model), steps=settings.steps, step=run.next_step,
+            devices="cpu", why=why,
+        )  # fmt: skip
+        start.announce(terminal)
+        start.record(records)
         tell_summary(run.fit(), terminal, records)
         records.write("asynchronous", **run.record())
     return 0
 
 
 def _announce(trainer: Trainer, terminal: Terminal, records: Records) -> None:
-    job, plan = trainer.job, trainer.plan
+    plan = trainer.plan
     model = trainer.asynchronous.model if trainer.asynchronous else trainer.replicas[0].model
-    parameters = (
-        sum(each.numel() for each in model.parameters())
-        if trainer.asynchronous
-        else trainer.replicas[0].num_parameters
+    start = RunStart(
+        job=trainer.job,
+        plan=plan,
+        model=type(model).__name__,
+        parameters=_elements(model) if trainer.asynchronous else trainer.replicas[0].num_parameters,
+        steps=trainer.steps,
+        step=trainer.next_step,
+        devices=trainer.world.kind,
+        why=trainer.world.why,
     )
-    announce_start(job, plan, model, parameters, trainer.steps, trainer.next_step, terminal)
+    start.announce(terminal)
     engine = trainer.replicas[0].engine if trainer.replicas else None
     division = engine.division if engine else None
     if division is not None and division.rates is not None:
         terminal.event(f"divided over tp={plan.tp} at {division.rates.source}")
     cutter = engine.cutter if isinstance(engine, ProgramEngine) else None
     if cutter is not None and cutter.choice is not None and cutter.rates is not None:
-        crossings = [[each for stage in cutter.first for each in stage.incoming]] * len(cutter.sizes)
-        found = stage_plan(
-            plan,
-            cutter.schedule(len(cutter.sizes)),
-            cutter.choice,
-            crossings,
-            cutter.sizes,
-            cutter.rates,
-        )
+        sizes = cutter.sizes
+        crossings = [[each for stage in cutter.first for each in stage.incoming]] * len(sizes)
+        schedule = cutter.schedule(len(sizes))
+        found = stage_plan(plan, schedule, cutter.choice, crossings, sizes, cutter.rates)
         for line in lines_of(found):
             terminal.event(line)
         records.write("stages", **stages_record(found))
-    record_start(
-        job,
-        plan,
-        trainer.world.kind,
-        trainer.world.why,
-        model,
-        parameters,
-        trainer.steps,
-        trainer.next_step,
-        records,
-    )
+    start.record(records)
+
+
+def _elements(model: nn.Module) -> int:
+    return sum(each.numel() for each in model.parameters())

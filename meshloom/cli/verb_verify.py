@@ -18,15 +18,9 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
     """Exit code: 0 if the plan equals one device."""
     dtype = {"float64": torch.float64, "float32": torch.float32, None: None}[arguments.dtype]
     report = verify(
-        job,
-        plan_of(arguments),
-        devices=arguments.devices,
-        steps=arguments.steps,
-        dtype=dtype,
-        timeout_seconds=arguments.timeout,
-        transport=arguments.transport,
-        oversubscribe=arguments.oversubscribe,
-    )
+        job, plan_of(arguments), devices=arguments.devices, steps=arguments.steps, dtype=dtype, timeout_seconds=arguments.timeout,
+        transport=arguments.transport, oversubscribe=arguments.oversubscribe,
+    )  # fmt: skip
     if report is None:  # the process of another rank: rank 0 reports
         return 0
     print_report(report, Console(stderr=arguments.json == "-"))

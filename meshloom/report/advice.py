@@ -3,6 +3,7 @@ more ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.table import Table
 from meshloom.core.units import format_bytes, format_seconds
 from meshloom.planner.advise import Advice
 from meshloom.planner.pricing import Option
+from meshloom.report.terminal import print_line
 
 
 def print_advice(advice: Advice, console: Console) -> None:
@@ -23,73 +25,47 @@ def print_advice(advice: Advice, console: Console) -> None:
     table.add_column("")
     for each in advice.options:
         sent = ", ".join(f"{axis} {format_bytes(count)}" for axis, count in each.num_bytes.items())
+        measured = format_seconds(each.measured_seconds) if each.measured_seconds is not None else ""
         table.add_row(
-            str(each.plan),
-            format_seconds(each.price.seconds),
-            *(
-                [format_seconds(each.measured_seconds) if each.measured_seconds is not None else ""]
-                if was_tried
-                else []
-            ),
-            format_bytes(each.memory_bytes),
-            sent or "nothing",
-            f"{each.price.idle_share:.0%}",
-            _mark(advice, each),
-        )
+            str(each.plan), format_seconds(each.price.seconds), *([measured] if was_tried else []), format_bytes(each.memory_bytes), sent or "nothing",
+            f"{each.price.idle_share:.0%}", _mark(advice, each),
+        )  # fmt: skip
     console.print(table)
-    _line(console, "")
-    _line(console, advice.reason)
+    for line in _lines(advice, was_tried):
+        print_line(console, line)
+
+
+def _lines(advice: Advice, was_tried: bool) -> Iterator[str]:
+    yield ""
+    yield advice.reason
     if len(advice.options) == 1:
-        _line(console, f"{advice.options[0].plan}: {advice.options[0].why}.")
+        yield f"{advice.options[0].plan}: {advice.options[0].why}."
     else:
-        for each in advice.options:
-            _line(console, f"  {each.plan}: {each.why}")
+        yield from (f"  {each.plan}: {each.why}" for each in advice.options)
     if advice.exchange:
-        _line(console, advice.exchange)
+        yield advice.exchange
     if advice.work:
         share = advice.work.parallel_share
-        _line(
-            console,
-            f"\nAmdahl: {share:.1%} of a step is forwards and backwards, which replicas divide; the rest every rank does.",
-        )
-        _line(console, "ranks  bound  with communication  predicted")
+        yield f"\nAmdahl: {share:.1%} of a step is forwards and backwards, which replicas divide; the rest every rank does."
+        yield "ranks  bound  with communication  predicted"
         for each in advice.speedups:
-            _line(
-                console,
-                f"{each.num_ranks:5}  {each.bound:5.2f}  {each.with_communication:18.2f}  {each.predicted:9.2f}",
-            )
-        _line(
-            console,
-            "bound: 1 / (1 - f + f/n), every rank with cores of its own; predicted: with cores and memory shared as they are on this machine",
-        )
+            yield f"{each.num_ranks:5}  {each.bound:5.2f}  {each.with_communication:18.2f}  {each.predicted:9.2f}"
+        yield "bound: 1 / (1 - f + f/n), every rank with cores of its own; predicted: with cores and memory shared as they are on this machine"
     for ranks, factor in advice.factors.items():
-        _line(
-            console,
-            f"{ranks} ranks that compute this job at once take {factor:.2f} times as long as one alone, each with a share of the cores",
-        )
+        yield f"{ranks} ranks that compute this job at once take {factor:.2f} times as long as one alone, each with a share of the cores"
     if advice.not_beside:
-        _line(console, advice.not_beside)
-    for plan, why in advice.refused.items():
-        _line(console, f"not possible: {plan}: {why}")
+        yield advice.not_beside
+    yield from (f"not possible: {plan}: {why}" for plan, why in advice.refused.items())
     if was_tried:
-        _line(
-            console,
-            "measured: a step, median of some on this machine; the recommended plan is of those that were tried",
-        )
-    _line(
-        console,
-        "seconds: without reading data; memory: predicted for whole replicas, estimated for parts of one",
-    )
+        yield "measured: a step, median of some on this machine; the recommended plan is of those that were tried"
+    yield "seconds: without reading data; memory: predicted for whole replicas, estimated for parts of one"
 
 
 def advice_records(advice: Advice) -> list[dict[str, Any]]:
     """Whether one device suffices, a record for each plan, the refused plans, the speedups, and the
     recommendation."""
-    one = {
-        "memory_bytes": advice.one_device.peak,
-        "limit_bytes": advice.one_device_limit,
-        "fits": advice.fits_on_one,
-    }
+    peak, limit = advice.one_device.peak, advice.one_device_limit
+    one = {"event": "one_device", "memory_bytes": peak, "limit_bytes": limit, "fits": advice.fits_on_one}
     options = [{"event": "plan", **option_record(each)} for each in advice.options]
     refused = [{"event": "refused", "plan": plan, "why": why} for plan, why in advice.refused.items()]
     crowds = [
@@ -99,14 +75,7 @@ def advice_records(advice: Advice) -> list[dict[str, Any]]:
     speedups = [{"event": "speedup", **vars(each)} for each in advice.speedups]
     best = advice.recommended
     chosen = {"plan": str(best.plan) if best else None, "why": advice.reason, "exchange": advice.exchange}
-    return [
-        {"event": "one_device", **one},
-        *options,
-        *refused,
-        *crowds,
-        *speedups,
-        {"event": "recommended", **chosen},
-    ]
+    return [one, *options, *refused, *crowds, *speedups, {"event": "recommended", **chosen}]
 
 
 def option_record(option: Option) -> dict[str, Any]:
@@ -124,7 +93,3 @@ def _mark(advice: Advice, option: Option) -> str:
     if not option.fits:
         return "does not fit"
     return "<- take this" if advice.recommended and option.plan == advice.recommended.plan else ""
-
-
-def _line(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

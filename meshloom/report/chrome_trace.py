@@ -7,7 +7,6 @@ one on another rank that could not start before it ended.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,15 +17,9 @@ from meshloom.telemetry.timeline import Timeline, TimelineRow
 
 DOING, WAITING = 0, 1  # tracks of a rank
 WHAT = {
-    "F": "forward",
-    "B": "backward",
-    "I": "gradients of inputs",
-    "W": "gradients of weights",
-    "recompute": "recompute",
-    "wait": "wait",
-    "exchange": "exchange",
-    "update": "update",
-}
+    "F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights",
+    "recompute": "recompute", "wait": "wait", "exchange": "exchange", "update": "update",
+}  # fmt: skip
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -37,17 +30,9 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         events += _about(row)
         events += [_box(row, span, start) for span in row.spans]
     events += _arrows(timeline, start)
-    about = {
-        "step": timeline.step,
-        "schedule": str(timeline.schedule),
-        "clock_error_microseconds": _microseconds(timeline.clock_error_seconds),
-    }
+    error = _microseconds(timeline.clock_error_seconds)
+    about = {"step": timeline.step, "schedule": str(timeline.schedule), "clock_error_microseconds": error}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
-
-
-def trace_text(timeline: Timeline) -> str:
-    """The content of the file."""
-    return json.dumps(chrome_trace(timeline)) + "\n"
 
 
 def _about(row: TimelineRow) -> list[dict[str, Any]]:
@@ -86,22 +71,16 @@ def _arrows(timeline: Timeline, start: float) -> Iterator[dict[str, Any]]:
                 source, before = boxes[earlier]
                 if source is not row:
                     number += 1
-                    common = {"name": f"{earlier}>{action.stage}", "cat": "message", "id": number}
-                    yield {
-                        **common,
-                        "ph": "s",
-                        "pid": source.rank,
+                    arrow = {
+                        "name": f"{earlier}>{action.stage}",
+                        "cat": "message",
+                        "id": number,
                         "tid": DOING,
-                        "ts": _microseconds(before.stop - before.seconds / 1000 - start),
                     }
-                    yield {
-                        **common,
-                        "ph": "f",
-                        "bp": "e",
-                        "pid": row.rank,
-                        "tid": DOING,
-                        "ts": _microseconds(span.start - start),
-                    }
+                    sent = _microseconds(before.stop - before.seconds / 1000 - start)
+                    yield {**arrow, "ph": "s", "pid": source.rank, "ts": sent}
+                    arrived = _microseconds(span.start - start)
+                    yield {**arrow, "ph": "f", "bp": "e", "pid": row.rank, "ts": arrived}
 
 
 def _microseconds(seconds: float) -> float:

@@ -16,13 +16,14 @@ from meshloom.planner.blocks import Block, rows_of
 from meshloom.planner.describe import Description
 from meshloom.planner.memory.memory import Memory
 from meshloom.report.machine_tables import age
+from meshloom.report.terminal import print_line
 
 NAMES = 3  # of a list of parameters
 
 
 def print_description(description: Description, console: Console, depth: int | None = None) -> None:
     """The model, a row for every block, totals, and remarks. depth: levels of blocks."""
-    _line(console, _headline(description))
+    print_line(console, _headline(description))
     columns = _columns(description)
     table = _table(description, depth, columns)
     for rank in (3, 2, 1):
@@ -30,7 +31,7 @@ def print_description(description: Description, console: Console, depth: int | N
             table = _table(description, depth, [column for column in columns if column.dispensable < rank])
     console.print(table)
     for line in _remarks(description):
-        _line(console, line)
+        print_line(console, line)
 
 
 def description_records(description: Description, depth: int | None = None) -> list[dict[str, Any]]:
@@ -49,13 +50,14 @@ def description_records(description: Description, depth: int | None = None) -> l
         "tied": description.tied,
         "machine": description.machine.name if description.machine else None,
     }
-    rows = [{"event": "block", "level": level, **_record(block)} for level, block in rows_of(whole, depth)]
-    memory = (
-        [{"event": "memory", **_memory_record(description.memory), "phase": description.memory.phase}]
-        if description.memory
-        else []
-    )
-    return [{"event": "model", **about}, *rows, {"event": "total", **_record(whole)}, *memory]
+    records: list[dict[str, Any]] = [{"event": "model", **about}]
+    records += [
+        {"event": "block", "level": level, **_record(block)} for level, block in rows_of(whole, depth)
+    ]
+    records += [{"event": "total", **_record(whole)}]
+    if memory := description.memory:
+        records += [{"event": "memory", **_memory_record(memory), "phase": memory.phase}]
+    return records
 
 
 def _headline(description: Description) -> str:
@@ -129,13 +131,10 @@ def _remarks(description: Description) -> list[str]:
         "activations: what is kept from forward to backward, of this batch in one chunk; each memory once, at the first block that keeps it"
     ]
     if memory:
-        kinds = {
-            name.replace("kept", "activations"): num_bytes
-            for name, num_bytes in _memory_record(memory).items()
-            if num_bytes
-        }
         of_kinds = ", ".join(
-            f"{name} {format_bytes(num_bytes)}" for name, num_bytes in kinds.items() if name != "peak"
+            f"{name.replace('kept', 'activations')} {format_bytes(num_bytes)}"
+            for name, num_bytes in _memory_record(memory).items()
+            if num_bytes and name != "peak"
         )
         lines.append(
             f"memory of a step on one device: {format_bytes(memory.peak)} at its peak, in the {memory.phase}: {of_kinds}"
@@ -172,11 +171,9 @@ def _some(names: Sequence[str], between: str) -> str:
 
 
 def _record(block: Block) -> dict[str, Any]:
-    seconds = (
-        {"forward_seconds": block.seconds.forward, "backward_seconds": block.seconds.backward}
-        if block.seconds
-        else {}
-    )
+    seconds: dict[str, float] = {}
+    if block.seconds:
+        seconds = {"forward_seconds": block.seconds.forward, "backward_seconds": block.seconds.backward}
     return {
         "block": block.path, "class": block.module, "count": block.count, "parameters": block.parameters, "parameter_bytes": block.parameter_bytes,
         "kept_bytes": block.kept_bytes, "flops": block.flops, "backward_flops": block.backward_flops, "operators": block.operators, **seconds,
@@ -191,7 +188,3 @@ def _memory_record(memory: Memory) -> dict[str, int]:
 
 def _dtype(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _line(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

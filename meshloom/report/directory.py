@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from rich.console import Console
 
 from meshloom.checkpoint.format import checkpoint_directories, committed, read_meta
 from meshloom.core.errors import ReportError
-from meshloom.report.chrome_trace import trace_text
+from meshloom.report.chrome_trace import chrome_trace
 from meshloom.report.drawing import print_timeline
 from meshloom.report.picture import save_picture
+from meshloom.report.terminal import print_line
 from meshloom.telemetry.timeline import idle_of
 from meshloom.telemetry.timeline_files import FILE, Recording, read_recording
 
@@ -42,18 +44,18 @@ def read_run_directory(path: Path) -> RunDirectory:
     metas: list[tuple[Path, Mapping[str, Any]]] = [
         (each, meta) for each in reversed(committed(path)) if (meta := read_meta(each)) is not None
     ]
-    damaged = tuple(
-        each for each in checkpoint_directories(path) if each not in [known for known, _ in metas]
-    )
+    known = [each for each, _ in metas]
+    damaged = tuple(each for each in checkpoint_directories(path) if each not in known)
     recording = read_recording(path) if (path / FILE).exists() else None
     if not metas and not damaged and recording is None:
         raise ReportError(
             f"{path} has no checkpoint and no {FILE}. Give the directory that a run was given as --out."
         )
-    plans = [str(meta["plan"]) for _, meta in metas] + ([recording.plan] if recording else [])
-    steps = [int(meta["step"]) for _, meta in metas[-1:]] + (
-        [recording.timelines[-1].step] if recording else []
-    )
+    plans = [str(meta["plan"]) for _, meta in metas]
+    steps = [int(meta["step"]) for _, meta in metas[-1:]]
+    if recording:
+        plans.append(recording.plan)
+        steps.append(recording.timelines[-1].step)
     return RunDirectory(
         path=path,
         plan=plans[-1] if plans else "unknown",
@@ -66,25 +68,21 @@ def read_run_directory(path: Path) -> RunDirectory:
 
 def print_run_directory(run: RunDirectory, console: Console) -> None:
     """A few lines."""
-    _line(console, f"{run.path}: plan {run.plan}, step {run.last_step}")
+    print_line(console, f"{run.path}: plan {run.plan}, step {run.last_step}")
     for step, path in run.checkpoints:
-        _line(console, f"checkpoint of step {step}: {path}")
+        print_line(console, f"checkpoint of step {step}: {path}")
     for path in run.damaged:
-        _line(console, f"damaged: {path}")
+        print_line(console, f"damaged: {path}")
     if not run.checkpoints:
-        _line(console, "checkpoints: none")
+        print_line(console, "checkpoints: none")
     for timeline in run.recording.timelines if run.recording else ():
         idle = idle_of(timeline)
-        measured, formula = (
-            statistics.fmean(each.measured for each in idle),
-            statistics.fmean(each.formula for each in idle),
-        )
-        _line(
-            console,
-            f"timeline of step {timeline.step}: {timeline.schedule.name}, idle {measured:.1%} of the time, formula {formula:.1%}",
-        )
+        measured = statistics.fmean(each.measured for each in idle)
+        formula = statistics.fmean(each.formula for each in idle)
+        shares = f"idle {measured:.1%} of the time, formula {formula:.1%}"
+        print_line(console, f"timeline of step {timeline.step}: {timeline.schedule.name}, {shares}")
     if run.recording is None:
-        _line(console, "timelines: none (a run with pp=2 or more records them)")
+        print_line(console, "timelines: none (a run with pp=2 or more records them)")
 
 
 def run_directory_records(run: RunDirectory) -> list[dict[str, Any]]:
@@ -119,7 +117,7 @@ def show_timeline(directory: Path, file: str, step: int | None, console: Console
     path = Path(file)
     if path.suffix.lower() == ".json":
         try:
-            path.write_text(trace_text(timeline), encoding="utf-8")
+            path.write_text(json.dumps(chrome_trace(timeline)) + "\n", encoding="utf-8")
         except OSError as error:
             raise ReportError(
                 f"{path} cannot be written: {error.strerror}. Give a file in a directory that exists."
@@ -127,8 +125,4 @@ def show_timeline(directory: Path, file: str, step: int | None, console: Console
     else:
         save_picture(timeline, path, recording.plan)
     hint = "; open it in ui.perfetto.dev or chrome://tracing" if path.suffix.lower() == ".json" else ""
-    _line(console, f"step {timeline.step} written to {path}{hint}")
-
-
-def _line(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    print_line(console, f"step {timeline.step} written to {path}{hint}")

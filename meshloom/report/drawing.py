@@ -8,14 +8,13 @@ rank 1 (dp=0,pp=1)  ···▏F0▏B0   ▏F1▏B1          25%   25%   24%
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from meshloom.core.units import format_count, format_seconds
 from meshloom.pipeline.schedules.spans import Span, SpanKind
-from meshloom.telemetry.timeline import Idle, Timeline, TimelineRow, idle_of
+from meshloom.telemetry.timeline import Timeline, TimelineRow, idle_of
 
 MIN_CELLS = 24  # of the grid
 HEADINGS = ("idle", "formula", "own")
@@ -41,14 +40,13 @@ def print_timeline(timeline: Timeline, console: Console, plan: str = "") -> None
     cells = max(MIN_CELLS, console.width - left - len(HEADINGS) * COLUMN - 1)
     second = cells / max(timeline.stop - timeline.start, 1e-12)  # in cells
     _print(console, Text(": ".join(headline(timeline, plan))))
-    _print(
-        console,
-        Text(" " * (left + cells) + "".join(f"{heading:>{COLUMN}}" for heading in HEADINGS), style="bold"),
-    )
+    headings = "".join(f"{heading:>{COLUMN}}" for heading in HEADINGS)
+    _print(console, Text(" " * (left + cells) + headings, style="bold"))
     for row, name, share in zip(timeline.rows, names, idle, strict=True):
         line = Text(f"{name:{left}}")
         line.append_text(_cells(timeline, row, cells, second, ascii_only))
-        line.append("".join(f"{text:>{COLUMN}}" for text in _percentages(share)))
+        shares = (share.measured, share.formula, share.own_seconds)
+        line.append("".join(f"{value:>{COLUMN}.1%}" for value in shares))
         _print(console, line)
     for line in _axis(timeline, cells, second, ascii_only):
         _print(console, Text(" " * left + line, style=IDLE_STYLE))
@@ -60,11 +58,8 @@ def headline(timeline: Timeline, plan: str = "") -> tuple[str, str]:
     """What is drawn, and its results."""
     schedule = timeline.schedule
     what = f"step {timeline.step}" if timeline.step else "on paper"
-    error = (
-        f"; clocks within {format_seconds(timeline.clock_error_seconds)}"
-        if timeline.clock_error_seconds
-        else ""
-    )
+    clocks = timeline.clock_error_seconds
+    error = f"; clocks within {format_seconds(clocks)}" if clocks else ""
     return (
         f"{what}{f' of {plan}' if plan else ''}",
         f"{schedule.name}, {format_count(schedule.num_stages, 'stage')} on {format_count(schedule.num_ranks, 'rank')}, "
@@ -153,10 +148,6 @@ def _legend(timeline: Timeline, ascii_only: bool) -> Text:
     line.append(" . " if ascii_only else " · ", IDLE_STYLE)
     line.append(" idle")
     return line
-
-
-def _percentages(share: Idle) -> Sequence[str]:
-    return [f"{value:.1%}" for value in (share.measured, share.formula, share.own_seconds)]
 
 
 def _print(console: Console, line: Text) -> None:

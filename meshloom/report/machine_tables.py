@@ -12,6 +12,7 @@ from rich.table import Table
 from meshloom.core.units import format_bytes, format_count, format_number, format_seconds
 from meshloom.machine.machine import COUNTED_IN_FLOPS, Machine, Operation
 from meshloom.planner.algorithms import chosen_algorithms
+from meshloom.report.terminal import print_line
 
 
 def print_machine(machine: Machine, console: Console) -> None:
@@ -20,12 +21,9 @@ def print_machine(machine: Machine, console: Console) -> None:
     size = format_bytes(machine.memory_bytes)
     threads = f", {format_count(machine.threads, 'thread')} a rank" if machine.device == "cpu" else ""
     num_cores = format_count(machine.cores, "core")
-    what = (
-        f"{machine.model}, {num_cores}{threads}"
-        if machine.device == "cpu"
-        else f"{machine.devices} x {machine.model}"
-    )
-    _line(console, f"{machine.name}: {what}, {size}, measured {age(time.time() - machine.measured_at)}")
+    on_cpu = machine.device == "cpu"
+    what = f"{machine.model}, {num_cores}{threads}" if on_cpu else f"{machine.devices} x {machine.model}"
+    print_line(console, f"{machine.name}: {what}, {size}, measured {age(time.time() - machine.measured_at)}")
     table = Table(box=None, pad_edge=False)
     table.add_column("operator", no_wrap=True)
     table.add_column("dtype", no_wrap=True)
@@ -38,20 +36,13 @@ def print_machine(machine: Machine, console: Console) -> None:
                 forward.kind, forward.dtype, format_seconds(forward.points[0][1]), _rate(forward), format_seconds(backward.points[0][1]), _rate(backward),
                 f"{max(forward.spread, backward.spread):.0%}",
             )  # fmt: skip
-    table.add_row(
-        "call",
-        "",
-        format_seconds(machine.call_seconds),
-        "",
-        format_seconds(machine.backward_call_seconds),
-        "",
-        "",
-    )
+    call, backward_call = map(format_seconds, (machine.call_seconds, machine.backward_call_seconds))
+    table.add_row("call", "", call, "", backward_call, "", "")
     console.print(table)
     if not machine.links:
-        _line(console, "collectives: not measured, there was one rank")
+        print_line(console, "collectives: not measured, there was one rank")
         return
-    _line(
+    print_line(
         console,
         f"\ncollectives over {machine.transport}, in a group of some of the ranks that run; residual: of the line, latency + bytes / rate",
     )
@@ -60,32 +51,27 @@ def print_machine(machine: Machine, console: Console) -> None:
         table.add_column(heading, justify="right")
     table.add_column("")
     for link in machine.links:
-        remark = ", ".join(
-            ["between hosts"] * (link.place == "between")
-            + ["in place"] * link.in_place
-            + [link.algorithm] * bool(link.algorithm)
-        )
+        facts = ["between hosts"] * (link.place == "between") + ["in place"] * link.in_place
+        facts += [link.algorithm] if link.algorithm else []
         table.add_row(
             link.collective, str(link.ranks), str(link.among or link.ranks), format_seconds(link.latency_seconds), f"{format_number(link.bytes_per_second)}B/s",
-            f"{link.residual:.0%}", remark,
+            f"{link.residual:.0%}", ", ".join(facts),
         )  # fmt: skip
     console.print(table)
-    _line(console, "")
-    how = (
-        "measured"
-        if any(link.algorithm for link in machine.links)
-        else "measured; others: formulas, from the measured send"
-    )
-    _line(console, f"The fastest all-reduce (all_reduce: the transport's own; {how}):")
+    print_line(console)
+    how = "measured"
+    if not any(link.algorithm for link in machine.links):
+        how += "; others: formulas, from the measured send"
+    print_line(console, f"The fastest all-reduce (all_reduce: the transport's own; {how}):")
     for each in chosen_algorithms(machine):
-        _line(console, f"  {each.choice.reason}")
+        print_line(console, f"  {each.choice.reason}")
     for crowd in machine.crowds:
         if crowd.ranks > 1:
-            threads = format_count(crowd.threads, "thread")
-            _line(
-                console,
-                f"{crowd.ranks} busy ranks of {threads}: products take {crowd.compute:.2f} times as long as alone, memory {crowd.memory:.2f} times",
+            busy = f"{crowd.ranks} busy ranks of {format_count(crowd.threads, 'thread')}"
+            times = (
+                f"products take {crowd.compute:.2f} times as long as alone, memory {crowd.memory:.2f} times"
             )
+            print_line(console, f"{busy}: {times}")
 
 
 def machine_records(machine: Machine) -> list[dict[str, Any]]:
@@ -124,7 +110,3 @@ def _rate(operation: Operation) -> str:
 
 def _unit(operation: Operation) -> str:
     return "FLOP" if operation.kind in COUNTED_IN_FLOPS else "B"
-
-
-def _line(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

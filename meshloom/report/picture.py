@@ -3,24 +3,21 @@ shaded, idle shares at the right."""
 
 from __future__ import annotations
 
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from meshloom.core.errors import ReportError
-from meshloom.pipeline.schedules.spans import ACTION_KINDS, Span, SpanKind
-from meshloom.report.drawing import EXPLANATION, WORDS, headline, ticks, time_unit
+from meshloom.pipeline.schedules.spans import ACTION_KINDS, SpanKind
+from meshloom.report.drawing import EXPLANATION, HEADINGS, WORDS, headline, ticks, time_unit
 from meshloom.telemetry.timeline import Timeline, TimelineRow, idle_of
 
 # Okabe and Ito's colours, which can be told apart by people who are colour-blind, made lighter so that black
 # labels can be read.
 COLOURS: dict[SpanKind, str] = {
-    "F": "#8fc7ea",
-    "B": "#f2b766",
-    "I": "#f5e27a",
-    "W": "#7fcbb0",
-    "exchange": "#d9a5c3",
-    "update": "#bdbdbd",
-}
+    "F": "#8fc7ea", "B": "#f2b766", "I": "#f5e27a", "W": "#7fcbb0", "exchange": "#d9a5c3", "update": "#bdbdbd",
+}  # fmt: skip
 IDLE_COLOUR = "#ededed"
 INCHES = 14.0  # across
 RIGHT_INCHES = 2.7  # for idle shares
@@ -63,16 +60,12 @@ def draw(timeline: Timeline, plan: str = "") -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    left, right, (above, below) = (
-        0.4 + LETTER_INCHES * max(len(row.name) for row in timeline.rows),
-        RIGHT_INCHES,
-        AROUND_INCHES,
-    )
+    left = 0.4 + LETTER_INCHES * max(len(row.name) for row in timeline.rows)
+    width = INCHES - left - RIGHT_INCHES
+    above, below = AROUND_INCHES
     height = above + below + ROW_INCHES * len(timeline.rows)
     figure = Figure(figsize=(INCHES, height), dpi=DOTS_PER_INCH)
-    axes = figure.add_axes(
-        (left / INCHES, below / height, (INCHES - left - right) / INCHES, 1 - (above + below) / height)
-    )
+    axes = figure.add_axes((left / INCHES, below / height, width / INCHES, 1 - (above + below) / height))
     length = timeline.stop - timeline.start
     axes.set_xlim(0.0, length * 1.002)  # the last box has a border too
     axes.set_ylim(len(timeline.rows) - 0.5, -0.5)
@@ -92,7 +85,7 @@ def draw(timeline: Timeline, plan: str = "") -> Any:
         for line in headline(timeline, plan)
     ]
     figure.text(0.25 / INCHES, 1 - 0.15 / height, "\n".join(title), fontsize=10, va="top", linespacing=1.4)
-    _write_idle(axes, timeline, INCHES - left - right)
+    _write_idle(axes, timeline, width)
     kinds = {span.kind for row in timeline.rows for span in row.spans}
     patches = [
         Patch(facecolor=COLOURS[kind], edgecolor="black", linewidth=0.5, label=word)
@@ -101,21 +94,11 @@ def draw(timeline: Timeline, plan: str = "") -> Any:
     ]
     patches.append(Patch(facecolor=IDLE_COLOUR, label="idle"))
     figure.legend(
-        handles=patches,
-        loc="lower left",
-        bbox_to_anchor=(left / INCHES, 0.2 / height),
-        ncols=len(patches),
-        frameon=False,
-        fontsize=8.5,
-    )
-    lighter = (
-        "; lighter: a rank's later stages"
-        if timeline.schedule.num_stages > timeline.schedule.num_ranks
-        else ""
-    )
-    figure.text(
-        left / INCHES, 0.08 / height, EXPLANATION + lighter, fontsize=7.5, va="bottom", color="#555555"
-    )
+        handles=patches, loc="lower left", bbox_to_anchor=(left / INCHES, 0.2 / height), ncols=len(patches), frameon=False, fontsize=8.5
+    )  # fmt: skip
+    several = timeline.schedule.num_stages > timeline.schedule.num_ranks
+    about = EXPLANATION + ("; lighter: a rank's later stages" if several else "")
+    figure.text(left / INCHES, 0.08 / height, about, fontsize=7.5, va="bottom", color="#555555")
     return figure
 
 
@@ -129,13 +112,10 @@ def _draw_row(axes: Any, timeline: Timeline, row: TimelineRow, number: int) -> N
     stages = timeline.schedule.stages_of(row.place.pp)
     for span in row.spans:
         if span.kind in COLOURS:
-            colour = _lighter(
-                COLOURS[span.kind], stages.index(span.stage) / len(stages) if span.stage in stages else 0.0
-            )
-            place = (span.start - timeline.start, number - 0.4)
-            axes.add_patch(
-                Rectangle(place, span.seconds, 0.8, facecolor=colour, edgecolor="black", linewidth=0.4)
-            )
+            share = stages.index(span.stage) / len(stages) if span.stage in stages else 0.0
+            colour, corner = _lighter(COLOURS[span.kind], share), (span.start - timeline.start, number - 0.4)
+            box = Rectangle(corner, span.seconds, 0.8, facecolor=colour, edgecolor="black", linewidth=0.4)
+            axes.add_patch(box)
 
 
 def _write_labels(axes: Any, timeline: Timeline) -> None:
@@ -143,84 +123,44 @@ def _write_labels(axes: Any, timeline: Timeline) -> None:
     which it does not fit have no label; if even the shortest does not fit into half of them, none has one."""
     several = timeline.schedule.num_stages > timeline.schedule.num_ranks
     dots = axes.bbox.width / axes.get_xlim()[1]  # of a second
-    wide = _Widths(axes)
+
+    @cache
+    def width(words: str, points: float) -> float:
+        """In dots."""
+        text = axes.text(0.0, 0.0, words, fontsize=points)
+        extent = text.get_window_extent()
+        text.remove()
+        return extent.width
+
+    spans = [(number, span) for number, row in enumerate(timeline.rows) for span in row.spans]
     for kind in COLOURS:
-        boxes = [
-            (number, span)
-            for number, row in enumerate(timeline.rows)
-            for span in row.spans
-            if span.kind == kind
-        ]
-        forms = [
-            *[_full_name] * (several or kind not in ACTION_KINDS),
-            *[_short_name, _number] * (kind in ACTION_KINDS),
-        ]
-        for form, points in ((form, points) for form in forms for points in LABEL_POINTS):
+        boxes = [(number, span) for number, span in spans if span.kind == kind]
+        forms = ["{0.name}"] * (several or kind not in ACTION_KINDS)
+        forms += ["{0.kind}{0.microbatch}", "{0.microbatch}"] * (kind in ACTION_KINDS)
+        for form, points in product(forms, LABEL_POINTS):
             fitting = [
                 (number, span)
                 for number, span in boxes
-                if wide.of(form(span), points) <= span.seconds * dots - SPACE_DOTS
+                if width(form.format(span), points) <= span.seconds * dots - SPACE_DOTS
             ]
             least = HALF if (form, points) == (forms[-1], LABEL_POINTS[-1]) else MOST
             if len(fitting) >= least * len(boxes):
                 for number, span in fitting:
                     middle = (span.start + span.stop) / 2 - timeline.start
-                    axes.text(middle, number, form(span), fontsize=points, ha="center", va="center_baseline")
+                    label = form.format(span)
+                    axes.text(middle, number, label, fontsize=points, ha="center", va="center_baseline")
                 break
-
-
-class _Widths:
-    """Widths of text, in dots."""
-
-    def __init__(self, axes: Any) -> None:
-        self._axes = axes
-        self._known: dict[tuple[str, float], float] = {}
-
-    def of(self, words: str, points: float) -> float:
-        if (words, points) not in self._known:
-            text = self._axes.text(0.0, 0.0, words, fontsize=points)
-            self._known[words, points] = text.get_window_extent().width
-            text.remove()
-        return self._known[words, points]
-
-
-def _full_name(span: Span) -> str:
-    return span.name
-
-
-def _short_name(span: Span) -> str:
-    return f"{span.kind}{span.microbatch}"
-
-
-def _number(span: Span) -> str:
-    return str(span.microbatch)
 
 
 def _write_idle(axes: Any, timeline: Timeline, width_inches: float) -> None:
     """Three columns at the right of the rows."""
     columns = [1 + inches / width_inches for inches in (0.75, 1.6, 2.45)]
-    for place, heading in zip(columns, ("idle", "formula", "own"), strict=True):
-        axes.text(
-            place,
-            -0.62,
-            heading,
-            transform=axes.get_yaxis_transform(),
-            ha="right",
-            va="bottom",
-            fontsize=8.5,
-            fontweight="bold",
-        )
+    write = partial(axes.text, transform=axes.get_yaxis_transform(), ha="right", fontsize=8.5)
+    for place, heading in zip(columns, HEADINGS, strict=True):
+        write(place, -0.62, heading, va="bottom", fontweight="bold")
     for number, idle in enumerate(idle_of(timeline)):
         for place, value in zip(columns, (idle.measured, idle.formula, idle.own_seconds), strict=True):
-            axes.text(
-                place,
-                number,
-                f"{value:.1%}",
-                transform=axes.get_yaxis_transform(),
-                ha="right",
-                va="center",
-                fontsize=8.5,
-            )
+            write(place, number, f"{value:.1%}", va="center")
 
 
 def _lighter(colour: str, share: float) -> str:

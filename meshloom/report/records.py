@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
-
-from torch import nn
 
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_count
-from meshloom.report.terminal import Terminal, evaluation_text, progress_text, saved_text
+from meshloom.report.terminal import Terminal, progress_text
 from meshloom.telemetry.progress import Listener, Progress
 from meshloom.telemetry.summary import Summary
 
@@ -48,34 +46,35 @@ class Records:
             ) from None
 
 
-def announce_start(
-    job: Job, plan: Plan, model: nn.Module, parameters: int, steps: int, step: int, terminal: Terminal
-) -> None:
-    """A line for people. step: from which the run starts."""
-    per_replica = f"{format_count(plan.dp, 'replica' if plan.synchronous else 'worker')} x {format_count(plan.microbatches, 'chunk')}"
-    start = f", from step {step}" if step else ""
-    terminal.start(
-        f"{type(model).__name__}, {parameters:,} parameters; batches of {format_count(job.batch_size, 'sample')} over {per_replica}; "
-        f"{format_count(steps, 'step')}{start}"
-    )
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """What a run begins with. model: its class. steps: of the whole run. step: from which it starts. devices,
+    why: of the world."""
 
+    job: Job
+    plan: Plan
+    model: str
+    parameters: int
+    steps: int
+    step: int
+    devices: str
+    why: str
 
-def record_start(
-    job: Job,
-    plan: Plan,
-    devices: str,
-    why: str,
-    model: nn.Module,
-    parameters: int,
-    steps: int,
-    step: int,
-    records: Records,
-) -> None:
-    """The same for programs, with the devices. devices, why: of the world."""
-    records.write(
-        "start", plan=str(plan), devices=devices, why=why, model=type(model).__name__, parameters=parameters,
-        batch_size=job.batch_size, steps=steps, step=step,
-    )  # fmt: skip
+    def announce(self, terminal: Terminal) -> None:
+        """A line for people."""
+        plan, samples = self.plan, format_count(self.job.batch_size, "sample")
+        per_replica = f"{format_count(plan.dp, 'replica' if plan.synchronous else 'worker')} x {format_count(plan.microbatches, 'chunk')}"
+        start = f", from step {self.step}" if self.step else ""
+        terminal.start(
+            f"{self.model}, {self.parameters:,} parameters; batches of {samples} over {per_replica}; {format_count(self.steps, 'step')}{start}"
+        )
+
+    def record(self, records: Records) -> None:
+        """The same for programs, with the devices."""
+        records.write(
+            "start", plan=str(self.plan), devices=self.devices, why=self.why, model=self.model, parameters=self.parameters,
+            batch_size=self.job.batch_size, steps=self.steps, step=self.step,
+        )  # fmt: skip
 
 
 def listener_for(terminal: Terminal, records: Records) -> Listener:
@@ -104,20 +103,16 @@ def tell_summary(summary: Summary, terminal: Terminal, records: Records) -> None
 
 
 def _progress(progress: Progress, terminal: Terminal, records: Records) -> None:
-    shown = {
-        key: value
-        for key, value in asdict(progress).items()
-        if key not in ("gradient_norm", "learning_rates")
-    }
-    terminal.step(progress_text(**shown), last=progress.step == progress.steps)
+    terminal.step(progress_text(progress), last=progress.step == progress.steps)
     records.write("step", **asdict(progress))
 
 
 def _evaluation(step: int, metrics: dict[str, float], terminal: Terminal, records: Records) -> None:
-    terminal.event(evaluation_text(step, metrics))
+    shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    terminal.event(f"step {step}  evaluation: {shown}")
     records.write("evaluation", step=step, metrics=metrics)
 
 
 def _saved(step: int, path: Path, terminal: Terminal, records: Records) -> None:
-    terminal.event(saved_text(step, path))
+    terminal.event(f"step {step}  checkpoint: {path}")
     records.write("checkpoint", step=step, path=str(path))

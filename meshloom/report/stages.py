@@ -17,19 +17,8 @@ def lines_of(found: StagePlan) -> list[str]:
     """A row for every stage, the balance, memory, traffic, the step, and better settings."""
     plan, stages, simulated = found.plan, found.choice.stages, found.simulated
     rows = [
-        [
-            "stage",
-            "rank",
-            "modules",
-            "forward",
-            "backward",
-            "parameters",
-            "activations",
-            "in flight",
-            "sends",
-            "gets back",
-        ]
-    ]
+        ["stage", "rank", "modules", "forward", "backward", "parameters", "activations", "in flight", "sends", "gets back"]
+    ]  # fmt: skip
     for number, each in enumerate(stages):
         modules = each.module if each.module == each.last_module else f"{each.module} .. {each.last_module}"
         rows.append(
@@ -42,16 +31,20 @@ def lines_of(found: StagePlan) -> list[str]:
     slowest = max(range(len(stages)), key=lambda number: stages[number].seconds)
     fullest = max(range(plan.pp), key=lambda rank: found.choice.rank_bytes[rank])
     shares = ", ".join(f"{share:.0%}" for share in simulated.idle_shares)
-    over_tp = (
-        f"; numbers are of whole stages, before they are divided over tp={plan.tp}" if plan.tp > 1 else ""
-    )
+    over_tp = ""
+    if plan.tp > 1:
+        over_tp = f"; numbers are of whole stages, before they are divided over tp={plan.tp}"
+    sent = [
+        f"stage {each.source} -> {each.destination} {format_bytes(each.forward_bytes)}, back {format_bytes(each.backward_bytes)}"
+        for each in found.traffic
+    ]
     return [
         f"{len(stages)} stages on pp={plan.pp} ranks, {plan.schedule}, {_microbatches(found.sizes)}; seconds: {found.source}{over_tp}",
         *_aligned(rows, words=2),
         f"balance: stage {slowest} is the slowest, {found.choice.imbalance:.1%} above the mean",
         f"memory: rank {fullest} holds most, {format_bytes(found.choice.rank_bytes[fullest])}: parameters with gradients and optimizer state "
         f"({HELD_COPIES} x) and the activations in flight",
-        f"sent in a step: {'; '.join(_sent(found)) or 'nothing'}",
+        f"sent in a step: {'; '.join(sent) or 'nothing'}",
         f"a step takes {format_seconds(simulated.seconds)} (without exchange and update); ranks wait {simulated.idle_share:.1%} of it ({shares}), "
         f"and would wait {simulated.even_idle_share:.1%} if stages were equal",
         *(_offer(each, found) for each in found.better),
@@ -61,19 +54,8 @@ def lines_of(found: StagePlan) -> list[str]:
 def lines_of_ranks(shares: Sequence[RankShare]) -> list[str]:
     """What each rank along pp holds and sends, a row each; of those along dp and tp the first."""
     rows = [
-        [
-            "rank along pp",
-            "parameters",
-            "gradients",
-            "optimizer",
-            "buffers",
-            "activations",
-            "memory",
-            "sent along dp",
-            "pp",
-            "tp",
-        ]
-    ]
+        ["rank along pp", "parameters", "gradients", "optimizer", "buffers", "activations", "memory", "sent along dp", "pp", "tp"]
+    ]  # fmt: skip
     for each in shares:
         held, sent = each.held, [each.num_bytes.get(axis, 0) for axis in AXES]
         sizes = [held.parameters, held.gradients, held.optimizer, held.buffers, held.kept, held.total, *sent]
@@ -86,11 +68,10 @@ def lines_of_ranks(shares: Sequence[RankShare]) -> list[str]:
 
 def stages_record(found: StagePlan) -> dict[str, Any]:
     """The same as plain numbers."""
+    of_stages = zip(found.schedule.ranks, found.in_flight, found.choice.stages, strict=True)
     stages = [
         {"stage": number, "rank": rank, "in_flight": count, **asdict(each)}
-        for number, (rank, count, each) in enumerate(
-            zip(found.schedule.ranks, found.in_flight, found.choice.stages, strict=True)
-        )
+        for number, (rank, count, each) in enumerate(of_stages)
     ]
     return {
         "plan": str(found.plan), "sizes": found.sizes, "source": found.source, "stages": stages, "imbalance": found.choice.imbalance,
@@ -102,22 +83,13 @@ def stages_record(found: StagePlan) -> dict[str, Any]:
 
 def _offer(each: Better, found: StagePlan) -> str:
     now, most = found.simulated, max(found.choice.rank_bytes)
-    unknown = (
-        ""
-        if found.measured or not each.setting.startswith("microbatches")
-        else " (default rates know nothing of what small operators take at least)"
-    )
+    unknown = ""
+    if each.setting.startswith("microbatches") and not found.measured:
+        unknown = " (default rates know nothing of what small operators take at least)"
     return (
         f"{each.setting} would take {format_seconds(each.seconds)} ({each.gain:.0%} less), ranks waiting {each.idle_share:.1%} instead of {now.idle_share:.1%}, "
         f"and hold {format_bytes(each.rank_bytes)} instead of {format_bytes(most)}{unknown}"
     )
-
-
-def _sent(found: StagePlan) -> list[str]:
-    return [
-        f"stage {each.source} -> {each.destination} {format_bytes(each.forward_bytes)}, back {format_bytes(each.backward_bytes)}"
-        for each in found.traffic
-    ]
 
 
 def _microbatches(sizes: Sequence[int]) -> str:

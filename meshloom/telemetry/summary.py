@@ -46,9 +46,10 @@ def time_shares(
     """Divide `seconds` of `num_steps` steps.
 
     data: seconds spent reading. blocked: seconds held up in collectives. arrivals: by rank, when it was ready
-        to exchange in each
-    of the newest steps, on clocks that started together. Waiting is how much later the slowest rank was
-    ready, never more than the time held up; the rest of that time is communication.
+        to exchange in each of the newest steps, on clocks that started together.
+
+    Waiting is how much later the slowest rank was ready, never more than the time held up; the rest of that
+    time is communication.
 
     >>> time_shares(10.0, 0.0, 4.0, [[1.0, 2.0], [2.0, 2.0]], 0, 2)
     TimeShares(compute=0.6, communication=0.3, waiting=0.1, data=0.0)

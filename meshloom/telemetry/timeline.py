@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 from meshloom.core.errors import PlanError, ReportError
@@ -66,19 +67,10 @@ class Timeline:
             done = [span.action for span in row.actions]
             expected = list(self.schedule.actions[row.place.pp])
             if done != expected:
-                place = next(
-                    (
-                        number
-                        for number, pair in enumerate(zip(done, expected, strict=False))
-                        if pair[0] != pair[1]
-                    ),
-                    min(len(done), len(expected)),
-                )
-                found, due = (
-                    str(each[place]) if place < len(each) else "nothing" for each in (done, expected)
-                )
+                pairs = enumerate(zip_longest(done, expected))
+                place, (found, due) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
                 raise ReportError(
-                    f"Action {place} of {row.name} is {found}, and schedule {self.schedule.name} has {due} there."
+                    f"Action {place} of {row.name} is {found or 'nothing'}, and schedule {self.schedule.name} has {due or 'nothing'} there."
                 )
 
     @cached_property
@@ -122,10 +114,11 @@ class Timeline:
             {"rank": row.rank, "place": asdict(row.place), "spans": [[each.kind, each.stage, each.microbatch, each.start, each.stop] for each in row.spans]}
             for row in self.rows
         ]  # fmt: skip
+        error = self.clock_error_seconds
         return {
             "step": self.step,
             "schedule": str(self.schedule),
-            "clock_error_seconds": self.clock_error_seconds,
+            "clock_error_seconds": error,
             "ranks": ranks,
         }
 
@@ -133,20 +126,14 @@ class Timeline:
     def from_dict(values: Mapping[str, Any]) -> Timeline:
         """The inverse of `to_dict`. Raises `ReportError` for anything else."""
         try:
-            rows = tuple(
-                TimelineRow(
-                    rank=each["rank"],
-                    place=MeshCoordinates(**each["place"]),
-                    spans=tuple(span_from_list(span) for span in each["spans"]),
-                )
-                for each in values["ranks"]
-            )
-            schedule = Schedule.parse(values["schedule"])
+            rows: list[TimelineRow] = []
+            for each in values["ranks"]:
+                spans = tuple(span_from_list(span) for span in each["spans"])
+                place = MeshCoordinates(**each["place"])
+                rows.append(TimelineRow(rank=each["rank"], place=place, spans=spans))
+            schedule, error = Schedule.parse(values["schedule"]), values["clock_error_seconds"]
             return Timeline(
-                step=values["step"],
-                schedule=schedule,
-                rows=rows,
-                clock_error_seconds=values["clock_error_seconds"],
+                step=values["step"], schedule=schedule, rows=tuple(rows), clock_error_seconds=error
             )
         except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
             raise ReportError(

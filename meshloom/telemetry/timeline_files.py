@@ -51,13 +51,8 @@ def is_kept(step: int, steps_before: int, num_steps: int) -> bool:
 def write_recording(directory: Path, recording: Recording) -> Path:
     """Write `timeline.json`, in place of an existing one. Raises `ReportError` if that fails."""
     path = directory / FILE
-    text = json.dumps(
-        {
-            "version": VERSION,
-            "plan": recording.plan,
-            "steps": [each.to_dict() for each in recording.timelines],
-        }
-    )
+    steps = [each.to_dict() for each in recording.timelines]
+    text = json.dumps({"version": VERSION, "plan": recording.plan, "steps": steps})
     try:
         directory.mkdir(parents=True, exist_ok=True)
         temporary = directory / f".{FILE}"
@@ -102,6 +97,5 @@ def _list(steps: Sequence[int]) -> str:
     >>> _list([1, 2, 9]), _list([4])
     ('1, 2 and 9', '4')
     """
-    return (
-        " and ".join([", ".join(map(str, steps[:-1])), str(steps[-1])]) if len(steps) > 1 else str(steps[0])
-    )
+    *first, last = map(str, steps)
+    return f"{', '.join(first)} and {last}" if first else last

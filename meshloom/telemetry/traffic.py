@@ -27,12 +27,8 @@ class Traffic:
     @staticmethod
     def of(counts: Mapping[str, Mapping[str, Count]]) -> Traffic:
         """The bytes in counts of operations by axis and kind."""
-        return Traffic(
-            {
-                axis: {name: count.bytes for name, count in kinds.items() if count.bytes}
-                for axis, kinds in counts.items()
-            }
-        )
+        found = {axis: {name: each.bytes for name, each in kinds.items()} for axis, kinds in counts.items()}
+        return Traffic(found).over(found)
 
     def __add__(self, other: Traffic) -> Traffic:
         axes = dict.fromkeys((*self.bytes, *other.bytes))
@@ -84,10 +80,5 @@ class ExpectedBytes:
         >>> (loss + start).after(steps=3)
         Traffic(bytes={'dp': {'broadcast': 1000, 'all_reduce': 120}})
         """
-        return (
-            self.once
-            + self.per_step * steps
-            + self.per_check * checks
-            + self.per_evaluation * evaluations
-            + self.so_far
-        )
+        each_time = self.per_step * steps + self.per_check * checks + self.per_evaluation * evaluations
+        return self.once + each_time + self.so_far
