@@ -158,7 +158,15 @@ def patched() -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("make", [scaled, shifted, frozen, tied, hooked, patched])
+@pytest.mark.parametrize(
+    "make",
+    [
+        tied,
+        hooked,
+        patched,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (scaled, shifted, frozen)),
+    ],
+)
 def test_another_model_is_read_anew(make: Callable[[], nn.Module], runs: Runs):
     assert runs.read(job_of(make))
     assert runs.notes == [
