@@ -44,6 +44,7 @@ ORDER = [
         "comm.messaging",
         "comm.network",
         "data",
+        "parameters.construction",
         "program.operators",
         "telemetry",
     ],

@@ -1,0 +1,89 @@
+"""Where the values of parameters and buffers come from before the first step: each rank fills what it holds,
+one tensor at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshloom.comm import pieces as moves
+from meshloom.comm.pieces import Pieces
+from meshloom.parameters.construction.recording import RecordedTensors
+from meshloom.parameters.construction.tape import address
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldTensor:
+    """What a rank holds of one parameter or buffer.
+
+    names: all its names in the model. shape: of the full tensor. tensor: memory to be filled, of the shape of
+        this rank's piece. pieces: which rank along tp holds what of it; None: this one holds all. rank: this
+        one along tp.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    tensor: Tensor
+    pieces: Pieces | None = None
+    rank: int = 0
+
+    def take(self, whole: Tensor) -> None:
+        """Copy this rank's piece of the full tensor."""
+        with torch.no_grad():
+            self.tensor.copy_(whole if self.pieces is None else moves.take(self.pieces, self.rank, whole))
+
+
+class InitialValues(ABC):
+    """The values of a model's parameters and buffers at the start."""
+
+    @abstractmethod
+    def fill(self, held: Sequence[HeldTensor]) -> None:
+        """Sets the values of all `held`, one after another: besides them there is memory for one full tensor
+        and what it is computed from."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Equal on ranks that fill a tensor with equal values."""
+
+
+class Recorded(InitialValues):
+    """Values as the job's model function computes and draws them."""
+
+    def __init__(self, recorded: RecordedTensors) -> None:
+        self._recorded = recorded
+
+    def fill(self, held: Sequence[HeldTensor]) -> None:
+        recorded, replay = self._recorded, self._recorded.replay
+        waiting: dict[int, list[HeldTensor]] = {}
+        for each in held:
+            waiting.setdefault(recorded.places[each.names[0]].storage, []).append(each)
+        for number in sorted({*waiting, *recorded.outside}, key=replay.first_draw):
+            if number in recorded.outside:
+                replay.values(number, into=recorded.outside[number])
+                continue
+            into = next((found for each in waiting[number] if (found := self._own_memory(each))), None)
+            values = replay.values(number, into=into)
+            for each in waiting[number]:
+                if address(each.tensor.untyped_storage()) != address(values):
+                    each.take(recorded.places[each.names[0]].within(values))
+        replay.finish()
+
+    def digest(self) -> str:
+        return self._recorded.tape.digest()
+
+    def _own_memory(self, each: HeldTensor) -> torch.UntypedStorage | None:
+        """The tensor's memory, where it lies there as in the construction."""
+        place, tensor = self._recorded.places[each.names[0]], each.tensor
+        storage = tensor.untyped_storage()
+        alike = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype) == (
+            place.size,
+            place.stride,
+            place.offset,
+            place.dtype,
+        )
+        whole = storage.nbytes() == self._recorded.tape.num_bytes[place.storage]
+        return storage if alike and whole and tensor.device.type == "cpu" else None
