@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from meshloom.checkpoint.format import Piece, fingerprint_of
-from meshloom.checkpoint.saving import save
+from meshloom.checkpoint.writing.parallel import parallel
+from meshloom.checkpoint.writing.saving import Write, save
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.plan_shares import chunk_sizes
@@ -39,13 +40,18 @@ def slices_of(state: dict[str, Tensor], rank: int, num_ranks: int) -> list[Piece
     return pieces
 
 
+def written_in_parallel(weights: dict[str, Tensor], pieces: list[Piece], **settings: Any) -> Write:
+    """Every rank holds all weights."""
+    held = [Piece(name, each.flatten(), 0, each.numel(), tuple(each.shape)) for name, each in weights.items()]
+    return parallel(held, pieces, **settings)
+
+
 def save_step(
     directory: Path, step: int, num_ranks: int = 2, keep: int = 2, content: int | None = None, **changes: Any
 ) -> Path:
     """Save what `weights_of` and `state_of` say belongs to `step` (or to `content`)."""
     content = step if content is None else content
     settings: dict[str, Any] = {
-        "weights": weights_of(content),
         "values": {"epoch": content},
         "fingerprint": fingerprint_of(weights_of(content).items()),
         "plan_text": f"dp={num_ranks}",
@@ -53,9 +59,11 @@ def save_step(
         **changes,
     }
     pieces = settings.pop("pieces", lambda rank: slices_of(state_of(content), rank, num_ranks))
+    weights = settings.pop("weights", weights_of(content))
+    writing = settings.pop("writing", written_in_parallel)
     paths = run_in_steps(
         [
-            save(directory, step, pieces=pieces(group.rank), group=group, **settings)
+            save(directory, step, write=writing(weights, pieces(group.rank)), group=group, **settings)
             for group in simulated_groups(num_ranks)
         ]
     )

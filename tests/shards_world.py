@@ -16,7 +16,9 @@ import torch
 from exchange_world import KINDS, Net, data
 from torch import Tensor, nn
 
-from meshloom.checkpoint.checkpoint import Checkpoint, save
+from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.checkpoint.writing.saving import save
+from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.pieces import Pieces, Runs, whole
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
@@ -164,7 +166,7 @@ class Grid:
                 "plan_text": f"dp={self.dp},tp={self.tp}",
                 "keep": 9,
             }
-            settings |= {"weights": weights, "pieces": pieces, "streams": streams, "values": values}
+            settings |= {"write": streamed(weights, pieces, streams), "values": values}
             path = yield from save(directory, step, group=self.worlds[number], **settings)
             self.counted[number] = {
                 axis: {kind: each.bytes for kind, each in group.counts.items()}

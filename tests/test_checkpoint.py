@@ -8,17 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saving_jobs import SHAPES, save_step, slices_of, state_of, weights_of
+from saving_jobs import SHAPES, save_step, slices_of, state_of, weights_of, written_in_parallel
 
 from meshloom.checkpoint import format as layout
 from meshloom.checkpoint.checkpoint import Checkpoint, check_same_data, find, fingerprint_of
 from meshloom.checkpoint.mapped_tensors import MappedTensors
+from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.core.errors import CheckpointError
 
 
+@pytest.mark.parametrize("writing", [streamed, written_in_parallel])
 @pytest.mark.parametrize("saved_on", [1, 2, 3, 8])
-def test_slices_saved_on_some_ranks_are_read_on_others(saved_on, tmp_path):
-    path = save_step(tmp_path, 7, num_ranks=saved_on)
+def test_slices_saved_on_some_ranks_are_read_on_others(saved_on, writing, tmp_path):
+    path = save_step(tmp_path, 7, num_ranks=saved_on, writing=writing)
     checkpoint = Checkpoint.open(tmp_path)
     assert (checkpoint.path, checkpoint.step, checkpoint.values, checkpoint.plan_text) == (
         path,
@@ -50,14 +52,16 @@ def test_any_range_is_read_from_whatever_pieces_hold_it(data, tmp_path_factory):
             if owner == rank
         ]
 
-    save_step(directory := tmp_path_factory.mktemp("any"), 1, num_ranks=3, pieces=pieces)
+    writing = data.draw(st.sampled_from([streamed, written_in_parallel]))
+    directory = tmp_path_factory.mktemp("any")
+    save_step(directory, 1, num_ranks=3, pieces=pieces, writing=writing)
     start = data.draw(st.integers(0, 20))
     stop = data.draw(st.integers(start, 20))
     assert torch.equal(Checkpoint.open(directory).read("x", start, stop), whole[start:stop])
 
 
 def test_only_the_files_that_hold_the_range_are_opened(tmp_path, monkeypatch):
-    save_step(tmp_path, 1, num_ranks=3)
+    save_step(tmp_path, 1, num_ranks=3, writing=streamed)
     checkpoint = Checkpoint.open(tmp_path)
     opened = []
 
@@ -101,7 +105,7 @@ def damage(path, how):
         path.unlink()
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "state-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("file", ["model.safetensors", "state-00000-of-00001.safetensors"])
 @pytest.mark.parametrize("how", ["truncated", "changed", "missing"])
 def test_damaged_file_is_named_with_the_newest_other_checkpoint(how, file, tmp_path):
     older, newer = save_step(tmp_path, 1), save_step(tmp_path, 2)

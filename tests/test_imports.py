@@ -37,7 +37,14 @@ ORDER = [
     ["launch.processes", "program.run"],
     ["asynchronous.messaging", "launch", "optimizer", "program.recompute"],
     ["comm.torch", "exchange", "planner.measure", "program.cost", "tensor_parallel.layout"],
-    ["comm.shm", "exchange.buckets", "parameters", "program.trace", "tensor_parallel.rules"],
+    [
+        "checkpoint.writing",
+        "comm.shm",
+        "exchange.buckets",
+        "parameters",
+        "program.trace",
+        "tensor_parallel.rules",
+    ],
     [
         "checkpoint",
         "comm.collectives",

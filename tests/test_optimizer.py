@@ -15,7 +15,9 @@ from test_elementwise import ALL, WHOLE, Lamb, NeedsSome, OwnList, Together
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from meshloom.checkpoint.checkpoint import Checkpoint, save
+from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.checkpoint.writing.saving import save
+from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
@@ -367,13 +369,11 @@ def test_state_goes_through_a_checkpoint_on_disk(tmp_path: Path):
 
     def saved(model: Net, updater: Updater, group: Group) -> Steps[Path]:
         pieces, _, values = yield from updater.state.save(group)
-        weights = model.state_dict()
         return (
             yield from save(
                 tmp_path,
                 2,
-                weights=weights,
-                pieces=pieces,
+                write=streamed(model.state_dict(), pieces),
                 values=values,
                 fingerprint={},
                 plan_text="dp=4,zero=1",

@@ -226,7 +226,7 @@ def test_what_nobody_wants_is_read_for_its_checksum_alone(
     assert handed_over(tmp_path, 2, [])[1].keys() == SHAPES.keys()
     assert reads.bytes == sizes(tmp_path)
     monkeypatch.undo()
-    file = path / "state-00001-of-00002.safetensors"
+    file = path / "state-00000-of-00001.safetensors"
     text = bytearray(file.read_bytes())
     text[-1] ^= 1
     file.write_bytes(text)
@@ -234,7 +234,7 @@ def test_what_nobody_wants_is_read_for_its_checksum_alone(
         handed_over(tmp_path, 2, [])
 
 
-@pytest.mark.parametrize("file", [MODEL, "state-00000-of-00002.safetensors"])
+@pytest.mark.parametrize("file", [MODEL, "state-00000-of-00001.safetensors"])
 @pytest.mark.parametrize("where", [0, 3, 9, 20, 60, 90, -1])
 def test_a_changed_byte_anywhere_is_damage(file: str, where: int, tmp_path: Path) -> None:
     """The header's length, its JSON, a name, an offset, an element."""

@@ -17,9 +17,9 @@ from jobs import class_loss, make_job, vectors
 from saving_jobs import names_in, save_step
 from torch import Tensor, nn
 
-from meshloom.checkpoint import saving
 from meshloom.checkpoint.checkpoint import find
-from meshloom.checkpoint.run_directory import open_directory
+from meshloom.checkpoint.writing import saving
+from meshloom.checkpoint.writing.run_directory import open_directory
 from meshloom.cli.main import main
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
@@ -64,14 +64,14 @@ def test_an_out_that_cannot_be_written_is_noticed_before_the_first_step(plan: st
 def test_a_rank_that_cannot_write_is_named_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = saving.TensorFile
+    real = saving.write_synced
 
-    def write(path: Path, entries: Any) -> Any:
-        if path.name.startswith("state-00001"):
+    def write(path: Path, content: bytes) -> None:
+        if path.name == "1":
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        return real(path, entries)
+        real(path, content)
 
-    monkeypatch.setattr(saving, "TensorFile", write)
+    monkeypatch.setattr(saving, "write_synced", write)
     sentences: list[str] = []
 
     def rank(group: Any) -> Any:

@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from saving_jobs import names_in, save_step, slices_of, state_of, weights_of
+from saving_jobs import names_in, save_step, slices_of, state_of, weights_of, written_in_parallel
 
-from meshloom.checkpoint import saving
 from meshloom.checkpoint.checkpoint import Checkpoint, find
 from meshloom.checkpoint.format import Piece, fingerprint_of
-from meshloom.checkpoint.saving import save
+from meshloom.checkpoint.writing import parallel as parallel_writing
+from meshloom.checkpoint.writing import saving
+from meshloom.checkpoint.writing import streamed as streamed_writing
+from meshloom.checkpoint.writing.saving import save
+from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError
@@ -71,7 +74,7 @@ def killed_at(number, action):
     return in_child(body)
 
 
-def crash_everywhere(template, directory, old, new):
+def crash_everywhere(template, directory, old, new, writing):
     """Save step `new` over a copy of `template`, killed at each operation in turn.
 
     Every time there is a whole checkpoint, the old one up to some moment and the new one after it, and the
@@ -81,7 +84,7 @@ def crash_everywhere(template, directory, old, new):
     for number in range(1, 200):
         shutil.rmtree(directory, ignore_errors=True)
         shutil.copytree(template, directory)
-        code = killed_at(number, lambda: save_step(directory, new, keep=1))
+        code = killed_at(number, lambda: save_step(directory, new, keep=1, writing=writing))
         found.append(Checkpoint.open(directory).values["epoch"])
         assert_whole(directory, found[-1])
         save_step(directory, new, keep=1)
@@ -95,15 +98,16 @@ def crash_everywhere(template, directory, old, new):
 
 
 @pytest.mark.processes
-def test_kill_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path):
+@pytest.mark.parametrize("writing", [streamed, written_in_parallel])
+def test_kill_at_any_file_operation_leaves_a_whole_checkpoint(writing, tmp_path):
     save_step(tmp_path / "template", 1)
-    crash_everywhere(tmp_path / "template", tmp_path / "run", old=1, new=2)
+    crash_everywhere(tmp_path / "template", tmp_path / "run", old=1, new=2, writing=writing)
 
 
 @pytest.mark.processes
 def test_kill_while_saving_a_step_again_leaves_a_whole_checkpoint(tmp_path):
     save_step(tmp_path / "template", 2, content=1)
-    crash_everywhere(tmp_path / "template", tmp_path / "run", old=1, new=2)
+    crash_everywhere(tmp_path / "template", tmp_path / "run", old=1, new=2, writing=written_in_parallel)
 
 
 @pytest.mark.processes
@@ -121,7 +125,7 @@ def test_full_disk_is_one_sentence_on_every_rank(tmp_path, monkeypatch):
     save_step(tmp_path, 1)
     calls = []
 
-    class Full(saving.TensorFile):
+    class Full(streamed_writing.TensorFile):
         def __init__(self, path, entries):
             calls.append(path.name)
             if path.name.startswith("state-00001"):
@@ -129,7 +133,7 @@ def test_full_disk_is_one_sentence_on_every_rank(tmp_path, monkeypatch):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             super().__init__(path, entries)
 
-    monkeypatch.setattr(saving, "TensorFile", Full)
+    monkeypatch.setattr(streamed_writing, "TensorFile", Full)
     sentences = []
 
     def rank(group):
@@ -137,8 +141,7 @@ def test_full_disk_is_one_sentence_on_every_rank(tmp_path, monkeypatch):
             yield from save(
                 tmp_path,
                 2,
-                weights=weights_of(2),
-                pieces=slices_of(state_of(2), group.rank, 3),
+                write=streamed(weights_of(2), slices_of(state_of(2), group.rank, 3)),
                 values=None,
                 fingerprint={},
                 plan_text="dp=3",
@@ -162,6 +165,23 @@ def test_full_disk_is_one_sentence_on_every_rank(tmp_path, monkeypatch):
     assert_whole(tmp_path, 1)
 
 
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
+    save_step(tmp_path, 1)
+
+    def full(descriptor, start, count):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(parallel_writing, "write_parts", lambda *_: pytest.fail("it wrote"))
+    with pytest.raises(
+        CheckpointError,
+        match=r"^Rank 0 cannot save step 2 in .*: No space left on device. It needs 168 B there, and .* are free. The checkpoint before it is whole",
+    ):
+        save_step(tmp_path, 2)
+    assert names_in(tmp_path) == ["step-00000001"]
+    assert_whole(tmp_path, 1)
+
+
 @pytest.mark.processes
 def test_limit_of_the_system_on_file_size(tmp_path):
     save_step(tmp_path, 1)
@@ -174,7 +194,7 @@ def test_limit_of_the_system_on_file_size(tmp_path):
             os._exit(
                 0
                 if "Rank 0 cannot save step 2" in str(error)
-                and "File too large. It needs 3.91 KiB there" in str(error)
+                and "File too large. It needs 3.99 KiB there" in str(error)
                 else 4
             )
 
@@ -209,7 +229,14 @@ def test_rank_0_that_cannot_work_in_the_directory(failing, tmp_path, monkeypatch
     assert names_in(tmp_path) == ["step-00000001"]
 
 
-def test_directory_that_the_ranks_do_not_share(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("writing", "found"),
+    [
+        (streamed, "state-00001-of-00002.safetensors, which another rank wrote, is missing"),
+        (written_in_parallel, "its .*/other/.saving-step-00000001 is not the one that rank 0 made"),
+    ],
+)
+def test_directory_that_the_ranks_do_not_share(writing, found, tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
 
     def save_apart():
@@ -218,12 +245,10 @@ def test_directory_that_the_ranks_do_not_share(tmp_path, monkeypatch):
             "fingerprint": {},
             "plan_text": "dp=2",
             "keep": 2,
-            "weights": weights_of(1),
-            "pieces": [],
         }
         run_in_steps(
             [
-                save(directory, 1, group=group, **everyone)
+                save(directory, 1, group=group, write=writing(weights_of(1), []), **everyone)
                 for directory, group in zip((one, other), simulated_groups(2), strict=True)
             ]
         )
@@ -236,7 +261,7 @@ def test_directory_that_the_ranks_do_not_share(tmp_path, monkeypatch):
     (other / ".saving-step-00000001").mkdir(parents=True)  # each machine has such a directory of its own
     with pytest.raises(
         CheckpointError,
-        match=r"state-00001-of-00002.safetensors, which another rank wrote, is missing; all ranks must save to one",
+        match=f"{found}; all ranks must save to one",
     ):
         save_apart()
     assert names_in(one) == []
@@ -247,9 +272,11 @@ def test_an_interrupted_save_removes_what_it_wrote(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     save_step(tmp_path, 1)
-    monkeypatch.setattr(saving, "TensorFile", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        save_step(tmp_path, 2)
+    monkeypatch.setattr(streamed_writing, "TensorFile", interrupt)
+    monkeypatch.setattr(parallel_writing, "write_parts", lambda *_: interrupt(None, None))
+    for writing in (streamed, written_in_parallel):
+        with pytest.raises(KeyboardInterrupt):
+            save_step(tmp_path, 2, writing=writing)
     assert names_in(tmp_path) == ["step-00000001"]
 
 
@@ -274,7 +301,9 @@ def test_other_files_in_the_directory_are_left_alone(tmp_path):
 
 
 def test_pieces_that_all_ranks_have_are_written_once_and_by_turns(tmp_path):
-    path = save_step(tmp_path, 1, num_ranks=3, pieces=lambda rank: slices_of(state_of(1), 0, 1))
+    path = save_step(
+        tmp_path, 1, num_ranks=3, pieces=lambda rank: slices_of(state_of(1), 0, 1), writing=streamed
+    )
     assert_whole(tmp_path, 1)
     held = [
         list(safetensors.torch.load_file(path / f"state-{rank:05d}-of-00003.safetensors"))
@@ -284,12 +313,12 @@ def test_pieces_that_all_ranks_have_are_written_once_and_by_turns(tmp_path):
     assert len({name for names in held for name in names}) == 3
 
 
-def test_the_weights_are_rank_0s(tmp_path):
+def test_streamed_weights_are_rank_0s(tmp_path):
     def rank(group):
         weights = weights_of(1) if group.rank == 0 else {}
         fingerprint = fingerprint_of(weights.items())
-        settings = {"pieces": [], "fingerprint": fingerprint, "plan_text": "dp=2", "group": group, "keep": 1}
-        yield from save(tmp_path, 1, weights=weights, values=group.rank, **settings)
+        settings = {"fingerprint": fingerprint, "plan_text": "dp=2", "group": group, "keep": 1}
+        yield from save(tmp_path, 1, write=streamed(weights, []), values=group.rank, **settings)
 
     run_in_steps([rank(group) for group in simulated_groups(2)])
     checkpoint = Checkpoint.open(tmp_path)

@@ -28,12 +28,11 @@ from meshloom.checkpoint.format import (
     weight_files,
 )
 from meshloom.checkpoint.mapped_tensors import MappedTensors
-from meshloom.checkpoint.saving import save
 from meshloom.core.errors import CheckpointError
 from meshloom.core.job import Job
 from meshloom.core.units import format_count
 
-__all__ = ["Checkpoint", "Piece", "check_same_data", "find", "fingerprint_of", "save"]
+__all__ = ["Checkpoint", "Piece", "check_same_data", "find", "fingerprint_of"]
 
 
 def find(directory: Path) -> Path:

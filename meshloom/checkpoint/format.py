@@ -2,10 +2,13 @@
 
     OUT/step-00000100/
         model.safetensors                      parameters and buffers in full shape under the user's names
-        state-00000-of-00004.safetensors       rank 0's part of the optimizer's state, as flat pieces
-        ...
-        state-00003-of-00004.safetensors
+        state-00000-of-00001.safetensors       the optimizer's state, as flat tensors
+        config.json                            of a transformers model, as it reads it
         meta.json                              written last: it makes the checkpoint complete
+
+Files of more than 5 GB are several, model-00001-of-00003.safetensors with model.safetensors.index.json, and
+state-00000-of-00003.safetensors. Where ranks of several hosts save, there is one file of weights, and one of
+state by each rank, with pieces of the flat tensors.
 
 While it is being written its name is `.saving-step-00000100`; one that is being removed is called
 `.removed-step-...`. Tied parameters are in model.safetensors once under each name, as copies, so that it
@@ -25,7 +28,9 @@ from typing import Any
 
 from torch import Tensor
 
-VERSIONS = (1, 2)  # 2: weights in several files
+from meshloom.comm.pieces import Runs
+
+VERSIONS = (1, 2)  # 2: weights in several files, which meta.json names
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 META = "meta.json"
@@ -38,7 +43,8 @@ _STEP = re.compile(r"step-\d+")
 class Piece:
     """Elements `start` to `stop` of the flattened tensor `key` of `shape`: `tensor` [stop - start].
 
-    On the meta device its elements come later, from a `Stream`.
+    held: the runs of indices of each dim that make a block of it; then the elements are the block's. On the
+    meta device they come later, from a `Stream`.
     """
 
     key: str
@@ -46,6 +52,7 @@ class Piece:
     start: int
     stop: int
     shape: tuple[int, ...]
+    held: tuple[Runs | None, ...] | None = None
 
     def __post_init__(self) -> None:
         assert self.tensor.shape == (self.stop - self.start,), (
@@ -68,8 +75,13 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def model_name(number: int, num_files: int) -> str:
+    """The name of a file of weights, as transformers names it."""
+    return MODEL if num_files == 1 else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+
+
 def state_name(rank: int, num_ranks: int) -> str:
-    """The name of the file of one rank's pieces."""
+    """The name of a file of optimizer state: of one rank's pieces, or by number."""
     return f"state-{rank:05d}-of-{num_ranks:05d}.safetensors"
 
 
@@ -107,6 +119,14 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Writes a new file, to the disk."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def meta_text(body: Mapping[str, Any]) -> str:

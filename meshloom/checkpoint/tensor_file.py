@@ -95,25 +95,11 @@ class TensorFile:
     returns its size and checksum."""
 
     def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
-        header: dict[str, Any] = {}
-        position = 0
-        for each in entries:
-            if each.dtype not in DTYPES:
-                raise CheckpointError(
-                    f"{each.name} is {each.dtype}, and a checkpoint holds only {', '.join(DTYPES.values())}"
-                )
-            header[each.name] = {
-                "dtype": DTYPES[each.dtype],
-                "shape": list(each.shape),
-                "data_offsets": [position, position + each.num_bytes],
-            }
-            position += each.num_bytes
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
+        text, _ = header_of(entries)
         self._left = list(reversed(entries))
         self._size = self._checksum = 0
         self._file = path.open("xb")
-        self._write(memoryview(len(text).to_bytes(8, "little") + text))
+        self._write(memoryview(text))
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Writes the next entry's elements."""
@@ -142,6 +128,32 @@ class TensorFile:
         self._size += len(data)
 
 
+def header_of(entries: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file with these entries, in this order, and the byte at which each tensor starts.
+
+    Raises `CheckpointError` for a dtype that the format lacks.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # as transformers writes it
+    starts: dict[str, int] = {}
+    position = 0
+    for each in entries:
+        if each.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{each.name} is {each.dtype}, and a checkpoint holds only {', '.join(DTYPES.values())}"
+            )
+        header[each.name] = {
+            "dtype": DTYPES[each.dtype],
+            "shape": list(each.shape),
+            "data_offsets": [position, position + each.num_bytes],
+        }
+        starts[each.name] = position
+        position += each.num_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    first = len(text).to_bytes(8, "little") + text
+    return first, {name: len(first) + start for name, start in starts.items()}
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Writes a new file of tensors that are at hand; returns its size and checksum."""
     file = TensorFile(
@@ -158,5 +170,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The elements in row-major order; little-endian, like all machines that torch runs on."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    if flat.numel() == 1:
+        flat = flat.as_strided((1,), (1,))  # whatever stride it came with
     elements: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return memoryview(elements)

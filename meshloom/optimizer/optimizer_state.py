@@ -46,14 +46,15 @@ class OptimizerState:
         self._traffic = Traffic()
 
     def save(
-        self, world: Group, *, self_contained: bool = False
+        self, world: Group, *, self_contained: bool = False, gather: bool = True
     ) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
         """This rank's pieces of the state's tensors, streams of those that are gathered over tp, and JSON
         values that are equal on all ranks.
 
-        self_contained: with all that it takes to load this rank's pieces without those of others.
+        self_contained: with all that it takes to load this rank's pieces without those of others. gather:
+            whether what is sharded over tp is gathered; else its pieces are of this rank's shards.
 
-        Every rank of `world` calls it; with tp=1 nothing is sent.
+        Every rank of `world` calls it; with tp=1 or without `gather` nothing is sent.
         """
         pieces: list[Piece] = []
         streams: list[Stream] = []
@@ -62,7 +63,9 @@ class OptimizerState:
             ready, sharded = state_pieces(optimizer, held, self_contained=self_contained)
             pieces += ready
             parts += sharded
-        if self._shards.pieces:
+        if not gather:
+            pieces += [each.piece() for each in parts]
+        elif self._shards.pieces:
             gathered = yield from gathered_pieces(
                 parts, self._shards, self._owners, world, self._device, self._names
             )

@@ -24,8 +24,11 @@ def outer_pieces(
     world: Group,
     device: torch.device,
     here: Collection[str] | None,
+    *,
+    gather: bool,
 ) -> Steps[tuple[list[Piece], GatheredState | None]]:
-    """This rank's pieces of it, and what of them is still to be gathered.
+    """This rank's pieces of it, and what of them is still to be gathered; gather: as for
+    `OptimizerState.save`.
 
     momentum: of this rank's parameters, or of its shards of them. Every rank of `world` calls it. here: as
     for `gathered_pieces`.
@@ -45,6 +48,8 @@ def outer_pieces(
             parts.append(StateShard(_key(name), held, tensor.reshape(-1)))
         else:
             ready.append(Piece(_key(name), tensor.reshape(-1), 0, tensor.numel(), tuple(tensor.shape)))
+    if not gather:
+        return ready + [each.piece() for each in parts], None
     if not shards.pieces:
         return ready, None
     gathered = yield from gathered_pieces(parts, shards, None, world, device, here)

@@ -59,6 +59,13 @@ class StateShard:
     held: OwnedSlice
     tensor: Tensor
 
+    def piece(self) -> Piece:
+        """It alone, to be written to its places in the full tensor."""
+        assert self.held.shards is not None
+        divided = self.held.shards.pieces[self.held.name]
+        rows = divided.held[self.held.shards.rank]
+        return Piece(self.key, self.tensor, self.held.start, self.held.stop, divided.shape, rows)
+
 
 def state_pieces(
     optimizer: Optimizer, held: Sequence[OwnedSlice], *, self_contained: bool = False

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshloom.checkpoint.checkpoint import Checkpoint, Piece
 from meshloom.checkpoint.resuming import Loader, check_together, hand_over, open_together
-from meshloom.checkpoint.tensor_file import Stream
+from meshloom.checkpoint.tensor_file import Stream, TensorEntry
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.exchange.exchange import Emit
@@ -35,24 +35,66 @@ def weights(replica: Replica) -> Stream | dict[str, Any]:
 
     Raises `CheckpointError` if the newest step failed while parameters were being updated.
     """
+    check_consistent(replica)
+    return replica.engine.weights()
+
+
+def check_consistent(replica: Replica) -> None:
+    """Raises `CheckpointError` if the newest step failed while parameters were being updated."""
     if replica.updating:
         raise CheckpointError(
             "The newest step failed in the middle of its update, so there is no consistent state to save. Resume from a checkpoint."
         )
-    return replica.engine.weights()
 
 
-def optimizer_state(replica: Replica) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
+def held_weights(replica: Replica) -> list[Piece]:
+    """What this rank holds of the model's `state_dict` and saves: parameters that several ranks hold on each
+    of them, buffers on one. Raises `CheckpointError` as `weights` does, and for what is no tensor."""
+    check_consistent(replica)
+    model, shards, holders = replica.model, replica.shards, replica.engine.holders
+    state = model.state_dict(keep_vars=True)
+    # of tied tensors one name is known
+    owners = {id(each): holders[name][0] for name, each in state.items() if holders and name in holders}
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    found: list[Piece] = []
+    for name, tensor in state.items():
+        TensorEntry.of(name, tensor)
+        divided = name in shards.pieces
+        if tensor.is_meta or (replica.stage_group and owners[id(tensor)] != replica.stage_group.rank):
+            continue
+        if name in buffers and (replica.replicas.rank or (shards.rank and not divided)):
+            continue
+        found.append(
+            Piece(
+                name,
+                tensor.detach().reshape(-1),
+                0,
+                tensor.numel(),
+                shards.whole_shape(name, tensor),
+                shards.pieces[name].held[shards.rank] if divided else None,
+            )
+        )
+    return found
+
+
+def optimizer_state(
+    replica: Replica, *, gather: bool
+) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
     """As `OptimizerState.save`, after replicas that take independent local steps have been averaged:
     parameters by ending the round, optimizer state by its mean."""
     yield from settle(replica)
     if replica.exchange.independent:
         yield from replica.updater.state.average(replica.replicas, replica.context.readers)
-    pieces, streams, values = yield from replica.updater.state.save(replica.context.world)
+    pieces, streams, values = yield from replica.updater.state.save(replica.context.world, gather=gather)
     if replica.exchange.state is not None:
         here = {name for name, _ in replica.named} if replica.stage_group else None
         outer, gathered = yield from outer_pieces(
-            replica.exchange.state, replica.shards, replica.context.world, replica.context.device, here
+            replica.exchange.state,
+            replica.shards,
+            replica.context.world,
+            replica.context.device,
+            here,
+            gather=gather,
         )
         pieces = pieces + outer
         if gathered:

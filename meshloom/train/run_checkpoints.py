@@ -6,15 +6,20 @@ from functools import partial
 from pathlib import Path
 
 from meshloom.checkpoint.checkpoint import Checkpoint
-from meshloom.checkpoint.run_directory import open_directory
-from meshloom.checkpoint.saving import save
+from meshloom.checkpoint.writing.config_files import config_files_of
+from meshloom.checkpoint.writing.parallel import parallel
+from meshloom.checkpoint.writing.run_directory import open_directory
+from meshloom.checkpoint.writing.saving import save
+from meshloom.checkpoint.writing.streamed import streamed
+from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.shares import Shares
+from meshloom.launch.transport import host_identity
 from meshloom.replica.replica import Replica
-from meshloom.replica.replica_state import optimizer_state, resume, weights
+from meshloom.replica.replica_state import held_weights, optimizer_state, resume, weights
 from meshloom.train.local_replicas import LocalReplicas
 
 
@@ -35,6 +40,8 @@ class RunCheckpoints:
     ) -> None:
         self._job, self._plan, self._shares, self._replicas, self._out = job, plan, shares, replicas, out
         self.newest: tuple[int, Path] | None = None
+        hosts = replicas.together(lambda replica: collect(replica.context.world, host_identity()))[0]
+        self._one_host = len(set(hosts)) == 1
         # An earlier run's checkpoints, until this run has its own.
         self._replaced = replicas.together(
             lambda replica: open_directory(out, replica.context.world, resume=resume, overwrite=overwrite)
@@ -66,13 +73,13 @@ class RunCheckpoints:
         self._replicas.enter("saving", step)
 
         def write(replica: Replica) -> Steps[Path]:
-            pieces, streams, values = yield from optimizer_state(replica)
+            pieces, streams, values = yield from optimizer_state(replica, gather=not self._one_host)
             path = yield from save(
                 out,
                 step,
-                weights=weights(replica),
-                pieces=pieces,
-                streams=streams,
+                write=parallel(held_weights(replica), pieces)
+                if self._one_host
+                else streamed(weights(replica), pieces, streams),
                 values={
                     "updater": values,
                     "seed": self._job.seed,
@@ -84,6 +91,7 @@ class RunCheckpoints:
                 group=replica.context.world,
                 keep=self._job.keep_checkpoints,
                 replaced=self._replaced,
+                config_files=config_files_of(replica.model),
             )
             return path
 

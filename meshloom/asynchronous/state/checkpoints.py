@@ -17,7 +17,9 @@ from meshloom.asynchronous.state.parameters import Content
 from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.worker_model import WorkerModel
-from meshloom.checkpoint.checkpoint import Checkpoint, check_same_data, find, passed_over, save
+from meshloom.checkpoint.checkpoint import Checkpoint, check_same_data, find, passed_over
+from meshloom.checkpoint.writing.saving import save
+from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.job import Job
@@ -46,8 +48,7 @@ def write_snapshot(
     steps = save(
         directory,
         version,
-        weights=model.state_dict(),
-        pieces=[piece for content in contents for piece in content.pieces],
+        write=streamed(model.state_dict(), [piece for content in contents for piece in content.pieces]),
         values=values,
         fingerprint=Shards({}, None).fingerprint(model),
         plan_text=str(plan),

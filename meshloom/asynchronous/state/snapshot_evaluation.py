@@ -13,7 +13,7 @@ from meshloom.asynchronous.state.checkpoints import write_snapshot
 from meshloom.asynchronous.state.parameters import Content
 from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.worker_replica import WorkerReplica
-from meshloom.checkpoint.run_directory import open_directory
+from meshloom.checkpoint.writing.run_directory import open_directory
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError, JobError

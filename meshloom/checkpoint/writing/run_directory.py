@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshloom.checkpoint.format import committed, step_directories
-from meshloom.checkpoint.saving import try_saving
+from meshloom.checkpoint.writing.saving import try_saving
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, share
 from meshloom.comm.steps import Steps

@@ -1,0 +1,1 @@
+"""Writing checkpoints: from all ranks of a host at once, or from several hosts."""
