@@ -21,12 +21,13 @@ from meshloom.core.errors import CheckpointError
 
 
 class MappedTensors:
-    """Those of some files, each name in one of them. entries: of all tensors, by name.
+    """Those of `files`, each name in one of them. entries: of all tensors, by name.
 
     Raises `CheckpointError` if a file cannot be read.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
+        self.files = tuple(files)
         self.entries: dict[str, TensorEntry] = {}
         self._places: dict[str, tuple[Path, int]] = {}
         for path in files:

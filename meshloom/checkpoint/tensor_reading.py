@@ -101,6 +101,8 @@ def parse_header(text: bytes, file_bytes: int) -> dict[str, tuple[TensorEntry, i
     for name, each in header.items():
         if name == "__metadata__":
             continue
+        if each["dtype"] not in NAMED_DTYPES:
+            raise ValueError(f"{name} is of dtype {each['dtype']}, which is not supported")
         entry = TensorEntry(name, tuple(torch.Size(each["shape"])), NAMED_DTYPES[each["dtype"]])
         start, stop = (first + offset for offset in each["data_offsets"])
         if stop - start != entry.num_bytes or not first <= start <= stop <= file_bytes:

@@ -36,8 +36,9 @@ def open_weights(path: Path) -> MappedTensors:
 
 
 def _indexed(directory: Path) -> list[str]:
-    """The files of weights in a directory that is no checkpoint."""
-    if not (directory / INDEX).exists():
+    """The files of weights in a directory that is no checkpoint; as for transformers, an index is for where
+    there is no single file."""
+    if (directory / MODEL).exists():
         return [MODEL]
     try:
         index: Any = json.loads((directory / INDEX).read_text())

@@ -46,6 +46,12 @@ class CheckpointError(MeshloomError):
     exit_code = 2
 
 
+class WeightsError(MeshloomError):
+    """Files of weights that cannot be read, or do not fit the job's model."""
+
+    exit_code = 2
+
+
 class ReportError(MeshloomError):
     """A record of a run that is missing, cannot be read, or cannot be drawn."""
 

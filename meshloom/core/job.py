@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any
 
 from torch import Tensor, nn
@@ -81,6 +82,13 @@ class Job:
     elementwise: whether the optimizer updates each element from the history of that element alone (Adam does,
         Muon does not); None: determined by a trial on small tensors. True for an optimizer that does not
         gives wrong updates.
+    weights: where parameters and buffers start from: a .safetensors file, a directory with
+        model.safetensors or model.safetensors.index.json, or a meshloom checkpoint or run directory
+        (docs/weights.md). Buffers that are not persistent stay as `model` built them. A resumed checkpoint
+        takes precedence.
+    weight_names: the name in these files of each tensor of the model, as a mapping or a function; names that
+        a mapping lacks are equal. None: no counterpart. A tensor of the model keeps the value that `model`
+        gave it; a tensor of the files, looked up in the same way, is not used.
     rules: sharding rules of custom operators: operator -> its dims, like
         `{"mylib::swiglu": "b* f, b* f -> b* f"}` (docs/rules.md).
 
@@ -120,6 +128,8 @@ class Job:
     checkpoint_every: int | None = None
     keep_checkpoints: int = 2
     elementwise: bool | None = None
+    weights: str | PathLike[str] | None = None
+    weight_names: Mapping[str, str | None] | Callable[[str], str | None] | None = None
     rules: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -153,11 +163,35 @@ class Job:
             raise JobError(f"Job(clip_grad_norm={clip!r}) must be a number above 0, or None for no clipping.")
         if self.evaluate is not None and not isinstance(self.evaluate, Evaluate):
             raise JobError("Job(evaluate=...) must be an Evaluate(data, metrics, every).")
+        self._check_weights()
         if not isinstance(self.rules, Mapping) or not all(
             isinstance(each, str) for pair in self.rules.items() for each in pair
         ):
             raise JobError(
                 'Job(rules=...) must be texts by operator, like rules={"mylib::swiglu": "b* f, b* f -> b* f"}.'
+            )
+
+    def _check_weights(self) -> None:
+        if self.weights is not None and not isinstance(self.weights, str | PathLike):
+            raise JobError(
+                f'Job(weights=...) must be a path, like weights="gpt2/model.safetensors", not {type(self.weights).__name__}.'
+            )
+        names = self.weight_names
+        if names is not None and self.weights is None:
+            raise JobError(
+                "Job(weight_names=...) is for the names in files, and no weights=PATH is given. Leave it out."
+            )
+        if (
+            names is not None
+            and not callable(names)
+            and not (
+                isinstance(names, Mapping)
+                and all(isinstance(key, str) for key in names)
+                and all(each is None or isinstance(each, str) for each in names.values())
+            )
+        ):
+            raise JobError(
+                'Job(weight_names=...) must be names by name, like weight_names={"head.weight": "lm_head.weight"}, or a function from name to name.'
             )
 
 

@@ -3,7 +3,7 @@ values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -66,7 +66,8 @@ def facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
             "checkpoint_every",
         )
     }
-    return {"plan": str(plan), **settings, **described}
+    given = {"weights": "from files"} if job.weights is not None else {}
+    return {"plan": str(plan), **settings, **given, **described}
 
 
 def check_dense_buffers(model: nn.Module, why: str) -> None:
@@ -81,14 +82,16 @@ def check_dense_buffers(model: nn.Module, why: str) -> None:
         )
 
 
-def copy_from_first(model: nn.Module, group: Group) -> Steps[None]:
-    """Sets all replicas' parameters and buffers to those of the first one."""
+def copy_from_first(model: nn.Module, group: Group, skip: Collection[str] = ()) -> Steps[None]:
+    """Sets all replicas' parameters and buffers to those of the first one, except those named in `skip`."""
     if group.size == 1:
         return
     check_dense_buffers(model, f"{group.size} ranks keep only dense buffers equal")
     works = []
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in skip:
+                continue
             contiguous = tensor.detach().contiguous()
             works.append((group.broadcast(contiguous, 0), tensor, contiguous))
     yield

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.group import Group
 from meshloom.comm.objects import agree, collect
 from meshloom.comm.rank_context import RankContext
@@ -34,6 +35,7 @@ from meshloom.exchange.registry import Setup
 from meshloom.optimizer.sparse_parameters import make_dense
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
+from meshloom.parameters.file_weights import agree_on_weights
 from meshloom.parameters.model import build_model, copy_from_first, facts, state_of, trainable
 from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.recorder import Recorder
@@ -131,24 +133,36 @@ class Replica:
         self.scope = ChunkScope(job, plan, context, self.model, dtype=dtype)
         self.frozen: NamedParameters = []
         self.copied = Traffic()  # parameters and buffers, at the start
+        self._notes: list[str] = []
         self.saved = Traffic()  # the exchange's state in checkpoints so far
         self.exchange: Exchange
         self.updater: Updater
 
     def prepare(self) -> Steps[None]:
-        """Check that all ranks have the same job, copy rank 0's values, and build the parts of a step."""
+        """Check that all ranks have the same job, copy rank 0's values or read those of its files, and build the
+        parts of a step."""
         with self.timings.of("copying values"):  # includes waiting for ranks that build more slowly
             yield from agree(self.context.world, facts(self.job, self.plan, self.model))
+            weights = yield from agree_on_weights(self.job, self.model, self.context.world)
+            in_files = weights.names if weights else ()
             num_bytes = sum(
-                tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values()
+                each.numel() * each.element_size()
+                for name, each in state_of(self.model).items()
+                if name not in in_files
             )
             for axis in ("tp", "dp", "pp"):
                 group = self.context.groups.get(axis)
                 if group is not None and group.size > 1:
-                    yield from copy_from_first(self.model, group)
+                    yield from copy_from_first(self.model, group, in_files)
                     self.copied += Traffic.along(axis, broadcast=num_bytes)
         whole = self.named
         yield from self.engine.open(self.model, self.scope)
+        if weights:
+            with self.timings.of("reading weights"):
+                yield from check_together(
+                    self.context.world, lambda: weights.fill(self.model, self.engine.shards)
+                )
+            self._notes += weights.notes if self.dtype is None else ()
         self.named = self.engine.parameters
         self.frozen = [
             (name, each)
@@ -236,7 +250,7 @@ class Replica:
 
     def notes(self) -> list[str]:
         """Notes for the user before the first step."""
-        return [*self.updater.notes(), *self.engine.notes, *self.exchange.notes()]
+        return [*self._notes, *self.updater.notes(), *self.engine.notes, *self.exchange.notes()]
 
     def take_notes(self) -> Steps[list[str]]:
         """Notes about buffers from all ranks of the replica, each once."""

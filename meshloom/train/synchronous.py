@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,6 +49,9 @@ class SynchronousRun:
         self, job: Job, plan: Plan, world: World, listener: Listener, shares: Shares, timings: Timings, *, steps: int, out: Path | None,
         resume: Path | None, overwrite: bool, dtype: torch.dtype | None, share: bool, cache: str, leave: Callable[[], None],
     ) -> None:  # fmt: skip
+        job = (
+            job if resume is None else replace(job, weights=None, weight_names=None)
+        )  # which were read before
         self._job, self._plan, self._world, self._shares, self._timings = job, plan, world, shares, timings
         self._steps, self._out, self._leave = steps, out, leave
         self._listener = listener = listener if world.main else QUIET

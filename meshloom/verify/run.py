@@ -24,7 +24,8 @@ from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.parameters.digest import digest
-from meshloom.parameters.model import build_model, check_dense_buffers, state_of
+from meshloom.parameters.file_weights import build_filled_model
+from meshloom.parameters.model import check_dense_buffers, state_of
 from meshloom.parameters.pipeline_ownership import held
 from meshloom.replica.replica import Replica, StepResult
 from meshloom.replica.replica_state import each_gradient, each_of_state
@@ -110,7 +111,7 @@ def _wrong_operator(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype |
         return []
     device = replica.context.device
     (batch,) = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
-    model, batch = build_model(job, device, dtype), to_device(batch, device, dtype)
+    model, batch = build_filled_model(job, device, dtype), to_device(batch, device, dtype)
     return [Cause("division", first_wrong_operator(division.first, model, batch))]
 
 

@@ -24,6 +24,7 @@ from torch import nn
 from meshloom.core.errors import EndpointError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.parameters.file_weights import file_facts
 from meshloom.parameters.model import facts
 
 DIGEST_BYTES = 32
@@ -105,9 +106,9 @@ class RunDescription:
 
 
 def facts_of(job: Job, plan: Plan, model: nn.Module, num_samples: int) -> dict[str, Any]:
-    """The facts that must be equal on servers and workers: plan, settings, parameters and buffers, samples.
-    JSON values."""
-    return json.loads(json.dumps({**facts(job, plan, model), "samples": num_samples}))
+    """The facts that must be equal on servers and workers: plan, settings, parameters and buffers, files of
+    weights, samples. JSON values."""
+    return json.loads(json.dumps({**facts(job, plan, model), **file_facts(job), "samples": num_samples}))
 
 
 def digest_of(facts: Mapping[str, Any]) -> bytes:

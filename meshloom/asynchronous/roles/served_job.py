@@ -18,7 +18,7 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.role import Role
-from meshloom.parameters.model import build_model
+from meshloom.parameters.file_weights import build_filled_model
 
 
 class ServedJob:
@@ -31,7 +31,7 @@ class ServedJob:
     def __init__(self, role: Role, job: Job, plan: Plan, settings: AsynchronousSettings) -> None:
         self._number, self._job, self._plan, self._settings = role.number, job, plan, settings
         shares = PushShares(job, plan)
-        workers = WorkerModel(job, plan, build_model(job, torch.device("cpu"), settings.dtype))
+        workers = WorkerModel(job, plan, build_filled_model(job, torch.device("cpu"), settings.dtype))
         self._whole = workers.whole
         self._first_model = weakref.ref(workers.model)
         self._parameters: Parameters | None = None

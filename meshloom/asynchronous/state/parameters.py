@@ -26,6 +26,7 @@ from meshloom.exchange.exchange import Slice
 from meshloom.optimizer.sparse_parameters import refuse_sparse_adam
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import make_optimizers
+from meshloom.parameters.file_weights import match_weights
 from meshloom.parameters.model import build_model
 
 
@@ -86,6 +87,10 @@ class Parameters:
         content: Content | None,
     ) -> None:
         self.model = model = build_model(job, device, dtype)
+        self._notes: Sequence[str] = ()
+        if weights := match_weights(job, model):
+            weights.fill(model)
+            self._notes = weights.notes if number == 0 else ()
         named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         self._clip = job.clip_grad_norm
         self._slices = divide_over_servers(named, num_servers, whole=whole)[number]
@@ -143,7 +148,7 @@ class Parameters:
 
     def notes(self) -> list[str]:
         """What the user should know before the first update."""
-        return self._updater.notes()
+        return [*self._notes, *self._updater.notes()]
 
     def learning_rates(self) -> list[float]:
         """Of every group of every optimizer that has one."""

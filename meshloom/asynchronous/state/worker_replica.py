@@ -37,7 +37,8 @@ from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Slice
 from meshloom.launch.one_process import world_in_one_process
 from meshloom.launch.world import World
-from meshloom.parameters.model import build_model, state_of
+from meshloom.parameters.file_weights import build_filled_model
+from meshloom.parameters.model import state_of
 from meshloom.replica.expected_bytes import expected_bytes
 from meshloom.replica.metrics import evaluate
 from meshloom.replica.replica import Replica
@@ -77,7 +78,7 @@ class WorkerReplica:
         share = sum(chunk_sizes(job.batch_size, plan.num_chunks)[: plan.microbatches])
         inner_job = replace(job, batch_size=share, clip_grad_norm=None)
         self._stack = ExitStack()
-        host = build_model(job, torch.device("cpu"), dtype) if inner.captures else None
+        host = build_filled_model(job, torch.device("cpu"), dtype) if inner.captures else None
         self._replicas: list[Replica] = []
         for rank in world.local:
             each = Replica(inner_job, inner, rank, dtype=dtype, updates=False)

@@ -28,6 +28,7 @@ from meshloom.verify.reference.buffer_merging import BufferMerging
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all
+from meshloom.verify.reference.from_files import with_values
 from meshloom.verify.reference.mistakes import subsample_each
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
@@ -60,7 +61,7 @@ class Reference:
         self.device = torch.device(device)
         with preserved_draws():
             seed_everything(model_seed(job.seed))
-            self.model = convert_model(named_as_written(job.model()), self.device, dtype)
+            self.model = with_values(convert_model(named_as_written(job.model()), self.device, dtype), job)
             if not self.model.training:  # the job returns the whole model in evaluation mode
                 self.model.train()
             # single modules in evaluation mode stay in it

@@ -1,0 +1,223 @@
+"""Parameters and buffers that start from a job's files: their names in the files, found before anything is
+built on them, and their values, of which a rank reads those that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.checkpoint.file_identity import FileIdentity
+from meshloom.checkpoint.mapped_tensors import MappedTensors
+from meshloom.checkpoint.resuming import check_together
+from meshloom.checkpoint.weights import open_weights
+from meshloom.comm import pieces as moves
+from meshloom.comm.group import Group
+from meshloom.comm.objects import agree
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import JobError, WeightsError
+from meshloom.core.job import Job
+from meshloom.core.units import format_bytes, format_count
+from meshloom.parameters.model import build_model
+from meshloom.parameters.shards import Shards
+from meshloom.parameters.weight_differences import WeightDifferences, short
+
+FileName = Callable[[str], str | None]  # name in the model -> name in the files; None: none
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileWeights:
+    """The weights of a job in files, matched with its model.
+
+    path: as the job gives it. identities: of the files, as they were compared with the model. sources: name
+        of a parameter or buffer, the first one if it is tied -> its names in the files. names: all names in
+        the model of what is in the files.
+    """
+
+    path: Path
+    files: MappedTensors
+    identities: Sequence[FileIdentity]
+    sources: Mapping[str, tuple[str, ...]]
+    names: Collection[str]
+    notes: Sequence[str]
+
+    def fill(self, model: nn.Module, shards: Shards | None = None) -> None:
+        """Give what this rank holds of `model` its values, converted to the dtypes of the model. What is on
+        the meta device is not read.
+
+        shards: this rank's; None: it holds full tensors. Raises `WeightsError` if a file has changed, or has
+        two values for a tied tensor.
+        """
+        self._check_unchanged()
+        state = model.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, (first, *others) in self.sources.items():
+                tensor = state[name]
+                if tensor.is_meta:
+                    continue
+                tensor.copy_(self._part(first, name, shards))
+                for other in others:
+                    if not torch.equal(tensor, self._part(other, name, shards).to(tensor)):
+                        raise WeightsError(
+                            f"{first} and {other} differ in {self.path}, and are one tensor of the model, {name}. "
+                            f"To take {first}, let Job(weight_names=...) give None for {other}."
+                        )
+        self._check_unchanged()
+
+    def _part(self, source: str, name: str, shards: Shards | None) -> Tensor:
+        """What a rank holds of a tensor of the files; where it holds several blocks they are put together."""
+        whole = self.files.tensor(source)
+        if shards is None or name not in shards.pieces:
+            return whole
+        return moves.take(shards.pieces[name], shards.rank, whole)
+
+    def _check_unchanged(self) -> None:
+        for each in self.identities:
+            each.check_unchanged()
+
+
+def match_weights(job: Job, model: nn.Module) -> FileWeights | None:
+    """The files of `job.weights`, compared with its full model; None if it has none.
+
+    Raises `WeightsError` with all differences.
+    """
+    if job.weights is None:
+        return None
+    path = _path(job.weights)
+    files = open_weights(path)
+    identities = [FileIdentity.of(file) for file in files.files]
+    file_name = _file_name(job)
+    tied = _tied_names(model)
+    differences = WeightDifferences(path, files.entries)
+    sources: dict[str, tuple[str, ...]] = {}
+    kept: list[str] = []
+    converted: list[str] = []
+    for names, tensor in tied:
+        mapped = {name: file_name(name) for name in names}
+        found = tuple(dict.fromkeys(each for each in mapped.values() if each in files.entries))
+        if all(each is None for each in mapped.values()):
+            kept.append(names[0])
+        elif not found:
+            differences.missing(mapped, tensor)
+        for each in found:
+            if differences.fits(names[0], tensor, each, files.entries[each]):
+                sources[names[0]] = found
+                if files.entries[each].dtype != tensor.dtype:
+                    converted.append(
+                        f"{names[0]} from {short(files.entries[each].dtype)} to {short(tensor.dtype)}"
+                    )
+        differences.used.update(found)
+    differences.superfluous(_unused_on_purpose(job, model, file_name, files.entries, tied))
+    if isinstance(job.weight_names, Mapping):
+        known = (
+            {name for names, _ in tied for name in names}
+            | dict(model.named_buffers()).keys()
+            | files.entries.keys()
+        )
+        differences.unknown([name for name in job.weight_names if name not in known])
+    differences.check()
+    names = {name for names, _ in tied if names[0] in sources for name in names}
+    total = sum(tensor.nbytes for each, tensor in tied if each[0] in sources)
+    notes = [
+        f"Parameters and buffers start from {path}: {format_count(len(sources), 'tensor')}, {format_bytes(total)}."
+    ]
+    notes += _some(converted, "are converted to the model's dtype")
+    notes += _some(kept, "keep the values that the model function gave them (weight_names)")
+    return FileWeights(
+        path=path, files=files, identities=identities, sources=sources, names=names, notes=notes
+    )
+
+
+def agree_on_weights(job: Job, model: nn.Module, group: Group) -> Steps[FileWeights | None]:
+    """`match_weights` on all ranks, which raise the same error. Raises `WeightsError` if their files
+    differ."""
+    if job.weights is None:
+        return None
+    found: list[FileWeights | None] = []
+    yield from check_together(group, lambda: found.append(match_weights(job, model)))
+    yield from agree(
+        group,
+        _facts(found[0].identities) if found[0] else {},
+        "Give every host the same files.",
+        WeightsError,
+    )
+    return found[0]
+
+
+def file_facts(job: Job) -> dict[str, str]:
+    """What must be equal on all ranks of `job`'s files."""
+    if job.weights is None:
+        return {}
+    return _facts([FileIdentity.of(file) for file in open_weights(_path(job.weights)).files])
+
+
+def build_filled_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """The job's full model, as `build_model` builds it, with the values of the job's files if it has some."""
+    model = build_model(job, device, dtype)
+    if weights := match_weights(job, model):
+        weights.fill(model)
+    return model
+
+
+def _path(weights: str | PathLike[str]) -> Path:
+    return Path(weights).expanduser()
+
+
+def _facts(identities: Sequence[FileIdentity]) -> dict[str, str]:
+    return {f"file {each.path.name} of weights": each.text for each in identities}
+
+
+def _tied_names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """The parameters and persistent buffers, each with all its names."""
+    tied: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            tied.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(tied.values())
+
+
+def _file_name(job: Job) -> FileName:
+    names = job.weight_names
+    if names is None:
+        return lambda name: name
+    if isinstance(names, Mapping):
+        return lambda name: names.get(name, name)
+
+    def called(name: str) -> str | None:
+        found = names(name)
+        if found is not None and not isinstance(found, str):
+            raise JobError(
+                f"Job(weight_names=...) returned a {type(found).__name__} for {name}. Return its name in the files, or None if it is not there."
+            )
+        return found
+
+    return called
+
+
+def _unused_on_purpose(
+    job: Job,
+    model: nn.Module,
+    file_name: FileName,
+    stored: Collection[str],
+    tied: list[tuple[list[str], Tensor]],
+) -> set[str]:
+    """Tensors of the files that the model does not take: buffers that are not persistent, and those for which
+    `weight_names` gives None."""
+    in_model = {name for names, _ in tied for name in names}
+    others = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in in_model]
+    unused = {each for each in map(file_name, others) if each is not None}
+    for name in stored if job.weight_names is not None else ():
+        try:
+            if file_name(name) is None:
+                unused.add(name)
+        except LookupError:  # of a function that knows the model's names only
+            continue
+    return unused
+
+
+def _some(names: list[str], what: str) -> list[str]:
+    return [f"{format_count(len(names), 'tensor')} {what}: first {names[0]}."] if names else []

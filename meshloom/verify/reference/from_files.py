@@ -1,0 +1,51 @@
+"""Loads a job's weights from its files into a full model, whole files at a time.
+
+What ranks do in slices is implemented here a second time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from meshloom.core.job import Job
+
+WeightNames = Mapping[str, str | None] | Callable[[str], str | None] | None
+
+
+def with_values(model: nn.Module, job: Job) -> nn.Module:
+    """`model`, with its parameters and persistent buffers set to the values in the job's files, if it has
+    some. Tensors that have no counterpart there are left as they are."""
+    if job.weights is None:
+        return model
+    stored: dict[str, Tensor] = {}
+    for file in _files(Path(job.weights).expanduser()):
+        stored |= load_file(file)
+    names = {name: _renamed(name, job.weight_names) for name in model.state_dict()}
+    found = {name: stored[there] for name, there in names.items() if there in stored}
+    model.load_state_dict(found, strict=False)
+    return model
+
+
+def _renamed(name: str, weight_names: WeightNames) -> str | None:
+    if weight_names is None:
+        return name
+    return weight_names.get(name, name) if isinstance(weight_names, Mapping) else weight_names(name)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    checkpoints = [each for each in path.glob("step-*") if (each / "meta.json").exists()]
+    if checkpoints:  # a run directory: the one written last
+        path = max(
+            checkpoints, key=lambda each: json.loads((each / "meta.json").read_text())["checkpoint"]["order"]
+        )
+    if (path / "model.safetensors").exists():
+        return [path / "model.safetensors"]
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    return [path / name for name in sorted(set(index["weight_map"].values()))]
