@@ -23,7 +23,7 @@ def predicted(part: Partition) -> Sent:
     """As the program says."""
     found: Sent = []
     for rank in range(part.choice.num_ranks):
-        sent = [*sent_in_chunk(part.programs[rank], rank), *sent_at_step_end(part, rank)]
+        sent = [*sent_in_chunk(part.programs[rank], rank), *sent_at_step_end(part)]
         calls = {each.collective: sum(other.collective == each.collective for other in sent) for each in sent}
         found.append(
             {kind: (calls[kind], num_bytes) for kind, num_bytes in bytes_per_step(part, rank=rank).items()}

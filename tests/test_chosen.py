@@ -83,7 +83,7 @@ def test_bytes_predicted_are_bytes_counted(name: str, num_ranks: int, rates: str
     torch.manual_seed(0)
     for rank, found in enumerate(counted(part, build(), batch)):
         assert bytes_per_step(part, rank=rank) == {kind: num_bytes for kind, (_, num_bytes) in found.items()}
-        sent = [*sent_in_chunk(part.programs[rank], rank), *sent_at_step_end(part, rank)]
+        sent = [*sent_in_chunk(part.programs[rank], rank), *sent_at_step_end(part)]
         assert {kind: sum(each.collective == kind for each in sent) for kind in found} == {
             kind: calls for kind, (calls, _) in found.items()
         }
@@ -138,7 +138,7 @@ def on_a_ring(found: dict[str, tuple[int, int]]) -> float:
 def test_chunks_send_alike_and_the_sum_comes_once():
     build, loss, batch = MODELS["gpt"]
     part = partition(choose(layout_by_shapes(build, loss, batch), 2, FAST))
-    once = sum(each.num_bytes for each in sent_at_step_end(part, 0))
+    once = sum(each.num_bytes for each in sent_at_step_end(part))
     one, four = bytes_per_step(part), bytes_per_step(part, num_chunks=4)
     assert once > 0
     assert four == {kind: 4 * size - (3 * once if kind == "all_reduce" else 0) for kind, size in one.items()}

@@ -125,7 +125,7 @@ def step_of(dense: Dense) -> tuple[list[SentCollective], Mapping[str, str], Mapp
         batches.close()
         assert division is not None
         part = division.first
-        sent = [*sent_in_chunk(part.programs[0], 0), *sent_at_step_end(part, 0)]
+        sent = [*sent_in_chunk(part.programs[0], 0), *sent_at_step_end(part)]
         counted = {kind: count - before.get(kind, Count()) for kind, count in group.counts.items()}
         calls = Counter(each.collective for each in sent)
         assert {kind: count.calls for kind, count in counted.items() if count.calls} == calls

@@ -296,7 +296,7 @@ def divide(
         for node in part.programs[0].nodes
     )
     return Counted(
-        forward=ahead, backward=back, regathered=regathered, at_the_end=len(sent_at_step_end(part, 0))
+        forward=ahead, backward=back, regathered=regathered, at_the_end=len(sent_at_step_end(part))
     )
 
 

@@ -180,5 +180,5 @@ def _at_the_end(part: Partition, ownership: Mapping[str, Sequence[int]], rank: i
     """Bytes of gradients that several ranks hold parts of, summed once a step by their owners."""
     return sum(
         each.num_bytes
-        for each in sent_at_step_end(part, 0, [name for name in part.summed if ownership[name][0] == rank])
+        for each in sent_at_step_end(part, [name for name in part.summed if ownership[name][0] == rank])
     )

@@ -11,8 +11,8 @@ from meshloom.core.units import format_bytes
 from meshloom.program.cost.cost import Cost
 from meshloom.program.ir.nodes import Node, Variable
 from meshloom.program.operators.payload import Collective
-from meshloom.tensor_parallel.layout.cuts import candidates
-from meshloom.tensor_parallel.layout.placement import Cut, Part
+from meshloom.tensor_parallel.layout.cuts import cuts_by_axis
+from meshloom.tensor_parallel.layout.placement import Part
 from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.search.choose import DivisionChoice
 from meshloom.tensor_parallel.search.pins import is_meant
@@ -80,14 +80,14 @@ def account_of(
     divided = {name for name in sizes if not part.parameters[name].is_whole}
     flops = {node.name: costs[node.name].flops + costs[node.name].backward_flops for node in program.nodes}
     all_flops = sum(flops.values()) or 1
+    work = {name: strategy.work for name, strategy in choice.strategies.items()}
     return DivisionAccount(
         num_ranks=choice.num_ranks,
         rows=_merged(list(_rows(part, namer))),
         whole=_grouped([*namer.whole_parameters(sizes, divided), *namer.whole_operators(flops, all_flops)]),
         parameters_divided=sum(sizes[name] for name in divided) / (sum(sizes.values()) or 1),
-        flops_divided=sum(count for name, count in flops.items() if choice.strategies[name].work < 1)
-        / all_flops,
-        work=sum(count * choice.strategies[name].work for name, count in flops.items()) / all_flops,
+        flops_divided=sum(count for name, count in flops.items() if work[name] < 1) / all_flops,
+        work=sum(count * work[name] for name, count in flops.items()) / all_flops,
         num_bytes=bytes_per_step(part, num_chunks=num_chunks),
         rates=rates,
     )
@@ -130,10 +130,7 @@ class _Namer:
     def __init__(self, choice: DivisionChoice, placements: Mapping[str, str]) -> None:
         self._choice = choice
         self._placements = placements
-        self._cuts: dict[int, list[Cut]] = {}
-        for cut in candidates(choice.layout, choice.numbers, choice.num_ranks):
-            for number in cut.parts:
-                self._cuts.setdefault(number, []).append(cut)
+        self._cuts = cuts_by_axis(choice.layout, choice.numbers, choice.num_ranks)
         self._uses = Uses(choice.layout, choice.numbers, self._cuts)
 
     def placement(self, variable: Variable) -> str:
@@ -165,27 +162,17 @@ class _Namer:
         """Operators with FLOPs that every rank computes in full."""
         for node in self._choice.layout.program.nodes:
             if flops[node.name] and self._choice.strategies[node.name].work == 1:
-                where = f"{node.operator} in {node.path}" if node.path else node.operator
-                yield Undivided(
-                    what=where,
-                    why=f"{self._why_computed(node)} ({_line(node)})",
-                    share=flops[node.name] / total,
-                )
+                what = f"{node.operator} in {node.path}" if node.path else node.operator
+                why = f"{self._why_computed(node)} ({_line(node)})"
+                yield Undivided(what=what, why=why, share=flops[node.name] / total)
 
     def _why_held(self, variable: Variable) -> str:
         axes = self._choice.layout.values[variable.value][0]
         numbers = [number for axis in axes for number in sorted(self._choice.numbers.leaves(axis))]
         options = dict.fromkeys(cut for number in numbers for cut in self._cuts.get(number, []))
-        pattern = next(
-            (
-                each
-                for each in self._placements
-                if any(is_meant(name, each) for name in (variable.name, *variable.aliases))
-            ),
-            None,
-        )
-        if pattern is not None:
-            return f"the plan wants it so (tp_placements={pattern}:{self._placements[pattern]})"
+        for pattern, pin in self._placements.items():
+            if any(is_meant(name, pattern) for name in (variable.name, *variable.aliases)):
+                return f"the plan wants it so (tp_placements={pattern}:{pin})"
         if variable.value not in self._uses.users:
             return "the loss does not use it"
         if not options:
@@ -222,7 +209,7 @@ def _rows(part: Partition, namer: _Namer) -> Iterator[ModuleRow]:
     for name, each in program.parameters.items():
         path, _, own = name.rpartition(".")
         found.setdefault(path, ([], []))[0].append((own, namer.placement(each)))
-    for sent in (*sent_in_chunk(mine, 0), *sent_at_step_end(part, 0)):
+    for sent in (*sent_in_chunk(mine, 0), *sent_at_step_end(part)):
         found.setdefault(paths.get(sent.node, ""), ([], []))[1].append(sent)
     for path, (placements, all_sent) in found.items():
         if placements or all_sent:
@@ -239,46 +226,40 @@ def _sums(all_sent: Sequence[SentCollective]) -> tuple[tuple[tuple[Collective, b
 
 def _merged(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
     """Rows with rows that differ only in the number of a block merged into the first of them."""
-    groups: dict[tuple[str, str, object], list[int]] = {}
+    groups: dict[object, list[ModuleRow]] = {}
     for row in rows:
         before, number, after = _block(row.path)
-        groups.setdefault((before, after, (row.placements, row.sent, number is None)), []).append(
-            number if number is not None else -1
-        )
-    found: list[ModuleRow] = []
-    for row in rows:
-        before, number, after = _block(row.path)
-        numbers = groups.pop((before, after, (row.placements, row.sent, number is None)), None)
-        if numbers is not None:
-            path = (
-                row.path
-                if number is None
-                else ".".join(part for part in (before, _ranges(numbers), after) if part)
-            )
-            found.append(replace(row, path=path, times=len(numbers)))
-    return tuple(found)
+        groups.setdefault((before, after, row.placements, row.sent, number is None), []).append(row)
+    return tuple(
+        replace(group[0], path=_path_of([row.path for row in group]), times=len(group))
+        for group in groups.values()
+    )
 
 
 def _grouped(all_whole: Sequence[Undivided]) -> tuple[Undivided, ...]:
     """Entries with those of equal modules and reasons merged, largest share first."""
-    groups: dict[tuple[str, str, str], list[tuple[int | None, Undivided]]] = {}
+    groups: dict[tuple[str, str, str], list[Undivided]] = {}
     for each in all_whole:
-        before, number, after = _block(each.what)
-        groups.setdefault((before, after, each.why), []).append((number, each))
+        before, _, after = _block(each.what)
+        groups.setdefault((before, after, each.why), []).append(each)
     found: list[Undivided] = []
-    for (before, after, _), members in groups.items():
-        numbers = [number for number, _ in members if number is not None]
-        what = (
-            ".".join(part for part in (before, _ranges(numbers), after) if part)
-            if numbers
-            else members[0][1].what
-        )
-        found.append(
-            replace(
-                members[0][1], what=what, times=len(members), share=sum(each.share for _, each in members)
-            )
-        )
+    for group in groups.values():
+        what, share = _path_of([each.what for each in group]), sum(each.share for each in group)
+        found.append(replace(group[0], what=what, times=len(group), share=share))
     return tuple(sorted(found, key=lambda each: -each.share))
+
+
+def _path_of(paths: Sequence[str]) -> str:
+    """One path for several that differ in their first number.
+
+    >>> _path_of(["blocks.0.up", "blocks.1.up", "blocks.3.up"])
+    'blocks.0-1,3.up'
+    """
+    before, _, after = _block(paths[0])
+    numbers = [number for path in paths if (number := _block(path)[1]) is not None]
+    if not numbers:
+        return paths[0]
+    return ".".join(part for part in (before, _ranges(numbers), after) if part)
 
 
 def _block(path: str) -> tuple[str, int | None, str]:
@@ -288,12 +269,10 @@ def _block(path: str) -> tuple[str, int | None, str]:
     (('blocks', 3, 'up'), ('head', None, ''))
     """
     parts = path.split(".")
-    place = next((place for place, part in enumerate(parts) if part.isdigit()), None)
-    return (
-        (path, None, "")
-        if place is None
-        else (".".join(parts[:place]), int(parts[place]), ".".join(parts[place + 1 :]))
-    )
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[:place]), int(part), ".".join(parts[place + 1 :])
+    return path, None, ""
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -320,10 +299,6 @@ def _calls(row: ModuleRow, *, backward: bool) -> str:
 
 
 def _line(node: Node) -> str:
-    return (
-        f"at {node.line}: {node.line.text}"
-        if node.line and node.line.text
-        else f"at {node.line}"
-        if node.line
-        else "at no line of user code"
-    )
+    if not node.line:
+        return "at no line of user code"
+    return f"at {node.line}: {node.line.text}" if node.line.text else f"at {node.line}"

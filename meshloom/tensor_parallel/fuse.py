@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from meshloom.program.ir.nodes import Node, Ref, refs_in
+from meshloom.program.ir.nodes import Node, Ref, refs_in, users_by_value
 from meshloom.program.operators.collectives import Transition
 from meshloom.program.operators.convolutions import Convolution, GatheredConvolutions
 from meshloom.program.operators.linears import GatheredLinears
@@ -24,21 +24,18 @@ def with_gathered_layers(nodes: Sequence[Node], kept: frozenset[str]) -> tuple[N
 
     All layers of one input are computed at the first of them, so their operands must exist by then.
     """
-    users: dict[str, list[Node]] = {}
+    users = users_by_value(nodes)
     place = {node.name: number for number, node in enumerate(nodes)}
-    for node in nodes:
-        for ref in dict.fromkeys(node.operands()):
-            users.setdefault(ref.name, []).append(node)
     groups: dict[str, list[Node]] = {}  # first layer -> all layers with its input
     reshards: dict[str, Node] = {}
     for node in nodes:
         layers = users.get(node.name, [])
-        if not (
-            _replicates(node)
-            and layers
-            and node.name not in kept
-            and (_are_linear(layers, node) or _are_convolutions(layers, node))
-        ):
+        if not layers or node.name in kept or not _replicates(node):
+            continue
+        if not all(_has_input(layer, node) and not layer.kwargs for layer in layers):
+            continue
+        are_linear = all(layer.target is aten.linear.default for layer in layers)
+        if not are_linear and not all(_convolution(layer) is not None for layer in layers):
             continue
         first = place[layers[0].name]
         if all(place.get(ref.name, -1) < first for layer in layers for ref in layer.operands()):
@@ -56,11 +53,9 @@ def with_gathered_layers(nodes: Sequence[Node], kept: frozenset[str]) -> tuple[N
             found.append(_fused(reshards[node.name], groups[node.name]))
         if node.name in index_of:
             first, number = index_of[node.name]
-            found.append(
-                replace(node, target=operator.getitem, args=(Ref(_name(reshards[first])), number), kwargs={})
-            )
-        else:
-            found.append(node)
+            args = (Ref(_name(reshards[first])), number)
+            node = replace(node, target=operator.getitem, args=args, kwargs={})
+        found.append(node)
     return tuple(found)
 
 
@@ -71,20 +66,6 @@ def _replicates(node: Node) -> bool:
         and target.target == "part"
         and target.after.is_whole
         and target.source in ("invariant", "part")
-    )
-
-
-def _are_linear(layers: Sequence[Node], reshard: Node) -> bool:
-    return all(
-        layer.target is aten.linear.default and not layer.kwargs and _has_input(layer, reshard)
-        for layer in layers
-    )
-
-
-def _are_convolutions(layers: Sequence[Node], reshard: Node) -> bool:
-    return all(
-        _has_input(layer, reshard) and not layer.kwargs and _convolution(layer) is not None
-        for layer in layers
     )
 
 
@@ -110,13 +91,8 @@ def _convolution(node: Node) -> Convolution | None:
     stride, padding, dilation = (
         (each,) * dims if isinstance(each, int) else tuple(each) * (dims // len(each)) for each in given
     )
-    return Convolution(
-        operator=target,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        biased=len(node.args) > 2 and isinstance(node.args[2], Ref),
-    )
+    biased = len(node.args) > 2 and isinstance(node.args[2], Ref)
+    return Convolution(operator=target, stride=stride, padding=padding, dilation=dilation, biased=biased)
 
 
 _CONVOLUTIONS: dict[Any, int] = {aten.conv1d.default: 1, aten.conv2d.default: 2, aten.conv3d.default: 3}

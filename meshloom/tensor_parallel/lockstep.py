@@ -7,6 +7,7 @@ No rank waits for another, and all ranks' values can be inspected after every no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,14 +87,11 @@ def _run(nodes: Sequence[Node], values: Sequence[Mapping[str, Any]], dtype: torc
     seed = torch.default_generator.initial_seed()
     results: list[Any] = []
     for node, (args, kwargs) in zip(nodes, given, strict=True):
-        if not node.num_draws:
-            results.append(node.target(*args, **kwargs))
-            continue
-        seed_torch(seed)  # every rank draws the same numbers
-        if node.target is out_of_place:
-            results.append(keyed_out_of_place(*args, **kwargs))
-        else:
-            results.append(keyed(node.target, *args, **kwargs))
+        run = node.target
+        if node.num_draws:
+            seed_torch(seed)  # every rank draws the same numbers
+            run = keyed_out_of_place if node.target is out_of_place else partial(keyed, node.target)
+        results.append(run(*args, **kwargs))
     return results
 
 

@@ -94,14 +94,10 @@ class Partition:
 def partition(choice: DivisionChoice) -> Partition:
     """The shards of parameters and buffers, and each rank's program."""
     program = choice.layout.program
-    parameters = {
-        name: choice.pieces(each.value, choice.input_placements[each.value])
-        for name, each in program.parameters.items()
-    }
-    buffers = {
-        name: choice.pieces(each.value, choice.input_placements[each.value])
-        for name, each in program.buffers.items()
-    }
+    parameters, buffers = (
+        {name: choice.pieces(each.value, choice.input_placements[each.value]) for name, each in variables.items()}
+        for variables in (program.parameters, program.buffers)
+    )  # fmt: skip
     return Partition(
         choice=choice,
         parameters=parameters,
@@ -121,15 +117,14 @@ def _program(builder: _Builder, parameters: Mapping[str, Pieces], buffers: Mappi
         builder.read(each, INVARIANT) if isinstance(each, Ref) else each for each in program.outputs
     )
     updates = {name: builder.read(each, INVARIANT) for name, each in program.updates.items()}
+    read_last = frozenset(ref.name for ref in refs_in((outputs, tuple(updates.values()))))
     return dataclasses.replace(
         program,
         parameters={
             name: _variable(each, parameters[name], rank) for name, each in program.parameters.items()
         },
         buffers={name: _variable(each, buffers[name], rank) for name, each in program.buffers.items()},
-        nodes=with_gathered_layers(
-            builder.nodes, frozenset(ref.name for ref in refs_in((outputs, tuple(updates.values()))))
-        ),
+        nodes=with_gathered_layers(builder.nodes, read_last),
         outputs=outputs,
         updates=updates,
     )
@@ -141,11 +136,9 @@ def _variable(variable: Variable, pieces: Pieces, rank: int) -> Variable:
 
 def _local(meta: Meta, pieces: Pieces, rank: int) -> Meta:
     shape = pieces.local_shape(rank)
-    return (
-        meta
-        if shape == meta.shape
-        else dataclasses.replace(meta, shape=shape, stride=contiguous_strides(shape))
-    )
+    if shape == meta.shape:
+        return meta
+    return dataclasses.replace(meta, shape=shape, stride=contiguous_strides(shape))
 
 
 class _Builder:
@@ -176,23 +169,17 @@ class _Builder:
         )
         mapped = layout.mapped.get(node.name)
         if strategy.cut is not None and mapped is not None:
-            if mapped.factors.local is not None:
-                target, args, kwargs = mapped.factors.local(
-                    target, args, kwargs, self._shard_sizes(node, outputs)
-                )
+            factors = mapped.factors
+            if factors.local is not None:
+                target, args, kwargs = factors.local(target, args, kwargs, self._shard_sizes(node, outputs))
             if node.num_draws and not isinstance(target, Joint):
-                drawn = mapped.factors.outputs[0] if mapped.factors.drawn is None else mapped.factors.drawn
-                pieces = pieces_of(
-                    axes_of(drawn, mapped.labels), strategy.cut, choice.numbers, choice.num_ranks
-                )
-                stride = node.outputs[0].stride if mapped.factors.drawn is None else None
+                drawn = factors.outputs[0] if factors.drawn is None else factors.drawn
+                axes = axes_of(drawn, mapped.labels)
+                pieces = pieces_of(axes, strategy.cut, choice.numbers, choice.num_ranks)
+                stride = node.outputs[0].stride if factors.drawn is None else None
                 target = PartOfDraw(
-                    op=target,
-                    sizes=pieces.shape,
-                    held=pieces.held[self.rank],
-                    count=node.num_draws,
-                    stride=stride,
-                )
+                    op=target, sizes=pieces.shape, held=pieces.held[self.rank], count=node.num_draws, stride=stride
+                )  # fmt: skip
         elif node.num_draws and mapped is not None and mapped.factors.drawn is None:
             # Nothing is sharded, but memory may have another layout than on one device, which determines the
             # order of draws.
@@ -215,9 +202,8 @@ class _Builder:
         """The local shape of a value, cached by axes."""
         key = meta, tuple(axis.key for axis in axes), cut
         if key not in self._parts:
-            self._parts[key] = _local(
-                meta, pieces_of(axes, cut, self.choice.numbers, self.choice.num_ranks), self.rank
-            )
+            pieces = pieces_of(axes, cut, self.choice.numbers, self.choice.num_ranks)
+            self._parts[key] = _local(meta, pieces, self.rank)
         return self._parts[key]
 
     def _note_routed(self, node: Node) -> None:
@@ -240,22 +226,21 @@ class _Builder:
 
     def _reshard(self, ref: Ref, source: Placement, target: Placement, node: Node | None) -> str:
         choice = self.choice
-        meta = choice.layout.metas[ref.name][0]
-        axes = choice.layout.values[ref.name][0]
+        meta, axes = choice.layout.metas[ref.name][0], choice.layout.values[ref.name][0]
         before, after = (choice.pieces(ref.name, each) for each in (source, target))
         to_route, from_route = route_of(axes, target, choice.numbers), route_of(axes, source, choice.numbers)
         if to_route is None and from_route is None and is_same(source, target, before, after):
             return ref.name
         if to_route is not None:
-            args = self.read(ref, REPLICATED, node), self._rows(target, to_route, node)
-            name = self._add_own(ref, take_rows, (*args, to_route[0]), _local(meta, after, self.rank), node)
-            self.routed[name] = RoutedRows(args[1].name, to_route[0], meta.shape[to_route[0]])
+            dim = to_route[0]
+            args = self.read(ref, REPLICATED, node), self._rows(target, to_route, node), dim
+            name = self._add_own(ref, take_rows, args, _local(meta, after, self.rank), node)
+            self.routed[name] = RoutedRows(args[1].name, dim, meta.shape[dim])
             return name
         if from_route is not None and target == PARTIAL:
-            args = ref, self._rows(source, from_route, node)
-            return self._add_own(
-                ref, place_rows, (*args, from_route[0], meta.shape[from_route[0]]), meta, node
-            )
+            dim = from_route[0]
+            args = ref, self._rows(source, from_route, node), dim, meta.shape[dim]
+            return self._add_own(ref, place_rows, args, meta, node)
         given = ref
         if from_route is not None:
             given, source, before = self.read(ref, PARTIAL, node), PARTIAL, choice.pieces(ref.name, PARTIAL)
@@ -274,9 +259,8 @@ class _Builder:
         if (route.value, placement) not in self.rows:
             first, stop = cut.parts[number][self.rank]
             assignment = self.read(Ref(route.value), REPLICATED, node)
-            count = sum(
-                last - start for start, last in runs_of(route.rows, cut, self.choice.numbers, self.rank) or ()
-            )
+            runs = runs_of(route.rows, cut, self.choice.numbers, self.rank) or ()
+            count = sum(last - start for start, last in runs)
             meta = Meta(shape=(count,), dtype=torch.int64, stride=(1,), requires_grad=False)
             self.rows[route.value, placement] = self._add_own(
                 Ref(route.value), rows_here, (assignment, first, stop, route.groups.size, route.is_sorted), meta, node
@@ -286,20 +270,13 @@ class _Builder:
     def _add_own(self, ref: Ref, target: Any, args: tuple[Any, ...], output: Meta, node: Node | None) -> str:
         """Adds a node of this rank alone, which reshards a value."""
         name = f"{ref.name}__{len(self.resharded) + len(self.rows)}"
-        made = Node(
-            name=name,
-            target=target,
-            args=args,
-            kwargs={},
-            # later users may need gradients, even if the first one does not
-            context=Context(autocast=node.context.autocast if node else ()),
-            path=node.path if node else "",
-            line=node.line if node else None,
-            draw=None,
-            num_draws=0,
-            outputs=(output,),
-        )
-        self.nodes.append(made)
+        # later users may need gradients, even if the first one does not
+        context = Context(autocast=node.context.autocast if node else ())
+        path, line = (node.path, node.line) if node else ("", None)
+        own = Node(
+            name=name, target=target, args=args, kwargs={}, context=context, path=path, line=line, draw=None, num_draws=0, outputs=(output,)
+        )  # fmt: skip
+        self.nodes.append(own)
         return name
 
     def _replaced(self, value: Any, wanted: Any, node: Node) -> Any:
@@ -336,8 +313,6 @@ class _Builder:
     def _shape(self, output: Meta, axes: Axes, cut: Cut | None) -> tuple[int, ...]:
         """The shape of a rank's part of a result; -1: the number of rows routed to it."""
         routed = route_of(axes, Part(cut), self.choice.numbers)
-        return (
-            output.shape
-            if routed is None
-            else (*output.shape[: routed[0]], -1, *output.shape[routed[0] + 1 :])
-        )
+        if routed is None:
+            return output.shape
+        return *output.shape[: routed[0]], -1, *output.shape[routed[0] + 1 :]

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from meshloom.comm.pieces import owned, whole
 from meshloom.program.ir.nodes import Meta, Node, refs_in
 from meshloom.program.ir.program import Program
-from meshloom.program.ir.sparse_constants import strides_of
 from meshloom.program.operators.collectives import Transition
 from meshloom.program.operators.gathered import GatheredLayers
 from meshloom.program.operators.log_softmax import LogSoftmaxOfPart
@@ -26,6 +25,7 @@ from meshloom.program.operators.payload import (
     elements_of_sum,
 )
 from meshloom.program.operators.recurrent_shards import RecurrentOfPart
+from meshloom.tensor_parallel.layout.layout import metas_of
 from meshloom.tensor_parallel.partition import Partition
 
 
@@ -42,23 +42,17 @@ class SentCollective:
 
 def sent_in_chunk(program: Program, rank: int) -> list[SentCollective]:
     """Every collective that a rank's program starts for a chunk, in program order."""
-    metas = _metas(program)
+    metas = metas_of(program)
     differentiated = _differentiated(program, metas) if program.training else frozenset[str]()
-    found: list[SentCollective] = []
-    for node in program.nodes:
-        for backward in (False, True) if node.name in differentiated else (False,):
-            for collective, num_bytes in _of_node(node, metas, rank, backward=backward):
-                found.append(
-                    SentCollective(
-                        collective=collective, num_bytes=num_bytes, backward=backward, node=node.name
-                    )
-                )
-    return found
+    return [
+        SentCollective(collective=collective, num_bytes=num_bytes, backward=backward, node=node.name)
+        for node in program.nodes
+        for backward in ((False, True) if node.name in differentiated else (False,))
+        for collective, num_bytes in _of_node(node, metas, rank, backward=backward)
+    ]
 
 
-def sent_at_step_end(
-    part: Partition, rank: int, among: Collection[str] | None = None
-) -> list[SentCollective]:
+def sent_at_step_end(part: Partition, among: Collection[str] | None = None) -> list[SentCollective]:
     """The sums of the gradients of shared parameters: one all-reduce per dtype, once a step, of full shape.
 
     among: the parameters that count; default: all.
@@ -67,9 +61,8 @@ def sent_at_step_end(
     for name in part.summed:
         if among is None or name in among:
             dtype = part.choice.layout.program.parameters[name].meta.dtype
-            sizes[str(dtype)] = (
-                sizes.get(str(dtype), 0) + math.prod(part.parameters[name].shape) * dtype.itemsize
-            )
+            num_bytes = math.prod(part.parameters[name].shape) * dtype.itemsize
+            sizes[str(dtype)] = sizes.get(str(dtype), 0) + num_bytes
     return [SentCollective(collective="all_reduce", num_bytes=size, backward=True) for size in sizes.values()]
 
 
@@ -78,11 +71,9 @@ def bytes_per_step(part: Partition, *, rank: int = 0, num_chunks: int = 1) -> di
     `RecordedGroup` counts them."""
     totals: dict[str, int] = {}
     chunk = sent_in_chunk(part.of(rank).program, rank)
-    for each, times in [
-        *((each, num_chunks) for each in chunk),
-        *((each, 1) for each in sent_at_step_end(part, rank)),
-    ]:
-        totals[each.collective] = totals.get(each.collective, 0) + each.num_bytes * times
+    for all_sent, times in ((chunk, num_chunks), (sent_at_step_end(part), 1)):
+        for each in all_sent:
+            totals[each.collective] = totals.get(each.collective, 0) + each.num_bytes * times
     return totals
 
 
@@ -110,31 +101,21 @@ def _of_node(
             yield "all_reduce", rows
         return
     if isinstance(target, RecurrentOfPart):
-        differentiated = metas[others[0].name][0].requires_grad
-        for collective, count in target.sent(
-            meta.shape, rank, backward=backward, states_graded=differentiated
-        ):
+        graded = metas[others[0].name][0].requires_grad
+        for collective, count in target.sent(meta.shape, rank, backward=backward, states_graded=graded):
             yield collective, count * item
         return
     change = target if isinstance(target, Transition) else target.change
+    before, after = change.before, change.after
     if isinstance(target, GatheredLayers) and backward:
         if change.source == "part":
-            yield (
-                "all_gather",
-                elements_of_gather(change.before, whole(change.before.shape, change.before.num_ranks), rank)[
-                    1
-                ]
-                * item,
-            )
+            _, count = elements_of_gather(before, whole(before.shape, before.num_ranks), rank)
+            yield "all_gather", count * item
         if meta.requires_grad:
-            collective, count = elements_of_sum(
-                owned(change.before) if change.source == "part" else change.before
-            )
+            collective, count = elements_of_sum(owned(before) if change.source == "part" else before)
             yield collective, count * item
         return
-    found = elements_of_change(
-        change.source, change.target, change.before, change.after, rank, backward=backward
-    )
+    found = elements_of_change(change.source, change.target, before, after, rank, backward=backward)
     if found is not None and (not backward or meta.requires_grad):
         yield found[0], found[1] * item
 
@@ -146,24 +127,6 @@ def _differentiated(program: Program, metas: Mapping[str, tuple[Meta, ...]]) -> 
     for node in reversed(program.nodes):
         if node.name in reached and any(meta.requires_grad for meta in node.outputs):
             differentiated.add(node.name)
-            reached.update(
-                ref.name for ref in node.operands() if any(meta.requires_grad for meta in metas[ref.name])
-            )
+            operands = (ref.name for ref in node.operands())
+            reached.update(name for name in operands if any(meta.requires_grad for meta in metas[name]))
     return frozenset(differentiated)
-
-
-def _metas(program: Program) -> dict[str, tuple[Meta, ...]]:
-    found = {
-        each.value: (each.meta,)
-        for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)
-    }
-    for name, constant in program.constants.items():
-        found[name] = (
-            Meta(
-                shape=tuple(constant.shape),
-                dtype=constant.dtype,
-                stride=strides_of(constant),
-                requires_grad=False,
-            ),
-        )
-    return found | {node.name: node.outputs for node in program.nodes}

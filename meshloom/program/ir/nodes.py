@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -123,6 +123,15 @@ def refs_in(value: Any) -> Iterator[Ref]:
     elif isinstance(value, tuple | list):
         for each in value:
             yield from refs_in(each)
+
+
+def users_by_value(nodes: Iterable[Node]) -> dict[str, list[Node]]:
+    """Value -> the nodes with it as an operand, in order."""
+    users: dict[str, list[Node]] = {}
+    for node in nodes:
+        for ref in dict.fromkeys(node.operands()):
+            users.setdefault(ref.name, []).append(node)
+    return users
 
 
 def last_uses(nodes: Sequence[Node], returned: Any) -> dict[str, list[str]]:

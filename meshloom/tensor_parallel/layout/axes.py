@@ -225,19 +225,16 @@ class Axis:
 
 def product(parts: Sequence[Axis]) -> Axis:
     """The product of axes, outermost first; those of size 1 are left out."""
-    return _made(
-        "product",
-        [part for part in parts if part.size != 1 or not part.is_whole],
-        math.prod(part.size for part in parts),
-    )
+    factors = [part for part in parts if part.size != 1 or not part.is_whole]
+    return _composed("product", factors, math.prod(part.size for part in parts))
 
 
 def concatenation(parts: Sequence[Axis]) -> Axis:
     """The concatenation of axes; empty ones are left out."""
-    return _made("concatenation", [part for part in parts if part.size], sum(part.size for part in parts))
+    return _composed("concatenation", [part for part in parts if part.size], sum(part.size for part in parts))
 
 
-def _made(kind: Kind, parts: Sequence[Axis], size: int) -> Axis:
+def _composed(kind: Kind, parts: Sequence[Axis], size: int) -> Axis:
     if len(parts) == 1:
         return parts[0]
     strip = Strip(size)

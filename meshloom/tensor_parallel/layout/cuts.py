@@ -43,11 +43,10 @@ class StripNumbers:
 
     def route(self, axis: Axis, cut: Cut | None) -> tuple[int, Route] | None:
         """The number of the sharded strip that determines an axis's rows, and the route between them."""
-        found = self.routes.get(key_of(axis), {}) if self.routes and cut is not None else {}
-        return next(
-            ((number, route) for number, route in found.items() if cut is not None and number in cut.parts),
-            None,
-        )
+        if cut is None or not self.routes:
+            return None
+        found = self.routes.get(key_of(axis), {})
+        return next(((number, route) for number, route in found.items() if number in cut.parts), None)
 
 
 def numbers_of(layout: Layout) -> StripNumbers:
@@ -76,10 +75,8 @@ def candidates(layout: Layout, numbers: StripNumbers, num_ranks: int) -> list[Cu
     found: dict[frozenset[tuple[int, tuple[Interval, ...]]], Cut] = {}
 
     def add(parts: Mapping[int, tuple[Interval, ...]], *, is_product: bool = False) -> None:
-        found.setdefault(
-            frozenset(parts.items()),
-            Cut(name=f"axis {'.'.join(map(str, parts))}", parts=dict(parts), is_product=is_product),
-        )
+        cut = Cut(name=f"axis {'.'.join(map(str, parts))}", parts=dict(parts), is_product=is_product)
+        found.setdefault(frozenset(parts.items()), cut)
 
     for axis in _all_axes(layout):
         if axis.kind == "concatenation" and all(
@@ -88,20 +85,16 @@ def candidates(layout: Layout, numbers: StripNumbers, num_ranks: int) -> list[Cu
             strips = [part.strip for part in axis.parts]
             if len(set(strips)) == len(strips) and axis.size >= num_ranks:
                 ranges = _along(even_parts(axis.size, num_ranks), [strip.size for strip in strips])
-                add(
-                    {
-                        numbers.of[strip]: intervals
-                        for strip, intervals in zip(strips, ranges, strict=True)
-                        if strip in numbers.of
-                    }
-                )
+                shards = zip(strips, ranges, strict=True)
+                add({numbers.of[strip]: shard for strip, shard in shards if strip in numbers.of})
         if axis.kind == "product":
             for outer, inner in pairwise(axis.parts):
-                plain = (
-                    all(part.kind is None and part.is_whole for part in (outer, inner))
+                plain = all(part.kind is None and part.is_whole for part in (outer, inner))
+                if (
+                    plain
                     and outer.strip is not inner.strip
-                )
-                if plain and 1 < outer.size < num_ranks <= outer.size * inner.size:
+                    and 1 < outer.size < num_ranks <= outer.size * inner.size
+                ):
                     outers, inners = shared_parts(outer.size, inner.size, num_ranks)
                     add({numbers.of[outer.strip]: outers, numbers.of[inner.strip]: inners}, is_product=True)
         for strip in dict.fromkeys(leaf.strip for leaf in axis.leaves()):
@@ -110,6 +103,15 @@ def candidates(layout: Layout, numbers: StripNumbers, num_ranks: int) -> list[Cu
                 if stop - start >= num_ranks and strip in numbers.of:
                     add({numbers.of[strip]: _around(start, stop, strip.size, num_ranks)})
     return list(found.values())
+
+
+def cuts_by_axis(layout: Layout, numbers: StripNumbers, num_ranks: int) -> dict[int, list[Cut]]:
+    """Axis number -> the candidate cuts that it is in."""
+    cuts: dict[int, list[Cut]] = {}
+    for cut in candidates(layout, numbers, num_ranks):
+        for number in cut.parts:
+            cuts.setdefault(number, []).append(cut)
+    return cuts
 
 
 def _around(start: int, stop: int, size: int, num_ranks: int) -> tuple[Interval, ...]:
@@ -133,14 +135,8 @@ def route_of(axes: Axes, placement: Placement, numbers: StripNumbers) -> tuple[i
     its shards are static."""
     if not numbers.routes or not isinstance(placement, Part):
         return None
-    return next(
-        (
-            (dim, *found)
-            for dim, axis in enumerate(axes)
-            if (found := numbers.route(axis, placement.cut)) is not None
-        ),
-        None,
-    )
+    found = ((dim, numbers.route(axis, placement.cut)) for dim, axis in enumerate(axes))
+    return next(((dim, *route) for dim, route in found if route is not None), None)
 
 
 def covers(axes: Iterable[Axis], cut: Cut, numbers: StripNumbers) -> bool:
@@ -179,7 +175,7 @@ def runs_of(axis: Axis, cut: Cut | None, numbers: StripNumbers, rank: int) -> Ru
     routed = numbers.route(axis, cut)
     if routed is not None:
         return rows_expected(axis, *routed, cut, rank)
-    return _runs(axis, cut, numbers, rank)
+    return runs_in(axis, lambda leaf: stretch_of(leaf, cut, numbers, rank), lambda part: part.size)
 
 
 def rows_expected(axis: Axis, number: int, route: Route, cut: Cut, rank: int) -> Runs:
@@ -192,23 +188,18 @@ def rows_expected(axis: Axis, number: int, route: Route, cut: Cut, rank: int) ->
 def num_runs(axis: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> int:
     """The number of index ranges in `runs_of`, without listing them."""
     routed = numbers.route(axis, cut)
-    return (
-        len(rows_expected(axis, *routed, cut, rank))
-        if routed is not None
-        else _edges(axis, cut, numbers, rank)[0]
-    )
+    if routed is not None:
+        return len(rows_expected(axis, *routed, cut, rank))
+    return _edges(axis, cut, numbers, rank)[0]
 
 
 def _edges(axis: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> tuple[int, int, bool, bool]:
     """The number of ranges and indices that a rank holds; whether the first begins at the axis's start, and
     the last ends at its end."""
     if axis.kind is None:
-        runs = stretch_of(axis, cut, numbers, rank)
-        return (
-            (1, runs[0][1] - runs[0][0], runs[0][0] == 0, runs[0][1] == axis.size)
-            if runs
-            else (0, 0, False, False)
-        )
+        for start, stop in stretch_of(axis, cut, numbers, rank):  # one at most
+            return 1, stop - start, start == 0, stop == axis.size
+        return 0, 0, False, False
     first, *others = axis.parts
     count, size, begins, ends = _edges(first, cut, numbers, rank)
     for part in others:
@@ -221,10 +212,6 @@ def _edges(axis: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> tuple[int,
             count = size * inner[0] - (size - count) * (inner[2] and inner[3])
             size, begins, ends = size * inner[1], begins and inner[2], ends and inner[3]
     return count, size, begins, ends
-
-
-def _runs(axis: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> Runs:
-    return runs_in(axis, lambda leaf: stretch_of(leaf, cut, numbers, rank), lambda part: part.size)
 
 
 def stretch_of(leaf: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> Runs:
@@ -283,16 +270,10 @@ def _along(ranges: Sequence[Interval], sizes: Sequence[int]) -> list[tuple[Inter
     found: list[tuple[Interval, ...]] = []
     offset = 0
     for size in sizes:
-        found.append(
-            tuple(
-                (min(max(start - offset, 0), size), max(min(stop - offset, size), 0))
-                for start, stop in ranges
-            )
-        )
+        within = ((max(start - offset, 0), min(stop - offset, size)) for start, stop in ranges)
+        found.append(tuple((start, stop) if start < stop else (0, 0) for start, stop in within))
         offset += size
-    return [
-        tuple((start, max(start, stop)) if start < stop else (0, 0) for start, stop in row) for row in found
-    ]
+    return found
 
 
 def _all_axes(layout: Layout) -> Iterator[Axis]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -13,28 +13,14 @@ from typing import Any
 from meshloom.program.ir.nodes import Meta, Node, Ref, lists_in
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import is_sparse, strides_of
-from meshloom.tensor_parallel.layout.axes import Axis, Strip, concatenation, fits, product
-from meshloom.tensor_parallel.layout.routes import Route, routes_of
+from meshloom.tensor_parallel.layout.axes import Axis, concatenation, fits, product
+from meshloom.tensor_parallel.layout.routes import MappedNode, Route, routes_of
 from meshloom.tensor_parallel.layout.unify import add_boundaries, freeze_axes, unify
 from meshloom.tensor_parallel.rules.call import call_of
 from meshloom.tensor_parallel.rules.factors import Concat, Dims, Factors, Product, Term, labels_in
 from meshloom.tensor_parallel.rules.table import Rules, factors_of
 
 Axes = tuple[Axis, ...]  # one per dim
-
-
-@dataclass(frozen=True, kw_only=True)
-class MappedNode:
-    """A node with its factor map. labels: label -> axis. unsharded: labels that must not be sharded, also
-    because dims did not match."""
-
-    node: Node
-    factors: Factors
-    labels: Mapping[str, Axis]
-    unsharded: frozenset[str]
-    # pairs of labels that may share an axis, because they never occur in one tensor's dims as factors of each
-    # other
-    exclusive: frozenset[frozenset[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,25 +62,16 @@ def layout_of(program: Program, rules: Rules) -> Layout:
 def _inferred(program: Program, rules: Rules, square: Mapping[str, int]) -> Layout:
     """The layout with separate columns for some matrices. square: node -> the operand that is such a
     matrix."""
-    values: dict[str, tuple[Axes, ...]] = {}
-    metas: dict[str, tuple[Meta, ...]] = {}
-    for each in _graph_inputs(program):
-        values[each[0]] = (_new_axes(each[1].shape),)
-        metas[each[0]] = (each[1],)
-    for name, constant in program.constants.items():
-        values[name] = (_new_axes(tuple(constant.shape)),)
-        metas[name] = (
-            Meta(
-                shape=tuple(constant.shape),
-                dtype=constant.dtype,
-                stride=strides_of(constant),
-                requires_grad=False,
-            ),
-        )
+    metas = metas_of(program)
+    computed = {node.name for node in program.nodes}
+    values = {
+        name: tuple(_new_axes(each.shape) for each in found)
+        for name, found in metas.items()
+        if name not in computed
+    }
     mapped: dict[str, MappedNode] = {}
     known: dict[Hashable, Factors | None] = {}
     for node in program.nodes:
-        metas[node.name] = node.outputs
         if node.target is operator.getitem:
             source: Ref = node.args[0]
             values[node.name] = (values[source.name][node.args[1]],)
@@ -105,16 +82,13 @@ def _inferred(program: Program, rules: Rules, square: Mapping[str, int]) -> Layo
             continue
         factors = _with_own_columns(factors, square[node.name]) if node.name in square else factors
         operands = [values[ref.name][0] for ref in node.operands()]
-        mapped[node.name] = each_mapped = _map(node, factors, operands)
+        own = mapped[node.name] = _map(node, factors, operands)
         values[node.name] = tuple(
-            tuple(
-                _axis(term, each_mapped.labels, size) for term, size in zip(dims, output.shape, strict=True)
-            )
+            axes_of(dims, own.labels, output.shape)
             for dims, output in zip(factors.outputs, node.outputs, strict=True)
         )
-    layout = Layout(
-        program=program, values=values, metas=metas, mapped=mapped, routes=routes_of(program, mapped)
-    )
+    routes = routes_of(program, mapped)
+    layout = Layout(program=program, values=values, metas=metas, mapped=mapped, routes=routes)
     freeze_axes(axes_in(layout))
     return layout
 
@@ -157,37 +131,25 @@ def _square_matrices(layout: Layout) -> Iterator[tuple[str, int]]:
                 continue
             labels = {label for term in dims for label in labels_in(term)}
             inner, outer = (
-                _strips_of(mapped, some)
+                {leaf.strip for label in some for leaf in mapped.labels[label].leaves() if leaf.size > 1}
                 for some in (labels & mapped.factors.sums, labels - mapped.factors.sums)
             )
             if inner & outer:
                 yield name, number
 
 
-def _strips_of(mapped: MappedNode, labels: Iterable[str]) -> set[Strip]:
-    return {leaf.strip for label in labels for leaf in mapped.labels[label].leaves() if leaf.size > 1}
-
-
 def _with_own_columns(factors: Factors, number: int) -> Factors:
     """The factor map with separate columns for operand `number`: they stay unsharded, and every rank needs
     the other operands in full."""
-    changed = {
-        place: tuple(None if set(labels_in(term)) & factors.sums else term for term in dims)
+    operands = [
+        dims if place == number else tuple(None if factors.sums.intersection(labels_in(term)) else term for term in dims)
         for place, dims in enumerate(factors.operands)
-    }
-    others = [
-        place for place, dims in enumerate(factors.operands) if place != number and changed[place] != dims
-    ]
+    ]  # fmt: skip
+    others = {place for place, dims in enumerate(factors.operands) if operands[place] != dims}
     return replace(
-        factors,
-        operands=tuple(
-            changed[place] if place in others else dims for place, dims in enumerate(factors.operands)
-        ),
-        unsharded=factors.unsharded | factors.sums,
-        sums=frozenset(),
-        added=frozenset(),
-        replicated=factors.replicated | frozenset(others),
-    )
+        factors, operands=tuple(operands), unsharded=factors.unsharded | factors.sums, sums=frozenset(), added=frozenset(),
+        replicated=factors.replicated | others,
+    )  # fmt: skip
 
 
 def axes_in(layout: Layout) -> list[Axis]:
@@ -201,11 +163,14 @@ def axes_of(dims: Dims, labels: Mapping[str, Axis], shape: tuple[int, ...] | Non
     return tuple(_axis(term, labels, shape[place] if shape else -1) for place, term in enumerate(dims))
 
 
-def _graph_inputs(program: Program) -> Iterator[tuple[str, Meta]]:
-    for variable in (*program.parameters.values(), *program.buffers.values()):
-        yield variable.value, variable.meta
-    for each in program.inputs:
-        yield each.value, each.meta
+def metas_of(program: Program) -> dict[str, tuple[Meta, ...]]:
+    """The shapes of every value: graph inputs, constants, and the results of nodes."""
+    given = (*program.parameters.values(), *program.buffers.values(), *program.inputs)
+    metas = {each.value: (each.meta,) for each in given}
+    for name, each in program.constants.items():
+        shape, stride = tuple(each.shape), strides_of(each)
+        metas[name] = (Meta(shape=shape, dtype=each.dtype, stride=stride, requires_grad=False),)
+    return metas | {node.name: node.outputs for node in program.nodes}
 
 
 def _new_axes(shape: tuple[int, ...]) -> Axes:
@@ -255,10 +220,9 @@ def _bind(term: Term, axis: Axis, labels: dict[str, Axis], sizes: Mapping[str, i
         bounds = [0, *accumulate(_size(part, sizes) for part in term.parts)]
         if bounds[-1] == axis.size and all(fits(axis, 0, bound) for bound in bounds):
             add_boundaries(axis, bounds)
-            parts = [axis.stretch(start, stop) for start, stop in pairwise(bounds)]
-            bound = [
-                _bind(part, stretch, labels, sizes) for part, stretch in zip(term.parts, parts, strict=True)
-            ]
+            stretches = [axis.stretch(start, stop) for start, stop in pairwise(bounds)]
+            pairs = zip(term.parts, stretches, strict=True)
+            bound = [_bind(part, stretch, labels, sizes) for part, stretch in pairs]
             return all(bound)
     if isinstance(term, Product) and axis.size == _size(term, sizes):
         alone = [part for part in term.parts if _size(part, sizes) != 1]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
@@ -53,23 +52,18 @@ class Route:
         )
 
 
-class RoutedNode(Protocol):
-    """A node with its factor map, as in a layout."""
+@dataclass(frozen=True, kw_only=True)
+class MappedNode:
+    """A node with its factor map. labels: label -> axis. unsharded: labels that must not be sharded, also
+    because dims did not match."""
 
-    @property
-    def node(self) -> Node:
-        """The node."""
-        ...
-
-    @property
-    def factors(self) -> Factors:
-        """Its factor map."""
-        ...
-
-    @property
-    def labels(self) -> Mapping[str, Axis]:
-        """The axis of each label."""
-        ...
+    node: Node
+    factors: Factors
+    labels: Mapping[str, Axis]
+    unsharded: frozenset[str]
+    # pairs of labels that may share an axis, because they never occur in one tensor's dims as factors of each
+    # other
+    exclusive: frozenset[frozenset[str]]
 
 
 def key_of(axis: Axis) -> tuple[Key, ...]:
@@ -77,7 +71,7 @@ def key_of(axis: Axis) -> tuple[Key, ...]:
     return tuple(leaf.key for leaf in axis.leaves())
 
 
-def routes_of(program: Program, mapped: Mapping[str, RoutedNode]) -> tuple[Route, ...]:
+def routes_of(program: Program, mapped: Mapping[str, MappedNode]) -> tuple[Route, ...]:
     """The routes of a program. Parameters that are looked up by the same value share the axis of groups."""
     numbers = {node.name: number for number, node in enumerate(program.nodes)}
     lookups = list(_lookups(program, mapped))
@@ -106,7 +100,7 @@ def routes_of(program: Program, mapped: Mapping[str, RoutedNode]) -> tuple[Route
     return tuple(found)
 
 
-def _lookups(program: Program, mapped: Mapping[str, RoutedNode]) -> Iterator[tuple[str, RoutedNode, bool]]:
+def _lookups(program: Program, mapped: Mapping[str, MappedNode]) -> Iterator[tuple[str, MappedNode, bool]]:
     """For every lookup in a parameter: the value that assigns rows, the node, and whether each group's entry
     is a matrix or larger."""
     held = {each.value for each in program.parameters.values()}

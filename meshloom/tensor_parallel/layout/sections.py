@@ -43,8 +43,8 @@ class Sections:
                 tuple(held[rank] if held is not None else None for _, held in dims)
                 for rank in range(self._num_ranks)
             )
-            made = Pieces(tuple(map(len, sizes)), rows, tuple((0, *accumulate(each)) for each in sizes))
-            self._pieces[key] = self._equal.setdefault(made, made)
+            pieces = Pieces(tuple(map(len, sizes)), rows, tuple((0, *accumulate(each)) for each in sizes))
+            self._pieces[key] = self._equal.setdefault(pieces, pieces)
         return self._pieces[key]
 
     def _dim(self, axis: Axis, cut: Cut | None) -> tuple[Sequence[int], list[Runs] | None]:
@@ -53,15 +53,12 @@ class Sections:
         if cut is None or not (self._numbers.leaves(axis) & cut.parts.keys()):
             return self._sizes_of(axis), None
         routed = self._numbers.route(axis, cut)
-        if (
-            routed is not None
-        ):  # routed rows: their positions are unknown, so such a shard intersects no other
+        if routed is not None:
+            # the positions of routed rows are unknown, so such a shard intersects no other
             rows = [rows_expected(axis, *routed, cut, rank) for rank in range(self._num_ranks)]
             places = sorted({0, axis.size, *(place for runs in rows for run in runs for place in run)})
-            return [stop - start for start, stop in pairwise(places)], [
-                tuple((bisect_left(places, start), bisect_left(places, stop)) for start, stop in runs)
-                for runs in rows
-            ]
+            sizes = [stop - start for start, stop in pairwise(places)]
+            return sizes, [_in_sections(runs, places) for runs in rows]
         return self._sizes_of(axis), [self._runs(axis, cut, rank) for rank in range(self._num_ranks)]
 
     def _sizes_of(self, axis: Axis) -> tuple[int, ...]:
@@ -95,10 +92,11 @@ class Sections:
         """The runs of sections that a rank holds."""
 
         def of_leaf(leaf: Axis) -> Runs:
-            bounds = self._bounds_of(leaf)
-            return tuple(
-                (bisect_left(bounds, start), bisect_left(bounds, stop))
-                for start, stop in stretch_of(leaf, cut, self._numbers, rank)
-            )
+            return _in_sections(stretch_of(leaf, cut, self._numbers, rank), self._bounds_of(leaf))
 
         return runs_in(axis, of_leaf, lambda part: len(self._sizes_of(part)))
+
+
+def _in_sections(runs: Runs, bounds: Sequence[int]) -> Runs:
+    """Runs of indices as runs of the sections between `bounds`."""
+    return tuple((bisect_left(bounds, start), bisect_left(bounds, stop)) for start, stop in runs)

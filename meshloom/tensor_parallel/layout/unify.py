@@ -37,13 +37,8 @@ def unify(one: Axis, other: Axis) -> bool:
     if one.size == other.size and _unified(one, other, saved):
         return True
     for strip, (kind, parts, ends, boundaries, axis_intervals) in saved.items():
-        strip.kind, strip.parts, strip.ends, strip.boundaries, strip.axis_intervals = (
-            kind,
-            parts,
-            ends,
-            boundaries,
-            axis_intervals,
-        )
+        strip.kind, strip.parts, strip.ends = kind, parts, ends
+        strip.boundaries, strip.axis_intervals = boundaries, axis_intervals
     return False
 
 
@@ -91,11 +86,8 @@ def _unified(one: Axis, other: Axis, saved: Saved) -> bool:
         elif mine.kind is None and theirs.kind is None:
             pairs = _unify_leaves(mine, theirs, saved)
         else:
-            pairs = (
-                _unify_with_product(mine, theirs, saved)
-                if mine.kind is None
-                else _unify_with_product(theirs, mine, saved)
-            )
+            leaf, shape = (mine, theirs) if mine.kind is None else (theirs, mine)
+            pairs = _unify_with_product(leaf, shape, saved)
         # no early exit: every shifted strip must be recorded
         if pairs is None or sum(_is_shift(*pair) for pair in pairs):
             return False
@@ -113,29 +105,21 @@ def _concatenation_pairs(one: Axis, other: Axis) -> Pairs | None:
     while mine and theirs:
         a, b = mine.pop(), theirs.pop()
         size = min(a.size, b.size)
-        if a.size > size:
-            if not fits(a, 0, size):
-                return None
-            mine.append(a.stretch(size, a.size))
-            a = a.stretch(0, size)
-        elif b.size > size:
-            if not fits(b, 0, size):
-                return None
-            theirs.append(b.stretch(size, b.size))
-            b = b.stretch(0, size)
-        pairs.append((a, b))
+        for part, rest in ((a, mine), (b, theirs)):
+            if part.size > size:
+                if not fits(part, 0, size):
+                    return None
+                rest.append(part.stretch(size, part.size))
+        pairs.append((a.stretch(0, size), b.stretch(0, size)))
     return pairs
 
 
 def _is_shift(one: Axis, other: Axis) -> bool:
     """Whether two intervals are of one strip, and cannot be unified: each index would equal one a few
     positions later, which would equal another, and so on."""
-    if (
-        one.kind is not None
-        or other.kind is not None
-        or one.strip is not other.strip
-        or one.start == other.start
-    ):
+    if one.kind is not None or other.kind is not None:
+        return False
+    if one.strip is not other.strip or one.start == other.start:
         return False
     if one.start < other.stop and other.start < one.stop:
         one.strip.is_shifted = True
@@ -185,10 +169,7 @@ def _product_pairs(one: Axis, other: Axis, saved: Saved) -> Pairs | None:
     pairs: Pairs = []
     while mine and theirs:
         a, b = mine.pop(), theirs.pop()
-        if "product" in (
-            a.kind,
-            b.kind,
-        ):  # a part that occurs twice was made a product at its first occurrence
+        if "product" in (a.kind, b.kind):  # a part that occurs twice became one at its first occurrence
             mine += reversed(a.parts if a.kind == "product" else (a,))
             theirs += reversed(b.parts if b.kind == "product" else (b,))
             continue
@@ -210,10 +191,7 @@ def _product_pairs(one: Axis, other: Axis, saved: Saved) -> Pairs | None:
 def _can_pair(mine: Sequence[Axis], theirs: Sequence[Axis]) -> bool:
     """Whether every boundary of one product is a boundary of the other, or lies in an axis that can be made a
     product."""
-    left, right = (
-        [(part.size, part) for part in reversed(mine)],
-        [(part.size, part) for part in reversed(theirs)],
-    )
+    left, right = ([(part.size, part) for part in reversed(parts)] for parts in (mine, theirs))
     while left and right:
         (a, part_a), (b, part_b) = left.pop(), right.pop()
         if a == b:
@@ -230,9 +208,8 @@ def _can_divide(axis: Axis, first: int) -> bool:
     if axis.kind is not None or axis.size % first or (axis.strip.is_shifted and not axis.is_whole):
         return False
     rest = axis.size // first
-    return all(
-        (place - axis.start) % rest == 0 for place in axis.strip.boundaries if axis.start < place < axis.stop
-    )
+    inside = (place for place in axis.strip.boundaries if axis.start < place < axis.stop)
+    return all((place - axis.start) % rest == 0 for place in inside)
 
 
 def _make_same(strip: Strip, axis: Axis, saved: Saved) -> None:

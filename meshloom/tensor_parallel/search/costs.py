@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from meshloom.comm.pieces import Pieces, whole
 from meshloom.program.cost.cost import Cost, SavedTensor
 from meshloom.program.cost.rates import Rates
-from meshloom.program.ir.nodes import Meta, Node
+from meshloom.program.ir.nodes import Meta, Node, users_by_value
 from meshloom.program.operators.collectives import Kind
 from meshloom.program.operators.payload import elements_of_change, elements_of_gather
 from meshloom.tensor_parallel.layout.cuts import StripNumbers, route_of
@@ -56,10 +56,7 @@ class DivisionCosts:
         self._pieces: dict[tuple[str, Placement], Pieces] = {}
         self._largest: dict[tuple[str, Placement], float] = {}
         self._reshards: dict[Hashable, float | None] = {}
-        self._users: dict[str, list[Node]] = {}
-        for node in layout.program.nodes:
-            for ref in dict.fromkeys(node.operands()):
-                self._users.setdefault(ref.name, []).append(node)
+        self._users = users_by_value(layout.program.nodes)
 
     def pieces(self, value: str, placement: Placement) -> Pieces:
         """What each rank holds of a value, in sections."""
@@ -101,12 +98,9 @@ class DivisionCosts:
         item = node.outputs[0].dtype.itemsize if node.outputs else 0
         sent = 0.0
         for talk in strategy.collectives:
-            share = talk.num_elements
-            if talk.collective == "all_gather":
-                share = -(-share // self._num_ranks)
-            sent += talk.times * self._rates.collective_seconds(
-                talk.collective, share * item, self._num_ranks
-            )
+            parts = self._num_ranks if talk.collective == "all_gather" else 1
+            num_bytes = -(-talk.num_elements // parts) * item
+            sent += talk.times * self._rates.collective_seconds(talk.collective, num_bytes, self._num_ranks)
         return seconds * strategy.work + sent
 
     def resharding_seconds(self, value: str, source: Placement, target: Placement) -> float | None:
@@ -126,17 +120,8 @@ class DivisionCosts:
         regathered = target == REPLICATED and self.is_regathered(value)
         before, after = self.pieces(value, source), self.pieces(value, target)
         behind = self._weight_gradient_seconds(value) if regathered else 0.0
-        key = (
-            id(before),
-            id(after),
-            kind_of(source),
-            kind_of(target),
-            meta.dtype,
-            meta.num_bytes,
-            meta.requires_grad,
-            regathered,
-            behind,
-        )
+        kinds, tensor = (kind_of(source), kind_of(target)), (meta.dtype, meta.num_bytes, meta.requires_grad)
+        key = id(before), id(after), kinds, tensor, regathered, behind
         if key not in self._reshards:
             self._reshards[key] = reshard_seconds(
                 meta, source, target, before, after, self._rates, regathered=regathered, behind_seconds=behind
@@ -155,12 +140,8 @@ class DivisionCosts:
     def _weight_gradient_seconds(self, value: str) -> float:
         """Seconds of the weight gradients of the linear layers that use a value, sharded over the ranks: the
         value's own gradient is summed meanwhile."""
-        costs = self.costs or {}
-        return (
-            sum(costs[node.name].flops for node in self._users[value])
-            / self._num_ranks
-            / self._rates.flops_per_second
-        )
+        flops = sum(self.costs[node.name].flops for node in self._users[value]) if self.costs else 0.0
+        return flops / self._num_ranks / self._rates.flops_per_second
 
 
 def reshard_seconds(
@@ -194,15 +175,12 @@ def reshard_seconds(
     # the sum overlaps with the weight gradients; what is gathered again with the input's, which take as long
     for call in calls[1:]:
         if call is not None:
-            on_its_way, started = (
-                rates.collective_seconds(call[0], num_bytes, before.num_ranks)
-                for num_bytes in (call[1] * item, 0.0)
-            )
+            started = rates.collective_seconds(call[0], 0.0, before.num_ranks)
+            on_its_way = rates.collective_seconds(call[0], call[1] * item, before.num_ranks)
             seconds -= min(behind_seconds, on_its_way - started)
     # What is sent is packed and unpacked; otherwise it is read, or partly copied.
-    touched = sum(2.0 if call is not None else 0.1 for call in calls) + (
-        1.0 if target == PARTIAL and isinstance(source, Part) else 0.0
-    )
+    touched = sum(2.0 if call is not None else 0.1 for call in calls)
+    touched += 1.0 if target == PARTIAL and isinstance(source, Part) else 0.0
     return seconds + touched * size / rates.bytes_per_second
 
 
@@ -240,9 +218,8 @@ def _saved(layout: Layout, costs: Mapping[str, Cost]) -> Iterator[tuple[Node, Sa
     """All saved tensors: the node that saves it, and the operand that it is (None: no operand). Parameters,
     buffers, inputs and constants are left out, since they exist anyway."""
     program = layout.program
-    given = {
-        each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)
-    } | set(program.constants)
+    variables = (*program.parameters.values(), *program.buffers.values())
+    given = {*(each.value for each in (*variables, *program.inputs)), *program.constants}
     memory_of: dict[str, str] = {}
     for node in program.nodes:
         operands = [ref.name for ref in node.operands()]
@@ -250,8 +227,5 @@ def _saved(layout: Layout, costs: Mapping[str, Cost]) -> Iterator[tuple[Node, Sa
             memory_of[node.name] = memory_of.get(operands[0], operands[0])  # a view
         for kept in costs[node.name].kept:
             if kept.memory not in given:
-                yield (
-                    node,
-                    kept,
-                    next((name for name in operands if memory_of.get(name, name) == kept.memory), None),
-                )
+                same = (name for name in operands if memory_of.get(name, name) == kept.memory)
+                yield node, kept, next(same, None)

@@ -55,9 +55,8 @@ class Options:
         # Values that depend on parameters: nothing else is worth sharding.
         self._dependent = set(self.names)
         for node in program.nodes:
-            if any(output.requires_grad for output in node.outputs) or any(
-                ref.name in self._dependent for ref in node.operands()
-            ):
+            trained = any(output.requires_grad for output in node.outputs)
+            if trained or any(ref.name in self._dependent for ref in node.operands()):
                 self._dependent.add(node.name)
 
     def placements(self, value: str) -> list[Placement]:
@@ -92,13 +91,11 @@ class Options:
         """The strategies of a node; one object for all nodes that differ in values alone, as in a loop's
         iterations."""
         is_dependent = node.name in self._dependent
-        key = facts_of_strategies(node, self.layout, self._numbers, is_dependent=is_dependent)
-        found = self._strategies.get(key) if key is not None else None
-        if found is None:
-            found = [
+        key = facts_of_strategies(node, self.layout, self._numbers, is_dependent=is_dependent) or node.name
+        if key not in self._strategies:
+            self._strategies[key] = [
                 each
                 for each in strategies_of(node, self.layout, self._numbers, self._cuts)
                 if is_dependent or each.output is INVARIANT
             ]
-            self._strategies[key if key is not None else node.name] = found
-        return found
+        return self._strategies[key]

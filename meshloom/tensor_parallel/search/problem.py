@@ -8,6 +8,7 @@ wanted in another placement than it is produced in is resharded, once for all no
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 import numpy as np
 
@@ -15,9 +16,8 @@ from meshloom.core.errors import PlanError
 from meshloom.core.units import format_bytes
 from meshloom.program.cost.cost import Cost
 from meshloom.program.cost.rates import Rates
-from meshloom.tensor_parallel.layout.cuts import candidates, numbers_of
+from meshloom.tensor_parallel.layout.cuts import cuts_by_axis, numbers_of
 from meshloom.tensor_parallel.layout.layout import Layout
-from meshloom.tensor_parallel.layout.placement import Cut
 from meshloom.tensor_parallel.search.cheapest import Combination, cheapest
 from meshloom.tensor_parallel.search.costs import DivisionCosts
 from meshloom.tensor_parallel.search.formulation import Formulation
@@ -57,10 +57,7 @@ class Problem:
         self.num_ranks = num_ranks
         self.share_blocks = share_blocks
         self.numbers = numbers_of(layout)
-        self._cuts: dict[int, list[Cut]] = {}
-        for cut in candidates(layout, self.numbers, num_ranks):
-            for number in cut.parts:
-                self._cuts.setdefault(number, []).append(cut)
+        self._cuts = cuts_by_axis(layout, self.numbers, num_ranks)
         self._pins = Pins(layout, self.numbers, self._cuts, num_ranks, pins or {})
         self._options = Options(layout, self.numbers, self._cuts, num_ranks, held=held, pins=self._pins)
         self._costs = DivisionCosts(layout, self.numbers, self._cuts, num_ranks, rates=rates, costs=costs)
@@ -70,10 +67,8 @@ class Problem:
 
     def _formulation(self) -> Formulation:
         for loops in (True, False) if self.share_blocks else ():
-            try:
+            with suppress(UnlikeBlocksError):  # equal blocks with unequal options
                 return self._formulated(repeats_of(self.layout, self.numbers, self._pins.marks, loops))
-            except UnlikeBlocksError:  # equal blocks with unequal options
-                pass
         return self._formulated(Repeats())
 
     def _formulated(self, repeats: Repeats) -> Formulation:

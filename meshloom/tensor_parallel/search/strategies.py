@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from meshloom.program.ir.nodes import Node
 from meshloom.tensor_parallel.layout.axes import Axis
 from meshloom.tensor_parallel.layout.cuts import StripNumbers, covers, num_runs
-from meshloom.tensor_parallel.layout.layout import Axes, Layout, MappedNode
+from meshloom.tensor_parallel.layout.layout import Axes, Layout
 from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
-from meshloom.tensor_parallel.layout.routes import ANY_ROWS
+from meshloom.tensor_parallel.layout.routes import ANY_ROWS, MappedNode
 from meshloom.tensor_parallel.layout.sections import Sections
 from meshloom.tensor_parallel.rules.factors import Factors, InnerCollective, labels_in
 
@@ -41,11 +41,8 @@ class Strategy:
 
 def placed(axes: Iterable[Axes], cut: Cut, numbers: StripNumbers) -> Part:
     """Sharded by `cut`; replicated if the value has none of its axes."""
-    return (
-        Part(cut)
-        if any(numbers.leaves(axis) & cut.parts.keys() for each in axes for axis in each)
-        else REPLICATED
-    )
+    has_axis = any(numbers.leaves(axis) & cut.parts.keys() for each in axes for axis in each)
+    return Part(cut) if has_axis else REPLICATED
 
 
 def strategies_of(
@@ -56,36 +53,28 @@ def strategies_of(
     yield Strategy(operands=(INVARIANT,) * count, output=INVARIANT)
     mapped = layout.mapped.get(node.name)
     if mapped is None:
-        if _is_pick(node):
+        if node.target is operator.getitem:
             source = next(iter(node.operands())).name
             axes = layout.values[source]
+            every = [*itertools.chain(*axes)]
             yield Strategy(operands=(REPLICATED,), output=REPLICATED)
             yield Strategy(operands=(PARTIAL,), output=PARTIAL)
-            for cut in cuts_of((axis for each in axes for axis in each), numbers, cuts):
-                if not all(covers(each, cut, numbers) for each in axes) or not _is_reached(
-                    node, layout, numbers, [*itertools.chain(*axes)], cut
-                ):
-                    continue
-                # Other results of the same node are sharded whether or not this one is.
-                yield Strategy(
-                    operands=(Part(cut),), output=placed(layout.values[node.name], cut, numbers), cut=cut
-                )
+            for cut in cuts_of(every, numbers, cuts):
+                covered = all(covers(each, cut, numbers) for each in axes)
+                if covered and _is_reached(node, layout, numbers, every, cut):
+                    # Other results of the same node are sharded whether or not this one is.
+                    output = placed(layout.values[node.name], cut, numbers)
+                    yield Strategy(operands=(Part(cut),), output=output, cut=cut)
         return
     yield Strategy(operands=(REPLICATED,) * count, output=REPLICATED)
     for partial in mapped.factors.linear:
         if partial:
-            yield Strategy(
-                operands=tuple(PARTIAL if place in partial else REPLICATED for place in range(count)),
-                output=PARTIAL,
-            )
+            operands = tuple(PARTIAL if place in partial else REPLICATED for place in range(count))
+            yield Strategy(operands=operands, output=PARTIAL)
     for cut in cuts_of(mapped.labels.values(), numbers, cuts):
         strategy = _cut(node, mapped, layout, numbers, cut)
         if strategy is not None:
             yield strategy
-
-
-def _is_pick(node: Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
 
 
 def cuts_of(axes: Iterable[Axis], numbers: StripNumbers, cuts: Mapping[int, list[Cut]]) -> list[Cut]:
@@ -116,14 +105,12 @@ def _cut(node: Node, mapped: MappedNode, layout: Layout, numbers: StripNumbers, 
         return None
     if not all(covers((mapped.labels[label],), cut, numbers) for label in touched):
         return None
+    num_ranks = len(next(iter(cut.parts.values())))
     for label in touched.keys() & (factors.contiguous | factors.nonempty):
-        counts = [
-            num_runs(mapped.labels[label], cut, numbers, rank)
-            for rank in range(len(next(iter(cut.parts.values()))))
-        ]
-        if (label in factors.contiguous and max(counts) > 1) or (
-            label in factors.nonempty and min(counts) < 1
-        ):
+        counts = [num_runs(mapped.labels[label], cut, numbers, rank) for rank in range(num_ranks)]
+        if label in factors.contiguous and max(counts) > 1:
+            return None
+        if label in factors.nonempty and min(counts) < 1:
             return None
     outputs = layout.values[node.name]
     values = [layout.values[ref.name][0] for ref in node.operands()]
@@ -153,24 +140,20 @@ def _cut(node: Node, mapped: MappedNode, layout: Layout, numbers: StripNumbers, 
         else placed((axes,), cut, numbers)
         for place, axes in enumerate(values)
     ]
-    result = placed(outputs, cut, numbers)
+    result: Placement = placed(outputs, cut, numbers)
     work = _largest_share(touched, mapped, cut, numbers)
     collectives = tuple(talk for label in touched for talk in factors.collectives.get(label, ()))
     if touched.keys() & (factors.reduced_inside | factors.sums) or collectives:
-        num_ranks = len(next(iter(cut.parts.values())))
-        counted = Sections(numbers, {number: [cut] for number in cut.parts}, num_ranks).pieces(
-            tuple(mapped.labels[label] for label in touched), cut
-        )
+        sections = Sections(numbers, {number: [cut] for number in cut.parts}, num_ranks)
+        counted = sections.pieces(tuple(mapped.labels[label] for label in touched), cut)
         if (result is not REPLICATED and not collectives) or counted.is_shared:
             return None  # indices that several ranks hold would be counted several times
     if touched.keys() & factors.reduced_inside:
-        return (
-            Strategy(operands=tuple(operands), output=INVARIANT, work=work, cut=cut)
-            if len(touched) == 1
-            else None
-        )
-    if touched.keys() & factors.sums:
-        return Strategy(operands=tuple(operands), output=PARTIAL, work=work, cut=cut)
+        if len(touched) > 1:
+            return None
+        result, collectives = INVARIANT, ()
+    elif touched.keys() & factors.sums:
+        result, collectives = PARTIAL, ()
     return Strategy(operands=tuple(operands), output=result, work=work, cut=cut, collectives=collectives)
 
 
@@ -192,16 +175,10 @@ def _is_reached(node: Node, layout: Layout, numbers: StripNumbers, axes: Iterabl
 def _can_be_any(routed: set[str], node: Node, factors: Factors) -> bool:
     """Whether a node works on any number of rows."""
     given = {term for dims in factors.operands for term in dims if isinstance(term, str)}
-    alone = (
-        factors.sums
-        | factors.reduced_inside
-        | factors.collectives.keys()
-        | factors.nonempty
-        | factors.contiguous
-    )
-    takes_any = (
-        factors.local is None or factors.routed is not None or node.operator.partition(".")[0] in ANY_ROWS
-    )
+    alone = factors.sums | factors.reduced_inside | factors.nonempty | factors.contiguous
+    alone |= factors.collectives.keys()
+    has_sizes = factors.local is not None and factors.routed is None
+    takes_any = not has_sizes or node.operator.partition(".")[0] in ANY_ROWS
     return routed <= given and not routed & alone and not node.num_draws and takes_any
 
 
@@ -245,25 +222,14 @@ def facts_of_strategies(
     if numbers.routes:
         return None
     if mapped is None:
-        operands = (
-            tuple(ref.name for ref in node.operands())
-            if node.target is operator.getitem
-            else sum(1 for _ in node.operands())
-        )
+        names = tuple(ref.name for ref in node.operands())
+        operands = names if node.target is operator.getitem else len(names)
         return is_dependent, operands, _keys(itertools.chain(*layout.values[node.name]))
     values = (layout.values[ref.name][0] for ref in node.operands())
     labels = tuple(mapped.labels), _keys(mapped.labels.values())
     axes = tuple(map(_keys, values)), tuple(map(_keys, layout.values[node.name]))
-    return (
-        is_dependent,
-        node.operator,
-        node.num_draws,
-        mapped.factors.facts,
-        labels,
-        mapped.unsharded,
-        mapped.exclusive,
-        axes,
-    )
+    own = is_dependent, node.operator, node.num_draws
+    return *own, mapped.factors.facts, labels, mapped.unsharded, mapped.exclusive, axes
 
 
 def _keys(axes: Iterable[Axis]) -> tuple[Hashable, ...]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshloom.program.ir.nodes import Node, operator_name
+from meshloom.program.ir.nodes import Node, operator_name, users_by_value
 from meshloom.program.ir.program import Program
 from meshloom.tensor_parallel.layout.cuts import StripNumbers
 from meshloom.tensor_parallel.layout.layout import Layout
@@ -26,10 +26,7 @@ class Uses:
         self._layout = layout
         self._numbers = numbers
         self._cuts = cuts
-        self.users: dict[str, list[Node]] = {}
-        for node in layout.program.nodes:
-            for ref in dict.fromkeys(node.operands()):
-                self.users.setdefault(ref.name, []).append(node)
+        self.users = users_by_value(layout.program.nodes)
         self.heads = self._heads()
         self.experts = self._experts()
 
