@@ -1,9 +1,10 @@
 """Advice: what a job costs under the plans that its devices allow, which plan to use, and why.
 
-trace the job by shapes      does it fit on one device rehearse each plan           what its ranks compute,
-send and hold price it on the machine      seconds of a step compare                      the fastest that
-fits; of those about as fast, the simplest try some of them             the same by measured steps, if
-requested (measure/trials.py)
+trace the job by shapes      does it fit on one device
+rehearse each plan           what its ranks compute, send and hold
+price it on the machine      seconds of a step
+compare                      the fastest that fits; of those about as fast, the simplest
+try some of them             the same by measured steps, if requested (measure/trials.py)
 """
 
 from __future__ import annotations

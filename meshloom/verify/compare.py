@@ -128,29 +128,16 @@ class Comparer:
         if facts or not all(error.passed for error in errors):
             wrong = {error.name for error in errors if error.kind == "gradient" and not error.passed}
             module = first_module(ours, reference, wrong, tolerance, self.plan)
-        return Comparison(
-            step=reference.step,
-            loss=(ours.loss, reference.loss),
-            errors=errors,
-            facts=facts,
-            first_module=module,
-        )
+        losses = ours.loss, reference.loss
+        return Comparison(step=reference.step, loss=losses, errors=errors, facts=facts, first_module=module)
 
 
 def _loss_errors(ours: StepRecord, reference: StepRecord, tolerance: float) -> Iterator[TensorError]:
-    size = max(
-        abs(reference.loss),
-        sum(abs(chunk.loss_sum) for chunk in reference.chunks) / reference.weight
-        if reference.weight
-        else 0.0,
-    )
-    yield TensorError(
-        name="loss",
-        kind="loss",
-        step=reference.step,
-        error=_ratio(abs(ours.loss - reference.loss), size),
-        tolerance=tolerance,
-    )
+    size = abs(reference.loss)
+    if reference.weight:
+        size = max(size, sum(abs(chunk.loss_sum) for chunk in reference.chunks) / reference.weight)
+    error = _ratio(abs(ours.loss - reference.loss), size)
+    yield TensorError(name="loss", kind="loss", step=reference.step, error=error, tolerance=tolerance)
     if ours.gradient_norm is not None and reference.gradient_norm is not None:
         error = _ratio(abs(ours.gradient_norm - reference.gradient_norm), reference.gradient_norm)
         yield TensorError(
@@ -185,15 +172,12 @@ class GradientErrors:
 
     def compare(self, name: str, ours: Tensor | None) -> TensorError:
         """The error of the plan's next gradient."""
-        error, tolerance = (
-            self._error(name, ours, self._reference.get(name), self._size(name)),
-            self._allowed(name),
-        )
+        error = self._error(name, ours, self._reference.get(name), self._size(name))
+        tolerance = self._allowed(name)
         effect = 0.0 if error <= tolerance or not math.isfinite(error) else self._rounding_effect(name)
-        self._compared[name] = self._tensor_error(
-            name, error, max(tolerance, effect), moved=effect > tolerance
-        )
-        return self._compared[name]
+        compared = self._tensor_error(name, error, max(tolerance, effect), moved=effect > tolerance)
+        self._compared[name] = compared
+        return compared
 
     def errors(self) -> list[TensorError]:
         """The errors of all gradients; infinite for those that did not arrive."""
@@ -223,11 +207,9 @@ class GradientErrors:
         # A gradient that is small because large terms cancel has their rounding error: some units of the
         # largest gradient.
         reference, size = self._reference.get(name), self._size(name)
-        return self._tolerance + (
-            ROUNDING_UNITS * torch.finfo(reference.dtype).eps * self._largest / size
-            if reference is not None and size
-            else 0.0
-        )
+        if reference is None or not size:
+            return self._tolerance
+        return self._tolerance + ROUNDING_UNITS * torch.finfo(reference.dtype).eps * self._largest / size
 
     def _rounding_effect(self, name: str) -> float:
         """The effect of rounding on this gradient, or the largest effect beyond a gradient's tolerance:
@@ -245,14 +227,8 @@ class GradientErrors:
         reference = self._reference.get(name)
         elements = 0 if reference is None else reference.numel()
         return TensorError(
-            name=name,
-            kind="gradient",
-            step=self._step,
-            error=error,
-            tolerance=tolerance,
-            elements=elements,
-            moved=moved,
-        )
+            name=name, kind="gradient", step=self._step, error=error, tolerance=tolerance, elements=elements, moved=moved
+        )  # fmt: skip
 
 
 class StateErrors:
@@ -290,22 +266,20 @@ class StateErrors:
         if name in self._parameters:
             self._compared[name] = self._parameter_errors(name, ours)
         elif name in self._buffers:
-            self._compared[name] = [
-                self._tensor_error(name, "buffer", self._buffer_error(name, ours), self._tolerance)
-            ]
+            error = self._buffer_error(name, ours)
+            self._compared[name] = [self._tensor_error(name, "buffer", error, self._tolerance)]
         return self._compared.get(name, [])
 
     def errors(self) -> list[TensorError]:
         """The errors of all tensors of the reference; infinite for those that did not arrive."""
-        of_buffers = [
-            self._compared.get(name) or [self._tensor_error(name, "buffer", math.inf, self._tolerance)]
-            for name in self._buffers
-        ]
-        of_parameters = [
-            self._compared.get(name) or [self._tensor_error(name, "parameter", math.inf, self._updated)]
-            for name in self._parameters
-        ]
-        return [error for errors in (*of_buffers, *of_parameters) for error in errors]
+        found: list[TensorError] = []
+        for name in self._buffers:
+            lost = self._tensor_error(name, "buffer", math.inf, self._tolerance)
+            found += self._compared.get(name) or [lost]
+        for name in self._parameters:
+            lost = self._tensor_error(name, "parameter", math.inf, self._updated)
+            found += self._compared.get(name) or [lost]
+        return found
 
     def _parameter_errors(self, name: str, ours: Tensor) -> list[TensorError]:
         reference = self._parameters[name]
@@ -331,14 +305,9 @@ class StateErrors:
         return 0.0 if torch.equal(ours.to(reference.device), reference) else math.inf
 
     def _tensor_error(self, name: str, kind: Kind, error: float, tolerance: float) -> TensorError:
-        reference = self._buffers[name] if kind == "buffer" else self._parameters[name]
+        elements = (self._buffers if kind == "buffer" else self._parameters)[name].numel()
         return TensorError(
-            name=name,
-            kind=kind,
-            step=self._step,
-            error=error,
-            tolerance=tolerance,
-            elements=reference.numel(),
+            name=name, kind=kind, step=self._step, error=error, tolerance=tolerance, elements=elements
         )
 
 

@@ -76,11 +76,9 @@ def _from_draws(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator
             if other != key and (
                 chunk.draws or (who == "the plan" and any(each.draws for each in record.chunks))
             ):
+                replicas = f"replicas {other // plan.microbatches} and {key // plan.microbatches}"
                 what = "use the same random draws, such as dropout masks"
-                yield Cause(
-                    "same draws",
-                    f"Chunks {other} and {key} (replicas {other // plan.microbatches} and {key // plan.microbatches}) {what}, under {who}.",
-                )
+                yield Cause("same draws", f"Chunks {other} and {key} ({replicas}) {what}, under {who}.")
                 return
     chunks, right = filled(ours.chunks), filled(reference.chunks)
     if plan.captures:  # draws inside captured programs are not observed
@@ -94,10 +92,8 @@ def _from_draws(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator
         and chunks[index].draws != right[index].draws
     ]
     if wrong:
-        yield Cause(
-            "same draws",
-            f"{_chunks(wrong)}: other random draws than on one device; they depend on something besides seed, step and chunk.",
-        )
+        why = "other random draws than on one device; they depend on something besides seed, step and chunk"
+        yield Cause("same draws", f"{_chunks(wrong)}: {why}.")
 
 
 def _from_data(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[Cause]:
@@ -109,53 +105,33 @@ def _from_data(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[
     if exchanged:
         index, other = exchanged[0]
         twice = other in chunks and chunks[other].data == chunks[index].data
-        end = (
-            "which runs them too: replicas share data, and other samples are never read"
-            if twice
-            else "in place of its own"
-        )
-        yield Cause(
-            "data",
-            f"Chunk {index} (replica {index // m}) runs the samples of chunk {other} (replica {other // m}), {end}.",
-        )
+        end = "in place of its own"
+        if twice:
+            end = "which runs them too: replicas share data, and other samples are never read"
+        samples = f"the samples of chunk {other} (replica {other // m})"
+        yield Cause("data", f"Chunk {index} (replica {index // m}) runs {samples}, {end}.")
     elif wrong:
-        yield Cause(
-            "data",
-            f"{_chunks(wrong)}: other samples than one device reads; the batch is split or ordered in another way, or reading a sample is not deterministic.",
-        )
+        why = "the batch is split or ordered in another way, or reading a sample is not deterministic"
+        yield Cause("data", f"{_chunks(wrong)}: other samples than one device reads; {why}.")
     elif missing := [index for index in right if index not in chunks]:
         yield Cause("data", f"{_chunks(missing)}: not computed under the plan.")
     elif not plan.sync_batch_norm:
-        unequal = [
-            index
-            for index in right
-            if not math.isclose(chunks[index].weight, right[index].weight, rel_tol=1e-6)
-        ]
-        for index in unequal[:1]:
-            yield Cause(
-                "weights",
-                f"Chunk {index} has weight {chunks[index].weight:g} instead of {right[index].weight:g}: the mean is weighted wrongly.",
-            )
+        for index, chunk in right.items():
+            if not math.isclose(chunks[index].weight, chunk.weight, rel_tol=1e-6):
+                weights = f"weight {chunks[index].weight:g} instead of {chunk.weight:g}"
+                yield Cause("weights", f"Chunk {index} has {weights}: the mean is weighted wrongly.")
+                return
 
 
 def _from_missing(ours: StepRecord, reference: StepRecord, names: Sequence[str]) -> Iterator[Cause]:
-    lost = [
-        name
-        for name in names
-        if ours.gradients.get(name) is None and reference.gradients.get(name) is not None
-    ]
-    if lost:
+    mine = {name for name in names if ours.gradients.get(name) is not None}
+    expected = {name for name in names if reference.gradients.get(name) is not None}
+    if lost := [name for name in names if name in expected - mine]:
         yield Cause("None or zero", f"{_names(lost)}: a gradient on one device and none under the plan.")
-    extra = [
-        name
-        for name in names
-        if reference.gradients.get(name) is None and ours.gradients.get(name) is not None
-    ]
-    if extra:
-        yield Cause(
-            "None or zero",
-            f"{_names(extra)}: a gradient under the plan and none on one device, where it is unused; optimizers distinguish zero from none.",
-        )
+    if extra := [name for name in names if name in mine - expected]:
+        why = "where it is unused; optimizers distinguish zero from none"
+        what = f"a gradient under the plan and none on one device, {why}"
+        yield Cause("None or zero", f"{_names(extra)}: {what}.")
 
 
 def _from_gradients(
@@ -196,19 +172,12 @@ def _candidates(
     if tied and len(tied) == len(right):
         uses = 1 + max(len(evidence.tied[name]) for name in tied)
         others = ", ".join(other for name in tied for other in evidence.tied[name])
-        yield (
-            Cause(
-                "tied",
-                f"{who} {uses} times one device's: a parameter tied to {others} is counted once per name.",
-            ),
-            lambda name: uses * right[name],
-        )
+        sentence = f"{who} {uses} times one device's: a parameter tied to {others} is counted once per name."
+        yield Cause("tied", sentence), lambda name: uses * right[name]
     for mistake in mistakes(evidence, all_wrong):
         if all_wrong or mistake.partial:
-            yield (
-                Cause(mistake.kind, f"{who} {mistake.description}."),
-                _mixed(evidence, mistake.factors, right),
-            )
+            expected = _mixed(evidence, mistake.factors, right)
+            yield Cause(mistake.kind, f"{who} {mistake.description}."), expected
     if evidence.unsynchronised is not None:
         sentence = (
             f"{who} those with each replica's own batch statistics, which the plan says to synchronise."
@@ -229,18 +198,11 @@ def _candidates(
         and reference.gradient_norm
         and math.isclose(factor * reference.gradient_norm, evidence.clip, rel_tol=1e-3)
     ):
-        yield (
-            Cause(
-                "clipping",
-                f"{who} clipped to {evidence.clip:g} before the exchange: clipped too early, or twice.",
-            ),
-            lambda name: factor * right[name],
-        )
+        sentence = f"{who} clipped to {evidence.clip:g} before the exchange: clipped too early, or twice."
+        yield Cause("clipping", sentence), lambda name: factor * right[name]
     elif all_wrong or len(right) > 1:
-        yield (
-            Cause("scale", f"{who} {factor:.6g} times one device's: they are divided by a wrong number."),
-            lambda name: factor * right[name],
-        )
+        sentence = f"{who} {factor:.6g} times one device's: they are divided by a wrong number."
+        yield Cause("scale", sentence), lambda name: factor * right[name]
 
 
 def _mixed(evidence: Evidence, factors: Sequence[float], right: Gradients) -> Expected:
@@ -293,23 +255,13 @@ def _from_norm(
     tied = sum(len(evidence.tied[name]) * evidence.norms[name] ** 2 for name in names)
     if tied and math.isclose(norm, math.sqrt(right**2 + tied), rel_tol=1e-4):
         return [Cause("tied", f"{of}: tied parameters ({_names(names)}) are counted once per name.")]
-    if any(
-        math.isclose(norm, factor * right, rel_tol=1e-4)
-        for factor in (evidence.plan.dp, math.sqrt(evidence.plan.dp))
-        if factor > 1
-    ):
-        return [
-            Cause(
-                "clipping",
-                f"{of}: the norms of all dp = {evidence.plan.dp} replicas are added, though their gradients are equal.",
-            )
-        ]
-    rest = (
-        "a part of the model is left out, such as parameters that other ranks own"
-        if norm < right
-        else "a part of the model is counted more than once"
-    )
-    return [Cause("clipping", f"{of}: {rest}.")]
+    dp = evidence.plan.dp
+    why = "a part of the model is counted more than once"
+    if dp > 1 and any(math.isclose(norm, times * right, rel_tol=1e-4) for times in (dp, math.sqrt(dp))):
+        why = f"the norms of all dp = {dp} replicas are added, though their gradients are equal"
+    elif norm < right:
+        why = "a part of the model is left out, such as parameters that other ranks own"
+    return [Cause("clipping", f"{of}: {why}.")]
 
 
 def _from_update(
@@ -322,33 +274,20 @@ def _from_update(
         return []
     untrained = [name for name in names if reference.gradients.get(name) is None]
     if len(untrained) == len(names):
-        return [
-            Cause(
-                "optimizer",
-                f"{_names(names)}: changed under the plan differently than on one device, without a gradient.",
-            )
-        ]
+        what = "changed under the plan differently than on one device, without a gradient"
+        return [Cause("optimizer", f"{_names(names)}: {what}.")]
     some = f"those of {_names(names)}" if len(names) < len(reference.gradients) else "all of them"
     if earlier:
         when = f"The gradients agree, and so did all updates until step {comparison.step}, where updates differ ({some})"
-        return [
-            Cause(
-                "optimizer",
-                f"{when}: the optimizer's state or schedule is wrong, such as the state of another rank or parameter.",
-            )
-        ]
+        why = "the optimizer's state or schedule is wrong, such as the state of another rank or parameter"
+        return [Cause("optimizer", f"{when}: {why}.")]
     clipped = evidence.clip is not None and (reference.gradient_norm or 0.0) > evidence.clip
-    hint = (
-        "clipped to another norm, or the optimizer has other settings"
-        if clipped
-        else "the optimizer has other settings or other parameters"
-    )
-    return [
-        Cause(
-            "clipping" if clipped and len(names) > 1 else "optimizer",
-            f"The gradients agree but the updates differ from the first step on ({some}): {hint}.",
-        )
-    ]
+    hint = "the optimizer has other settings or other parameters"
+    if clipped:
+        hint = "clipped to another norm, or the optimizer has other settings"
+    kind = "clipping" if clipped and len(names) > 1 else "optimizer"
+    sentence = f"The gradients agree but the updates differ from the first step on ({some}): {hint}."
+    return [Cause(kind, sentence)]
 
 
 def _distance(actual: Gradients, expected: Expected) -> float:
@@ -375,9 +314,8 @@ def _figures(ours: StepRecord, reference: StepRecord, failed: Sequence[str]) -> 
             a, b = subsample(a), subsample(b)
             ratio = float((a * b).sum() / (b * b).sum().clamp_min(1e-300))
             rest = float((a - ratio * b).norm() / a.norm().clamp_min(1e-300))
-            shown.append(
-                f"the gradient of {name} is {ratio:.4g} times one device's, and {rest:.2g} of it is something else"
-            )
+            times = f"{ratio:.4g} times one device's, and {rest:.2g} of it is something else"
+            shown.append(f"the gradient of {name} is {times}")
     return "; ".join(shown) or "no usual mistake explains the difference"
 
 

@@ -111,31 +111,18 @@ def _losses(report: Report) -> Table:
     table = Table("step", "loss", "one device", "largest error", box=None, pad_edge=False)
     for step in report.steps:
         worst = max(step.errors, key=_severity)
-        table.add_row(
-            str(step.step),
-            f"{step.loss[0]:.6f}",
-            f"{step.loss[1]:.6f}",
-            f"{worst.error:.1e} ({worst.kind}{_of(worst)})",
-        )
+        ours, reference = (f"{loss:.6f}" for loss in step.loss)
+        table.add_row(str(step.step), ours, reference, f"{worst.error:.1e} ({worst.kind}{_of(worst)})")
     return table
 
 
 def _errors(report: Report) -> Table:
     table = Table("worst", "of", "step", "error", "tolerance", "", box=None, pad_edge=False)
     for error in report.worst():
-        table.add_row(
-            error.name,
-            error.kind,
-            str(error.step),
-            f"{error.error:.1e}",
-            f"{error.tolerance:.1e}",
-            _verdict(error),
-        )
+        verdict = "differs" if not error.passed else "within rounding of one device" if error.moved else ""
+        sizes = f"{error.error:.1e}", f"{error.tolerance:.1e}"
+        table.add_row(error.name, error.kind, str(error.step), *sizes, verdict)
     return table
-
-
-def _verdict(error: TensorError) -> str:
-    return "differs" if not error.passed else "within rounding of one device" if error.moved else ""
 
 
 def _of(error: TensorError) -> str:

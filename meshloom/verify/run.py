@@ -172,18 +172,11 @@ def _record(
     )[0]
     digests = trainer.together(_digests)[0]
     inconsistent = trainer.together(_inconsistencies)[0]
+    records = (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank)
     return StepRecord(
-        step=result.step,
-        loss=result.loss,
-        weight=result.weight,
-        gradient_norm=result.gradient_norm,
-        gradients=gradients,
-        chunks=sorted(
-            (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank),
-            key=lambda chunk: chunk.index,
-        ),
-        replicas=[*map(digest_values, digests), *inconsistent],
-    )
+        step=result.step, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm, gradients=gradients,
+        chunks=sorted(records, key=lambda chunk: chunk.index), replicas=[*map(digest_values, digests), *inconsistent],
+    )  # fmt: skip
 
 
 @dataclass
@@ -206,18 +199,11 @@ class _ChunkObserver:
 
     def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
         """Record the chunk."""
-        self.chunks.append(
-            ChunkRecord(
-                index=chunk.index,
-                samples=chunk.samples,
-                weight=weight,
-                loss_sum=loss_sum,
-                data=digest_values(chunk.data),
-                seed=self._seed,
-                draws=tuple(self._draws),
-                modules=self._outputs,
-            )
-        )
+        record = ChunkRecord(
+            index=chunk.index, samples=chunk.samples, weight=weight, loss_sum=loss_sum, data=digest_values(chunk.data), seed=self._seed,
+            draws=tuple(self._draws), modules=self._outputs,
+        )  # fmt: skip
+        self.chunks.append(record)
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """How much slower operators become when several ranks compute at the same time, measured by the ranks of a
 group together.
 
-busy ranks    rank 0   rank 1   rank 2   rank 3 1             works    waits    waits    waits      the
-baseline 2             works    works    waits    waits      they share the memory's bandwidth 4
-works    works    works    works      not on fewer than 4 cores: time slicing on them varies too much
+    busy ranks    rank 0   rank 1   rank 2   rank 3
+    1             works    waits    waits    waits      the baseline
+    2             works    works    waits    waits      they share the memory's bandwidth
+    4             works    works    works    works      not on fewer than 4 cores: time slicing on them varies too much
 """
 
 from __future__ import annotations

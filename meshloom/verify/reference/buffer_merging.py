@@ -73,31 +73,21 @@ class BufferMerging:
         for number, ((chunk, new), names) in enumerate(zip(chunks, written, strict=True)):
             tied = set[str]().union(*(group for group in self._tied if group & names))
             changed = {name for name, value in merged.items() if not _same(value, start[name])}
-            recurrences = (
-                [
-                    name
-                    for name in merged
-                    if self._recurrent.get(name) and name not in tied and (name in changed | names)
-                ]
-                if number
-                else []
-            )
+            recurrences = [
+                name for name in merged if number and self._recurrent.get(name) and name in (changed | names) - tied
+            ]  # fmt: skip
             separate = [name for name in recurrences if self._depends_on[name]]
-            for replayed in (
-                [name for name in recurrences if name not in separate],
-                *([name] for name in separate),
-            ):
+            together = [name for name in recurrences if name not in separate]
+            for replayed in (together, *([name] for name in separate)):
                 if replayed:
                     after = rerun(chunk, {**start, **{name: merged[name] for name in replayed}})
                     merged |= {name: after[name] for name in replayed}
             for name in (tied | names) - set(recurrences):
                 fits = name in merged and merged[name].shape == new[name].shape
-                keep = fits and name not in tied and not self._recurrent.get(name)
-                merged[name] = (
-                    torch.where(_equal(new[name], start[name]), merged[name], new[name])
-                    if keep
-                    else new[name]
-                )
+                value = new[name]
+                if fits and name not in tied and not self._recurrent.get(name):
+                    value = torch.where(_equal(value, start[name]), merged[name], value)
+                merged[name] = value
         return merged
 
     def _classify(self, chunk: Any, start: Buffers, names: Sequence[str], rerun: Rerun) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,29 +49,22 @@ class ChunkRun:
             loss_sum, weight = as_sum(self._job.loss(self._model, batch), len(forward.samples))
             loss_sum.backward()
         modules = self._watch.stop()
+        total = float(loss_sum.detach())
         return ChunkResult(
-            loss_sum=float(loss_sum.detach()),
-            weight=float(weight),
-            seed=initial_seed,
-            draws=tuple(draws),
-            modules=modules,
+            loss_sum=total, weight=float(weight), seed=initial_seed, draws=tuple(draws), modules=modules
         )
 
     def records(self, forward: ReferenceForward, result: ChunkResult, step: int) -> Iterator[ChunkRecord]:
         """One record per chunk of the plan. Of the chunks in one forward, the first has its loss, draws
         and modules."""
+        computed = result
         for index, samples in forward.members:
-            first = index == forward.members[0][0]
+            data = digest_values(self._collate(samples, step, index))
             yield ChunkRecord(
-                index=index,
-                samples=len(samples),
-                weight=result.weight if first else 0.0,
-                loss_sum=result.loss_sum if first else 0.0,
-                data=digest_values(self._collate(samples, step, index)),
-                seed=result.seed,
-                draws=result.draws if first else (),
-                modules=result.modules if first else (),
-            )
+                index=index, samples=len(samples), weight=computed.weight, loss_sum=computed.loss_sum, data=data, seed=result.seed,
+                draws=computed.draws, modules=computed.modules,
+            )  # fmt: skip
+            computed = replace(result, loss_sum=0.0, weight=0.0, draws=(), modules=())
 
     def _collate(self, samples: Sequence[Any], step: int, index: int) -> Any:
         with preserved_draws():

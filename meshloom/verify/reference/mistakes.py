@@ -10,6 +10,7 @@ With G_c the gradient of chunk c's loss *sum*, w_c its weight and W the sum of w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -156,11 +157,8 @@ def _scales(chunks: _Chunks, all_wrong: bool) -> Iterator[Mistake]:
         return Mistake(kind, description, chunks.all_times(factor), True)
 
     if dp > 1 and not all_wrong:
-        yield scale(
-            dp,
-            f"dp = {dp} times one device's and the others right: their bucket is reduced twice",
-            "reduced twice",
-        )
+        why = "and the others right: their bucket is reduced twice"
+        yield scale(dp, f"dp = {dp} times one device's {why}", "reduced twice")
     if dp > 1:
         also = f" (or of microbatches, {m} too)" if m == dp else ""
         why = f"the sum is not divided by the number of replicas{also}, or is reduced twice"
@@ -232,12 +230,8 @@ def _missing(chunks: _Chunks) -> Iterator[Mistake]:
     for replica in replicas if len(replicas) > 1 else ():
         for divisor in (chunks.total, chunks.total - chunks.weight_of(replica)):
             if divisor:
-                yield Mistake(
-                    "missing chunk",
-                    f"without the share of replica {replica}",
-                    [(each != replica) / divisor for each in chunks.replicas],
-                    True,
-                )
+                factors = [(each != replica) / divisor for each in chunks.replicas]
+                yield Mistake("missing chunk", f"without the share of replica {replica}", factors, True)
     for number, name in enumerate(chunks.names if len(chunks.names) > 1 else ()):
         for divisor in (chunks.total, chunks.total - chunks.weights[number]):
             if divisor:
@@ -247,40 +241,23 @@ def _missing(chunks: _Chunks) -> Iterator[Mistake]:
 
 def _means_of_means(chunks: _Chunks) -> Iterator[Mistake]:
     by_replica = {replica: chunks.weight_of(replica) for replica in dict.fromkeys(chunks.replicas)}
-    filled = {
-        replica: sum(
-            1
-            for each, weight in zip(chunks.replicas, chunks.weights, strict=True)
-            if each == replica and weight
-        )
-        for replica in by_replica
-    }
+    pairs = list(zip(chunks.replicas, chunks.weights, strict=True))
+    filled = dict.fromkeys(by_replica, 0) | Counter(replica for replica, weight in pairs if weight)
     ignored = "which differ, are ignored"
     for count in dict.fromkeys([sum(1 for weight in by_replica.values() if weight), chunks.dp]):
-        description = (
-            f"the plain mean of the replicas' means: their weights ({_list(by_replica.values())}), {ignored}"
-        )
-        yield Mistake(
-            "mean of means",
-            description,
-            [_inverse(by_replica[replica] * count) for replica in chunks.replicas],
-        )
+        weights = f"their weights ({_list(by_replica.values())}), {ignored}"
+        factors = [_inverse(by_replica[replica] * count) for replica in chunks.replicas]
+        yield Mistake("mean of means", f"the plain mean of the replicas' means: {weights}", factors)
     for count in dict.fromkeys([sum(1 for weight in chunks.weights if weight), chunks.dp * chunks.m]):
-        description = (
-            f"the plain mean of the chunks' means: their weights ({_list(chunks.weights)}), {ignored}"
-        )
-        yield Mistake("mean of means", description, [_inverse(weight * count) for weight in chunks.weights])
+        weights = f"their weights ({_list(chunks.weights)}), {ignored}"
+        factors = [_inverse(weight * count) for weight in chunks.weights]
+        yield Mistake("mean of means", f"the plain mean of the chunks' means: {weights}", factors)
     for counts in (filled, dict.fromkeys(filled, chunks.m)):
         description = f"plain means over microbatches, averaged over the replicas: the chunks' weights ({_list(chunks.weights)}), {ignored}"
-        pairs = list(zip(chunks.replicas, chunks.weights, strict=True))
-        yield Mistake(
-            "mean of means",
-            description,
-            [by_replica[r] * _inverse(weight * counts[r] * chunks.total) for r, weight in pairs],
-        )
-        yield Mistake(
-            "mean of means", description, [_inverse(weight * counts[r] * chunks.dp) for r, weight in pairs]
-        )
+        factors = [by_replica[r] * _inverse(weight * counts[r] * chunks.total) for r, weight in pairs]
+        yield Mistake("mean of means", description, factors)
+        factors = [_inverse(weight * counts[r] * chunks.dp) for r, weight in pairs]
+        yield Mistake("mean of means", description, factors)
 
 
 def _clipped_early(chunks: _Chunks, evidence: Evidence, clip: float) -> Iterator[Mistake]:
@@ -291,15 +268,10 @@ def _clipped_early(chunks: _Chunks, evidence: Evidence, clip: float) -> Iterator
         return min(1.0, clip / norm) if norm else 1.0
 
     by_replica = {replica: chunks.weight_of(replica) for replica in chunks.replicas}
-    mean = {
-        replica: clip_factor(norm * _inverse(by_replica[replica]))
-        for replica, norm in evidence.replica_norms.items()
-    }
-    plain = {replica: clip_factor(norm) for replica, norm in evidence.replica_norms.items()}
-    part = {
-        replica: clip_factor(norm * _inverse(chunks.total))
-        for replica, norm in evidence.replica_norms.items()
-    }
+    norms = evidence.replica_norms.items()
+    mean = {replica: clip_factor(norm * _inverse(by_replica[replica])) for replica, norm in norms}
+    plain = {replica: clip_factor(norm) for replica, norm in norms}
+    part = {replica: clip_factor(norm * _inverse(chunks.total)) for replica, norm in norms}
     chunk_norms = list(zip(evidence.chunk_norms, chunks.weights, strict=True))
     description = f"clipped to {clip:g} on each replica, or for each chunk, before they are averaged; one device clips their mean"
     for factors in (
@@ -316,9 +288,8 @@ def _clipped_early(chunks: _Chunks, evidence: Evidence, clip: float) -> Iterator
 
 def _last(chunks: _Chunks) -> list[bool]:
     """For each chunk, whether it is the last non-empty one of its replica."""
-    last = dict(
-        zip(chunks.replicas, chunks.places, strict=True)
-    )  # chunks are in order, so the last one remains
+    # chunks are in order, so the last one remains
+    last = dict(zip(chunks.replicas, chunks.places, strict=True))
     return [last[replica] == place for replica, place in zip(chunks.replicas, chunks.places, strict=True)]
 
 

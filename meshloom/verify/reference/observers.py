@@ -129,11 +129,9 @@ def _summary(name: str, call: int, output: Any) -> ModuleOutput:
                 and not _is_transformed(leaf)
             ):
                 for values in float64_blocks(leaf):
-                    total, square, count = (
-                        total + values.sum().item(),
-                        square + values.square().sum().item(),
-                        count + values.numel(),
-                    )
+                    total += values.sum().item()
+                    square += values.square().sum().item()
+                    count += values.numel()
     return ModuleOutput(name=name, call=call, total=total, square=square, count=count)
 
 

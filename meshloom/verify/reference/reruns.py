@@ -31,17 +31,11 @@ def whole_batch(reference: Reference) -> Iterator[tuple[Gradients, StepRecord]]:
         forward = ReferenceForward(key=0, samples=reference.samples, members=[(0, reference.samples)])
         result = reference.run_forward(forward)
         reference.divide(result.weight)
-        yield (
-            chunked,
-            StepRecord(
-                step=reference.step,
-                loss=result.loss_sum / result.weight,
-                weight=result.weight,
-                gradient_norm=None,
-                gradients={},
-                chunks=list(reference.records(forward, result)),
-            ),
-        )
+        record = StepRecord(
+            step=reference.step, loss=result.loss_sum / result.weight, weight=result.weight, gradient_norm=None, gradients={},
+            chunks=list(reference.records(forward, result)),
+        )  # fmt: skip
+        yield chunked, record
 
 
 def rounding_effect(reference: Reference) -> dict[str, float]:
@@ -81,11 +75,8 @@ def _perturbed_parameters(reference: Reference) -> Iterator[None]:
         with torch.no_grad():
             for parameter in trained:
                 flat = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-                noise = torch.empty(
-                    flat.shape,
-                    dtype=torch.float32 if flat.element_size() < 4 else flat.dtype,
-                    device=flat.device,
-                )
+                dtype = torch.float32 if flat.element_size() < 4 else flat.dtype
+                noise = torch.empty(flat.shape, dtype=dtype, device=flat.device)
                 flat.copy_(noise.uniform_(-largest, largest, generator=generator).add_(1).mul_(flat))
         yield
     finally:
@@ -99,13 +90,8 @@ def initial_evidence(
 ) -> Evidence:
     """What is known without a rerun. norms: of the step's averaged gradients. previous: the gradients of
     the step before, subsampled."""
-    return Evidence(
-        plan=reference.plan,
-        norms=norms,
-        previous=previous,
-        tied=_tied(reference.model),
-        clip=reference.job.clip_grad_norm,
-    )
+    tied, clip = _tied(reference.model), reference.job.clip_grad_norm
+    return Evidence(plan=reference.plan, norms=norms, previous=previous, tied=tied, clip=clip)
 
 
 def full_evidence(reference: Reference, initial: Evidence) -> Evidence:
@@ -136,18 +122,12 @@ def full_evidence(reference: Reference, initial: Evidence) -> Evidence:
             }
             replica_norms[replica] = norm_of_all(sums)
     has_buffers = next(reference.model.buffers(), None) is not None
+    plan = reference.plan
+    unsynchronised = gradients_of(reference, synchronised=False) if plan.sync_batch_norm else None
+    chained = gradients_of(reference, chained=True) if has_buffers and plan.num_chunks > 1 else None
     return replace(
-        initial,
-        chunks=chunks,
-        chunk_norms=chunk_norms,
-        replica_norms=replica_norms,
-        unsynchronised=gradients_of(reference, synchronised=False)
-        if reference.plan.sync_batch_norm
-        else None,
-        chained=gradients_of(reference, chained=True)
-        if has_buffers and reference.plan.num_chunks > 1
-        else None,
-    )
+        initial, chunks=chunks, chunk_norms=chunk_norms, replica_norms=replica_norms, unsynchronised=unsynchronised, chained=chained
+    )  # fmt: skip
 
 
 def gradients_of(reference: Reference, *, synchronised: bool = True, chained: bool = False) -> Gradients:
