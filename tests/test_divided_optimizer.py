@@ -17,7 +17,7 @@ from test_optimizer import BUILDS, assert_equal, job
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from meshloom.checkpoint import saving
+from meshloom.checkpoint.writing import streamed
 from meshloom.comm.pieces import place, take
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
@@ -213,14 +213,14 @@ def test_a_save_holds_one_whole_tensor_at_a_time(tmp_path: Path, monkeypatch: py
     grid.step(0)
     handed: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
-    real = saving._File.take
+    real = streamed._File.take
 
-    def take(self: saving._File, name: str, tensor: Tensor) -> None:
+    def take(self: streamed._File, name: str, tensor: Tensor) -> None:
         alive.append(sum(each() is not None for each in handed))
         handed.append(weakref.ref(tensor if tensor._base is None else tensor._base))
         real(self, name, tensor)
 
-    monkeypatch.setattr(saving._File, "take", take)
+    monkeypatch.setattr(streamed._File, "take", take)
     grid.save(tmp_path, 1)
     assert len(handed) > 20 and max(alive) <= 4  # of four ranks, one each
 
