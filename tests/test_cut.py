@@ -24,7 +24,7 @@ from meshloom.pipeline.stages.simulate import step_seconds
 from meshloom.pipeline.stages.stages import Stage, cut_into_stages
 from meshloom.program.capture.capture import capture_module
 from meshloom.program.cost.cost import SavedTensor, costs
-from meshloom.program.cost.operator_seconds import OperatorSeconds
+from meshloom.program.cost.program_seconds import Seconds
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.nodes import Node
@@ -91,17 +91,17 @@ def program_of(model: Callable[[], nn.Module], samples: int = 3) -> Program:
 
 @dataclass(frozen=True)
 class Numbers:
-    work: Mapping[str, OperatorSeconds]
+    work: Mapping[str, Seconds]
     kept: Mapping[str, Sequence[SavedTensor]]
 
 
 def random_numbers(program: Program, seed: int) -> Numbers:
     """Uneven: some operators take much more than others."""
     draw = random.Random(seed)
-    work: dict[str, OperatorSeconds] = {}
+    work: dict[str, Seconds] = {}
     for node in program.nodes:
         forward, backward = draw.random() ** 4, draw.random() ** 4 * _has_gradient(node)
-        work[node.name] = OperatorSeconds(forward=forward, backward=backward, later=backward * draw.random())
+        work[node.name] = Seconds(forward=forward, backward=backward, later=backward * draw.random())
     return Numbers(work, {name: cost.kept for name, cost in costs(program).items()})
 
 
@@ -250,16 +250,14 @@ def test_memory_of_stages_is_kept_to_and_no_more_is_refused_than_must_be(model: 
         for limit in (least * 0.99, least, least * 1.1, least * 1.5):
             fitting = [cut for cut in cuts if holds(cut) <= limit]
             if fitting:
-                choice = chosen(
-                    program, numbers, 3, memory_bytes=limit, in_flight=in_flight, state_factor=4.0
-                )
+                choice = chosen(program, numbers, 3, memory_bytes=limit, in_flight=in_flight)
                 found = next(cut for cut in cuts if cut.at == place(program, choice))
                 assert max(choice.rank_bytes) == holds(found) <= limit
                 assert max(found.takes) == pytest.approx(min(max(cut.takes) for cut in fitting), rel=1e-9)
             else:
                 refused += 1
                 with pytest.raises(PlanError, match="No cut into 3 stages fits into"):
-                    chosen(program, numbers, 3, memory_bytes=limit, in_flight=in_flight, state_factor=4.0)
+                    chosen(program, numbers, 3, memory_bytes=limit, in_flight=in_flight)
     assert refused == 6
 
 
@@ -291,7 +289,6 @@ def test_ranks_with_several_stages_share_their_memory(schedule: str):
                 4,
                 memory_bytes=least * 0.99,
                 in_flight=in_flight,
-                state_factor=4.0,
                 ranks=made.ranks,
             )
         for limit in (least * 1.2, least * 1.5):
@@ -301,7 +298,6 @@ def test_ranks_with_several_stages_share_their_memory(schedule: str):
                 4,
                 memory_bytes=limit,
                 in_flight=in_flight,
-                state_factor=4.0,
                 ranks=made.ranks,
             )
             found = next(cut for cut in cuts if cut.at == place(program, choice))

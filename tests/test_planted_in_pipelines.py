@@ -12,7 +12,7 @@ from torch import Tensor
 
 import meshloom.optimizer.updater
 import meshloom.pipeline.runtime.stage
-import meshloom.program.ir.callables
+import meshloom.program.ir.draws
 from meshloom.core.errors import TrainingError
 from meshloom.core.plan import Plan
 from meshloom.parameters.pipeline_ownership import PipelineOwnership
@@ -74,7 +74,11 @@ def statistics_stay(patch: Patch) -> None:
 
 def draws_from_the_start(patch: Patch) -> None:
     """Every stage numbers its draws from 0."""
-    patch.setattr(meshloom.program.ir.callables, "pass_over_draws", lambda count: None)
+    patch.setattr(meshloom.program.ir.draws, "pass_over_draws", pass_over_nothing)
+
+
+def pass_over_nothing(count: int) -> None:
+    """In place of `pass_over_draws`."""
 
 
 def ready_too_early(patch: Patch) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from meshloom.comm.pieces import Pieces, owned
-from meshloom.program.operators.payload import elements_of_change
+from meshloom.program.operators.collectives import elements_of_change
 from meshloom.tensor_parallel.layout.axes import Axis, concatenation, product
 from meshloom.tensor_parallel.layout.cuts import StripNumbers, num_runs, pieces_of, runs_of
 from meshloom.tensor_parallel.layout.placement import Cut, even_parts, shared_parts

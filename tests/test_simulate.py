@@ -95,7 +95,6 @@ def test_a_step_is_as_long_as_its_longest_chain(name: str):
         assert step_seconds(schedule, lambda num_bytes: num_bytes / 7.0)(stages) == even
         for rank in range(ranks):
             work = sum(stages[each].seconds for each in schedule.stages_of(rank)) * sum(sizes)
-            assert found.busy_seconds[rank] == pytest.approx(work)
             assert found.idle_shares[rank] == pytest.approx(1 - work / found.seconds)
 
 

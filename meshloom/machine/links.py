@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 from meshloom.core.errors import MachineError
 
@@ -56,12 +56,8 @@ class Link:
             raise MachineError(
                 f"{self.collective} among {self.ranks!r} ranks is no link. Give 2 ranks or more."
             )
-        if (
-            not _is_number(self.latency_seconds)
-            or self.latency_seconds < 0
-            or not _is_number(self.bytes_per_second)
-            or self.bytes_per_second <= 0
-        ):
+        negative = not _is_number(self.latency_seconds) or self.latency_seconds < 0
+        if negative or not is_positive(self.bytes_per_second):
             raise MachineError(
                 f"{self.collective} among {self.ranks} ranks takes {self.latency_seconds!r} s and {self.bytes_per_second!r} bytes/s, "
                 "which are no latency and no rate. Calibrate again."
@@ -70,10 +66,8 @@ class Link:
             raise MachineError(
                 f"A link {self.place!r} hosts is not known. Links are {' or '.join(get_args(Where))} hosts."
             )
-        if not all(
-            _is_number(seconds) and seconds > 0 and low < high
-            for (low, seconds), (high, _) in pairwise([*self.points, (math.inf, 1.0)])
-        ):
+        steps = pairwise([*self.points, (math.inf, 1.0)])
+        if not all(is_positive(seconds) and low < high for (low, seconds), (high, _) in steps):
             raise MachineError(
                 f"The points of {self.collective} must be (bytes, seconds) above 0 with ascending bytes, and are {self.points}."
             )
@@ -106,11 +100,8 @@ class Crowd:
     memory: float
 
     def __post_init__(self) -> None:
-        if (
-            self.ranks < 1
-            or self.threads < 1
-            or not all(_is_number(each) and each > 0 for each in (self.compute, self.memory))
-        ):
+        measured = is_positive(self.compute) and is_positive(self.memory)
+        if self.ranks < 1 or self.threads < 1 or not measured:
             raise MachineError(
                 f"{self.ranks!r} ranks of {self.threads!r} threads that take {self.compute!r} and {self.memory!r} times as long are no measurement. "
                 "Calibrate again."
@@ -132,16 +123,8 @@ class Company:
     def from_values(cls, found: Mapping[str, Any]) -> Company:
         """From JSON values: the fields of each link and crowd. Raises `MachineError`, or the error of a
         missing or mistyped field, if one is wrong."""
-
-        def link(values: Mapping[str, Any]) -> Link:
-            points: Any = tuple(
-                (float(num_bytes), float(seconds)) for num_bytes, seconds in values.get("points", ())
-            )
-            return Link(**{**values, "points": points})
-
-        return cls(
-            links=tuple(map(link, found["links"])), crowds=tuple(Crowd(**each) for each in found["crowds"])
-        )
+        links = (Link(**{**each, "points": points_of(each.get("points", ()))}) for each in found["links"])
+        return cls(links=tuple(links), crowds=tuple(Crowd(**each) for each in found["crowds"]))
 
 
 def seconds_of(
@@ -170,45 +153,35 @@ def seconds_of(
         return 0.0
 
     def distance(link: Link) -> tuple[bool, bool, float, float]:
-        others = abs(math.log((link.among or link.ranks) / among)) if among else 0.0
-        return (
-            link.place != (place or link.place),
-            link.in_place != in_place,
-            abs(math.log(link.ranks / ranks)),
-            others,
-        )
+        of_group = abs(math.log(link.ranks / ranks))
+        of_devices = abs(math.log((link.among or link.ranks) / among)) if among else 0.0
+        return link.place != (place or link.place), link.in_place != in_place, of_group, of_devices
 
-    link = min(
-        (each for each in links if each.collective == collective and not each.algorithm),
-        key=distance,
-        default=None,
-    )
+    own = (each for each in links if each.collective == collective and not each.algorithm)
+    link = min(own, key=distance, default=None)
     if link is None:
         return None
     if link.ranks == ranks:
         return link.seconds(num_bytes)
     steps, moved = ring(collective, ranks)
     measured_steps, measured_moved = ring(collective, link.ranks)
-    return (
-        link.latency_seconds * steps / measured_steps
-        + num_bytes / link.bytes_per_second * moved / measured_moved
-    )
+    latency = link.latency_seconds * steps / measured_steps
+    return latency + num_bytes / link.bytes_per_second * moved / measured_moved
 
 
 def ring(collective: Collective, ranks: int) -> tuple[float, float]:
     """Steps of a ring, and bytes that a rank sends per byte that it hands in. A gather ends on one rank,
     which receives from all others."""
-    steps = {"all_reduce": 2 * (ranks - 1), "broadcast": math.log2(ranks), "send": 1}.get(
-        collective, ranks - 1
-    )
+    others = ranks - 1
+    steps = {"all_reduce": 2 * others, "broadcast": math.log2(ranks), "send": 1}
     moved = {
-        "all_reduce": 2 * (ranks - 1) / ranks,
-        "all_gather": ranks - 1,
-        "gather": ranks - 1,
+        "all_reduce": 2 * others / ranks,
+        "all_gather": others,
+        "gather": others,
         "broadcast": 1,
         "send": 1,
     }
-    return steps, moved.get(collective, (ranks - 1) / ranks)
+    return steps.get(collective, others), moved.get(collective, others / ranks)
 
 
 def fit_link(
@@ -233,11 +206,9 @@ def fit_link(
     uu, uv, vv = (sum(one[i] * one[j] for one in pairs) for i, j in ((0, 0), (0, 1), (1, 1)))
     u, v = sum(one[0] for one in pairs), sum(one[1] for one in pairs)
     determinant = uu * vv - uv * uv
-    latency, per_byte = (
-        ((u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant)
-        if determinant > 1e-12 * uu * vv
-        else (0.0, v / vv)
-    )
+    latency, per_byte = 0.0, v / vv
+    if determinant > 1e-12 * uu * vv:
+        latency, per_byte = (u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant
     if latency < 0:
         latency, per_byte = 0.0, v / vv
     elif per_byte <= 0:  # noise: a larger message was not slower
@@ -252,9 +223,7 @@ def fit_link(
         among=among,
         place=place,
         in_place=in_place,
-        points=tuple((float(num_bytes), float(seconds)) for num_bytes, seconds in measured)
-        if keep_points
-        else (),
+        points=points_of(measured) if keep_points else (),
     )
 
 
@@ -278,15 +247,10 @@ def slowdown(crowds: Sequence[Crowd], busy: float, threads: int, memory_share: f
     of_threads = {each.threads for each in crowds}
     nearest = min(of_threads, key=lambda each: abs(math.log(each / threads)), default=threads)
     mine = [each for each in crowds if each.threads == nearest and (nearest > 1 or each.ranks <= cores)]
-    known = sorted(
-        {
-            1.0: 1.0,
-            **{
-                float(each.ranks): (1 - memory_share) * each.compute + memory_share * each.memory
-                for each in mine
-            },
-        }.items()
-    )
+    factors = {1.0: 1.0}
+    for each in mine:
+        factors[float(each.ranks)] = (1 - memory_share) * each.compute + memory_share * each.memory
+    known = sorted(factors.items())
     for (low, at_low), (high, at_high) in pairwise(known):
         if busy <= high:
             return max(1.0, at_low + (at_high - at_low) * (busy - low) / (high - low))
@@ -294,5 +258,15 @@ def slowdown(crowds: Sequence[Crowd], busy: float, threads: int, memory_share: f
     return max(1.0, at_most * max(1.0, busy * threads / cores) / max(1.0, most * threads / cores))
 
 
-def _is_number(value: object) -> bool:
+def points_of(found: Iterable[tuple[Any, Any]]) -> Any:
+    """Points of a curve from JSON: ((work or bytes, seconds), ...)."""
+    return tuple((float(work), float(seconds)) for work, seconds in found)
+
+
+def is_positive(value: object) -> bool:
+    """Whether a value of a file is a finite number above 0."""
+    return _is_number(value) and value > 0
+
+
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

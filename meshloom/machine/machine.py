@@ -21,24 +21,25 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from meshloom.core.errors import MachineError
-from meshloom.machine.links import COLLECTIVES, Collective, Company, Crowd, Link, Where, seconds_of, slowdown
+from meshloom.machine.links import (
+    COLLECTIVES,
+    Collective,
+    Company,
+    Crowd,
+    Link,
+    Where,
+    is_positive,
+    points_of,
+    seconds_of,
+    slowdown,
+)
 
-# Kinds of operators that share a curve. The first three are counted in FLOPs, the others in bytes read and
-# written.
-Kind = Literal[
-    "matmul",
-    "attention",
-    "convolution",
-    "elementwise",
-    "activation",
-    "normalization",
-    "softmax",
-    "reduction",
-    "gather",
-    "draw",
-]
+# Kinds of operators that share a curve: counted in FLOPs, or in bytes read and written.
+_Computing = Literal["matmul", "attention", "convolution"]
+_Moving = Literal["elementwise", "activation", "normalization", "softmax", "reduction", "gather", "draw"]
+Kind = Literal[_Computing, _Moving]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-COUNTED_IN_FLOPS: frozenset[Kind] = frozenset({"matmul", "attention", "convolution"})
+COUNTED_IN_FLOPS: frozenset[Kind] = frozenset(get_args(_Computing))
 SCHEMA = 2  # of the file
 
 
@@ -64,11 +65,8 @@ class Operation:
                 f"An operation of kind {self.kind!r} is not known. Kinds are {', '.join(KINDS)}."
             )
         works = [work for work, _ in self.points]
-        if (
-            not works
-            or works != sorted(set(works))
-            or not all(_positive(work) and _positive(seconds) for work, seconds in self.points)
-        ):
+        positive = all(is_positive(work) and is_positive(seconds) for work, seconds in self.points)
+        if not works or not positive or works != sorted(set(works)):
             raise MachineError(
                 f"The points of {self.kind} in {self.dtype} must be (work, seconds) above 0 with ascending work, and are {self.points}."
             )
@@ -111,7 +109,7 @@ class Machine:
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise MachineError(f"A machine of device {self.device!r} is not known. Devices are cpu and cuda.")
-        if not _positive(self.call_seconds) or not _positive(self.backward_call_seconds):
+        if not is_positive(self.call_seconds) or not is_positive(self.backward_call_seconds):
             raise MachineError(
                 f"A call of {self.call_seconds!r} s forward and {self.backward_call_seconds!r} s backward was not measured. Calibrate again."
             )
@@ -169,16 +167,11 @@ def operator_seconds(
     >>> operator_seconds(machine, "elementwise", "float32", num_bytes=1e3)
     1e-06
     """
-    bytes_seconds = _on_curve(
-        machine.operation(
-            "elementwise" if kind in COUNTED_IN_FLOPS else kind, dtype, backward=backward
-        ).points,
-        num_bytes,
-    )
+    own = machine.operation(kind, dtype, backward=backward)
     if kind not in COUNTED_IN_FLOPS:
-        return bytes_seconds
-    operation = machine.operation(kind, dtype, backward=backward)
-    return max(_on_curve(operation.points, flops), bytes_seconds)
+        return _on_curve(own.points, num_bytes)
+    moving = machine.operation("elementwise", dtype, backward=backward)
+    return max(_on_curve(own.points, flops), _on_curve(moving.points, num_bytes))
 
 
 def collective_seconds(
@@ -293,26 +286,11 @@ def _on_curve(points: Sequence[tuple[float, float]], work: float) -> float:
 
 
 def _machine(found: Mapping[str, Any]) -> Machine:
-    plain = {
-        key: value for key, value in found.items() if key not in ("schema", "operations", "links", "crowds")
-    }
-    operations = tuple(
-        Operation(**(each | {"points": _points(each["points"])})) for each in found["operations"]
+    fields = {key: value for key, value in found.items() if key != "schema"}
+    operations: Any = tuple(
+        Operation(**{**each, "points": points_of(each["points"])}) for each in found["operations"]
     )
-    company = Company.from_values(found)
-    return Machine(**plain, operations=operations, links=company.links, crowds=company.crowds)
-
-
-def _points(found: Any) -> Any:
-    return tuple((float(work), float(seconds)) for work, seconds in found)
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _positive(value: object) -> bool:
-    return _number(value) and isinstance(value, int | float) and value > 0
+    return Machine(**{**fields, **vars(Company.from_values(found)), "operations": operations})
 
 
 def _width(dtype: str) -> str:

@@ -54,7 +54,6 @@ def run_on_cores(
     rank, when so many ranks along pp compute. Raises `AssertionError` for a schedule that deadlocks:
     `check_schedule` comes first.
     """
-    split = schedule.split
     waiting = [list(reversed(actions)) for actions in schedule.actions]
     running: list[_Running | None] = [None] * schedule.num_ranks
     busy = [0.0] * schedule.num_ranks
@@ -64,7 +63,7 @@ def run_on_cores(
     def arrival(rank: int, action: Action) -> float | None:
         """When all that it needs is there; None: not known yet."""
         found = 0.0
-        for each in needs(action, schedule.num_stages, (action.stage + 1, action.microbatch) in split):
+        for each in needs(action, schedule):
             if each not in ends:
                 return None
             found = max(

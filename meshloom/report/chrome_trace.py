@@ -60,14 +60,13 @@ def _arrows(timeline: Timeline, start: float) -> Iterator[dict[str, Any]]:
     """Arrows between neighbouring stages of one pipeline. An arrow's end belongs to the box that encloses its
     time."""
     schedule, number = timeline.schedule, 0
-    split = schedule.split
     for pipeline in timeline.windows:
         rows = [row for row in timeline.rows if (row.place.dp, row.place.tp) == pipeline]
         boxes: dict[Action, tuple[TimelineRow, Span]] = {
             span.action: (row, span) for row in rows for span in row.actions if span.action
         }
         for action, (row, span) in boxes.items():
-            for earlier in needs(action, schedule.num_stages, (action.stage + 1, action.microbatch) in split):
+            for earlier in needs(action, schedule):
                 source, before = boxes[earlier]
                 if source is not row:
                     number += 1

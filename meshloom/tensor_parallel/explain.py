@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from meshloom.core.units import format_bytes
 from meshloom.program.cost.cost import Cost
 from meshloom.program.ir.nodes import Node, Variable
-from meshloom.program.operators.payload import Collective
+from meshloom.program.operators.collectives import Collective
 from meshloom.tensor_parallel.layout.cuts import cuts_by_axis
 from meshloom.tensor_parallel.layout.placement import Part
 from meshloom.tensor_parallel.partition import Partition

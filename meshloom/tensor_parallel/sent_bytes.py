@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from meshloom.comm.pieces import owned, whole
 from meshloom.program.ir.nodes import Meta, Node, refs_in
 from meshloom.program.ir.program import Program
-from meshloom.program.operators.collectives import Transition
-from meshloom.program.operators.gathered import GatheredLayers
-from meshloom.program.operators.log_softmax import LogSoftmaxOfPart
-from meshloom.program.operators.partial import CrossEntropyOfPart
-from meshloom.program.operators.payload import (
+from meshloom.program.operators.collectives import (
     Collective,
+    Transition,
     elements_of_change,
     elements_of_gather,
     elements_of_sum,
 )
+from meshloom.program.operators.gathered import GatheredLayers
+from meshloom.program.operators.log_softmax import LogSoftmaxOfPart
+from meshloom.program.operators.partial import CrossEntropyOfPart
 from meshloom.program.operators.recurrent_shards import RecurrentOfPart
 from meshloom.tensor_parallel.layout.layout import metas_of
 from meshloom.tensor_parallel.partition import Partition

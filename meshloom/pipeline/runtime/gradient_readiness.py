@@ -26,13 +26,11 @@ class Readiness:
     ) -> None:
         self._parameters = parameters
         self._ready = ready
-        self._last = {
-            action.stage: action for action in schedule.actions[rank] if action.kind in ("B", "I", "W")
-        }
-        self._users = {
-            id(each): {stage for stage in parameters if any(each is other for other in parameters[stage])}
-            for each in _all(parameters)
-        }
+        self._last = {action.stage: action for action in schedule.actions[rank] if action.kind != "F"}
+        self._users: dict[int, set[int]] = {}
+        for stage, used in parameters.items():
+            for parameter in used:
+                self._users.setdefault(id(parameter), set()).add(stage)
         self._waiting: dict[int, set[int]] = {}
         self._closing: int | None = None
 
@@ -63,7 +61,3 @@ class Readiness:
                 del self._waiting[id(parameter)]
                 if parameter.grad is not None:
                     self._ready(parameter)
-
-
-def _all(parameters: Mapping[int, Sequence[nn.Parameter]]) -> list[nn.Parameter]:
-    return [each for of_stage in parameters.values() for each in of_stage]

@@ -134,9 +134,8 @@ class Microbatches:
             number: self._stage_run([stages[number]], False, False, buffers, partial(visit, number))
             for number in schedule.stages_of(self._pp.rank)
         }
-        crossings = [[_without_gradient(crossing, False) for stage in stages for crossing in stage.incoming]]
         with torch.no_grad():
-            PipelineRun(schedule, self._pp, runs, crossings, self._device).run()
+            PipelineRun(schedule, self._pp, runs, [_crossings(stages, False)], self._device).run()
         self._batches = []
 
     def arrived(self, parameter: nn.Parameter) -> None:
@@ -163,31 +162,22 @@ class Microbatches:
 
     def _make(self, stages: Sequence[Sequence[Stage]], training: bool) -> _Runs:
         schedule = self._programs.cutter.schedule(len(stages))
-        if not training:
-            schedule = forward_only(schedule)
+        schedule = schedule if training else forward_only(schedule)
         last = schedule.num_stages - 1
         mine = schedule.stages_of(self._pp.rank)
         runs = {
             number: self._stage_run([each[number] for each in stages], number == last, bool(schedule.split))
             for number in mine
         }
-        crossings = [
-            [_without_gradient(crossing, training) for stage in each for crossing in stage.incoming]
-            for each in stages
-        ]
-        used = {
-            number: [
-                self._parameters[name]
-                for name in dict.fromkeys(name for each in stages for name in each[number].parameters)
-            ]
+        crossings = [_crossings(each, training) for each in stages]
+        names = {
+            number: dict.fromkeys(name for each in stages for name in each[number].parameters)
             for number in mine
         }
+        used = {number: [self._parameters[name] for name in names[number]] for number in mine}
         over_pp = sent_by_rank(traffic_of_ranks(crossings, schedule.ranks), self._pp.rank)
-        over_tp = (
-            sent_over_tp((each[number] for each in stages for number in mine), self._tp.rank)
-            if self._tp
-            else Counter[str]()
-        )
+        own = [each[number] for each in stages for number in mine]
+        over_tp = sent_over_tp(own, self._tp.rank) if self._tp else Counter[str]()
         return _Runs(
             run=PipelineRun(schedule, self._pp, runs, crossings, self._device),
             stages=runs,
@@ -206,11 +196,9 @@ class Microbatches:
         number = stages[0].number
 
         def around(microbatch: int) -> AbstractContextManager[Any]:
-            return (
-                self._around(number, microbatch, lambda: run.rerun(microbatch))
-                if self._around
-                else nullcontext()
-            )
+            if self._around is None:
+                return nullcontext()
+            return self._around(number, microbatch, lambda: run.rerun(microbatch))
 
         def finish(microbatch: int, values: Sequence[Any]) -> Tensor | None:
             return self._finish(microbatch, tree_unflatten(list(values), stages[microbatch].returned))
@@ -255,16 +243,17 @@ class LiveBuffers(Mapping[str, Tensor]):
 
 def forward_only(schedule: Schedule) -> Schedule:
     """The same stages on the same ranks, microbatch after microbatch, without backward."""
+    numbers = range(schedule.num_microbatches)
     actions = tuple(
-        tuple(
-            Action(stage, "F", number)
-            for number in range(schedule.num_microbatches)
-            for stage in schedule.stages_of(rank)
-        )
+        tuple(Action(stage, "F", number) for number in numbers for stage in schedule.stages_of(rank))
         for rank in range(schedule.num_ranks)
     )
     return replace(schedule, actions=actions)
 
 
-def _without_gradient(crossing: Crossing, training: bool) -> Crossing:
-    return crossing if training else replace(crossing, meta=replace(crossing.meta, requires_grad=False))
+def _crossings(stages: Sequence[Stage], training: bool) -> list[Crossing]:
+    """All values sent between these stages; in evaluation they have no gradients."""
+    crossings = [crossing for stage in stages for crossing in stage.incoming]
+    if training:
+        return crossings
+    return [replace(each, meta=replace(each.meta, requires_grad=False)) for each in crossings]

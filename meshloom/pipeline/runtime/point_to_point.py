@@ -13,7 +13,7 @@ only waits for what its next action needs.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshloom.core.errors import PlanError
@@ -58,56 +58,47 @@ class Step:
     stays: tuple[StageMessage, ...]
 
 
-def steps_of(
-    schedule: Schedule, edges: Iterable[Edge], durations: Durations | None = None, ahead: int = 1
-) -> tuple[tuple[Step, ...], ...]:
+def steps_of(schedule: Schedule, edges: Sequence[Edge], ahead: int = 1) -> tuple[tuple[Step, ...], ...]:
     """Every rank's actions with their messages. edges: stages that exchange values, at least all neighbours
     that do.
 
     ahead: receives of a pair that may be posted before they are needed.
     """
-    found = list(edges)
-    messages_of = _messages(schedule, found)
-    order = _order_of_pairs(schedule, messages_of, durations or Durations.uniform(schedule.num_stages))
+    messages_of = _messages(schedule, edges)
+    order = _order_of_pairs(schedule, messages_of)
     return tuple(
         _steps_of_rank(schedule, rank, messages_of, order, ahead) for rank in range(schedule.num_ranks)
     )
 
 
-def _messages(
-    schedule: Schedule, edges: Sequence[Edge]
-) -> dict[Action, tuple[list[StageMessage], list[StageMessage]]]:
+def message_of(schedule: Schedule, source: int, destination: int, microbatch: int) -> StageMessage:
+    """The values from one stage to a later one, or their gradients from the later one to the earlier."""
+    forward = Action(source, "F", microbatch)
+    produced_by = forward if source < destination else schedule.backward_of(source, microbatch)
+    return StageMessage(source, destination, microbatch, produced_by)
+
+
+def _messages(schedule: Schedule, edges: Sequence[Edge]) -> Messages:
     """Action -> the messages that it needs and those that it produces, those within a rank included."""
-    split = schedule.split
-    found: dict[Action, tuple[list[StageMessage], list[StageMessage]]] = {
-        action: ([], []) for _, action in schedule
-    }
+    found: Messages = {action: ([], []) for _, action in schedule}
     for edge in edges:
         for number in range(schedule.num_microbatches):
-            forward = StageMessage(edge.source, edge.destination, number, Action(edge.source, "F", number))
+            forward = message_of(schedule, edge.source, edge.destination, number)
             found[forward.produced_by][1].append(forward)
             found[Action(edge.destination, "F", number)][0].append(forward)
             if edge.back:
-                produced_by = Action(
-                    edge.destination, "I" if (edge.destination, number) in split else "B", number
-                )
-                back = StageMessage(edge.destination, edge.source, number, produced_by)
-                found[produced_by][1].append(back)
-                found[Action(edge.source, "I" if (edge.source, number) in split else "B", number)][0].append(
-                    back
-                )
+                back = message_of(schedule, edge.destination, edge.source, number)
+                found[back.produced_by][1].append(back)
+                found[schedule.backward_of(edge.source, number)][0].append(back)
     return found
 
 
 Pair = tuple[int, int]
+Messages = dict[Action, tuple[list[StageMessage], list[StageMessage]]]
 
 
-def _order_of_pairs(
-    schedule: Schedule,
-    messages_of: Mapping[Action, tuple[list[StageMessage], list[StageMessage]]],
-    durations: Durations,
-) -> dict[Pair, list[StageMessage]]:
-    ends = run_on_paper(schedule, durations.of, lambda before, after: durations.transfer).ends
+def _order_of_pairs(schedule: Schedule, messages_of: Messages) -> dict[Pair, list[StageMessage]]:
+    ends = run_on_paper(schedule, Durations.uniform(schedule.num_stages).of).ends
     order: dict[Pair, list[StageMessage]] = {}
     for action in sorted(messages_of, key=lambda each: (ends[each], each)):
         for message in messages_of[action][1]:
@@ -125,7 +116,7 @@ def _pair(schedule: Schedule, message: StageMessage) -> Pair:
 def _steps_of_rank(
     schedule: Schedule,
     rank: int,
-    messages_of: Mapping[Action, tuple[list[StageMessage], list[StageMessage]]],
+    messages_of: Messages,
     order: Mapping[Pair, Sequence[StageMessage]],
     ahead: int,
 ) -> tuple[Step, ...]:
@@ -167,16 +158,9 @@ def _steps_of_rank(
         num_open.subtract(_pair(schedule, each) for each in needed)
         before += [each for pair in queues for each in start_ahead(pair)]
         stays = tuple(each for each in messages_of[action][1] if not _crosses(schedule, each))
-        after = [each for message in sent for each in start_until(message)]
-        steps.append(
-            Step(
-                action=action,
-                receives=tuple(each for each, _ in before),
-                awaits=tuple(needed),
-                posts=tuple(after),
-                stays=stays,
-            )
-        )
+        after = tuple(each for message in sent for each in start_until(message))
+        receives = tuple(each for each, _ in before)
+        steps.append(Step(action=action, receives=receives, awaits=tuple(needed), posts=after, stays=stays))
     return tuple(steps)
 
 

@@ -91,9 +91,8 @@ class Recorder:
                 free = at
                 continue
             if isinstance(what, Action) and at > free:
-                found.append(
-                    Span(kind="wait", start=free, stop=at, stage=what.stage, microbatch=what.microbatch)
-                )
+                wait = Span(kind="wait", start=free, stop=at, stage=what.stage, microbatch=what.microbatch)
+                found.append(wait)
             open_.append((len(found), what, at))
             found.append(None)
         self._marks.clear()

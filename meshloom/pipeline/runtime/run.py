@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
-from meshloom.pipeline.runtime.point_to_point import Edge, StageMessage, steps_of
+from meshloom.pipeline.runtime.point_to_point import Edge, StageMessage, message_of, steps_of
 from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.stages.stages import Crossing
@@ -107,10 +107,7 @@ class PipelineRun:
 
     def _receive(self, message: StageMessage) -> tuple[list[Work], dict[str, Tensor]]:
         source = self._ranks[message.source]
-        tensors = {
-            name: torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self._device)
-            for name, meta in self._values[message]
-        }
+        tensors = {name: _empty(meta, self._device) for name, meta in self._values[message]}
         return [self._group.recv(_flat(tensor), source) for tensor in tensors.values()], tensors
 
     def _send(
@@ -119,9 +116,7 @@ class PipelineRun:
         for name, meta in self._values[message]:
             value = produced[name]
             if value.stride() != meta.stride:
-                value = torch.empty_strided(
-                    meta.shape, meta.stride, dtype=meta.dtype, device=value.device
-                ).copy_(value)
+                value = _empty(meta, value.device).copy_(value)
             flat = _flat(value)
             sending.append((self._group.send(flat, self._ranks[message.destination]), flat))
 
@@ -135,30 +130,26 @@ class PipelineRun:
 
 def _body(action: Action, stages: Mapping[int, StageRun]) -> Callable[[int], dict[str, Tensor]]:
     stage = stages[action.stage]
-    return {"F": stage.forward, "B": stage.backward, "I": stage.input_gradients, "W": stage.weight_gradients}[
-        action.kind
-    ]
+    bodies = {
+        "F": stage.forward,
+        "B": stage.backward,
+        "I": stage.input_gradients,
+        "W": stage.weight_gradients,
+    }
+    return bodies[action.kind]
 
 
 def _values_of(
     crossings: Sequence[Sequence[Crossing]], schedule: Schedule
 ) -> Mapping[StageMessage, list[tuple[str, Meta]]]:
     """Message -> its tensors, in order. Empty for messages that only microbatches of other sizes have."""
-    split = schedule.split
     found: defaultdict[StageMessage, list[tuple[str, Meta]]] = defaultdict(list)
     for microbatch, of_size in enumerate(crossings):
         for each in of_size:
-            forward = StageMessage(
-                each.source, each.destination, microbatch, Action(each.source, "F", microbatch)
-            )
-            found[forward].append((each.value, each.meta))
+            value = each.value, each.meta
+            found[message_of(schedule, each.source, each.destination, microbatch)].append(value)
             if each.meta.requires_grad:
-                produced_by = Action(
-                    each.destination, "I" if (each.destination, microbatch) in split else "B", microbatch
-                )
-                found[StageMessage(each.destination, each.source, microbatch, produced_by)].append(
-                    (each.value, each.meta)
-                )
+                found[message_of(schedule, each.destination, each.source, microbatch)].append(value)
     return found
 
 
@@ -169,6 +160,10 @@ def _edges(crossings: Sequence[Sequence[Crossing]]) -> list[Edge]:
             key = each.source, each.destination
             back[key] = back.get(key, False) or each.meta.requires_grad
     return [Edge(*key, requires) for key, requires in sorted(back.items())]
+
+
+def _empty(meta: Meta, device: torch.device) -> Tensor:
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
 
 
 def _flat(tensor: Tensor) -> Tensor:

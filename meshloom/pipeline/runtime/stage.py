@@ -110,25 +110,16 @@ class StageRun:
 
     def rerun(self, microbatch: int) -> list[Any]:
         """Runs only the program of a microbatch, on its inputs; returns its flat outputs."""
-        program, batch, inputs = (
-            self._programs[microbatch],
-            self._batch(microbatch),
-            self._live[microbatch].inputs,
-        )
+        program, inputs = self._programs[microbatch], self._live[microbatch].inputs
+        batch = self._batch(microbatch)
         leaves = [
             inputs[each.value] if each.value in inputs else tensor_of(batch, each) for each in program.inputs
         ]
-        changing = self._stages[microbatch].changing
-        if not changing:
-            return run_flat(
-                program, self._parameters, self._buffers, leaves, visit=self._visit, group=self._group
-            )
         # The backward may need a buffer as this forward saw it, and other forwards come in between.
-        changed = {name: self._buffers[name].clone() for name in changing}
+        changed = {name: self._buffers[name].clone() for name in self._stages[microbatch].changing}
         live: Any = self._buffers  # a `ChainMap` only reads its second mapping
-        values = run_flat(
-            program, self._parameters, ChainMap(changed, live), leaves, visit=self._visit, group=self._group
-        )
+        buffers = ChainMap(changed, live) if changed else live
+        values = run_flat(program, self._parameters, buffers, leaves, visit=self._visit, group=self._group)
         with torch.no_grad():
             for name, value in changed.items():
                 self._buffers[name].copy_(value)
@@ -173,12 +164,11 @@ class StageRun:
 
     def _backward(self, microbatch: int) -> dict[str, Tensor]:
         live = self._live[microbatch]
-        edges, gradients = (
-            [live.edges[name] for name in live.gradients if name in live.edges],
-            list(live.gradients.values()),
-        )
+        edges = [live.edges[name] for name in live.gradients if name in live.edges]
+        gradients = list(live.gradients.values())
         if live.root is not None:
-            edges, gradients = [*edges, live.root], [*gradients, torch.ones_like(live.root)]
+            edges.append(live.root)
+            gradients.append(torch.ones_like(live.root))
         if edges:
             torch.autograd.backward(edges, gradients)
         return {

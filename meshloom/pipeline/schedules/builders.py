@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pkgutil import resolve_name
 
 from meshloom.core.errors import PlanError
@@ -77,19 +78,14 @@ def interleaved(p: int, m: int, v: int, durations: Durations | None) -> Schedule
     Optimal if all groups are complete. Otherwise the greedy schedule with the same memory may be shorter.
     """
     groups = [range(start, min(start + p, m)) for start in range(0, m, p)]
+    places = [(turn, number) for group in groups for turn in range(v) for number in group]
+    back = [(turn, number) for group in groups for turn in reversed(range(v)) for number in group]
     ranks = looped(p, v)
     limits = [min((p - rank - 1) * (2 if v > 1 else 1) + (v - 1) * p + 1, m * v) for rank in range(p)]
     rows: list[list[Action]] = []
     for rank in range(p):
-        forwards = [
-            Action(turn * p + rank, "F", number) for group in groups for turn in range(v) for number in group
-        ]
-        backwards = [
-            Action(turn * p + rank, "B", number)
-            for group in groups
-            for turn in reversed(range(v))
-            for number in group
-        ]
+        forwards = [Action(turn * p + rank, "F", number) for turn, number in places]
+        backwards = [Action(turn * p + rank, "B", number) for turn, number in back]
         rows.append(_alternated(forwards, backwards, limits[rank]))
     takes = durations or Durations.uniform(p * v)
     found: list[Schedule | None] = [_schedule("interleaved", ranks, m, rows)]
@@ -116,42 +112,28 @@ def zero_bubble(p: int, m: int, v: int, durations: Durations | None) -> Schedule
                 late += 1
             row += forwards[warm + number : warm + number + 1]
         rows.append([*row, *weights[late:]])
-    ranks, takes = looped(p, 1), durations or Durations.uniform(p)
-    return _shortest(
-        [_schedule("zb-h1", ranks, m, rows), *_greedy_halves("zb-h1", ranks, m, p, takes)], takes
-    )
+    return _shortest_of_halves(_schedule("zb-h1", looped(p, 1), m, rows), p, durations)
 
 
 def zero_bubble_v(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
     """ZB-V as drawn in the paper, which is optimal if all actions take equally long; otherwise the greedy
     schedule with the same memory may be shorter."""
-    ranks, takes = folded(p), durations or Durations.uniform(2 * p)
     rows = [
         [action for action in _of_the_drawing(p, rank, max(m, 2 * p - 1)) if action.microbatch < m]
         for rank in range(p)
     ]
-    return _shortest(
-        [_schedule("zb-v", ranks, m, rows), *_greedy_halves("zb-v", ranks, m, 2 * p, takes)], takes
-    )
+    return _shortest_of_halves(_schedule("zb-v", folded(p), m, rows), 2 * p, durations)
 
 
 def _of_the_drawing(p: int, rank: int, m: int) -> Iterator[Action]:
     """A rank's row of ZB-V in Qi et al. (2024), for m >= 2 p - 1: `there` and `back` are its two stages."""
     there, back = rank, 2 * p - 1 - rank
-    warm = (
-        [(there, "F")] * (2 * (p - rank) - 1)
-        + [(back, "F"), (there, "F")] * rank
-        + [(back, "FIW")] * (p - rank)
-    )
-    steady = [(there, "FIW"), (back, "FIW")] * (m - 2 * p + rank + 1) + [(there, "IW"), (back, "FIW")] * (
-        p - rank - 1
-    )
-    cool = (
-        [(there, "I"), (back, "I")] * rank
-        + [(there, "IW")] * (p - rank)
-        + [(back, "W")] * rank
-        + [(there, "W")] * rank
-    )
+    warm = [(there, "F")] * (2 * (p - rank) - 1)
+    warm += [(back, "F"), (there, "F")] * rank + [(back, "FIW")] * (p - rank)
+    steady = [(there, "FIW"), (back, "FIW")] * (m - 2 * p + rank + 1)
+    steady += [(there, "IW"), (back, "FIW")] * (p - rank - 1)
+    cool = [(there, "I"), (back, "I")] * rank + [(there, "IW")] * (p - rank)
+    cool += [(back, "W")] * rank + [(there, "W")] * rank
     numbers: Counter[tuple[int, str]] = Counter()
     for stage, kinds in [*warm, *steady, *cool]:
         for kind in _HALVES:
@@ -160,14 +142,16 @@ def _of_the_drawing(p: int, rank: int, m: int) -> Iterator[Action]:
                 numbers[stage, kind] += 1
 
 
-def _greedy_halves(
-    name: str, ranks: tuple[int, ...], m: int, limit: int, durations: Durations
-) -> list[Schedule | None]:
-    limits = [limit] * (max(ranks) + 1)
-    return [
-        build_greedily(name, ranks, m, limits=limits, durations=durations, split=True, urgent=urgent, forwards=forwards)
-        for urgent in ("IFW", "FIW", "IWF") for forwards in _FORWARDS
-    ]  # fmt: skip
+def _shortest_of_halves(drawn: Schedule, limit: int, durations: Durations | None) -> Schedule:
+    """`drawn`, or a shorter greedy schedule with split backwards and `limit` activations on every rank."""
+    limits, takes = [limit] * drawn.num_ranks, durations or Durations.uniform(drawn.num_stages)
+    build = partial(build_greedily, drawn.name, drawn.ranks, drawn.num_microbatches, limits=limits)
+    greedy = [
+        build(durations=takes, split=True, urgent=urgent, forwards=forwards)
+        for urgent in ("IFW", "FIW", "IWF")
+        for forwards in _FORWARDS
+    ]
+    return _shortest([drawn, *greedy], takes)
 
 
 def _shortest(schedules: Sequence[Schedule | None], durations: Durations) -> Schedule:

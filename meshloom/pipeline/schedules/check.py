@@ -30,14 +30,14 @@ def check_schedule(schedule: Schedule, *, in_flight: int | None = None) -> None:
             )
 
 
-def needs(action: Action, num_stages: int, split: bool) -> list[Action]:
-    """The actions that must precede one, on any rank. split: whether the next stage's backward is split."""
+def needs(action: Action, schedule: Schedule) -> list[Action]:
+    """The actions that must precede one, on any rank."""
     stage, number = action.stage, action.microbatch
     if action.kind == "F":
         return [Action(stage - 1, "F", number)] if stage else []
     if action.kind == "W":
         return [Action(stage, "I", number)]
-    after = [Action(stage + 1, "I" if split else "B", number)] if stage + 1 < num_stages else []
+    after = [schedule.backward_of(stage + 1, number)] if stage + 1 < schedule.num_stages else []
     return [Action(stage, "F", number), *after]
 
 
@@ -99,24 +99,17 @@ def _ends(actions: tuple[Action, ...]) -> set[Action]:
 
 
 def _run(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    split = schedule.split
     at = [0] * schedule.num_ranks
     done: set[Action] = set()
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(schedule.actions):
-            while at[rank] < len(actions) and all(
-                each in done for each in _needs(actions[at[rank]], schedule, split)
-            ):
+            while at[rank] < len(actions) and done.issuperset(needs(actions[at[rank]], schedule)):
                 done.add(actions[at[rank]])
                 yield rank, actions[at[rank]]
                 at[rank] += 1
                 moved = True
-
-
-def _needs(action: Action, schedule: Schedule, split: frozenset[tuple[int, int]]) -> list[Action]:
-    return needs(action, schedule.num_stages, (action.stage + 1, action.microbatch) in split)
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -154,7 +147,7 @@ def _check_order(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.actions):
         place = {action: number for number, action in enumerate(actions)}
         for action in actions:
-            for earlier in needs(action, schedule.num_stages, False):
+            for earlier in needs(action, schedule):
                 if earlier.stage == action.stage and place[earlier] > place[action]:
                     raise PlanError(
                         f"{action} comes before {earlier} on rank {rank} of schedule {schedule.name}."
@@ -163,15 +156,11 @@ def _check_order(schedule: Schedule) -> None:
 
 def _circle(schedule: Schedule) -> str:
     done = {action for _, action in _run(schedule)}
-    split = schedule.split
     waits: list[str] = []
     for rank, actions in enumerate(schedule.actions):
         stuck = next((action for action in actions if action not in done), None)
         if stuck is not None:
-            for each in _needs(stuck, schedule, split):
-                if each not in done:
-                    waits.append(
-                        f"rank {rank} must run {stuck} and waits for {each} of rank {schedule.ranks[each.stage]}"
-                    )
-                    break
+            missing = next(each for each in needs(stuck, schedule) if each not in done)
+            owner = schedule.ranks[missing.stage]
+            waits.append(f"rank {rank} must run {stuck} and waits for {missing} of rank {owner}")
     return f"Schedule {schedule.name} deadlocks: {'; '.join(waits)}."

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 from meshloom.core.errors import PlanError
@@ -82,10 +83,14 @@ class Schedule:
         """p, the ranks along pp."""
         return len(self.actions)
 
-    @property
+    @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
         """(stage, microbatch) of all backwards in two halves."""
         return frozenset((action.stage, action.microbatch) for _, action in self if action.kind == "I")
+
+    def backward_of(self, stage: int, microbatch: int) -> Action:
+        """The action that computes the gradients of a stage's inputs: B, or I if its backward is split."""
+        return Action(stage, "I" if (stage, microbatch) in self.split else "B", microbatch)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, in the model's order."""
@@ -112,18 +117,13 @@ class Schedule:
                     f"Row {number} of the schedule begins with {name.strip()!r}, not with 'rank {number}:'."
                 )
             actions.append(tuple(Action.parse(cell) for cell in cells.split()))
-        return Schedule(
-            name=found[1],
-            ranks=tuple(map(int, found[2].split())),
-            num_microbatches=int(found[3]),
-            actions=tuple(actions),
-        )
+        ranks, count = tuple(map(int, found[2].split())), int(found[3])
+        return Schedule(name=found[1], ranks=ranks, num_microbatches=count, actions=tuple(actions))
 
     def __str__(self) -> str:
         head = f"{self.name}: stages on ranks {' '.join(map(str, self.ranks))}, {self.num_microbatches} microbatch{'es' * (self.num_microbatches != 1)}"
-        return "\n".join(
-            [head, *(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.actions))]
-        )
+        rows = (f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.actions))
+        return "\n".join([head, *rows])
 
 
 def looped(num_ranks: int, per_rank: int) -> tuple[int, ...]:

@@ -27,9 +27,8 @@ class Durations:
     @staticmethod
     def uniform(num_stages: int) -> Durations:
         """One unit for each action."""
-        return Durations(
-            forward=[1.0] * num_stages, input_gradient=[1.0] * num_stages, weight_gradient=[1.0] * num_stages
-        )
+        ones = [1.0] * num_stages
+        return Durations(forward=ones, input_gradient=ones, weight_gradient=ones)
 
     def of(self, action: Action) -> float:
         """The duration of an action."""
@@ -84,18 +83,12 @@ def turns_of(schedule: Schedule) -> list[Turn]:
     """
     order = legal_order(schedule)
     assert order is not None, "check_schedule comes first"
-    split, found = schedule.split, list[Turn]()
+    found: list[Turn] = []
     for rank, action in order:
-        needed = needs(action, schedule.num_stages, (action.stage + 1, action.microbatch) in split)
-        others = tuple(each for each in needed if schedule.ranks[each.stage] != rank)
-        found.append(
-            Turn(
-                rank=rank,
-                action=action,
-                needed=tuple(each for each in needed if each not in others),
-                received=others,
-            )
-        )
+        needed = needs(action, schedule)
+        received = tuple(each for each in needed if schedule.ranks[each.stage] != rank)
+        own = tuple(each for each in needed if each not in received)
+        found.append(Turn(rank=rank, action=action, needed=own, received=received))
     return found
 
 

@@ -13,7 +13,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 
 from meshloom.core.errors import PlanError
 from meshloom.core.units import format_bytes
@@ -21,7 +21,7 @@ from meshloom.pipeline.stages.dynamic_program import Limits, best_cuts, rank_byt
 from meshloom.pipeline.stages.intervals import Intervals, StageCost
 from meshloom.pipeline.stages.stages import updating
 from meshloom.program.cost.cost import Cost, SavedTensor
-from meshloom.program.cost.operator_seconds import OperatorSeconds, work_of
+from meshloom.program.cost.program_seconds import Seconds, work_of
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.lines import describe_line
 from meshloom.program.ir.program import Program
@@ -57,10 +57,9 @@ def choose_cuts(
     cuts: Sequence[str] = (),
     memory_bytes: float | None = None,
     in_flight: Sequence[Sequence[int]] = (),
-    state_factor: float = HELD_COPIES,
     ranks: Sequence[int] = (),
     holders: Holders | None = None,
-    work: Mapping[str, OperatorSeconds] | None = None,
+    work: Mapping[str, Seconds] | None = None,
     kept: Mapping[str, Sequence[SavedTensor]] | None = None,
     step_seconds: Callable[[Sequence[StageCost]], float] | None = None,
     line: Intervals | None = None,
@@ -68,7 +67,7 @@ def choose_cuts(
     """The stage of every node.
 
     cuts: modules that begin the stages after the first, instead of a choice.
-    memory_bytes: the most that a rank may hold: `state_factor` times its parameters' bytes, plus the
+    memory_bytes: the most that a rank may hold: its parameters with gradients and optimizer state, plus the
         activations in flight. Exact if each rank has one stage; otherwise cuts that fit may be missed.
     in_flight: [moment][stage], microbatches whose activations are held (`held_by_stage`); default: one each.
     ranks: stage -> its rank; default: a rank for each.
@@ -77,20 +76,15 @@ def choose_cuts(
     work, kept: node -> its seconds, and what autograd saves for it; default: those of `costs`, at `rates`.
     step_seconds: seconds of a step with these stages. If given, cuts near the best are tried too, and the
         shortest step wins; no stage becomes `UNEVEN` times as slow as the slowest was.
-    line: the program's `line_of`, if known; it then determines `work`, `kept` and `state_factor`.
+    line: the program's `line_of`, if known; it then determines `work` and `kept`.
     Raises `PlanError` if there are too few places to cut, a module does not exist, or no cuts are within
     limits.
     """
     rates = rates or Rates()
     if line is None:
-        own_work = work if work is not None else work_of(program, costs, rates)
-        line = line_of(
-            program,
-            own_work,
-            kept if kept is not None else {name: cost.kept for name, cost in costs.items()},
-            rates,
-            state_factor,
-        )
+        work = work if work is not None else work_of(program, costs, rates)
+        kept = kept if kept is not None else {name: cost.kept for name, cost in costs.items()}
+        line = line_of(program, work, kept, rates)
     ranks = tuple(ranks) or tuple(range(num_stages))
     holders = where_used(program, holders or {}, ranks)
     limits = Limits(
@@ -110,11 +104,10 @@ def choose_cuts(
             return step_seconds(stages) if max(each.seconds for each in stages) <= longest else math.inf
 
         chosen = refined(line, limits, chosen, price)
-    bounds = [0, *chosen, len(program.nodes)]
     return CutChoice(
         stage_of={
             node.name: stage
-            for stage, (start, end) in enumerate(pairwise(bounds))
+            for stage, (start, end) in enumerate(line.bounds(chosen))
             for node in program.nodes[start:end]
         },
         stages=tuple(_stages(line, chosen)),
@@ -123,15 +116,11 @@ def choose_cuts(
 
 
 def line_of(
-    program: Program,
-    work: Mapping[str, OperatorSeconds],
-    kept: Mapping[str, Sequence[SavedTensor]],
-    rates: Rates,
-    state_factor: float = HELD_COPIES,
+    program: Program, work: Mapping[str, Seconds], kept: Mapping[str, Sequence[SavedTensor]], rates: Rates
 ) -> Intervals:
     """The cost of a program's operators as stages, between any two places."""
     speed = rates.send.bytes_per_second if rates.send else rates.link_bytes_per_second
-    return Intervals(program, work, kept, link_bytes_per_second=speed, state_factor=state_factor)
+    return Intervals(program, work, kept, link_bytes_per_second=speed, state_factor=HELD_COPIES)
 
 
 def where_used(program: Program, holders: Holders, ranks: Sequence[int]) -> dict[str, list[int]]:
@@ -151,7 +140,7 @@ def where_used(program: Program, holders: Holders, ranks: Sequence[int]) -> dict
 
 
 def _stages(line: Intervals, cuts: Sequence[int]) -> list[StageCost]:
-    return [line.stage(start, end) for start, end in pairwise([0, *cuts, line.num_nodes])]
+    return [line.stage(start, end) for start, end in line.bounds(cuts)]
 
 
 def _forbidden(line: Intervals, holders: Holders, num_stages: int) -> dict[int, list[int]]:
@@ -217,20 +206,14 @@ def _stages_named(stages: Collection[int]) -> str:
 
 def _hint(cut: str, paths: Collection[str]) -> str:
     """Modules that the user may have meant: with similar names, else those next to it."""
-    known = sorted(
-        {
-            ".".join(parts[:count])
-            for path in paths
-            for parts in [path.split(".")]
-            for count in range(1, len(parts) + 1)
-        }
-        - {""}
-    )
+    prefixes = {each for path in paths for each in accumulate(path.split("."), "{}.{}".format)}
+    known = sorted(prefixes - {""})
     near = difflib.get_close_matches(cut, known, n=1, cutoff=0.8)
-    beside = [each for each in known if each.rpartition(".")[0] == cut.rpartition(".")[0]] or [
-        each for each in known if "." not in each
-    ]
-    return f"Did you mean {near[0]}?" if near else f"There are {', '.join(beside[:8])}."
+    if near:
+        return f"Did you mean {near[0]}?"
+    beside = [each for each in known if each.rpartition(".")[0] == cut.rpartition(".")[0]]
+    beside = beside or [each for each in known if "." not in each]
+    return f"There are {', '.join(beside[:8])}."
 
 
 def _given(line: Intervals, cuts: Sequence[str], limits: Limits, holders: Holders) -> list[int]:
@@ -241,14 +224,8 @@ def _given(line: Intervals, cuts: Sequence[str], limits: Limits, holders: Holder
         )
     ends: list[int] = []
     for cut in cuts:
-        found = next(
-            (
-                number
-                for number, node in enumerate(nodes)
-                if fnmatch.fnmatch(node.path, cut) or fnmatch.fnmatch(node.path, f"{cut}.*")
-            ),
-            None,
-        )
+        numbers = (number for number, node in enumerate(nodes) if _is_in(node.path, cut))
+        found = next(numbers, None)
         if found is None:
             raise PlanError(
                 f"cuts={cut}: no module of that name runs in the forward. {_hint(cut, {node.path for node in nodes})}"
@@ -258,16 +235,13 @@ def _given(line: Intervals, cuts: Sequence[str], limits: Limits, holders: Holder
                 f"cuts={'+'.join(cuts)}: {cut} runs before {cuts[len(ends) - 1]}. Name them in the order of the forward."
             )
         if found not in line.places:
+            if found < min(line.places, default=0):
+                raise PlanError(f"cuts={cut}: the model cannot be cut before {cut}, which runs first.")
             raise PlanError(
-                f"cuts={cut}: the model cannot be cut before {cut}"
-                + (
-                    ", which runs first."
-                    if found < min(line.places, default=0)
-                    else ": several tensors in one value, or a buffer that is updated, would be on both sides."
-                )
+                f"cuts={cut}: the model cannot be cut before {cut}: several tensors in one value, or a buffer that is updated, would be on both sides."
             )
         ends.append(found)
-    for stage, (start, end) in enumerate(pairwise([0, *ends, line.num_nodes])):
+    for stage, (start, end) in enumerate(line.bounds(ends)):
         for name, uses in line.uses.items():
             inside = [use for use in uses if start <= use < end]
             if inside and stage not in holders.get(name, (stage,)):
@@ -277,3 +251,7 @@ def _given(line: Intervals, cuts: Sequence[str], limits: Limits, holders: Holder
                     f"belongs to {_stages_named(holders[name])} since the first program was cut."
                 )
     return ends
+
+
+def _is_in(path: str, cut: str) -> bool:
+    return fnmatch.fnmatch(path, cut) or fnmatch.fnmatch(path, f"{cut}.*")

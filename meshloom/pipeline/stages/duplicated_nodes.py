@@ -14,8 +14,6 @@ import operator
 from collections.abc import Mapping
 from dataclasses import replace
 
-from torch.utils._pytree import tree_map_only
-
 from meshloom.pipeline.stages.stages import computed_from_batch
 from meshloom.program.ir.nodes import Node, Ref, contiguous_strides, refs_in
 from meshloom.program.ir.program import Program
@@ -49,15 +47,8 @@ def split_fused_layers(part: Program, stage_of: Mapping[str, int]) -> Program:
             numbers = [int(each.args[1]) for each in own]
             used = [ref for number in numbers for ref in parted[number] if ref is not None]
             name = f"{node.name}_{stage}"
-            nodes.append(
-                replace(
-                    node,
-                    name=name,
-                    target=node.target.only(numbers),
-                    args=(given, *used),
-                    outputs=tuple(node.outputs[number] for number in numbers),
-                )
-            )
+            target, outputs = node.target.only(numbers), tuple(node.outputs[number] for number in numbers)
+            nodes.append(replace(node, name=name, target=target, args=(given, *used), outputs=outputs))
             picked |= {each.name: replace(each, args=(Ref(name), at)) for at, each in enumerate(own)}
     return replace(part, nodes=tuple(nodes))
 
@@ -81,39 +72,22 @@ def restore_routed_rows(
                 later.setdefault(ref.name, set()).add(stage_of[node.name])
     nodes: list[Node] = []
     for node in part.nodes:
-        renamed = {
-            ref.name: Ref(f"{ref.name}__in_{stage_of[node.name]}")
-            for ref in node.operands()
-            if stage_of[node.name] in later.get(ref.name, ())
-        }
-        nodes.append(_renamed(node, renamed) if renamed else node)
+        here = stage_of[node.name]
+        received = [ref.name for ref in node.operands() if here in later.get(ref.name, ())]
+        nodes.append(node.with_operands({name: f"{name}__in_{here}" for name in received}))
         if node.name not in later:
             continue
         where, rows, (meta,) = routed[node.name], row_indices[routed[node.name].rows], node.outputs
         shape = (*meta.shape[: where.dim], where.size, *meta.shape[where.dim + 1 :])
-        placed = replace(meta, shape=shape, stride=contiguous_strides(shape))
-        placed = replace(
-            node,
-            name=f"{node.name}__placed",
-            target=place_rows,
-            kwargs={},
-            draw=None,
-            num_draws=0,
-            outputs=(placed,),
-        )
-        nodes.append(replace(placed, args=(Ref(node.name), Ref(rows.name), where.dim, where.size)))
-        found[placed.name] = stage_of[node.name]
+        whole = replace(meta, shape=shape, stride=contiguous_strides(shape))
+        plain = replace(node, kwargs={}, draw=None, num_draws=0)
+        name, args = f"{node.name}__placed", (Ref(node.name), Ref(rows.name), where.dim, where.size)
+        nodes.append(replace(plain, name=name, target=place_rows, args=args, outputs=(whole,)))
+        found[name] = here
+        args = (Ref(name), Ref(rows.name), where.dim)
         for stage in sorted(later[node.name]):
             name = f"{node.name}__in_{stage}"
-            nodes.append(
-                replace(
-                    placed,
-                    name=name,
-                    target=take_rows,
-                    args=(Ref(placed.name), Ref(rows.name), where.dim),
-                    outputs=(meta,),
-                )
-            )
+            nodes.append(replace(plain, name=name, target=take_rows, args=args, outputs=(meta,)))
             found[name] = stage
     return replace(part, nodes=tuple(nodes)), found
 
@@ -128,11 +102,9 @@ def duplicate_reshards(part: Program, stage_of: Mapping[str, int]) -> tuple[Prog
     several: dict[str, list[int]] = {}
     stages: dict[str, set[int]] = {}
     for node in reversed(part.nodes):
-        copied = node.target is rows_here or (
-            isinstance(node.target, Transition) and next(node.operands()).name in variables
-        )
         used = stages.get(node.name) or {stage_of[node.name]}
-        if copied and (len(used) > 1 or node.target is rows_here):
+        reshards = isinstance(node.target, Transition) and next(node.operands()).name in variables
+        if node.target is rows_here or (reshards and len(used) > 1):
             several[node.name] = sorted(used)
         for ref in node.operands():
             stages.setdefault(ref.name, set()).update(used if node.name in several else {stage_of[node.name]})
@@ -140,16 +112,10 @@ def duplicate_reshards(part: Program, stage_of: Mapping[str, int]) -> tuple[Prog
     nodes: list[Node] = []
     for node in part.nodes:
         for stage in several.get(node.name, (stage_of[node.name],)):
-            renamed = {ref.name: Ref(f"{ref.name}_{stage}") for ref in node.operands() if ref.name in several}
-            own = _renamed(node, renamed) if renamed else node
+            copied = [ref.name for ref in node.operands() if ref.name in several]
+            own = node.with_operands({name: f"{name}_{stage}" for name in copied})
             if node.name in several:
                 own = replace(own, name=f"{node.name}_{stage}")
                 found[own.name] = stage
             nodes.append(own)
     return replace(part, nodes=tuple(nodes)), found
-
-
-def _renamed(node: Node, renamed: Mapping[str, Ref]) -> Node:
-    """The node with renamed references."""
-    args, kwargs = tree_map_only(Ref, lambda ref: renamed.get(ref.name, ref), (node.args, dict(node.kwargs)))
-    return replace(node, args=args, kwargs=kwargs)

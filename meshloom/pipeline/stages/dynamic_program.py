@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy
@@ -59,19 +59,16 @@ def best_cuts(line: Intervals, limits: Limits) -> list[int] | None:
 
 def rank_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[float]:
     """The most bytes that every rank holds: parameters with their state, and activations in flight."""
-    bounds = list(pairwise([0, *cuts, line.num_nodes]))
+    bounds = line.bounds(cuts)
     rows = [line.until(end, start) for start, end in bounds]
     found: list[float] = []
     for rank in range(max(limits.ranks) + 1):
         stages = [stage for stage, holder in enumerate(limits.ranks) if holder == rank]
-        state = sum(float(rows[stage].state_bytes[0]) for stage in stages) - line.shared_bytes(
-            [bounds[stage] for stage in stages]
-        )
-        kept = [
-            sum(moment[stage] * float(rows[stage].kept_bytes[0]) for stage in stages)
-            for moment in limits.in_flight
-        ]
-        found.append(state + max(kept))
+        state = sum(float(rows[stage].state_bytes[0]) for stage in stages)
+        state -= line.shared_bytes([bounds[stage] for stage in stages])
+        kept = {stage: float(rows[stage].kept_bytes[0]) for stage in stages}
+        most = max(sum(moment[stage] * kept[stage] for stage in stages) for moment in limits.in_flight)
+        found.append(state + most)
     return found
 
 
@@ -124,10 +121,8 @@ def _some_places(line: Intervals, count: int) -> list[int]:
     if len(line.places) <= count:
         return line.places
     work = line.seconds[line.places]
-    return [
-        line.places[number]
-        for number in numpy.unique(numpy.searchsorted(work, numpy.linspace(work[0], work[-1], count)))
-    ]
+    numbers = numpy.unique(numpy.searchsorted(work, numpy.linspace(work[0], work[-1], count)))
+    return [line.places[number] for number in numbers]
 
 
 def _ends(
@@ -168,9 +163,8 @@ def _ends(
             if math.isfinite(budgets[stage]):
                 found = numpy.where(state + counts[stage] * kept <= budgets[stage], found, math.inf)
             if stage in limits.forbidden:
-                found = numpy.where(
-                    barred[stage][places[end]] == barred[stage][places[first:end]], found, math.inf
-                )
+                sums = barred[stage]
+                found = numpy.where(sums[places[end]] == sums[places[first:end]], found, math.inf)
             best = int(found.argmin())
             least[stage + 1, end], start_of[stage + 1, end] = found[best], first + best
     if least[count, -1] == math.inf:
@@ -186,10 +180,9 @@ def _ends(
 def _best_sharing(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int] | None:
     """The fastest cuts found that satisfy the memory limit of ranks with several stages."""
     even = [limits.memory_bytes / limits.ranks.count(rank) for rank in limits.ranks]
+    starts = [each for each in (start, _even(line, limits)) if each is not None]
     tried = [_by_parts(line, limits, start), _fastest(line, limits, even)]
-    tried += [
-        _with_less_excess(line, limits, each) for each in (start, _even(line, limits)) if each is not None
-    ]
+    tried += [_with_less_excess(line, limits, each) for each in starts]
     fitting = [cuts for cuts in tried if cuts is not None and _excess(line, limits, cuts) <= 0]
     improved = [refined(line, limits, cuts, lambda tried: _longest(line, tried)) for cuts in fitting]
     return min(improved, key=lambda cuts: _longest(line, cuts), default=None)
@@ -205,9 +198,8 @@ def _by_parts(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int
         holds, stages = rank_bytes(line, limits, cuts), _stage_bytes(line, limits, cuts)
         for stage, rank in enumerate(limits.ranks):
             if holds[rank] > limits.memory_bytes:
-                budgets[stage] = min(
-                    budgets[stage], stages[stage] * limits.memory_bytes / holds[rank] * 0.999
-                )
+                share = stages[stage] * limits.memory_bytes / holds[rank] * 0.999
+                budgets[stage] = min(budgets[stage], share)
         cuts = _fastest(line, limits, budgets)
     return cuts
 
@@ -216,28 +208,22 @@ def _even(line: Intervals, limits: Limits) -> list[int] | None:
     """The cuts whose largest stage is smallest, if all held equally many microbatches."""
     count = max(map(max, limits.in_flight))
     unlimited = [math.inf] * limits.num_stages
-    return _ends(
-        line,
-        limits,
-        unlimited,
-        lambda row: row.state_bytes + count * row.kept_bytes,
-        numpy.maximum,
-        at=line.places,
-    )
+
+    def holds(row: Row) -> numpy.ndarray:
+        return row.state_bytes + count * row.kept_bytes
+
+    return _ends(line, limits, unlimited, holds, numpy.maximum, at=line.places)
 
 
 def _with_less_excess(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int]:
     """Cuts moved to reduce the largest excess of a rank's memory."""
-    free = Limits(
-        ranks=limits.ranks, memory_bytes=math.inf, in_flight=limits.in_flight, forbidden=limits.forbidden
-    )
+    free = replace(limits, memory_bytes=math.inf)
     return refined(line, free, start, lambda tried: max(_excess(line, limits, tried), 0.0))
 
 
 def _stage_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[float]:
-    bounds = list(pairwise([0, *cuts, line.num_nodes]))
     found: list[float] = []
-    for stage, (start, end) in enumerate(bounds):
+    for stage, (start, end) in enumerate(line.bounds(cuts)):
         row = line.until(end, start)
         count = max(moment[stage] for moment in limits.in_flight)
         found.append(float(row.state_bytes[0] + count * row.kept_bytes[0]))
@@ -245,25 +231,20 @@ def _stage_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[f
 
 
 def _excess(line: Intervals, limits: Limits, cuts: Sequence[int]) -> float:
-    return (
-        sum(max(each - limits.memory_bytes, 0.0) for each in rank_bytes(line, limits, cuts))
-        if math.isfinite(limits.memory_bytes)
-        else 0.0
-    )
+    if math.isinf(limits.memory_bytes):
+        return 0.0
+    return sum(max(each - limits.memory_bytes, 0.0) for each in rank_bytes(line, limits, cuts))
 
 
 def _longest(line: Intervals, cuts: Sequence[int]) -> float:
-    return max(float(line.until(end, start).takes[0]) for start, end in pairwise([0, *cuts, line.num_nodes]))
+    return max(float(line.until(end, start).takes[0]) for start, end in line.bounds(cuts))
 
 
 def _is_legal(line: Intervals, limits: Limits, cuts: Sequence[int]) -> bool:
-    bounds = list(pairwise([0, *cuts, line.num_nodes]))
-    barred = any(
-        bounds[stage][0] <= number < bounds[stage][1]
-        for stage, numbers in limits.forbidden.items()
-        for number in numbers
-    )
-    return not barred and _excess(line, limits, cuts) <= 0
+    for stage, (start, end) in enumerate(line.bounds(cuts)):
+        if any(start <= number < end for number in limits.forbidden.get(stage, ())):
+            return False
+    return _excess(line, limits, cuts) <= 0
 
 
 def _in_order(places: Sequence[int], count: int) -> bool:
@@ -271,8 +252,5 @@ def _in_order(places: Sequence[int], count: int) -> bool:
 
 
 def _sums_of(numbers: Sequence[int], length: int) -> numpy.ndarray:
-    return (
-        numpy.concatenate([[0], numpy.cumsum(numpy.bincount(list(numbers), minlength=length)[:length])])
-        if numbers
-        else numpy.zeros(length + 1)
-    )
+    counts = numpy.bincount(numpy.array(numbers, dtype=int), minlength=length)[:length]
+    return numpy.concatenate([[0], numpy.cumsum(counts)])

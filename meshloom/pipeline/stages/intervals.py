@@ -20,7 +20,7 @@ import numpy
 
 from meshloom.pipeline.stages.stages import computed_from_batch, updating
 from meshloom.program.cost.cost import SavedTensor
-from meshloom.program.cost.operator_seconds import OperatorSeconds
+from meshloom.program.cost.program_seconds import Seconds
 from meshloom.program.ir.nodes import Meta, lists_in, refs_in
 from meshloom.program.ir.program import Program
 
@@ -92,7 +92,7 @@ class Intervals:
     def __init__(
         self,
         program: Program,
-        work: Mapping[str, OperatorSeconds],
+        work: Mapping[str, Seconds],
         kept: Mapping[str, Sequence[SavedTensor]],
         *,
         link_bytes_per_second: float = math.inf,
@@ -108,19 +108,16 @@ class Intervals:
         self._users = self._users_of_values()
         state = {each.value: name for name, each in (*program.parameters.items(), *program.buffers.items())}
         self.uses = {name: self._users[value] for value, name in state.items() if self._users.get(value)}
-        own = [work[node.name] if node.name not in self._free else OperatorSeconds() for node in nodes]
-        self._forward, self._backward, self._later = (
-            _sums(each) for each in zip(*((one.forward, one.backward, one.later) for one in own), strict=True)
-        )
+        own = [work[node.name] if node.name not in self._free else Seconds() for node in nodes]
+        self._forward = _sums([each.forward for each in own])
+        self._backward = _sums([each.backward for each in own])
+        self._later = _sums([each.later for each in own])
         # [place], of operators before it, without those that every stage computes for itself
         self.seconds = self._forward + self._backward
         self._again = self._spans((self._users[name], work[name].forward) for name in self._free)
         self._bytes = {name: _state_bytes(program, name, state_factor) for name in self.uses}
-        self._parameters = _Used(
-            (self.uses[name], program.parameters[name].meta)
-            for name in self.uses
-            if name in program.parameters
-        )
+        trained = [name for name in self.uses if name in program.parameters]
+        self._parameters = _Used((self.uses[name], program.parameters[name].meta) for name in trained)
         self._state = self._spans((uses, self._bytes[name]) for name, uses in self.uses.items())
         self._kept = self._spans_of_kept(kept)
         self._received, self._handed_back = _Spans(self.num_nodes), _Spans(self.num_nodes)
@@ -173,6 +170,10 @@ class Intervals:
             handed_back_bytes=round(row.handed_back[0]),
         )
 
+    def bounds(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
+        """[stage], the places where it starts and ends."""
+        return list(pairwise([0, *cuts, self.num_nodes]))
+
     def _first_path(self, numbers: Iterable[int]) -> str:
         """The first module that computes something."""
         found = (self.program.nodes[number] for number in numbers)
@@ -185,7 +186,7 @@ class Intervals:
             return 0.0
         extra = 0.0
         for name, uses in self.uses.items():
-            times = sum(_used_within(uses, start, end) for start, end in bounds)
+            times = sum(any(start <= use < end for use in uses) for start, end in bounds)
             extra += max(times - 1, 0) * self._bytes[name]
         return extra
 
@@ -212,9 +213,8 @@ class Intervals:
     def _spans_of_kept(self, kept: Mapping[str, Sequence[SavedTensor]]) -> _Spans:
         """Saved tensors in the stages that compute them; a later stage saves what it received instead."""
         program = self.program
-        given = {
-            each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)
-        } | set(program.constants)
+        variables = (*program.parameters.values(), *program.buffers.values(), *program.inputs)
+        given = {*program.constants, *(each.value for each in variables)}
         keepers: dict[str, list[int]] = {}
         sizes: dict[str, int] = {}
         for number, node in enumerate(program.nodes):
@@ -239,10 +239,10 @@ class Intervals:
             if name in self._free or not uses or name in self._lists:
                 continue
             size = outputs[0].num_bytes
-            for received, sent in (
-                (self._received, self._sent),
-                *([(self._handed_back, self._returned)] if outputs[0].requires_grad else []),
-            ):
+            directions = [(self._received, self._sent)]
+            if outputs[0].requires_grad:
+                directions.append((self._handed_back, self._returned))
+            for received, sent in directions:
                 received.add_uses(uses, size, produced_at=number)
                 sent.add(-1, number, number, size)  # it is sent by the stage that computes it ...
                 sent.add(-1, number, uses[-1], -size)  # ... unless its last use is in that stage
@@ -284,13 +284,8 @@ class _Spans:
         """[start - first]: the sum over the items that count in stages ending at `end`. The time is linear
         in the length of the stages."""
         if self._columns is None:
-            table = numpy.array(sorted(self._found), dtype=float).reshape(-1, 4)
-            self._columns = (
-                table[:, 0].copy(),
-                table[:, 1].astype(int),
-                table[:, 2].astype(int),
-                table[:, 3].copy(),
-            )
+            when, after, upto, size = numpy.array(sorted(self._found), dtype=float).reshape(-1, 4).T
+            self._columns = when.copy(), after.astype(int), upto.astype(int), size.copy()
         when, after, upto, size = self._columns
         # items that end before `first` count in none of them
         some = slice(*numpy.searchsorted(when, (first, end)))
@@ -324,10 +319,6 @@ def _state_bytes(program: Program, name: str, factor: float) -> float:
     if parameter is None:
         return program.buffers[name].meta.num_bytes
     return parameter.meta.num_bytes * (factor if parameter.meta.requires_grad else 1.0)
-
-
-def _used_within(uses: Sequence[int], start: int, end: int) -> bool:
-    return any(start <= use < end for use in uses)
 
 
 def _sums(values: Sequence[float]) -> numpy.ndarray:

@@ -16,7 +16,7 @@ from meshloom.pipeline.stages.choose_cuts import CutChoice, choose_cuts, line_of
 from meshloom.pipeline.stages.intervals import Intervals, StageCost
 from meshloom.pipeline.stages.simulate import step_seconds
 from meshloom.program.cost.cost import Cost, SavedTensor
-from meshloom.program.cost.operator_seconds import computed_again, work_of
+from meshloom.program.cost.program_seconds import with_seconds_of_recomputation, work_of
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
 from meshloom.program.recompute.recompute import recomputed
@@ -44,9 +44,22 @@ def choose_stages(
     holders: parameter or buffer -> the stages that hold it since the job's first program was cut. Then
         nothing else counts, and a stage may be empty. Raises `PlanError` as `choose_cuts` does.
     """
+    schedule = schedule_of(plan, len(sizes))
+    price = step_seconds(schedule, rates.message_seconds, sizes=[each / sizes[0] for each in sizes])
+    line = line or line_of_plan(program, priced, plan, rates)
     try:
-        return _choose(
-            program, priced, plan, rates, sizes, holders, line or line_of_plan(program, priced, plan, rates)
+        return choose_cuts(
+            program,
+            priced,
+            plan.num_stages,
+            rates,
+            cuts=() if holders else plan.cuts,
+            memory_bytes=None if holders else float(plan.memory_bytes * plan.tp) or None,
+            in_flight=held_by_stage(schedule),
+            ranks=schedule.ranks,
+            holders=holders,
+            line=line,
+            step_seconds=None if holders else price,
         )
     except PlanError:
         stage_of = _followed(program, holders, schedule_of(plan, 1).ranks) if holders else None
@@ -60,37 +73,11 @@ def line_of_plan(program: Program, priced: Mapping[str, Cost], plan: Plan, rates
     work, kept = work_of(program, priced, rates), {name: each.kept for name, each in priced.items()}
     if plan.recompute != "none":
         recomputation = recomputed(program, priced, plan.recompute, rates)
-        work = computed_again(work, recomputation.seconds_of)
+        work = with_seconds_of_recomputation(work, recomputation.seconds_of)
         kept = {
             name: (SavedTensor(memory=name, num_bytes=size),) for name, size in recomputation.kept_of.items()
         }
     return line_of(program, work, kept, rates)
-
-
-def _choose(
-    program: Program,
-    priced: Mapping[str, Cost],
-    plan: Plan,
-    rates: Rates,
-    sizes: Sequence[int],
-    holders: Mapping[str, Collection[int]] | None,
-    line: Intervals,
-) -> CutChoice:
-    schedule = schedule_of(plan, len(sizes))
-    price = step_seconds(schedule, rates.message_seconds, sizes=[each / sizes[0] for each in sizes])
-    return choose_cuts(
-        program,
-        priced,
-        plan.num_stages,
-        rates,
-        cuts=() if holders else plan.cuts,
-        memory_bytes=None if holders else float(plan.memory_bytes * plan.tp) or None,
-        in_flight=held_by_stage(schedule),
-        ranks=schedule.ranks,
-        holders=holders,
-        line=line,
-        step_seconds=None if holders else price,
-    )
 
 
 def _followed(
@@ -101,18 +88,13 @@ def _followed(
 
     In evaluation there is less to compute: a stage that only had dropout in training is empty.
     """
-    names = {
-        each.value: name
-        for variables in (program.parameters, program.buffers)
-        for name, each in variables.items()
-    }
+    variables = (*program.parameters.items(), *program.buffers.items())
     held = where_used(program, holders, ranks)
+    stages_of = {each.value: held[name] for name, each in variables if name in held}
     found: dict[str, int] = {}
     now = 0
     for node in program.nodes:
-        wanted = [
-            held[names[ref.name]] for ref in node.operands() if ref.name in names and names[ref.name] in held
-        ]
+        wanted = [stages_of[ref.name] for ref in node.operands() if ref.name in stages_of]
         while now < len(ranks) and not all(now in each for each in wanted):
             now += 1
         if now == len(ranks):
@@ -139,11 +121,8 @@ def stored_cuts(
     if known is not None:
         try:
             numbers = dict(zip((node.name for node in program.nodes), known["stage_of"], strict=True))
-            return CutChoice(
-                stage_of=numbers,
-                stages=tuple(StageCost(**each) for each in known["stages"]),
-                rank_bytes=tuple(known["rank_bytes"]),
-            )
+            stages = tuple(StageCost(**each) for each in known["stages"])
+            return CutChoice(stage_of=numbers, stages=stages, rank_bytes=tuple(known["rank_bytes"]))
         except (ValueError, KeyError, TypeError):
             pass
     choice = choose()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, on_rank_0, share
@@ -215,7 +215,12 @@ class ProgramStore:
         own: Program | None = None
         if self._dtype is not None and not self.cutter.has_cut(program):
             job = replace(self._job, loss=loss)
-            own = yield from on_rank_0(group, lambda: self._unlifted(program, job, batches[0]), CaptureError)
+
+            def in_own_precision() -> Program | None:
+                with default_precision(self._default):
+                    return unlifted(program, job, batches[0], self._own_dtypes)
+
+            own = yield from on_rank_0(group, in_own_precision, CaptureError)
         return (yield from self._add(program, loss, group, own))
 
     def _add(
@@ -226,9 +231,9 @@ class ProgramStore:
         key = ProgramKey.of_program(loss, program)
         if key in self._entries:
             return key
-        part, routed = (
-            (yield from self._division.part(program, group, own)) if self._division else (program, {})
-        )
+        part, routed = program, {}
+        if self._division:
+            part, routed = yield from self._division.part(program, group, own)
         stages = yield from self.cutter.cut(program, part, routed, group, own)
         self._entries[key] = stages
         self.others = self.others if len(self._entries) > 1 else program.others
@@ -236,10 +241,6 @@ class ProgramStore:
         if program.others not in known:
             known.append(program.others)
         return key
-
-    def _unlifted(self, program: Program, job: Job, batch: Any) -> Program | None:
-        with default_precision(self._default):
-            return unlifted(program, job, batch, self._own_dtypes)
 
 
 def _pairs(batches: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -253,13 +254,9 @@ def _pairs(batches: Sequence[Any]) -> list[tuple[Any, Any]]:
     first, leaves = batches[0], leaves_of(batches[0])
     others = [each for each in map(leaves_of, batches[1:]) if shapes_of(each) == shapes_of(leaves)]
     real = [(first, leaves.rebuild(list(each.tensors.values()))) for each in others[:1]]
-    all_moved, floats_moved = (
-        leaves.rebuild(
-            [
-                leaf.roll(1, 0) if leaf.ndim and (leaf.is_floating_point() or every) else leaf
-                for leaf in leaves.tensors.values()
-            ]
-        )
-        for every in (True, False)
-    )
-    return [*real, (first, all_moved), (first, floats_moved)]
+
+    def rotated(leaf: Tensor, every: bool) -> Tensor:
+        return leaf.roll(1, 0) if leaf.ndim and (leaf.is_floating_point() or every) else leaf
+
+    moved = ([rotated(leaf, every) for leaf in leaves.tensors.values()] for every in (True, False))
+    return [*real, *((first, leaves.rebuild(tensors)) for tensors in moved)]

@@ -17,7 +17,7 @@ from meshloom.pipeline.stages.intervals import StageCost
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """A step. idle_shares: [rank], of the step's seconds. busy_seconds: [rank], of computation.
+    """A step. idle_shares: [rank], of the step's seconds.
 
     even_idle_share: of all ranks under the same schedule if all stages were equal, their backward took twice
         their forward, and messages took no time: (p - 1) / (m + p - 1) for gpipe and 1f1b.
@@ -25,7 +25,6 @@ class Simulated:
 
     seconds: float
     idle_shares: tuple[float, ...]
-    busy_seconds: tuple[float, ...]
     even_idle_share: float
 
     @property
@@ -51,11 +50,10 @@ def simulate(
         num_bytes = (there if before.kind == "F" else back)[before.stage]
         return message_seconds(num_bytes * sizes[before.microbatch] if sizes else num_bytes)
 
-    timed = run_on_paper(schedule, durations_of(stages, sizes=sizes).of, transfer)
+    timed = run_on_paper(schedule, _durations_of(stages, sizes).of, transfer)
     return Simulated(
         seconds=timed.length,
         idle_shares=tuple(timed.idle_share(rank) for rank in range(schedule.num_ranks)),
-        busy_seconds=timed.busy,
         even_idle_share=run_on_paper(schedule, Durations.uniform(schedule.num_stages).of).mean_idle_share,
     )
 
@@ -83,7 +81,7 @@ def step_seconds(
     seconds = cache(message_seconds)
 
     def length(stages: Sequence[StageCost]) -> float:
-        durations = durations_of(stages)
+        durations = _durations_of(stages)
         takes = [durations.of(Action(stage, kind, 0)) * size for kind, stage, size in kinds]
         travels = [
             seconds((stages[stage].sent_bytes if kind == "F" else stages[stage].handed_back_bytes) * size)
@@ -94,8 +92,7 @@ def step_seconds(
         for rank, kind, received in steps:
             start = free[rank]
             for number, sent in received:
-                arrived = ends[number] + travels[sent]
-                start = max(arrived, start)
+                start = max(start, ends[number] + travels[sent])
             free[rank] = end = start + takes[kind]
             ends.append(end)
         return max(ends)  # the first starts at 0
@@ -103,14 +100,10 @@ def step_seconds(
     return length
 
 
-def durations_of(
-    stages: Sequence[StageCost], *, transfer: float = 0.0, sizes: Sequence[float] = ()
-) -> Durations:
-    """The durations of the actions of these stages."""
+def _durations_of(stages: Sequence[StageCost], sizes: Sequence[float] = ()) -> Durations:
     return Durations(
         forward=[each.forward_seconds for each in stages],
         input_gradient=[each.backward_seconds - each.later_seconds for each in stages],
         weight_gradient=[each.later_seconds for each in stages],
-        transfer=transfer,
         sizes=sizes,
     )

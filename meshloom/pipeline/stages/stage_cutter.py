@@ -126,12 +126,8 @@ class StageCutter:
             numbers = [0] * len(full.nodes)
         else:
             with self._timings.of("choosing cuts"):
-                choice, priced = (
-                    yield from on_rank_0(group, lambda: self._choose(priced_program), PlanError)
-                ) or (
-                    None,
-                    None,
-                )
+                chosen = yield from on_rank_0(group, lambda: self._choose(priced_program), PlanError)
+            choice, priced = chosen or (None, None)
             numbers: list[int] = yield from share(
                 group, [choice.stage_of[node.name] for node in full.nodes] if choice else None
             )
@@ -142,11 +138,8 @@ class StageCutter:
             with self._timings.of("choosing what to keep"):
                 decided = yield from on_rank_0(group, lambda: self._kept(priced_program, priced), PlanError)
             kept = frozenset((yield from share(group, decided)))
-        return _Decided(
-            program=full,
-            stage_of={node.name: number for node, number in zip(full.nodes, numbers, strict=True)},
-            kept=kept,
-        )
+        stage_of = {node.name: number for node, number in zip(full.nodes, numbers, strict=True)}
+        return _Decided(program=full, stage_of=stage_of, kept=kept)
 
     def _rates_here(self, full: Program) -> Rates:
         self.rates = self.rates or rates_here(full.device.type, self._plan.pp)
@@ -202,15 +195,12 @@ def with_reshard_stages(part: Program, stage_of: Mapping[str, int]) -> dict[str,
         if node.name in found:
             continue
         producers = [found[ref.name] for ref in node.operands() if ref.name in found]
-        enlarges = (
-            isinstance(node.target, Transition)
-            and node.target.source == "part"
-            and node.target.target != "part"
-        )
-        enlarges |= isinstance(node.target, GatheredLayers) or node.target in (rows_here, take_rows)
+        at_use = isinstance(node.target, GatheredLayers) or node.target in (rows_here, take_rows)
+        if isinstance(node.target, Transition):  # that enlarges the value
+            at_use = node.target.source == "part" and node.target.target != "part"
         if node.target is place_rows:
             producers = producers[:1]
-        found[node.name] = (
-            max(producers) if producers and not enlarges else max([first_use.get(node.name, 0), *producers])
-        )
+        if at_use or not producers:
+            producers = [first_use.get(node.name, 0), *producers]
+        found[node.name] = max(producers)
     return found

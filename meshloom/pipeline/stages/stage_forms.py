@@ -20,9 +20,8 @@ from meshloom.program.sizes.symbolic import Sizes, value_of
 from meshloom.program.store.fifo_cache import FifoCache
 
 Stages = tuple[Stage, ...]
-Class = tuple[
-    tuple[int, int], ...
-]  # remainder by tp and whether it is smaller than tp, of each size in the loss
+# remainder by tp, and the size itself up to tp, of each size in the loss
+Class = tuple[tuple[int, int], ...]
 POINTS = 3  # sizes that a form is fitted to
 MOST_KEPT = 32  # sizes whose stages are cached; others are built again
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshloom.pipeline.stages.stages import Crossing, Stage
 from meshloom.tensor_parallel.sent_bytes import SentCollective, sent_in_chunk
@@ -46,18 +46,11 @@ def traffic_of_ranks(
     microbatches: Iterable[Iterable[Crossing]], ranks: Sequence[int]
 ) -> tuple[StageTraffic, ...]:
     """The same between the ranks along pp that hold the stages, without messages to self. ranks: by stage."""
-    found: dict[tuple[int, int], StageTraffic] = {}
-    for each in traffic_of_stages(microbatches):
-        pair = ranks[each.source], ranks[each.destination]
-        if pair[0] != pair[1]:
-            known = found.get(pair)
-            found[pair] = StageTraffic(
-                source=pair[0],
-                destination=pair[1],
-                forward_bytes=each.forward_bytes + (known.forward_bytes if known else 0),
-                backward_bytes=each.backward_bytes + (known.backward_bytes if known else 0),
-            )
-    return tuple(found[pair] for pair in sorted(found))
+    between_ranks = [
+        [replace(each, source=ranks[each.source], destination=ranks[each.destination]) for each in crossings]
+        for crossings in microbatches
+    ]
+    return tuple(each for each in traffic_of_stages(between_ranks) if each.source != each.destination)
 
 
 def sent_by_rank(traffic: Iterable[StageTraffic], rank: int) -> int:

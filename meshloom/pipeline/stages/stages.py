@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from meshloom.core.errors import CaptureError
-from meshloom.program.ir.callables import skip_draws
+from meshloom.program.ir.draws import passing_over_draws
 from meshloom.program.ir.nodes import Input, Meta, Node, Ref, lists_in, refs_in
 from meshloom.program.ir.program import Program
 from meshloom.program.run.runner import used_variables
@@ -74,7 +74,7 @@ class Stage:
     @property
     def changing(self) -> frozenset[str]:
         """Names of the buffers that it updates."""
-        return self.program.in_place | self.program.updates.keys()
+        return self.program.changing
 
 
 def cut_into_stages(program: Program, stage_of: Mapping[str, int], num_stages: int) -> tuple[Stage, ...]:
@@ -114,32 +114,22 @@ class _Cutter:
         returned = [ref.name for ref in refs_in(self.program.outputs)]
         nodes = [self._nodes(stage, returned if stage == last else ()) for stage in range(self.num_stages)]
         crossings = [
-            Crossing(
-                value=value,
-                source=self.home[value],
-                destination=stage,
-                meta=_without_gaps(self.by_name[value].outputs[0]),
-            )
+            self._crossing(value, stage)
             for stage in range(self.num_stages)
             for value in self._foreign(stage, nodes[stage], returned if stage == last else ())
         ]
-        for each in crossings:
-            self._check_crossing(each)
         return tuple(self._stage(stage, nodes[stage], crossings) for stage in range(self.num_stages))
 
     def _homes(self, stage_of: Mapping[str, int]) -> dict[str, int]:
         """Node -> its stage: as given, but not before its operands, and with its list of tensors."""
         home: dict[str, int] = {}
         for node in self.program.nodes:
-            operand_stages = [
-                home[ref.name] for ref in node.operands() if ref.name in home and ref.name not in self.free
-            ]
-            stage = min(max([stage_of[node.name], *operand_stages]), self.num_stages - 1)
+            needed = [ref.name for ref in node.operands() if ref.name in home and ref.name not in self.free]
+            stages = [home[name] for name in needed]
+            stage = min(max([stage_of[node.name], *stages]), self.num_stages - 1)
             # Lists of tensors, and numbers, are not sent: nodes that take them apart stay with their source.
             parts = [home[ref.name] for ref in node.operands() if ref.name in self.lists]
-            home[node.name] = (
-                parts[0] if parts and stage > parts[0] and len(set(operand_stages)) == 1 else stage
-            )
+            home[node.name] = min(stage, parts[0]) if parts and len(set(stages)) == 1 else stage
         for buffer, together in updating(self.program).items():
             stages = {home[name] for name in together}
             if len(stages) > 1:
@@ -162,38 +152,30 @@ class _Cutter:
 
     def _foreign(self, stage: int, nodes: Sequence[Node], returned: Iterable[str]) -> list[str]:
         """Values of other stages that this one uses, in order of use."""
-        used = [ref.name for node in nodes for ref in node.operands()] + list(returned)
-        return list(
-            dict.fromkeys(
-                name
-                for name in used
-                if name in self.home and name not in self.free and self.home[name] != stage
-            )
-        )
+        used = dict.fromkeys([*(ref.name for node in nodes for ref in node.operands()), *returned])
+        return [name for name in used if name not in self.free and self.home.get(name, stage) != stage]
 
-    def _check_crossing(self, crossing: Crossing) -> None:
-        node = self.by_name[crossing.value]
-        if crossing.value in self.lists:
+    def _crossing(self, value: str, destination: int) -> Crossing:
+        source, node = self.home[value], self.by_name[value]
+        if value in self.lists:
             raise CaptureError(
-                f"The cut between stages {crossing.source} and {crossing.destination} splits {node.operator} at {node.line or node.path}, which returns "
+                f"The cut between stages {source} and {destination} splits {node.operator} at {node.line or node.path}, which returns "
                 f"{len(node.outputs) or 'no'} tensors, but only single tensors can be sent between stages. Cut elsewhere."
             )
+        return Crossing(
+            value=value, source=source, destination=destination, meta=_without_gaps(node.outputs[0])
+        )
 
     def _stage(self, number: int, nodes: Sequence[Node], crossings: Sequence[Crossing]) -> Stage:
         program = self.program
         incoming = tuple(each for each in crossings if each.destination == number)
         outgoing = tuple(each for each in crossings if each.source == number)
-        made = {node.name for node in nodes}
-        updates = {
-            name: ref
-            for name, ref in program.updates.items()
-            if ref.name in made and (ref.name not in self.free or number == 0)
-        }
+        own = {node.name for node in nodes if node.name not in self.free or number == 0}
+        updates = {name: ref for name, ref in program.updates.items() if ref.name in own}
         sent = tuple(Ref(value) for value in dict.fromkeys(each.value for each in outgoing))
         outputs = (*sent, *program.outputs) if number == self.num_stages - 1 else sent
-        used = {ref.name for node in nodes for ref in node.operands()} | {
-            ref.name for ref in refs_in((outputs, tuple(updates.values())))
-        }
+        used = {ref.name for node in nodes for ref in node.operands()}
+        used |= {ref.name for ref in refs_in((outputs, tuple(updates.values())))}
         inputs = [each for each in program.inputs if each.value in used]
         inputs += [
             Input(value=each.value, name=f"from stage {each.source}: {each.value}", meta=each.meta)
@@ -220,39 +202,28 @@ class _Cutter:
 def computed_from_batch(program: Program) -> frozenset[str]:
     """Nodes that depend only on the batch, constants and buffers that do not change, without draws or
     gradients: any stage can compute them."""
-    steady = [
-        each.value
-        for name, each in program.buffers.items()
-        if name not in program.updates and name not in program.in_place
-    ]
-    known = {*program.constants, *steady, *(each.value for each in program.inputs)}
+    steady = [each.value for name, each in program.buffers.items() if name not in program.changing]
+    given = {*program.constants, *steady, *(each.value for each in program.inputs)}
     free: set[str] = set()
     for node in program.nodes:
-        if (
-            not node.num_draws
-            and not any(each.requires_grad for each in node.outputs)
-            and all(ref.name in known for ref in node.operands())
-        ):
-            known.add(node.name)
+        if node.num_draws or any(each.requires_grad for each in node.outputs):
+            continue
+        if all(ref.name in given or ref.name in free for ref in node.operands()):
             free.add(node.name)
     return frozenset(free)
 
 
 def updating(program: Program) -> dict[str, set[str]]:
     """Buffer that changes -> the nodes that must share a stage: its readers and its new value's producer."""
-    names = {
-        each.value: name
-        for name, each in program.buffers.items()
-        if name in program.updates or name in program.in_place
-    }
+    names = {program.buffers[name].value: name for name in program.changing}
     found: dict[str, set[str]] = {}
     for node in program.nodes:
         for ref in node.operands():
             if ref.name in names:
                 found.setdefault(names[ref.name], set()).add(node.name)
-    made = {node.name for node in program.nodes}
+    of_nodes = {node.name for node in program.nodes}
     for name, ref in program.updates.items():
-        if name in found and ref.name in made:
+        if name in found and ref.name in of_nodes:
             found[name].add(ref.name)
     return found
 
@@ -265,18 +236,7 @@ def _with_draws_in_place(nodes: Sequence[Node]) -> tuple[Node, ...]:
         if node.num_draws:
             assert node.draw is not None
             if node.draw != next_draw:
-                found.append(
-                    replace(
-                        node,
-                        name=f"{node.name}__skip",
-                        target=skip_draws,
-                        args=(node.draw - next_draw,),
-                        kwargs={},
-                        num_draws=0,
-                        draw=None,
-                        outputs=(),
-                    )
-                )
+                found.append(passing_over_draws(node, node.draw - next_draw))
             next_draw = node.draw + node.num_draws
         found.append(node)
     return tuple(found)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
@@ -48,14 +48,8 @@ def capture(
     numbers: whether numbers in a batch may be inputs; else the program is specialized to them.
     """
     with one_thread():
-        return capture_module(
-            build_model(job, dtype, training=training, beside=batches[0]),
-            job.loss,
-            batches,
-            dtype=dtype,
-            numbers=numbers,
-            fold=fold,
-        )
+        model = build_model(job, dtype, training=training, beside=batches[0])
+        return capture_module(model, job.loss, batches, dtype=dtype, numbers=numbers, fold=fold)
 
 
 def capture_module(
@@ -78,43 +72,34 @@ def capture_module(
     _check_shapes(*given)
 
     def read(leaves: Sequence[Leaves], fold: bool) -> Program:
+        def built(exported: Exported, number: int) -> Program:
+            return build(exported, model, leaves[number].tensors, device_of(model, leaves[0]), dtype)
+
         if once:
-            return build(
-                export_once(model, loss, leaves[0], fold=fold),
-                model,
-                leaves[0].tensors,
-                device_of(model, leaves[0]),
-                dtype,
-            )
-        exported = export_twice(model, loss, (leaves[0], leaves[1]), fold=fold)
-        device = device_of(model, leaves[0])
-        same = _same(*exported) and all(
+            return built(export_once(model, loss, leaves[0], fold=fold), 0)
+        first, second = export_twice(model, loss, (leaves[0], leaves[1]), fold=fold)
+        same = _same(first, second) and all(
             one.stride() == leaves[1].tensors[name].stride() for name, one in leaves[0].tensors.items()
         )
-        program = build(exported[0], model, leaves[0].tensors, device, dtype)
+        program = built(first, 0)
         if not same:
-            check_equal(program, build(exported[1], model, leaves[1].tensors, device, dtype))
+            check_equal(program, built(second, 1))
         return program
 
+    def read_folded(leaves: Sequence[Leaves]) -> Program:
+        return folded(partial(read, leaves)) if fold else read(leaves, False)
+
     with capturing(dtype):
-        program, others = read_values(
-            given,
-            lambda leaves: folded(partial(read, leaves)) if fold else read(leaves, False),
-            numbers=numbers,
-        )
+        program, others = read_values(given, read_folded, numbers=numbers)
     return replace(program, others=others)
 
 
 def _same(first: Exported, second: Exported) -> bool:
     """Whether two exports are equal, so that their programs are, too."""
-    if (first.inputs, first.parameters, first.buffers, first.out_spec) != (
-        second.inputs,
-        second.parameters,
-        second.buffers,
-        second.out_spec,
-    ):
+    one, other = ((each.inputs, each.parameters, each.buffers, each.out_spec) for each in (first, second))
+    if one != other or list(first.constants) != list(second.constants):
         return False
-    if list(first.constants) != list(second.constants) or not all(
+    if not all(
         one.dtype == other.dtype and strides_of(one) == strides_of(other) and equal_bits(one, other)
         for one, other in zip(first.constants.values(), second.constants.values(), strict=True)
     ):
@@ -130,17 +115,13 @@ def _fact(node: fx.Node) -> tuple[str, ...]:
 
 def _check_shapes(first: Leaves, second: Leaves) -> None:
     check_tensors(first)
-    shapes = [
-        {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in each.tensors.items()}
-        for each in (first, second)
-    ]
-    for name in dict.fromkeys([*shapes[0], *shapes[1]]):
-        one, other = shapes[0].get(name), shapes[1].get(name)
+    for name in {**first.tensors, **second.tensors}:
+        one, other = (_shape(each.tensors.get(name)) for each in (first, second))
         if one != other:
             raise CaptureError(
-                f"The two batches to capture the loss with must have the same structure, and {name} is {_shown(one)} in one and {_shown(other)} in the other."
+                f"The two batches to capture the loss with must have the same structure, and {name} is {one} in one and {other} in the other."
             )
 
 
-def _shown(shape: tuple[tuple[int, ...], torch.dtype] | None) -> str:
-    return f"{str(shape[1]).removeprefix('torch.')}{list(shape[0])}" if shape else "missing"
+def _shape(leaf: Tensor | None) -> str:
+    return "missing" if leaf is None else f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"

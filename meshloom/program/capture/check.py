@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -81,7 +82,7 @@ def check_against_module(
     limit = tolerance if tolerance is not None else _tolerance(program)
     worst = Difference(0.0, "the loss")
     with one_thread(), _restored(model), preserved_draws(), default_precision(program.precision):
-        mirror = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        mirror = _copies(model.named_buffers())
         parameters = {
             name: parameter.detach().requires_grad_(parameter.requires_grad)
             for name, parameter in model.named_parameters()
@@ -96,9 +97,8 @@ def check_against_module(
             difference = _difference(_program(program, parameters, mirror, batch, seed), expected)
             worst = max(worst, difference, key=lambda each: each.error)
             finite &= all(bool(torch.isfinite(torch.as_tensor(each)).all()) for each in expected.outputs)
-            moved |= {
-                name: moved.get(name, False) or each.norm() > 0 for name, each in expected.gradients.items()
-            }
+            for name, each in expected.gradients.items():
+                moved[name] = moved.get(name, False) or each.norm() > 0
             if not difference.error <= limit:
                 where = _first_difference(program, model, loss, batch, parameters, mirror, seed, limit)
                 raise CaptureError(
@@ -111,7 +111,7 @@ def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch:
     """Compare one forward: outputs of the loss, and buffers. For programs that were fully compared before."""
     limit = _tolerance(program)
     with one_thread(), _restored(model), preserved_draws(), default_precision(program.precision):
-        mirror = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        mirror = _copies(model.named_buffers())
         batch, seed = in_precision(batch, program.precision), derive("check", 0)
         draws = any(node.num_draws for node in program.nodes)
         expected = _eager(model, loss, batch, seed, keyed=draws, backward=False)
@@ -160,11 +160,7 @@ def _eager(
         outputs = tree_leaves(loss(model, _cloned(batch)))
         if backward:
             _backward(outputs)  # inside the modes: checkpointed blocks draw again
-    return _Ran(
-        _detached(outputs),
-        gradients,
-        {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
-    )
+    return _Ran(_detached(outputs), gradients, _copies(model.named_buffers()))
 
 
 def _program(
@@ -181,9 +177,7 @@ def _program(
         outputs = tree_leaves(run_program(program, parameters, buffers, batch))
         if backward:
             _backward(outputs)
-    return _Ran(
-        _detached(outputs), gradients, {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    )
+    return _Ran(_detached(outputs), gradients, _copies(buffers.items()))
 
 
 @contextmanager
@@ -216,32 +210,31 @@ def _cloned(batch: Any) -> Any:
     return leaves.rebuild([leaf.detach().clone() for leaf in leaves.tensors.values()])
 
 
+def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: each.detach().clone() for name, each in tensors}
+
+
 def _detached(outputs: list[Any]) -> list[Any]:
     return [each.detach() if isinstance(each, Tensor) else each for each in outputs]
 
 
 def _difference(found: _Ran, expected: _Ran) -> Difference:
     largest = max((each.norm() for each in expected.gradients.values()), default=0.0)
-    return max(
-        _differences(found, expected, 1e-3 * largest),
-        key=lambda each: each.error if each.error == each.error else float("inf"),
-    )
+    differences = _differences(found, expected, 1e-3 * largest)
+    return max(differences, key=lambda each: math.inf if math.isnan(each.error) else each.error)
 
 
 def _differences(found: _Ran, expected: _Ran, floor: float) -> Iterator[Difference]:
     for number, (mine, theirs) in enumerate(zip(found.outputs, expected.outputs, strict=True)):
-        yield Difference(
-            _error(torch.as_tensor(mine), torch.as_tensor(theirs)),
-            "the loss" if number == 0 else f"output {number} of the loss function",
-        )
+        what = "the loss" if number == 0 else f"output {number} of the loss function"
+        yield Difference(_error(torch.as_tensor(mine), torch.as_tensor(theirs)), what)
     for name in dict.fromkeys([*expected.gradients, *found.gradients]):
         mine, theirs = found.gradients.get(name), expected.gradients.get(name)
         if mine is None or theirs is None:
-            yield Difference(float("inf"), f"whether {name} has a gradient")
+            yield Difference(math.inf, f"whether {name} has a gradient")
         else:
-            yield Difference(
-                _relative(mine.distance(theirs), max(theirs.norm(), floor)), f"the gradient of {name}"
-            )
+            error = _relative(mine.distance(theirs), max(theirs.norm(), floor))
+            yield Difference(error, f"the gradient of {name}")
     for name, theirs in expected.buffers.items():
         yield Difference(_error(found.buffers[name], theirs), f"buffer {name}")
 
@@ -249,7 +242,7 @@ def _differences(found: _Ran, expected: _Ran, floor: float) -> Iterator[Differen
 def _error(mine: Tensor, theirs: Tensor) -> float:
     """||mine - theirs|| / ||theirs||; infinities and NaNs in equal places are equal."""
     if mine.shape != theirs.shape:
-        return float("inf")
+        return math.inf
     if torch.equal(mine, theirs) or not theirs.numel():
         return 0.0
     a, b = (
@@ -257,9 +250,8 @@ def _error(mine: Tensor, theirs: Tensor) -> float:
     )
     same = (a == b) | (a.isnan() & b.isnan())
     difference = torch.where(same, torch.zeros_like(a), a - b)
-    return _relative(
-        float(difference.norm()), float(torch.where(b.isfinite(), b, torch.zeros_like(b)).norm())
-    )
+    finite = torch.where(b.isfinite(), b, torch.zeros_like(b))
+    return _relative(float(difference.norm()), float(finite.norm()))
 
 
 def _relative(error: float, size: float) -> float:
@@ -292,19 +284,14 @@ def _first_difference(
 
     outputs: list[tuple[str, Tensor]] = []
     seed_everything(seed)
-    run_program(
-        program, parameters, {name: each.clone() for name, each in buffers.items()}, batch, visit=collect
-    )
+    run_program(program, parameters, _copies(buffers.items()), batch, visit=collect)
     with _watched(model, outputs):
         seed_everything(seed)
         with KeyedDraws():
             loss(model, _cloned(batch))
     for path, output in outputs:
         inside = [
-            each
-            for name, found in values.items()
-            if name == path or name.startswith(f"{path}.")
-            for each in found
+            each for name in values if name == path or name.startswith(f"{path}.") for each in values[name]
         ]
         same_shape = [each for each in inside if each.shape == output.shape]
         if same_shape and min(_error(each, output) for each in same_shape) > limit:

@@ -98,9 +98,8 @@ class Outside:
         path, attributes = self._paths.get(id(module), type(module).__name__), vars(module)
         for name in reads.attributes:
             if name != "training" and name in attributes and _is_plain(attributes[name]):
-                self._note(
-                    attributes[name], f"{path}.{name}" if path else name, partial(attributes.get, name)
-                )
+                named = f"{path}.{name}" if path else name
+                self._note(attributes[name], named, partial(attributes.get, name))
 
     def _walk(
         self, value: Any, name: str, read: Callable[[], Any] | None, reads: Reads, depth: int, own: Any = None
@@ -124,30 +123,22 @@ class Outside:
                 self._walk(part, name, None, reads, depth + 1)
         elif isinstance(value, nn.Module):
             for key, tensor in (*value.named_parameters(), *value.named_buffers()):
-                self._note(tensor, f"{name}.{key}", partial(_identity, tensor))
+                self._note(tensor, f"{name}.{key}", lambda tensor=tensor: tensor)
         elif isinstance(value, Mapping):
             named = [key for key in value if key in reads.constants or key in reads.stored]
             for key in [each for each in named if each in reads.constants] if named else list(value)[:MOST]:
                 self._walk(value[key], f"{name}[{key!r}]", partial(_entry, value, key), reads, depth + 1)
         elif isinstance(value, list | tuple | set | frozenset):
             for number, each in enumerate(list(value)[:MOST]):
-                self._walk(
-                    each,
-                    f"{name}[{number}]",
-                    partial(_entry, value, number) if isinstance(value, list) else None,
-                    reads,
-                    depth + 1,
-                )
+                entry = partial(_entry, value, number) if isinstance(value, list) else None
+                self._walk(each, f"{name}[{number}]", entry, reads, depth + 1)
         elif isinstance(value, ModuleType):
             if is_users(getattr(value, "__file__", None) or ""):
                 self._walk_attributes(vars(value), value, name, reads, depth)
         elif hasattr(value, "__dict__") and not isinstance(value, type(len)):
             self._walk_object(value, name, reads, depth)
-        if (
-            len(self._places) > before
-            and read is not None
-            and not isinstance(value, FunctionType | MethodType)
-        ):
+        found_any = len(self._places) > before
+        if found_any and read is not None and not isinstance(value, FunctionType | MethodType):
             # another one in its place has other attributes
             self._places.append(_Place(name, read, value, None, None))
 
@@ -156,17 +147,12 @@ class Outside:
         if not is_users(code.co_filename):
             return
         reads = reads_of(code)
+        known = function.__globals__
         for name in reads.names:
-            if name in function.__globals__:
-                found = function.__globals__[name]
-                _check_no_iterator(name, found, reads)
-                self._walk(
-                    found,
-                    f"{name} (a global of {code.co_filename})",
-                    partial(function.__globals__.get, name),
-                    reads,
-                    depth + 1,
-                )
+            if name in known:
+                _check_no_iterator(name, known[name], reads)
+                where = f"{name} (a global of {code.co_filename})"
+                self._walk(known[name], where, partial(known.get, name), reads, depth + 1)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             try:
                 found = cell.cell_contents
@@ -190,11 +176,8 @@ class Outside:
         self._walk_attributes(vars(value), value, name, reads, depth)
         if not isinstance(value, type):
             for attribute in reads.attributes:
-                if (
-                    attribute not in vars(value)
-                    and _is_plain(found := getattr(kind, attribute, None))
-                    and found is not None
-                ):
+                found = getattr(kind, attribute, None) if attribute not in vars(value) else None
+                if found is not None and _is_plain(found):
                     self._note(found, f"{name}.{attribute}", partial(getattr, value, attribute, None))
             self._walk_methods(value, reads, depth)
 
@@ -203,13 +186,8 @@ class Outside:
     ) -> None:
         for attribute in reads.attributes:
             if attribute in attributes:
-                self._walk(
-                    attributes[attribute],
-                    f"{name}.{attribute}",
-                    partial(getattr, owner, attribute, None),
-                    reads,
-                    depth + 1,
-                )
+                read = partial(getattr, owner, attribute, None)
+                self._walk(attributes[attribute], f"{name}.{attribute}", read, reads, depth + 1)
 
     def _walk_methods(self, value: Any, reads: Reads, depth: int) -> None:
         for attribute in (*reads.attributes, "__call__"):
@@ -220,11 +198,9 @@ class Outside:
 
     def _note(self, value: Any, name: str, read: Callable[[], Any]) -> None:
         version = value._version if isinstance(value, Tensor) and not value.is_inference() else None
-        copy = (
-            value.copy()
-            if isinstance(value, numpy.ndarray) and value.size <= 4096 and not value.dtype.hasobject
-            else None
-        )
+        copy = None
+        if isinstance(value, numpy.ndarray) and value.size <= 4096 and not value.dtype.hasobject:
+            copy = value.copy()
         self._places.append(_Place(name, read, value, version, copy))
 
 
@@ -254,6 +230,7 @@ class Reads:
 
 
 _NOTHING = Reads()
+_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, numpy.generic)
 
 
 @lru_cache(maxsize=1024)
@@ -272,9 +249,8 @@ def reads_of(code: CodeType) -> Reads:
         elif each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             attributes[each.argval] = None
         elif each.opname == "LOAD_CONST" and isinstance(each.argval, str):
-            (stored if following is not None and following.opname == "STORE_SUBSCR" else constants).add(
-                each.argval
-            )
+            is_stored = following is not None and following.opname == "STORE_SUBSCR"
+            (stored if is_stored else constants).add(each.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             inner = reads_of(constant)
@@ -295,9 +271,7 @@ def _check_no_iterator(name: str, found: Any, reads: Reads) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(
-        value, bool | int | float | complex | str | bytes | enum.Enum | numpy.generic
-    )
+    return value is None or isinstance(value, _PLAIN)
 
 
 def _is_users_class(kind: type) -> bool:
@@ -326,11 +300,8 @@ def _shown(value: Any) -> str:
     if _is_plain(value):
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:60]}..."
-    return (
-        f"another {type(value).__name__}"
-        if not isinstance(value, Tensor | numpy.ndarray)
-        else f"a {type(value).__name__}"
-    )
+    article = "a" if isinstance(value, Tensor | numpy.ndarray) else "another"
+    return f"{article} {type(value).__name__}"
 
 
 def _entry(container: Any, key: Any) -> Any:
@@ -338,7 +309,3 @@ def _entry(container: Any, key: Any) -> Any:
         return container[key]
     except (KeyError, IndexError):
         return None
-
-
-def _identity(value: Any) -> Any:
-    return value

@@ -7,7 +7,7 @@ while the model is built, because constructors read them: `torch.linspace(0, 0.1
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import empty_like
 from meshloom.program.trace.build import build
+from meshloom.program.trace.export_patches import replaced
 from meshloom.program.trace.on_cpu import fake_mode
 from meshloom.program.trace.precision import build_model
 from meshloom.program.trace.repeated_export import capturing, check_tensors, device_of, export_once, folded
@@ -71,15 +72,11 @@ def capture_shapes(
         )
 
         def read() -> Program:
-            program = folded(
-                lambda fold: build(
-                    export_once(model, job.loss, shapes, fold=fold),
-                    model,
-                    shapes.tensors,
-                    device_of(model, shapes),
-                    dtype,
-                )
-            )
+            def built(fold: bool) -> Program:
+                exported = export_once(model, job.loss, shapes, fold=fold)
+                return build(exported, model, shapes.tensors, device_of(model, shapes), dtype)
+
+            program = folded(built)
             constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
             return replace(moved_to(program, where), constants=constants, by_shapes=True)
 
@@ -123,18 +120,15 @@ def _build(job: Job, mode: FakeTensorMode, small: int, *, training: bool) -> nn.
         ) from error
 
 
-@contextmanager
-def _truncated_in_one_draw() -> Iterator[None]:
+def _truncated_in_one_draw() -> AbstractContextManager[None]:
     """Makes `trunc_normal_` draw once; it repeats until all values fit, which is unknown of fake values."""
     init: Any = torch.nn.init
     draw = init._no_grad_trunc_normal_
-    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: (
-        tensor if isinstance(tensor, FakeTensor) else draw(tensor, *args, **kwargs)
-    )
-    try:
-        yield
-    finally:
-        init._no_grad_trunc_normal_ = draw
+
+    def once(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else draw(tensor, *args, **kwargs)
+
+    return replaced(init, "_no_grad_trunc_normal_", once)
 
 
 class _SmallAreReal(TorchDispatchMode):
@@ -159,9 +153,8 @@ class _SmallAreReal(TorchDispatchMode):
             raise DataDependentOutputException(func)
         with self._mode:
             value = func(*args, **kwargs)
-        if real and all(
-            each.numel() <= self._small for each in tree_leaves(value) if isinstance(each, Tensor)
-        ):
+        results = [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+        if real and all(each.numel() <= self._small for each in results):
             return func(*args, **kwargs)
         return value
 
@@ -173,15 +166,15 @@ _CHECKS = {torch.ops.aten.allclose.default, torch.ops.aten.equal.default}
 
 def _convert(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
     """Replace every parameter and buffer by a fake one of this dtype; tied ones stay tied."""
-    made: dict[Tensor, Tensor] = {}
+    fakes: dict[Tensor, Tensor] = {}
     modules: list[Any] = list(model.modules())
     for module in modules:
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
-                if tensor not in made:
-                    made[tensor] = fake_of(tensor, mode, dtype)
+                if tensor not in fakes:
+                    fakes[tensor] = fake_of(tensor, mode, dtype)
                 # not into the dict directly: recurrent layers keep a list of their weights
-                setattr(module, name, made[tensor])
+                setattr(module, name, fakes[tensor])
 
 
 def fake_of(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
@@ -190,8 +183,8 @@ def fake_of(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = No
     if wanted == tensor.dtype and tensor.device.type == "cpu":
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
     with mode:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
-        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
+        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 class _OnCPU(TorchFunctionMode):
@@ -216,28 +209,19 @@ def _cpu(device: Any) -> Any:
     return device if kind in ("cpu", "meta") else torch.device("cpu")
 
 
-@contextmanager
-def _autocast_of(device: torch.device) -> Iterator[None]:
+def _autocast_of(device: torch.device) -> AbstractContextManager[None]:
     """Opens autocast regions for `device` on the CPU, with their dtype."""
     autocast: Any = torch.amp.autocast_mode.autocast
     begin = autocast.__init__
 
     def on_cpu(
-        self: Any,
-        device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
+        self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
     ) -> None:
         if device_type == device.type != "cpu":
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype(device_type)
-        begin(self, device_type, dtype, enabled, cache_enabled)
+        begin(self, device_type, dtype, *args, **kwargs)
 
-    autocast.__init__ = on_cpu
-    try:
-        yield
-    finally:
-        autocast.__init__ = begin
+    return replaced(autocast, "__init__", on_cpu)
 
 
 def _node_on(node: Node, device: torch.device) -> Node:
@@ -246,12 +230,8 @@ def _node_on(node: Node, device: torch.device) -> Node:
         replace(each, device=device.type) if each.device == "cpu" else each for each in node.context.autocast
     )
     kwargs = {key: _with_device(each, device) for key, each in node.kwargs.items()}
-    return replace(
-        node,
-        args=_with_device(node.args, device),
-        kwargs=kwargs,
-        context=replace(node.context, autocast=regions),
-    )
+    context = replace(node.context, autocast=regions)
+    return replace(node, args=_with_device(node.args, device), kwargs=kwargs, context=context)
 
 
 def _with_device(value: Any, device: torch.device) -> Any:

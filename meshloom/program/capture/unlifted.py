@@ -30,27 +30,21 @@ def unlifted(program: Program, job: Job, batch: Any, dtypes: Mapping[str, torch.
     has other operators, because the model depends on dtypes; then the choices of training cannot be applied.
     """
     leaves = leaves_of(batch)
-    ((usual, _),) = Counter(each for each in dtypes.values() if each.is_floating_point).most_common(1) or [
-        (torch.get_default_dtype(), 0)
-    ]
-    own = leaves.rebuild(
-        [
-            leaf.to(dtypes.get(name, usual)) if leaf.is_floating_point() else leaf
-            for name, leaf in leaves.tensors.items()
-        ]
+    floating = Counter(each for each in dtypes.values() if each.is_floating_point)
+    usual = floating.most_common(1)[0][0] if floating else torch.get_default_dtype()
+    tensors = (
+        leaf.to(dtypes.get(name, usual)) if leaf.is_floating_point() else leaf
+        for name, leaf in leaves.tensors.items()
     )
+    own = leaves.rebuild(list(tensors))
     try:
         found = capture_shapes(job, own, training=program.training, device=program.device)
     except Exception:
         found = None  # the constructor needs values, for example
     # a capture by shapes has no numbers of the batch as inputs
-    if found is None or not _same_operators(found, program):
+    if found is None or _facts(found) != _facts(program):
         found = capture(job, (own, own), training=program.training, numbers=takes_numbers(program.others))
-    return found if _same_operators(found, program) else None
-
-
-def _same_operators(one: Program, other: Program) -> bool:
-    return _facts(one) == _facts(other)
+    return found if _facts(found) == _facts(program) else None
 
 
 def _facts(program: Program) -> list[Any]:
@@ -59,13 +53,8 @@ def _facts(program: Program) -> list[Any]:
         (each.value, each.meta.shape)
         for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)
     ]
-    nodes = [
-        (
-            node.name,
-            node.target,
-            [ref.name for ref in node.operands()],
-            [(each.shape, each.requires_grad) for each in node.outputs],
-        )
-        for node in program.nodes
-    ]
+    nodes: list[Any] = []
+    for node in program.nodes:
+        outputs = [(each.shape, each.requires_grad) for each in node.outputs]
+        nodes.append((node.name, node.target, [ref.name for ref in node.operands()], outputs))
     return [state, [(name, tuple(each.shape)) for name, each in program.constants.items()], nodes]

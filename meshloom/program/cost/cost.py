@@ -107,9 +107,12 @@ def _costs(program: Program) -> dict[str, Cost]:
         loss = loss_of(program, values)
     values.clear()  # also frees what autograd saved for values on which the loss does not depend
     kept = _kept(program, (held for each in saved if (held := each()) is not None), owners)
-    with _Meter(
-        lambda: bisect_right(firsts, number) - 1 if (number := number_here()) is not None else None
-    ) as backward:
+
+    def node_here() -> int | None:
+        number = number_here()
+        return None if number is None else bisect_right(firsts, number) - 1
+
+    with _Meter(node_here) as backward:
         if loss is not None:
             loss.backward()
     return {
@@ -120,9 +123,7 @@ def _costs(program: Program) -> dict[str, Cost]:
             written_bytes=forward.written[index],
             backward_read_bytes=backward.read[index],
             backward_written_bytes=backward.written[index],
-            kept=tuple(
-                SavedTensor(memory=memory, num_bytes=num_bytes) for memory, num_bytes in kept[index].items()
-            ),
+            kept=tuple(SavedTensor(memory=name, num_bytes=size) for name, size in kept[index].items()),
         )
         for index, node in enumerate(program.nodes)
     }
@@ -130,26 +131,22 @@ def _costs(program: Program) -> dict[str, Cost]:
 
 def _renamed(cost: Cost, names: Mapping[str, str]) -> Cost:
     """The cost of a node in another block. names: value -> its counterpart there."""
-    return (
-        replace(
-            cost, kept=tuple(replace(each, memory=_renamed_memory(each.memory, names)) for each in cost.kept)
-        )
-        if cost.kept
-        else cost
-    )
+    if not cost.kept:
+        return cost
+
+    def moved(each: SavedTensor) -> SavedTensor:
+        value, colon, number = each.memory.partition(":")
+        return replace(each, memory=names.get(value, value) + colon + number)
+
+    return replace(cost, kept=tuple(map(moved, cost.kept)))
 
 
-def _renamed_memory(memory: str, names: Mapping[str, str]) -> str:
-    value, colon, number = memory.partition(":")
-    return names.get(value, value) + colon + number
-
-
+@dataclass(eq=False)
 class _Saved:
     """A tensor that autograd saved while node `index` ran; it lives as long as autograd references it."""
 
-    def __init__(self, index: int, tensor: Tensor) -> None:
-        self.index = index
-        self.tensor = tensor
+    index: int
+    tensor: Tensor
 
 
 class _Meter(TorchDispatchMode):

@@ -56,11 +56,8 @@ def leaves(
     """Name of the value -> tensor, for all inputs of a program."""
     values = {each.value: parameters[name] for name, each in program.parameters.items()}
     values |= {each.value: buffers[name] for name, each in program.buffers.items()}
-    return (
-        values
-        | {each.value: tensor for each, tensor in zip(program.inputs, inputs, strict=True)}
-        | fake_constants(program)
-    )
+    values |= {each.value: tensor for each, tensor in zip(program.inputs, inputs, strict=True)}
+    return values | fake_constants(program)
 
 
 def run_nodes(program: Program, values: dict[str, Any], *, keep: bool) -> Iterator[Node]:
@@ -68,9 +65,9 @@ def run_nodes(program: Program, values: dict[str, Any], *, keep: bool) -> Iterat
 
     keep: leave values there after their last use. Parameters, inputs and outputs always stay.
     """
-    contexts = tuple(dict.fromkeys(node.context for node in program.nodes))
+    contexts = program.contexts
     number = {context: index for index, context in enumerate(contexts)}
-    made = {node.name for node in program.nodes}
+    of_nodes = {node.name for node in program.nodes}
     dying = {} if keep else last_uses(program.nodes, (program.outputs, tuple(program.updates.values())))
     with Entered(contexts, device=program.device.type) as entered:
         for node in program.nodes:
@@ -79,7 +76,7 @@ def run_nodes(program: Program, values: dict[str, Any], *, keep: bool) -> Iterat
             values[node.name] = node.target(*args, **kwargs)
             del args, kwargs
             for name in dying.get(node.name, ()):
-                if name in made:
+                if name in of_nodes:
                     del values[name]
             yield node
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves
 
+from meshloom.program.ir.schemas import arguments_of, is_written
 from meshloom.program.ir.sparse_constants import dense_parts, memory_of
 
 aten = torch.ops.aten
@@ -23,12 +24,12 @@ _OVERWRITE = {
     "copy_",
     "fill_",
     "zero_",
+    "set_",
     "uniform_",
     "normal_",
     "bernoulli_",
     "random_",
     "exponential_",
-    "set_",
 }
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
@@ -51,13 +52,8 @@ def bytes_read_and_written(
     held = {memory_of(each) for each in operands}
     written = sum(_num_bytes(each) for each in outputs if memory_of(each) not in held)
     if func._schema.is_mutable:
-        updated = [
-            leaf
-            for argument, given in _given(func, args, kwargs)
-            if _is_written(argument)
-            for leaf in tree_leaves(given)
-        ]
-        written += sum(_num_bytes(each) for each in updated if isinstance(each, Tensor))
+        updated = [given for argument, given in arguments_of(func, args, kwargs) if is_written(argument)]
+        written += sum(_num_bytes(each) for each in tree_leaves(updated) if isinstance(each, Tensor))
         operands = operands[1:] if name in _OVERWRITE else operands
     elif not written:
         return 0, 0
@@ -75,18 +71,6 @@ def _num_bytes(tensor: Tensor) -> int:
             count *= int(size) if stride or not size else 1
         total += count * part.element_size()
     return total
-
-
-def _given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    arguments = func._schema.arguments
-    return [
-        *zip(arguments, args, strict=False),
-        *((each, kwargs[each.name]) for each in arguments if each.name in kwargs),
-    ]
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _recurrent_layer(x: Any, w_x: Any, w_h: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:

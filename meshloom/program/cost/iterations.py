@@ -29,11 +29,12 @@ def iterations_of(nodes: Sequence[Node]) -> list[list[Sequence[Node]]]:
     start = 0
     while start < len(row):
         period, count = _longest(row, next_places, start)
-        if count >= MIN_ITERATIONS:
-            loops.append(
-                [nodes[start + turn * period : start + (turn + 1) * period] for turn in range(count)]
-            )
-        start += period * count if count >= MIN_ITERATIONS else 1
+        if count < MIN_ITERATIONS:
+            start += 1
+            continue
+        end = start + period * count
+        loops.append([nodes[place : place + period] for place in range(start, end, period)])
+        start = end
     return loops
 
 
@@ -57,8 +58,8 @@ def _constants(value: object) -> object:
 
 def _kind(node: Node) -> object:
     """Equal for the same operator in all iterations."""
-    made = tuple((each.shape, each.dtype, each.requires_grad) for each in node.outputs)
-    return node.target, node.path, node.context.grad, made, repr(constants_of(node))
+    outputs = tuple((each.shape, each.dtype, each.requires_grad) for each in node.outputs)
+    return node.target, node.path, node.context.grad, outputs, repr(constants_of(node))
 
 
 def _next_places(row: Sequence[int]) -> list[int]:

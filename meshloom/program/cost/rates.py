@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
+from meshloom.machine.links import Collective as LinkCollective
 from meshloom.machine.machine import Machine, collective_seconds, this_machine
 from meshloom.program.cost.cost import Cost
-from meshloom.program.operators.payload import Collective
+from meshloom.program.operators.collectives import Collective
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 _MANY = 2.0**26  # bytes, for the slope of a line
@@ -21,6 +22,9 @@ class LinearSeconds:
 
     latency_seconds: float
     bytes_per_second: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_seconds + num_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,7 @@ class Rates:
         """
         line = self.measured.get(collective)
         if line is not None:
-            return line.latency_seconds + num_bytes / line.bytes_per_second
+            return line.seconds(num_bytes)
         n = num_ranks
         messages = 2 * (n - 1) if collective == "all_reduce" else n - 1
         size = num_bytes if collective == "all_gather" else num_bytes / n
@@ -76,25 +80,21 @@ class Rates:
         line = self.send or LinearSeconds(
             latency_seconds=self.latency_seconds, bytes_per_second=self.link_bytes_per_second
         )
-        return line.latency_seconds + num_bytes / line.bytes_per_second
+        return line.seconds(num_bytes)
 
     def node_seconds(self, cost: Cost) -> float:
         """Seconds of an operator on one device, forward and backward."""
-        return sum(self.forward_and_backward_seconds(cost))
-
-    def forward_and_backward_seconds(self, cost: Cost) -> tuple[float, float]:
-        """Seconds of an operator on one device, each way."""
-        back = max(
-            cost.backward_flops / self.flops_per_second,
-            (cost.backward_read_bytes + cost.backward_written_bytes) / self.bytes_per_second,
-        )
-        return self.forward_seconds(cost), back
+        return self.forward_seconds(cost) + self.backward_seconds(cost)
 
     def forward_seconds(self, cost: Cost) -> float:
         """Seconds of its forward."""
-        return max(
-            cost.flops / self.flops_per_second, (cost.read_bytes + cost.written_bytes) / self.bytes_per_second
-        )
+        moved = cost.read_bytes + cost.written_bytes
+        return max(cost.flops / self.flops_per_second, moved / self.bytes_per_second)
+
+    def backward_seconds(self, cost: Cost) -> float:
+        """Seconds of its backward."""
+        moved = cost.backward_read_bytes + cost.backward_written_bytes
+        return max(cost.backward_flops / self.flops_per_second, moved / self.bytes_per_second)
 
 
 def rates_of(machine: Machine, num_ranks: int, dtype: str = "float32") -> Rates:
@@ -105,23 +105,15 @@ def rates_of(machine: Machine, num_ranks: int, dtype: str = "float32") -> Rates:
     """
     known = default_rates(machine.device)
     measured = {link.collective for link in machine.links}
-    lines: dict[Collective, LinearSeconds] = {}
-    for collective in COLLECTIVES:
-        if collective in measured:
-            start = collective_seconds(machine, collective, 0.0, num_ranks)
-            lines[collective] = LinearSeconds(
-                latency_seconds=start,
-                bytes_per_second=_MANY / (collective_seconds(machine, collective, _MANY, num_ranks) - start),
-            )
+    lines = {each: _line(machine, each, num_ranks) for each in COLLECTIVES if each in measured}
+    link = lines["all_gather"].bytes_per_second if "all_gather" in lines else known.link_bytes_per_second
     return replace(
         known,
         flops_per_second=machine.operation("matmul", dtype).rate,
         bytes_per_second=machine.operation("elementwise", dtype).rate,
-        link_bytes_per_second=lines["all_gather"].bytes_per_second
-        if "all_gather" in lines
-        else known.link_bytes_per_second,
+        link_bytes_per_second=link,
         measured=lines,
-        send=_line_of_sends(machine) if "send" in measured else None,
+        send=_line(machine, "send", 2) if "send" in measured else None,
         machine=machine,
         source=_source(machine),
     )
@@ -132,12 +124,9 @@ def _source(machine: Machine) -> str:
     return f"measured on {machine.name} at {time.strftime('%Y-%m-%d %H:%M', time.localtime(machine.measured_at))}{over}"
 
 
-def _line_of_sends(machine: Machine) -> LinearSeconds:
-    start = collective_seconds(machine, "send", 0.0, 2)
-    return LinearSeconds(
-        latency_seconds=start,
-        bytes_per_second=_MANY / (collective_seconds(machine, "send", _MANY, 2) - start),
-    )
+def _line(machine: Machine, collective: LinkCollective, num_ranks: int) -> LinearSeconds:
+    start, end = (collective_seconds(machine, collective, size, num_ranks) for size in (0.0, _MANY))
+    return LinearSeconds(latency_seconds=start, bytes_per_second=_MANY / (end - start))
 
 
 def rates_here(device: str, num_ranks: int, dtype: str = "float32") -> Rates:

@@ -60,13 +60,8 @@ class OperandTable:
         """unique: a function whose calls are never identical to each other."""
         self._nodes = program.nodes
         kinds: dict[Any, int] = {}
-        self._kinds = numpy.array(
-            [
-                kinds.setdefault(_kind(node) if node.target is not unique else object(), len(kinds))
-                for node in program.nodes
-            ],
-            dtype=int,
-        )
+        of_nodes = (_kind(node) if node.target is not unique else object() for node in program.nodes)
+        self._kinds = numpy.array([kinds.setdefault(each, len(kinds)) for each in of_nodes], dtype=int)
         places = {node.name: place for place, node in enumerate(program.nodes)}
         numbers = dict(places)
         used: list[int] = []
@@ -199,14 +194,8 @@ def _kind(node: Node) -> Any:
             for place, each in enumerate(args)
         )
     regions = tuple((each.device, each.dtype, each.enabled, each.cache) for each in node.context.autocast)
-    kind = (
-        node.target,
-        _typed(args),
-        tuple((key, _typed(each)) for key, each in node.kwargs.items()),
-        node.outputs,
-        node.context.grad,
-        regions,
-    )
+    kwargs = tuple((key, _typed(each)) for key, each in node.kwargs.items())
+    kind = node.target, _typed(args), kwargs, node.outputs, node.context.grad, regions
     try:
         hash(kind)
     except TypeError:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshloom.program.cost.repeated_blocks import OperandTable, Run
-from meshloom.program.ir.nodes import Node, Ref
+from meshloom.program.ir.nodes import Node, Ref, renamed
 from meshloom.program.ir.program import Program
 
 T = TypeVar("T")
@@ -48,9 +48,7 @@ def node_by_node(
         return dict(analyse(program))
     num_blocks = short.run.num_blocks
     to_last = short.names(LAST, num_blocks - 1)
-    whole: dict[str, T] = {}
-    for node in program.nodes[: short.run.start]:
-        whole[node.name] = results[node.name]
+    whole = {node.name: results[node.name] for node in program.nodes[: short.run.start]}
     for number in range(num_blocks):
         source = FIRST if number == 0 else LAST if number == num_blocks - 1 else INNER
         names = to_last if source == LAST else short.names(source, number)
@@ -123,29 +121,24 @@ def _without_most_blocks(program: Program, run: Run, operators: OperandTable) ->
         kept = program.nodes[first - period + offset].name
         names[kept] = last  # the last kept block is now the last of all; its former values get other names
         gone = [last, *(program.nodes[place + offset].name for place in range(first, end - period, period))]
-        stand_ins += [
-            replace(
-                like, name=name, target=stand_in, args=(Ref(like.name),), kwargs={}, draw=None, num_draws=0
-            )
-            for name in gone
-        ]
+        stand = replace(like, target=stand_in, args=(Ref(like.name),), kwargs={}, draw=None, num_draws=0)
+        stand_ins += [replace(stand, name=name) for name in gone]
     left_out = {node.name for node in program.nodes[first:end]}
     nodes = (
         *program.nodes[: first - period],
         *stand_ins,
         *program.nodes[first - period : first],
-        *(_renamed_node(node, names) for node in program.nodes[end:]),
+        *(node.with_operands(names) for node in program.nodes[end:]),
     )
-    unused = set(chain.from_iterable(variables[NUM_KEPT:])).difference(
-        ref.name for node in nodes for ref in node.operands()
-    )
+    used = {ref.name for node in nodes for ref in node.operands()}
+    unused = set(chain.from_iterable(variables[NUM_KEPT:])) - used
     short = replace(
         program,
         nodes=nodes,
         parameters={name: each for name, each in program.parameters.items() if each.value not in unused},
         buffers={name: each for name, each in program.buffers.items() if each.value not in unused},
         constants={name: each for name, each in program.constants.items() if name not in unused},
-        outputs=_renamed(program.outputs, names),
+        outputs=renamed(program.outputs, names),
         updates={name: ref for name, ref in program.updates.items() if ref.name not in left_out},
     )
     return Shortened(program=short, whole=program, run=run, variables=variables)
@@ -165,17 +158,3 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return None
-
-
-def _renamed_node(node: Node, names: Names) -> Node:
-    return replace(
-        node,
-        args=_renamed(node.args, names),
-        kwargs={key: _renamed(each, names) for key, each in node.kwargs.items()},
-    )
-
-
-def _renamed(value: Any, names: Names) -> Any:
-    if isinstance(value, Ref):
-        return Ref(names.get(value.name, value.name))
-    return tuple(_renamed(each, names) for each in value) if isinstance(value, tuple) else value

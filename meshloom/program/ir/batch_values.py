@@ -50,11 +50,8 @@ def tensor_of(leaves: Leaves, each: Input, dtype: torch.dtype | None = None) -> 
     if each.name in leaves.tensors:
         return leaves.tensors[each.name]
     own = each.meta.dtype
-    return torch.tensor(
-        leaves.values[each.name],
-        dtype=dtype if dtype and own.is_floating_point else own,
-        device=leaves.device,
-    )
+    wanted = dtype if dtype and own.is_floating_point else own
+    return torch.tensor(leaves.values[each.name], dtype=wanted, device=leaves.device)
 
 
 def read_values(
@@ -118,27 +115,20 @@ def text_of(value: Any) -> str | None:
     >>> text_of({"a": [1, 2.5, "b"], "c": None})
     "{'a': [1, 2.5, 'b'], 'c': None}"
     """
-    if value is None or (
-        isinstance(value, bool | int | float | complex | str | bytes) and not isinstance(value, enum.Enum)
-    ):
-        return _short(repr(value), 200)
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return _short(repr(value), 200)
     if isinstance(value, torch.dtype | torch.device | torch.Size | range | slice | numpy.generic):
         return repr(value)
-    if isinstance(value, numpy.ndarray):
-        return (
-            None if value.dtype.hasobject else f"array {value.dtype} {value.shape} {_hash(value.tobytes())}"
-        )
+    if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
+        return f"array {value.dtype} {value.shape} {_hash(value.tobytes())}"
     if isinstance(value, Tensor):
         return f"tensor {value.dtype} {value.tolist()}" if value.numel() <= 10_000 else None
     if isinstance(value, Mapping):
         pairs = [(text_of(key), text_of(each)) for key, each in value.items()]
-        return (
-            None
-            if any(None in pair for pair in pairs)
-            else _short("{" + ", ".join(f"{key}: {each}" for key, each in pairs) + "}")
-        )
+        text = ", ".join(f"{key}: {each}" for key, each in pairs)
+        return None if any(None in pair for pair in pairs) else _short("{" + text + "}")
     if isinstance(value, set | frozenset):
         texts = [text_of(each) for each in value]
         return None if None in texts else _short("{" + ", ".join(sorted(map(str, texts))) + "}")
@@ -161,11 +151,10 @@ def with_other_numbers(
 
 def stand_ins(others: Mapping[str, str | None], leaves: Leaves) -> dict[str, Any]:
     """Name -> the tensor that replaces a number that is an input, for a program captured by shapes."""
-    dtypes = {"a float": torch.get_default_dtype(), "an int": torch.int64}
     return {
-        name: torch.tensor(leaves.values[name], dtype=dtypes[wanted])
+        name: torch.tensor(leaves.values[name], dtype=_dtype(wanted))
         for name, wanted in others.items()
-        if wanted in dtypes
+        if wanted in _KINDS
     }
 
 
@@ -253,6 +242,10 @@ def _kind(value: Any) -> str | None:
     return "an int" if isinstance(value, int | numpy.integer) and -(2**63) <= int(value) < 2**63 else None
 
 
+def _dtype(kind: str) -> torch.dtype:
+    return torch.get_default_dtype() if kind == "a float" else torch.int64
+
+
 def _is_always_fixed(value: Any) -> bool:
     """Whether code tests a value with `is`, which no stand-in can notice, or needs the value itself."""
     return value is None or isinstance(value, Tensor | bool | enum.Enum | torch.dtype)
@@ -276,32 +269,24 @@ def _view(leaves: Leaves, values: Mapping[str, Any], fixed: set[str], touched: d
         raise CaptureError(
             f"The two batches to capture the loss with must have the same structure, and one holds {', '.join(values)} and the other {', '.join(leaves.values)}."
         )
-    kinds = {
-        name: torch.get_default_dtype() if _kind(value) == "a float" else torch.int64
-        for name, value in values.items()
-        if _kind(value)
-    }
-    numbers = {
-        name: torch.tensor(
-            leaves.values[name] if _kind(leaves.values[name]) else values[name],
-            dtype=dtype,
-            device=leaves.device,
-        )
-        for name, dtype in kinds.items()
-        if name not in fixed
-    }
-    kept = {
-        name: value if name in fixed else _Unread(name, touched)
-        for name, value in values.items()
-        if name not in numbers
-    }
+    numbers: dict[str, Tensor] = {}
+    rest: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in fixed:
+            rest[name] = value
+        elif kind := _kind(value):
+            own = leaves.values[name]
+            numbers[name] = torch.tensor(
+                own if _kind(own) else value, dtype=_dtype(kind), device=leaves.device
+            )
+        else:
+            rest[name] = _Unread(name, touched)
 
     def rebuild(tensors: Any, others: Mapping[str, Any] | None = None) -> Any:
         given = list(tensors)
         count = len(leaves.tensors)
-        return leaves.rebuild(
-            given[:count], {**kept, **dict(zip(numbers, given[count:], strict=True)), **(others or {})}
-        )
+        as_numbers = dict(zip(numbers, given[count:], strict=True))
+        return leaves.rebuild(given[:count], {**rest, **as_numbers, **(others or {})})
 
     return Leaves({**leaves.tensors, **numbers}, rebuild)
 

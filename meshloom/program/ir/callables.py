@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshloom.core.random import KeyedDraws, pass_over_draws
+from meshloom.core.random import KeyedDraws
 
 
 def out_of_place(op: Callable[..., Any], value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -28,10 +28,4 @@ def keyed(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def keyed_out_of_place(op: Callable[..., Any], value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`out_of_place` for an `op` that draws, with `keyed` seeds."""
-    with KeyedDraws():
-        return op(value.clone(), *args, **kwargs)
-
-
-def skip_draws(count: int) -> None:
-    """Advance the random state past `count` draws of another stage."""
-    pass_over_draws(count)
+    return keyed(op, value.clone(), *args, **kwargs)

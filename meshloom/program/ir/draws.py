@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshloom.core.random import derive
+from meshloom.core.random import derive, pass_over_draws
+from meshloom.program.ir.nodes import Node
 
 
 def seed_of_draw(chunk_seed: int, number: int) -> int:
@@ -20,6 +22,14 @@ def seed_of_draw(chunk_seed: int, number: int) -> int:
     for _ in range(number):
         chunk_seed = derive(chunk_seed, "next")
     return chunk_seed
+
+
+def passing_over_draws(node: Node, count: int) -> Node:
+    """A node, to be run before `node`, that advances the random state past `count` draws of others."""
+    name = f"{node.name}__skip"
+    return replace(
+        node, name=name, target=pass_over_draws, args=(count,), kwargs={}, num_draws=0, draw=None, outputs=()
+    )
 
 
 class CountDraws(TorchDispatchMode):

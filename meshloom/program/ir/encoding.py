@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, describe_line
 from meshloom.program.ir.nodes import Input, Meta, Node, Ref, Variable
 
+T = TypeVar("T", Variable, Input)
 _torch: Any = torch
 _OURS = {"out_of_place": out_of_place}
 _ON_NUMBERS = {"operator": operator, "math": math, "torch": torch}  # functions of numbers read from tensors
@@ -27,12 +28,9 @@ _ON_NUMBERS = {"operator": operator, "math": math, "torch": torch}  # functions 
 
 def encoded(value: Any) -> Any:
     """JSON of an argument. Raises `CaptureError` for types that have none."""
-    if (
-        value is None
-        or isinstance(value, bool | str)
-        or type(value) is int
-        or (type(value) is float and math.isfinite(value))
-    ):
+    if value is None or isinstance(value, bool | str) or type(value) is int:
+        return value
+    if type(value) is float and math.isfinite(value):
         return value
     if isinstance(value, tuple):
         return [encoded(each) for each in value]
@@ -71,9 +69,9 @@ def decoded(value: Any) -> Any:
     if kind == "device":
         return torch.device(text)
     if kind in _KINDS:
-        found = getattr(torch, text)
-        assert isinstance(found, getattr(torch, kind))
-        return found
+        constant = getattr(torch, text)
+        assert isinstance(constant, getattr(torch, kind))
+        return constant
     return decoded_operator(text)
 
 
@@ -134,7 +132,6 @@ def encoded_node(node: Node, contexts: dict[Context, int], lines: dict[SourceLin
 
 
 def decoded_node(value: dict[str, Any], contexts: list[Context], lines: list[SourceLine]) -> Node:
-    """The node encoded as `value`."""
     return Node(
         name=value["name"],
         target=decoded_operator(value["target"]),
@@ -150,59 +147,35 @@ def decoded_node(value: dict[str, Any], contexts: list[Context], lines: list[Sou
 
 
 def encoded_meta(meta: Meta) -> list[Any]:
-    """Shape, dtype, strides, whether it requires grad."""
     return [list(meta.shape), str(meta.dtype).removeprefix("torch."), list(meta.stride), meta.requires_grad]
 
 
 def decoded_meta(value: list[Any]) -> Meta:
-    """The `Meta` encoded as `value`."""
-    shape, dtype, stride, requires_grad = value
-    return Meta(
-        shape=tuple(shape), dtype=decoded({"dtype": dtype}), stride=tuple(stride), requires_grad=requires_grad
-    )
+    shape, dtype, stride, graded = value
+    dtype = decoded({"dtype": dtype})
+    return Meta(shape=tuple(shape), dtype=dtype, stride=tuple(stride), requires_grad=graded)
 
 
 def encoded_context(context: Context) -> dict[str, Any]:
-    """JSON of a context."""
-    regions = [
-        {**vars(region), "dtype": str(region.dtype).removeprefix("torch.")} for region in context.autocast
-    ]
+    regions = [{**vars(region), **encoded(region.dtype)} for region in context.autocast]
     return {"autocast": regions, "grad": context.grad}
 
 
 def decoded_context(value: dict[str, Any]) -> Context:
-    """The context encoded as `value`."""
-    regions = [
+    regions = (
         Autocast(**{**region, "dtype": decoded({"dtype": region["dtype"]})}) for region in value["autocast"]
-    ]
+    )
     return Context(autocast=tuple(regions), grad=value["grad"])
 
 
-def encoded_variable(variable: Variable) -> dict[str, Any]:
-    """JSON of a parameter or buffer."""
-    return {
-        "value": variable.value,
-        "name": variable.name,
-        "meta": encoded_meta(variable.meta),
-        "aliases": list(variable.aliases),
-    }
+def encoded_tensor(tensor: Variable | Input) -> dict[str, Any]:
+    """JSON of a parameter, a buffer or an input."""
+    return {**vars(tensor), "meta": encoded_meta(tensor.meta)}
 
 
-def decoded_variable(value: dict[str, Any]) -> Variable:
-    """The parameter or buffer encoded as `value`."""
-    return Variable(
-        value=value["value"],
-        name=value["name"],
-        meta=decoded_meta(value["meta"]),
-        aliases=tuple(value["aliases"]),
-    )
-
-
-def encoded_input(value: Input) -> dict[str, Any]:
-    """JSON of an input."""
-    return {"value": value.value, "name": value.name, "meta": encoded_meta(value.meta)}
-
-
-def decoded_input(value: dict[str, Any]) -> Input:
-    """The input encoded as `value`."""
-    return Input(value=value["value"], name=value["name"], meta=decoded_meta(value["meta"]))
+def decoded_tensor(kind: type[T], value: dict[str, Any]) -> T:
+    """The `Variable` or `Input` encoded as `value`."""
+    fields: dict[str, Any] = {**value, "meta": decoded_meta(value["meta"])}
+    if "aliases" in fields:
+        fields["aliases"] = tuple(fields["aliases"])
+    return kind(**fields)

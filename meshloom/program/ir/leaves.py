@@ -70,10 +70,8 @@ def _take_apart(tree: Any, name: str, found: Leaves) -> Rebuild:
             data(tensors, values), sizes(tensors, values), *(each(tensors, values) for each in orders)
         )
     if isinstance(tree, Mapping):
-        parts = {key: _take_apart(value, _join(name, key), found) for key, value in tree.items()}
-        return lambda tensors, values: _like_mapping(
-            tree, {key: take(tensors, values) for key, take in parts.items()}
-        )
+        parts = _parts(tree, name, found)
+        return lambda tensors, values: _like_mapping(tree, parts(tensors, values))
     if isinstance(tree, list | tuple) and (
         _holds_tensors(tree)
         or hasattr(tree, "_fields")
@@ -82,14 +80,18 @@ def _take_apart(tree: Any, name: str, found: Leaves) -> Rebuild:
         takes = [_take_apart(value, _join(name, number), found) for number, value in enumerate(tree)]
         return lambda tensors, values: _like_sequence(tree, [take(tensors, values) for take in takes])
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {
-            field.name: _take_apart(getattr(tree, field.name), _join(name, field.name), found)
-            for field in dataclasses.fields(tree)
-        }
-        return lambda tensors, values: _like_dataclass(
-            tree, {key: take(tensors, values) for key, take in fields.items()}
-        )
+        fields = _parts(_fields(tree), name, found)
+        return lambda tensors, values: _like_dataclass(tree, fields(tensors, values))
     return _value(tree, name, found)
+
+
+def _parts(items: Mapping[Any, Any], name: str, found: Leaves) -> Rebuild:
+    takes = {key: _take_apart(value, _join(name, key), found) for key, value in items.items()}
+    return lambda tensors, values: {key: take(tensors, values) for key, take in takes.items()}
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 def _value(value: Any, name: str, found: Leaves) -> Rebuild:
@@ -103,7 +105,7 @@ def _holds_tensors(tree: Any) -> bool:
     if isinstance(tree, list | tuple):
         return any(map(_holds_tensors, tree))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return any(_holds_tensors(getattr(tree, field.name)) for field in dataclasses.fields(tree))
+        return any(map(_holds_tensors, _fields(tree).values()))
     return isinstance(tree, Tensor)
 
 

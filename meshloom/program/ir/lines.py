@@ -49,13 +49,9 @@ class SourcePlace:
 
 def describe_line(line: SourceLine | None) -> str:
     """`file:12 (code)` for an error."""
-    return (
-        f"{line} ({line.text})"
-        if line and line.text
-        else str(line)
-        if line
-        else "a line that could not be found"
-    )
+    if line is None:
+        return "a line that could not be found"
+    return f"{line} ({line.text})" if line.text else str(line)
 
 
 def line_of_frame(frame: FrameType | None) -> SourceLine | None:

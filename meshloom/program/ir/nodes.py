@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -67,6 +67,11 @@ class Node:
     draw: int | None
     num_draws: int
     outputs: tuple[Meta, ...]
+
+    def with_operands(self, names: Mapping[str, str], **changes: Any) -> Node:
+        """The node with renamed operands, and `changes` of its fields."""
+        kwargs = {key: renamed(each, names) for key, each in self.kwargs.items()}
+        return replace(self, args=renamed(self.args, names), kwargs=kwargs, **changes)
 
     @property
     def operator(self) -> str:
@@ -134,6 +139,13 @@ def users_by_value(nodes: Iterable[Node]) -> dict[str, list[Node]]:
     return users
 
 
+def renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """Nested arguments whose references to values in `names` have the new names."""
+    if isinstance(value, Ref):
+        return Ref(names.get(value.name, value.name))
+    return tuple(renamed(each, names) for each in value) if isinstance(value, tuple) else value
+
+
 def last_uses(nodes: Sequence[Node], returned: Any) -> dict[str, list[str]]:
     """Node -> values that are dead after it, including its own if unused. returned: read at the end."""
     last = {node.name: node.name for node in nodes}
@@ -150,8 +162,6 @@ def last_uses(nodes: Sequence[Node], returned: Any) -> dict[str, list[str]]:
 
 def operator_name(target: Any) -> str:
     """`aten.add.Tensor` -> add.Tensor, `aten.linear.default` -> linear."""
-    return (
-        str(target).removeprefix("aten.").removesuffix(".default")
-        if hasattr(target, "_schema")
-        else getattr(target, "__name__", str(target))
-    )
+    if hasattr(target, "_schema"):
+        return str(target).removeprefix("aten.").removesuffix(".default")
+    return getattr(target, "__name__", str(target))

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
+from meshloom.program.ir.contexts import Context
 from meshloom.program.ir.nodes import Input, Node, Ref, Variable, operator_name
-from meshloom.program.ir.sparse_constants import dense_parts, strides_of
+from meshloom.program.ir.sparse_constants import bits_of, dense_parts, strides_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,21 @@ class Program:
     shared: dict[Any, Callable[..., Any]] | None = field(default=None, repr=False, compare=False)
     compiled: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False, compare=False)
 
+    @property
+    def changing(self) -> frozenset[str]:
+        """Names of the buffers that it updates, at its end or while it runs."""
+        return self.in_place.union(self.updates)
+
+    @property
+    def tensor_inputs(self) -> tuple[Input, ...]:
+        """The inputs that are tensors in the batch."""
+        return tuple(each for each in self.inputs if each.name not in self.others)
+
+    @property
+    def contexts(self) -> tuple[Context, ...]:
+        """The distinct contexts of its nodes."""
+        return tuple(dict.fromkeys(node.context for node in self.nodes))
+
     def digest(self) -> str:
         """A short hash of all that it computes, but for source lines: equal for equal programs everywhere."""
         return self._digest
@@ -69,38 +85,18 @@ class Program:
             self.inputs,
             self.outputs,
             self.out_spec,
-            dict(self.updates),
         ]
-        facts += [
-            sorted(self.in_place),
-            self.device,
-            self.training,
-            self.precision,
-            self.by_shapes,
-            dict(self.others),
-        ]
+        facts += [dict(self.updates), sorted(self.in_place), self.device, self.training, self.precision]
+        facts += [self.by_shapes, dict(self.others)]
         for node in self.nodes:
-            facts += [
-                node.name,
-                node.operator,
-                node.args,
-                dict(node.kwargs),
-                node.context,
-                node.path,
-                node.draw,
-                node.num_draws,
-                node.outputs,
-            ]
+            facts += [node.name, node.operator, node.args, dict(node.kwargs), node.context, node.path]
+            facts += [node.draw, node.num_draws, node.outputs]
         digest = hashlib.sha256("\n".join(map(repr, facts)).encode())
         for name, constant in self.constants.items():
-            digest.update(
-                f"\n{name}: {constant.dtype} {tuple(constant.shape)} {strides_of(constant)}\n".encode()
-            )
-            for part in dense_parts(constant):
-                if not self.by_shapes and part.numel():
-                    digest.update(
-                        part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-                    )
+            layout = f"{constant.dtype} {tuple(constant.shape)} {strides_of(constant)}"
+            digest.update(f"\n{name}: {layout}\n".encode())
+            for part in () if self.by_shapes else dense_parts(constant):
+                digest.update(bits_of(part).numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def describe(self) -> str:
@@ -117,19 +113,12 @@ class Program:
         names = {each.value: name for name, each in (*self.parameters.items(), *self.buffers.items())}
         names |= {each.value: each.name for each in self.inputs}
         for node in self.nodes:
-            operands = ", ".join(
-                [
-                    *(_text(each, names) for each in node.args),
-                    *(f"{key}={_text(each, names)}" for key, each in node.kwargs.items()),
-                ]
-            )
+            operands = [_text(each, names) for each in node.args]
+            operands += [f"{key}={_text(each, names)}" for key, each in node.kwargs.items()]
             outputs = ", ".join(map(str, node.outputs)) or "number"
             notes = [node.path, str(node.context), f"draw {node.draw}" if node.draw is not None else ""]
-            lines.append(
-                f"{node.name} = {node.operator}({operands}) -> {outputs}  # {'; '.join(note for note in notes if note)}".rstrip(
-                    "# "
-                )
-            )
+            call = f"{node.name} = {node.operator}({', '.join(operands)}) -> {outputs}"
+            lines.append(f"{call}  # {'; '.join(filter(None, notes))}".rstrip("# "))
         lines += [f"update {name} = {each}" for name, each in self.updates.items()]
         lines += [f"updated while running: {name}" for name in sorted(self.in_place)]
         return "\n".join([*lines, f"return {', '.join(_text(each, names) for each in self.outputs)}"])

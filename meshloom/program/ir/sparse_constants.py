@@ -52,10 +52,16 @@ def memory_of(tensor: Tensor) -> int:
     return storage_of(tensor)._cdata
 
 
+def bits_of(part: Tensor) -> Tensor:
+    """uint8 [bytes]: the elements of a dense tensor in order, on the CPU."""
+    flat = part.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
 def empty_like(tensor: Tensor, device: torch.device | str) -> Tensor:
     """An uninitialized tensor of its shape, layout and number of values."""
     with _dispatch._disable_current_modes():  # reads parts of a real tensor inside a fake mode
         parts = [(each.shape, each.stride(), each.dtype) for each in dense_parts(tensor)]
         coalesced = is_sparse(tensor) and tensor.is_coalesced()
-    made = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in parts]
-    return from_parts(made, tensor.shape, coalesced=coalesced) if is_sparse(tensor) else made[0]
+    empty = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in parts]
+    return from_parts(empty, tensor.shape, coalesced=coalesced) if is_sparse(tensor) else empty[0]

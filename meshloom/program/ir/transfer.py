@@ -20,18 +20,17 @@ from meshloom.program.ir.contexts import Context
 from meshloom.program.ir.encoding import (
     decoded,
     decoded_context,
-    decoded_input,
     decoded_node,
-    decoded_variable,
+    decoded_tensor,
     encoded,
     encoded_context,
-    encoded_input,
     encoded_node,
-    encoded_variable,
+    encoded_tensor,
 )
 from meshloom.program.ir.lines import WAY_OUT, SourceLine
+from meshloom.program.ir.nodes import Input, Variable
 from meshloom.program.ir.program import Program
-from meshloom.program.ir.sparse_constants import dense_parts, from_parts, is_sparse
+from meshloom.program.ir.sparse_constants import bits_of, dense_parts, from_parts, is_sparse
 
 _MAGIC = b"meshloom program 1\n"
 _HASH_BYTES = 16
@@ -45,10 +44,10 @@ def pack(program: Program) -> bytes:
     lines: dict[SourceLine, int] = {}
     nodes = [encoded_node(node, contexts, lines) for node in program.nodes]
     header = {
-        "parameters": [encoded_variable(each) for each in program.parameters.values()],
-        "buffers": [encoded_variable(each) for each in program.buffers.values()],
+        "parameters": [encoded_tensor(each) for each in program.parameters.values()],
+        "buffers": [encoded_tensor(each) for each in program.buffers.values()],
         "constants": {name: _description(name, each) for name, each in program.constants.items()},
-        "inputs": [encoded_input(each) for each in program.inputs],
+        "inputs": [encoded_tensor(each) for each in program.inputs],
         "contexts": [encoded_context(each) for each in contexts],
         "lines": [[each.file, each.number, each.function] for each in lines],
         "nodes": nodes,
@@ -63,12 +62,13 @@ def pack(program: Program) -> bytes:
         "others": dict(program.others),
     }
     text = json.dumps(header, allow_nan=False).encode()
-    parts = {
-        f"{name}:{number}": part
-        for name, each in program.constants.items()
+    constants = {} if program.by_shapes else program.constants
+    # safetensors supports neither strides nor all of torch's dtypes, nor tensors that share memory
+    values = {
+        f"{name}:{number}": bits_of(part).clone()
+        for name, each in constants.items()
         for number, part in enumerate(dense_parts(each))
     }
-    values = {} if program.by_shapes else {name: _flat(each) for name, each in parts.items()}
     body = len(text).to_bytes(_LENGTH_BYTES, "little") + text + save(values)
     return _MAGIC + hashlib.blake2b(body, digest_size=_HASH_BYTES).digest() + body
 
@@ -78,10 +78,7 @@ def unpack(data: bytes) -> Program:
     need operators that are not registered here."""
     start = len(_MAGIC) + _HASH_BYTES
     body = data[start:]
-    if (
-        data[: len(_MAGIC)] != _MAGIC
-        or data[len(_MAGIC) : start] != hashlib.blake2b(body, digest_size=_HASH_BYTES).digest()
-    ):
+    if data[:start] != _MAGIC + hashlib.blake2b(body, digest_size=_HASH_BYTES).digest():
         raise CaptureError(
             f"These {len(data)} bytes are no program, or a damaged one. Pack it again, with the same version of meshloom."
         )
@@ -100,10 +97,10 @@ def _program(header: Mapping[str, Any], values: Mapping[str, Tensor]) -> Program
     contexts = [decoded_context(each) for each in header["contexts"]]
     lines = [SourceLine(*each) for each in header["lines"]]
     return Program(
-        parameters={each["name"]: decoded_variable(each) for each in header["parameters"]},
-        buffers={each["name"]: decoded_variable(each) for each in header["buffers"]},
+        parameters={each["name"]: decoded_tensor(Variable, each) for each in header["parameters"]},
+        buffers={each["name"]: decoded_tensor(Variable, each) for each in header["buffers"]},
         constants={name: _constant(name, each, values) for name, each in header["constants"].items()},
-        inputs=tuple(map(decoded_input, header["inputs"])),
+        inputs=tuple(decoded_tensor(Input, each) for each in header["inputs"]),
         nodes=tuple(decoded_node(each, contexts, lines) for each in header["nodes"]),
         outputs=decoded(header["outputs"]),
         out_spec=treespec_loads(header["out_spec"]),
@@ -122,34 +119,20 @@ def _description(name: str, constant: Tensor) -> dict[str, Any]:
         raise CaptureError(
             f"Constant {name} of the program is a {type(constant).__name__} of layout {constant.layout}, which cannot be sent. {WAY_OUT}"
         )
-    parts = [
-        {
-            "dtype": str(each.dtype).removeprefix("torch."),
-            "shape": list(each.shape),
-            "stride": list(each.stride()),
-        }
-        for each in dense_parts(constant)
-    ]
     return {
-        "parts": parts,
+        "parts": [
+            {**encoded(each.dtype), "shape": list(each.shape), "stride": list(each.stride())}
+            for each in dense_parts(constant)
+        ],
         "shape": list(constant.shape),
         "coalesced": constant.is_coalesced() if is_sparse(constant) else None,
     }
 
 
-def _flat(constant: Tensor) -> Tensor:
-    """Its bytes in order of elements: safetensors supports neither strides nor all of torch's dtypes."""
-    flat = constant.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8).clone() if flat.numel() else torch.empty(0, dtype=torch.uint8)
-
-
 def _constant(name: str, description: Mapping[str, Any], values: Mapping[str, Tensor]) -> Tensor:
     parts = [_part(each, values.get(f"{name}:{number}")) for number, each in enumerate(description["parts"])]
-    return (
-        parts[0]
-        if description["coalesced"] is None
-        else from_parts(parts, description["shape"], coalesced=description["coalesced"])
-    )
+    coalesced = description["coalesced"]
+    return parts[0] if coalesced is None else from_parts(parts, description["shape"], coalesced=coalesced)
 
 
 def _part(description: Mapping[str, Any], value: Tensor | None) -> Tensor:
@@ -157,8 +140,8 @@ def _part(description: Mapping[str, Any], value: Tensor | None) -> Tensor:
     shape, stride = description["shape"], description["stride"]
     if value is None:  # captured by shapes
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    made = torch.empty_strided(shape, stride, dtype=dtype)
-    return made.copy_(value.view(dtype).view(shape)) if value.numel() else made
+    part = torch.empty_strided(shape, stride, dtype=dtype)
+    return part.copy_(value.view(dtype).view(shape)) if value.numel() else part
 
 
 def _dumped(spec: TreeSpec) -> str:

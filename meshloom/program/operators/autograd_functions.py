@@ -55,9 +55,10 @@ def with_operators(applied: Applied) -> Tensor:
     args = applied.args
     y, backward = _run(applied, [each.detach() if isinstance(each, Tensor) else each for each in args])
     tensors = [each for each in args if isinstance(each, Tensor)]
-    if not isinstance(y, Tensor) or any(
-        not each.is_floating_point() or each.shape != y.shape for each in tensors
-    ):
+    fits = isinstance(y, Tensor) and all(
+        each.is_floating_point() and each.shape == y.shape for each in tensors
+    )
+    if not fits:
         raise refusal(applied)
     y = y.detach()
     factors = backward(torch.ones_like(y))
@@ -114,13 +115,13 @@ def _check_product(applied: Applied) -> None:
             y, backward = _run(applied, args)
             incoming = torch.randn(y.shape, generator=source, dtype=y.dtype)
             wanted, factors = backward(incoming), backward(torch.ones_like(y))
-            alike = [
+            is_product = all(
                 one is other is None or _are_close(one, incoming * other)
                 for one, other in zip(wanted, factors, strict=True)
-            ]
+            )
         except Exception as error:
             raise refusal(applied) from error
-        if not all(alike):
+        if not is_product:
             raise refusal(applied)
 
 
@@ -158,9 +159,9 @@ def _run(applied: Applied, args: Sequence[Any]) -> tuple[Any, Any]:
 def _sample(shape: torch.Size, sign: float | None, source: torch.Generator) -> Tensor:
     """Numbers of magnitude 1e-8 to 100, as float64."""
     size = 10 ** (10 * torch.rand(shape, generator=source, dtype=torch.float64) - 8)
-    return size * (
-        sign if sign is not None else torch.randn(shape, generator=source, dtype=torch.float64).sign()
-    )
+    if sign is not None:
+        return size * sign
+    return size * torch.randn(shape, generator=source, dtype=torch.float64).sign()
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:

@@ -24,10 +24,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from meshloom.comm.group import Group
+from meshloom.comm.group import Group, ReduceOp
 from meshloom.comm.pieces import Pieces, assemble, embed, owned, place, put, take
 
 Kind = Literal["invariant", "partial", "part"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
 @runtime_checkable
@@ -93,49 +94,42 @@ class _OnAllRanks(torch.autograd.Function):
 
 
 def _values(change: Transition, values: Sequence[Tensor]) -> list[Tensor]:
-    ranks = range(len(values))
+    ranks = list(enumerate(values))
     if change.target == "partial":
         if change.source == "invariant":
-            return [
-                value.clone() if rank == 0 else torch.zeros_like(value) for rank, value in enumerate(values)
-            ]
+            return [value.clone() if rank == 0 else torch.zeros_like(value) for rank, value in ranks]
         return [
-            place(change.before, rank, _masked_to_owned(change.before, rank, values[rank])) for rank in ranks
+            place(change.before, rank, _masked_to_owned(change.before, rank, value)) for rank, value in ranks
         ]
-    if change.source == "partial":
-        whole = _total(values)
-    elif change.source == "invariant":
-        whole = None
-    else:
-        whole = assemble(change.before, values)
-    if whole is None:
-        return [take(change.after, rank, values[rank]).clone() for rank in ranks]
-    return [take(change.after, rank, whole).clone() for rank in ranks]
+    if change.source == "invariant":
+        return [take(change.after, rank, value).clone() for rank, value in ranks]
+    whole = total_of(values) if change.source == "partial" else assemble(change.before, values)
+    return [take(change.after, rank, whole).clone() for rank, _ in ranks]
 
 
 def _gradients(change: Transition, gradients: Sequence[Tensor]) -> list[Tensor]:
-    ranks = range(len(gradients))
     if change.target == "part":
-        whole = _total([place(change.after, rank, gradient) for rank, gradient in enumerate(gradients)])
-    else:
-        whole = None
+        total = total_of([place(change.after, rank, gradient) for rank, gradient in enumerate(gradients)])
+        gradients = [total] * len(gradients)
     if change.source != "part":
-        return [(whole if whole is not None else gradient).clone() for gradient in gradients]
+        return [gradient.clone() for gradient in gradients]
     return [
-        _masked_to_owned(
-            change.before,
-            rank,
-            take(change.before, rank, whole if whole is not None else gradients[rank]).clone(),
-        )
-        for rank in ranks
+        _masked_to_owned(change.before, rank, take(change.before, rank, gradient).clone())
+        for rank, gradient in enumerate(gradients)
     ]
 
 
-def _total(values: Sequence[Tensor]) -> Tensor:
+def total_of(values: Sequence[Tensor]) -> Tensor:
+    """The sum of all ranks' values, added in the order of ranks."""
     total = values[0].clone()
     for value in values[1:]:
         total += value
     return total
+
+
+def largest_of(values: Sequence[Tensor]) -> Tensor:
+    """The maximum over all ranks' values, elementwise."""
+    return torch.stack(list(values)).amax(0)
 
 
 def _masked_to_owned(pieces: Pieces, rank: int, part: Tensor) -> Tensor:
@@ -156,6 +150,16 @@ def take_within(inner: Pieces, outer: Pieces, rank: int, part: Tensor) -> Tensor
 # On one rank.
 
 
+def all_reducing(group: Group, op: ReduceOp) -> Callable[[Sequence[Tensor]], Tensor]:
+    """`total_of` or `largest_of` over a group, for a list of this rank's one value, which is overwritten."""
+
+    def reduced(values: Sequence[Tensor]) -> Tensor:
+        group.all_reduce(values[0], op).wait()
+        return values[0]
+
+    return reduced
+
+
 def _value(change: Transition, group: Group, value: Tensor) -> Tensor:
     before, after = change.before, change.after
     if change.target == "partial":
@@ -165,7 +169,7 @@ def _value(change: Transition, group: Group, value: Tensor) -> Tensor:
     if change.source == "invariant":
         return take(after, group.rank, value).clone()
     if change.source == "partial":
-        return _summed(after, group, value)
+        return start_sum(after, group, value)()
     if before.is_whole:
         return take(after, group.rank, value).clone()
     return _gathered(before, after, group, value)
@@ -203,10 +207,6 @@ def _wanted_back(change: Transition) -> Pieces:
     return owned(change.before) if change.source == "part" else change.before
 
 
-def _summed(after: Pieces, group: Group, value: Tensor) -> Tensor:
-    return start_sum(after, group, value)()
-
-
 def start_sum(after: Pieces, group: Group, value: Tensor, *, ours: bool = False) -> Callable[[], Tensor]:
     """Start adding up all ranks' `value`s; the returned function waits for this rank's part in `after`.
 
@@ -222,7 +222,7 @@ def start_sum(after: Pieces, group: Group, value: Tensor, *, ours: bool = False)
             return total if after.is_whole else take(after, group.rank, total).clone()
 
         return all_of_it
-    longest = max(after.num_elements(rank) for rank in range(group.size))
+    longest = _longest(after)
     rows = value.new_empty(group.size, longest)
     for rank in range(group.size):
         count = after.num_elements(rank)
@@ -247,20 +247,13 @@ def _gathered(before: Pieces, after: Pieces, group: Group, value: Tensor) -> Ten
     here = place(source, group.rank, mine)
     common = [source.intersection(group.rank, after, rank) for rank in range(group.size)]
     theirs = [source.intersection(rank, after, group.rank) for rank in range(group.size)]
+    counts = [each.num_elements(rank) for rank, each in enumerate(theirs)]
     sent = [take(each, group.rank, here).reshape(-1) for each in common]
-    received = value.new_empty(sum(each.num_elements(rank) for rank, each in enumerate(theirs)))
-    group.all_to_all(
-        received,
-        torch.cat(sent),
-        [each.num_elements(rank) for rank, each in enumerate(theirs)],
-        [part.numel() for part in sent],
-    ).wait()
+    received = value.new_empty(sum(counts))
+    group.all_to_all(received, torch.cat(sent), counts, [part.numel() for part in sent]).wait()
     whole = value.new_zeros(before.shape)
-    start = 0
-    for rank, each in enumerate(theirs):
-        count = each.num_elements(rank)
-        put(each, rank, received[start : start + count].view(each.local_shape(rank)), whole)
-        start += count
+    for rank, (each, part) in enumerate(zip(theirs, received.split(counts), strict=True)):
+        put(each, rank, part.view(each.local_shape(rank)), whole)
     return take(after, group.rank, whole).clone()
 
 
@@ -268,7 +261,7 @@ def start_gather(before: Pieces, group: Group, value: Tensor) -> Callable[[], Te
     """Start gathering all ranks' parts everywhere; the returned function waits for the full value."""
     source = owned(before)
     mine = take_within(source, before, group.rank, value) if before.is_shared else value
-    longest = max(source.num_elements(rank) for rank in range(group.size))
+    longest = _longest(source)
     if mine.numel() == longest and mine.is_contiguous():
         row = mine.detach().reshape(-1)
     else:
@@ -286,3 +279,47 @@ def start_gather(before: Pieces, group: Group, value: Tensor) -> Callable[[], Te
         return assemble(source, parts)
 
     return finish
+
+
+# What is sent, without sending it.
+
+
+def elements_of_change(
+    source: Kind, target: Kind, before: Pieces, after: Pieces, rank: int, *, backward: bool
+) -> tuple[Collective, int] | None:  # fmt: skip
+    """The collective of a change of placement, and the elements of `rank`'s input. None: no communication."""
+    if not backward:
+        if target == "partial" or source == "invariant":
+            return None
+        if source == "partial":
+            return elements_of_sum(after)
+        return None if before.is_whole else elements_of_gather(before, after, rank)
+    if target != "part":
+        return None
+    if source != "part":
+        return elements_of_sum(before) if after.is_shared else elements_of_gather(after, before, rank)
+    if before.is_whole:
+        return None
+    mine = owned(before)
+    return elements_of_sum(mine) if after.is_shared else elements_of_gather(after, mine, rank)
+
+
+def elements_of_sum(after: Pieces) -> tuple[Collective, int]:
+    """The collective that sums all ranks' values, and returns each rank's part in `after`."""
+    if after.is_whole or after.is_shared:
+        return "all_reduce", after.size
+    return "reduce_scatter", after.num_ranks * _longest(after)
+
+
+def elements_of_gather(before: Pieces, after: Pieces, rank: int) -> tuple[Collective, int]:
+    """The collective that gathers parts, and returns each rank's part in `after`."""
+    source = owned(before)
+    if after.is_whole:
+        return "all_gather", _longest(source)
+    return "all_to_all", sum(
+        source.intersection(rank, after, other).num_elements(rank) for other in range(source.num_ranks)
+    )
+
+
+def _longest(pieces: Pieces) -> int:
+    return max(pieces.num_elements(rank) for rank in range(pieces.num_ranks))

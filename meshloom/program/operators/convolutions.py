@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.program.operators.gathered import GatheredLayers
+from meshloom.program.operators.gathered import GatheredLayers, Pair, Wanted
 
 aten = torch.ops.aten
 
@@ -41,11 +41,8 @@ class Convolution:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of x, weight and bias, those that are wanted."""
         if not weight.shape[0]:
-            return (
-                torch.zeros_like(x, memory_format=torch.contiguous_format),
-                torch.zeros_like(weight),
-                weight.new_zeros(0),
-            )
+            dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
+            return dx, torch.zeros_like(weight), weight.new_zeros(0)
         sizes = [weight.shape[0]] if self.biased else None
         zeros = [0] * len(self.stride)
         return aten.convolution_backward(
@@ -83,24 +80,17 @@ class GatheredConvolutions(GatheredLayers):
     ) -> Tensor:
         # the kernel only reads the shape of x
         like = x if tuple(x.shape) == tuple(shape) else x.new_empty(shape)
-        parts = zip(self.layers, gradients, weights, strict=True)
         dx, *others = (
             layer.backward(gradient, like, weight, [True, False, False])[0]
-            for layer, gradient, weight in parts
+            for layer, gradient, weight in zip(self.layers, gradients, weights, strict=True)
         )
         for other in others:
             dx.add_(other)
         return dx
 
     def weight_gradients(
-        self,
-        layer: int,
-        gradient: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        wanted: tuple[bool, bool],
-        accumulated: tuple[Tensor | None, Tensor | None],
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, layer: int, gradient: Tensor, x: Tensor, weight: Tensor, wanted: Wanted, accumulated: Pair
+    ) -> Pair:
         if not any(wanted):
             return None, None
         _, of_weight, of_bias = self.layers[layer].backward(gradient, x, weight, [False, *wanted])

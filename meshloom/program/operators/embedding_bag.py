@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,35 +36,24 @@ class BagsOfPart:
     ) -> tuple[Tensor, ...]:
         """weight [some rows, d], index [entries], offsets [bags], weights [entries] or none -> bags [bags,
         d], and three tensors of integers."""
-        return self._bags(weight, index, offsets, weights), *self._other_results(
-            weight, index, offsets, weights
-        )
+        others = self._other_results(weight, index, offsets, weights)
+        return self._bags(weight, index, offsets, weights), *others
 
     def __str__(self) -> str:
         return f"embedding_bag of rows from {self.start} of {self.num_rows}"
 
     def _bags(self, weight: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         if not weight.shape[0]:
-            return zeros_of(
-                weight,
-                *(() if weights is None else (weights,)),
-                shape=(len(offsets) - self.has_last, weight.shape[1]),
-            )
+            given = (weight,) if weights is None else (weight, weights)
+            return zeros_of(*given, shape=(len(offsets) - self.has_last, weight.shape[1]))
         counted = index != self.padding
         here = (index >= self.start) & (index < self.start + weight.shape[0]) & counted
-        shares = (
-            torch.ones(len(index), dtype=weight.dtype, device=index.device) if weights is None else weights
-        )
+        of_entries: Any = {"dtype": weight.dtype, "device": index.device}
+        shares = torch.ones(len(index), **of_entries) if weights is None else weights
         if self.mode == MEAN:
-            bag = (
-                torch.searchsorted(
-                    offsets, torch.arange(len(index), device=index.device, dtype=offsets.dtype), right=True
-                )
-                - 1
-            )
-            sizes = torch.zeros(len(offsets), dtype=weight.dtype, device=index.device).index_add(
-                0, bag, counted.to(weight.dtype)
-            )
+            entries = torch.arange(len(index), device=index.device, dtype=offsets.dtype)
+            bag = torch.searchsorted(offsets, entries, right=True) - 1
+            sizes = torch.zeros(len(offsets), **of_entries).index_add(0, bag, counted.to(weight.dtype))
             shares = shares / sizes[bag]
         local = torch.where(here, index - self.start, 0)
         return torch.ops.aten.embedding_bag.default(
@@ -78,16 +68,8 @@ class BagsOfPart:
             return [index.new_zeros(shape) for shape in self.shapes]
         # one column suffices
         narrow = weight.new_zeros(self.num_rows, 1).requires_grad_(weight.requires_grad)
+        shares = None if weights is None else weights.detach()
         padding = self.padding if self.padding >= 0 else None
-        bags = torch.ops.aten.embedding_bag.padding_idx
-        return bags(
-            narrow,
-            index,
-            offsets,
-            False,
-            self.mode,
-            False,
-            None if weights is None else weights.detach(),
-            self.has_last,
-            padding,
-        )[1:]
+        return torch.ops.aten.embedding_bag.padding_idx(
+            narrow, index, offsets, False, self.mode, False, shares, self.has_last, padding
+        )[1:]  # fmt: skip

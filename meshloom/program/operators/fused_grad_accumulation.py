@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,28 +56,24 @@ class DirectAccumulator(GradAccumulator):
     def add(self, weight: Tensor | None, bias: Tensor | None, rows: Tensor, inputs: Tensor) -> None:
         with torch.no_grad():
             if weight is not None:
-                self._add(
-                    weight,
-                    lambda out: torch.mm(rows.t(), inputs, out=out),
-                    lambda total: total.addmm_(rows.t(), inputs),
-                )
+                product = partial(torch.mm, rows.t(), inputs)
+                self._add(weight, product, lambda total: total.addmm_(rows.t(), inputs))
             if bias is not None:
-                self._add(
-                    bias, lambda out: torch.sum(rows, 0, out=out), lambda total: total.add_(rows.sum(0))
-                )
+                self._add(bias, partial(torch.sum, rows, 0), lambda total: total.add_(rows.sum(0)))
 
     def _add(
-        self, parameter: Tensor, make: Callable[[Tensor | None], Tensor], add_to: Callable[[Tensor], Tensor]
+        self, parameter: Tensor, compute: Callable[..., Tensor], add_to: Callable[[Tensor], Tensor]
     ) -> None:
+        """compute: the gradient, as a new tensor or to `out`. add_to: adds it to a tensor."""
         here = parameter.grad
+        grad_buffer = self._grad_buffer(parameter) if here is None else None
         if here is not None:
-            parameter.grad = add_to(here) if here.layout == torch.strided else make(None).add_(here)
-            return
-        grad_buffer = self._grad_buffer(parameter)
-        if grad_buffer is None:
-            parameter.grad = make(None)
+            parameter.grad = add_to(here) if here.layout == torch.strided else compute().add_(here)
+        elif grad_buffer is None:
+            parameter.grad = compute()
         else:
-            parameter.grad = add_to(grad_buffer.tensor) if grad_buffer.filled else make(grad_buffer.tensor)
+            buffer = grad_buffer.tensor
+            parameter.grad = add_to(buffer) if grad_buffer.filled else compute(out=buffer)
 
 
 def can_accumulate(tensor: Tensor) -> bool:

@@ -20,6 +20,8 @@ from meshloom.comm.group import Group
 from meshloom.program.operators.collectives import Transition, start_gather, start_sum_back
 
 T = TypeVar("T")
+Wanted = tuple[bool, bool]  # whether autograd wants the gradients of a weight and a bias
+Pair = tuple[Tensor | None, Tensor | None]  # for a weight and a bias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +54,8 @@ class GatheredLayers(ABC):
 
     @abstractmethod
     def weight_gradients(
-        self,
-        layer: int,
-        gradient: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        wanted: tuple[bool, bool],
-        accumulated: tuple[Tensor | None, Tensor | None],
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, layer: int, gradient: Tensor, x: Tensor, weight: Tensor, wanted: Wanted, accumulated: Pair
+    ) -> Pair:
         """Gradients of a layer's weight and bias, those that autograd wants. x: in full. accumulated: the
         parameters themselves, if their gradients are accumulated by the layer."""
 
@@ -77,9 +73,7 @@ class GatheredLayers(ABC):
 
     def forwards(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Results of all layers for the full x."""
-        return tuple(
-            self.forward(layer, x, weight, bias) for layer, (weight, bias) in enumerate(self.parted(weights))
-        )
+        return tuple(self.forward(layer, x, *pair) for layer, pair in enumerate(self.parted(weights)))
 
     def parted(self, weights: Sequence[T]) -> list[tuple[T, T | None]]:
         """Weight and bias of each layer."""
@@ -94,9 +88,8 @@ class _Layers(torch.autograd.Function):
         # The parameters themselves: recomputation would unpack saved tensors as other ones.
         ctx.accumulated = [weight if layers.accumulates(weight) else None for weight in weights]
         ctx.save_for_backward(x, *weights)
-        return layers.forwards(
-            start_gather(layers.change.before, group, x)() if layers.change.source == "part" else x, weights
-        )
+        whole = start_gather(layers.change.before, group, x)() if layers.change.source == "part" else x
+        return layers.forwards(whole, weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -112,10 +105,10 @@ class _Layers(torch.autograd.Function):
             summing = start_sum_back(layers.change, group, dx, ours=True)
         whole = gathering() if gathering else x
         found: list[Tensor | None] = []
+        wanted, accumulated = layers.parted(ctx.needs_input_grad[3:]), layers.parted(ctx.accumulated)
         for layer, (gradient, (weight, bias)) in enumerate(zip(gradients, parted, strict=True)):
-            at = 3 + len(found)
-            wanted = ctx.needs_input_grad[at], bias is not None and ctx.needs_input_grad[at + 1]
-            accumulated = ctx.accumulated[at - 3], ctx.accumulated[at - 2] if bias is not None else None
-            made = layers.weight_gradients(layer, gradient, whole, weight, wanted, accumulated)
-            found += made if bias is not None else made[:1]
+            pair = layers.weight_gradients(
+                layer, gradient, whole, weight, (wanted[layer][0], bool(wanted[layer][1])), accumulated[layer]
+            )
+            found += pair if bias is not None else pair[:1]
         return None, None, summing() if summing else None, *found

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshloom.program.operators.fused_grad_accumulation import GradAccumulator, can_accumulate
-from meshloom.program.operators.gathered import GatheredLayers
+from meshloom.program.operators.gathered import GatheredLayers, Pair, Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,37 +48,26 @@ class GatheredLinears(GatheredLayers):
         return dx.view(shape)
 
     def weight_gradients(
-        self,
-        layer: int,
-        gradient: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        wanted: tuple[bool, bool],
-        accumulated: tuple[Tensor | None, Tensor | None],
-    ) -> tuple[Tensor | None, Tensor | None]:
-        # A gathered input is not kept for deferred gradients: it was gathered again to save memory.
-        accumulator = (
-            self.accumulator.now if self.accumulator and self.change.source == "part" else self.accumulator
-        )
+        self, layer: int, gradient: Tensor, x: Tensor, weight: Tensor, wanted: Wanted, accumulated: Pair
+    ) -> Pair:
+        accumulator = self.accumulator
+        if accumulator and self.change.source == "part":
+            # A gathered input is not kept for deferred gradients: it was gathered again to save memory.
+            accumulator = accumulator.now
         return weight_gradients(gradient, x, wanted, accumulator, accumulated)
 
 
 def weight_gradients(
-    gradient: Tensor,
-    x: Tensor,
-    wanted: tuple[bool, bool],
-    accumulator: GradAccumulator | None,
-    accumulated: tuple[Tensor | None, Tensor | None],
-) -> tuple[Tensor | None, Tensor | None]:
+    gradient: Tensor, x: Tensor, wanted: Wanted, accumulator: GradAccumulator | None, accumulated: Pair
+) -> Pair:
     """Gradients of a layer's weight and bias, those that are wanted and not accumulated by `accumulator`:
     gradient [b*, o], x [b*, k] -> [o, k], [o]."""
     rows, inputs = _rows(gradient), _rows(x)
     weight, bias = accumulated
     if accumulator and (weight is not None or bias is not None):
         accumulator.add(weight, bias, rows, inputs)
-    return rows.t().mm(inputs) if wanted[0] and weight is None else None, rows.sum(0) if wanted[
-        1
-    ] and bias is None else None
+    dw = rows.t().mm(inputs) if wanted[0] and weight is None else None
+    return dw, rows.sum(0) if wanted[1] and bias is None else None
 
 
 def _rows(value: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
+from meshloom.program.operators.collectives import all_reducing, largest_of, total_of
 
 _Reduce = Callable[[list[Tensor]], Tensor]
 
@@ -23,27 +24,13 @@ class LogSoftmaxOfPart:
 
     def run(self, group: Group, x: Tensor) -> Tensor:
         """On this rank: x [*, part, *] -> the same."""
-
-        def reduced(values: list[Tensor], op: Any) -> Tensor:
-            group.all_reduce(values[0], op).wait()
-            return values[0]
-
         function: Any = _LogSoftmax.apply
-        return function(
-            self.dim, lambda values: reduced(values, "max"), lambda values: reduced(values, "sum"), x
-        )[0]
+        return function(self.dim, all_reducing(group, "max"), all_reducing(group, "sum"), x)[0]
 
     def run_all(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """Run on all ranks."""
-
-        def total(values: list[Tensor]) -> Tensor:
-            result = values[0].clone()
-            for each in values[1:]:
-                result += each
-            return result
-
         function: Any = _LogSoftmax.apply
-        return list(function(self.dim, lambda values: torch.stack(values).amax(0), total, *xs))
+        return list(function(self.dim, largest_of, total_of, *xs))
 
     def __str__(self) -> str:
         return f"log_softmax along a part of dim {self.dim}"
@@ -62,15 +49,8 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         sums = ctx.total([each.sum(ctx.dim, keepdim=True) for each in gradients])
-        return (
-            None,
-            None,
-            None,
-            *(
-                gradient - result.exp() * sums
-                for gradient, result in zip(gradients, ctx.saved_tensors, strict=True)
-            ),
-        )
+        pairs = zip(gradients, ctx.saved_tensors, strict=True)
+        return None, None, None, *(gradient - result.exp() * sums for gradient, result in pairs)
 
 
 def _largest(x: Tensor, dim: int) -> Tensor:

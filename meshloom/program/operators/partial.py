@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from meshloom.comm.group import Group
+from meshloom.program.operators.collectives import all_reducing, largest_of, total_of
 
 
 def mean_of_part(
@@ -66,10 +67,7 @@ def grouped_product_of_part(
     x [t, k] or [groups, t, k], w [groups, k, n] or [k, n].
     """
     step = 16 // x.element_size()
-    inner, outer = (
-        -x.shape[-1] % step or step * (not x.shape[-1]),
-        -w.shape[-1] % step or step * (not w.shape[-1]),
-    )
+    inner, outer = (-size % step or step * (not size) for size in (x.shape[-1], w.shape[-1]))
     if not inner and not outer:
         return product(x, w, ends)
     return product(pad(x, (0, inner)), pad(w, (0, outer, 0, inner)), ends)[..., : w.shape[-1]]
@@ -139,19 +137,11 @@ class CrossEntropyOfPart:
 
     def run(self, group: Group, logits: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
         """On this rank: logits [n, part of v, space], target [n, space], weight [part of v] -> the loss."""
-
-        def largest(values: list[Tensor]) -> Tensor:
-            group.all_reduce(values[0], "max").wait()
-            return values[0]
-
-        def total(values: list[Tensor]) -> Tensor:
-            group.all_reduce(values[0]).wait()
-            return values[0]
-
         function: Any = _CrossEntropy.apply
+        reductions = all_reducing(group, "max"), all_reducing(group, "sum")
         weights = None if weight is None else [weight]
         weight_of_rows, loss = function(
-            self, (group.rank,), largest, total, target.reshape(-1), weights, _rows(logits)
+            self, (group.rank,), *reductions, target.reshape(-1), weights, _rows(logits)
         )
         return self._reduce(loss, target, weight_of_rows)
 
@@ -159,23 +149,10 @@ class CrossEntropyOfPart:
         self, logits: Sequence[Tensor], targets: Sequence[Tensor], weights: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         """Run on all ranks."""
-
-        def total(values: list[Tensor]) -> Tensor:
-            result = values[0].clone()
-            for each in values[1:]:
-                result += each
-            return result
-
         function: Any = _CrossEntropy.apply
         ranks = tuple(range(len(logits)))
         weight_of_rows, *losses = function(
-            self,
-            ranks,
-            lambda values: torch.stack(values).amax(0),
-            total,
-            targets[0].reshape(-1),
-            weights,
-            *map(_rows, logits),
+            self, ranks, largest_of, total_of, targets[0].reshape(-1), weights, *map(_rows, logits)
         )
         return [
             self._reduce(loss, target, weight_of_rows) for loss, target in zip(losses, targets, strict=True)
@@ -209,17 +186,16 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Any:
         """Weight of every row [n] or None, then for every rank in `ranks` the loss of every row [n]."""
         low = torch.finfo(logits[0].dtype).min
-        top = largest(
-            [each.amax(1) if each.shape[1] else each.new_full(each.shape[:1], low) for each in logits]
-        )
-        kept = target != part.ignored
+        tops = [each.amax(1) if each.shape[1] else each.new_full(each.shape[:1], low) for each in logits]
+        top = largest(tops)
+        counted = target != part.ignored
         exponentials: list[Tensor] = []
         sums: list[Tensor] = []
         places: list[tuple[Tensor, Tensor]] = []
         for number, (rank, each) in enumerate(zip(ranks, logits, strict=True)):
             shifted = each - top[:, None]
             local = target - part.starts[rank]
-            here = (local >= 0) & (local < each.shape[1]) & kept
+            here = (local >= 0) & (local < each.shape[1]) & counted
             local = torch.where(here, local, 0)
             places.append((here, local))
             found = (
@@ -246,8 +222,8 @@ class _CrossEntropy(torch.autograd.Function):
         if part.smoothing:
             every_class = log_sum * weight_of_classes - (everyone[2] if weights is None else everyone[3])
             losses = (1 - part.smoothing) * losses + part.smoothing / part.num_classes * every_class
-        losses = torch.where(kept, losses, 0.0)
-        ctx.part, ctx.places, ctx.kept, ctx.weights = part, places, kept, weights
+        losses = torch.where(counted, losses, 0.0)
+        ctx.part, ctx.places, ctx.counted, ctx.weights = part, places, counted, weights
         ctx.weight_of_rows, ctx.weight_of_classes, ctx.sum = weight_of_rows, weight_of_classes, everyone[0]
         ctx.save_for_backward(*exponentials)
         if weight_of_rows is not None:
@@ -263,18 +239,16 @@ class _CrossEntropy(torch.autograd.Function):
         for number, (gradient, exponentials, (here, local)) in enumerate(
             zip(gradients_of_losses, ctx.saved_tensors, ctx.places, strict=True)
         ):
-            arriving = gradient * ctx.kept
+            arriving = gradient * ctx.counted
             of_target = arriving * (1.0 - part.smoothing)
             if ctx.weights is not None:
                 of_target = of_target * ctx.weight_of_rows
             # Factors per row are multiplied first: the logits are large, and are read once.
-            result = (
-                exponentials * ((of_target + arriving * smoothing * ctx.weight_of_classes) / ctx.sum)[:, None]
-            )
+            of_rows = (of_target + arriving * smoothing * ctx.weight_of_classes) / ctx.sum
+            result = exponentials * of_rows[:, None]
             if part.smoothing:
-                result -= arriving[:, None] * (
-                    smoothing if ctx.weights is None else smoothing * ctx.weights[number]
-                )
+                of_classes = smoothing if ctx.weights is None else smoothing * ctx.weights[number]
+                result -= arriving[:, None] * of_classes
             if result.shape[1]:
                 result.scatter_add_(1, local[:, None], -(here * of_target)[:, None])
             results.append(result)

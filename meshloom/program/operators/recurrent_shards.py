@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -25,12 +26,12 @@ from meshloom.comm.pieces import Pieces, Runs, take, whole
 from meshloom.core.random import seed_torch
 from meshloom.program.ir.callables import keyed
 from meshloom.program.ir.draws import seed_of_draw
-from meshloom.program.operators.collectives import Transition
-from meshloom.program.operators.payload import Collective, elements_of_change
+from meshloom.program.operators.collectives import Collective, Transition, elements_of_change
 
 RecurrentKind = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
 NUM_GATES: dict[RecurrentKind, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
+_Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # w_x, w_h, b_x, b_h
 _Gather = Callable[[Transition, list[Tensor]], list[Tensor]]
 
 
@@ -74,9 +75,10 @@ class RecurrentOfPart:
 
     def run(self, group: Group, x: Tensor, states: Any, weights: Sequence[Tensor]) -> Any:
         """On this rank: x [t, b, i], its states, weights -> outputs [t, b, directions part], states."""
-        return self._counted([x], [states], [weights], lambda change, values: [change.run(group, values[0])])[
-            0
-        ]
+        results = self._counted(
+            [x], [states], [weights], lambda change, values: [change.run(group, values[0])]
+        )
+        return results[0]
 
     def run_all(
         self, xs: Sequence[Tensor], states: Sequence[Any], weights: Sequence[Sequence[Tensor]]
@@ -96,7 +98,7 @@ class RecurrentOfPart:
         for change, times in ((step, steps), (between, self.num_layers - 1)):
             found = elements_of_change("part", "part", change.before, change.after, rank, backward=backward)
             if found is not None:
-                yield from (found for _ in range(times))
+                yield from repeat(found, times)
 
     def __str__(self) -> str:
         return f"{self.kind} by hidden units {self.held}"
@@ -147,29 +149,23 @@ class RecurrentOfPart:
             for way in range(self._num_ways):
                 number = layer * self._num_ways + way
                 start = [tuple(state[number] for state in row) for row in firsts]
-                made, last = self._layer(
-                    xs, start, [self._weights(row, number) for row in weights], gather, backwards=bool(way)
-                )
+                own = [self._weights(row, number) for row in weights]
+                steps, last = self._layer(xs, start, own, gather, backwards=bool(way))
                 for place in range(len(xs)):
-                    ways[place].append(made[place])
+                    ways[place].append(steps[place])
                     lasts[place].append(last[place])
             outputs = [torch.stack(each, 2) for each in ways]  # [t, b, directions, part]
         results: list[Any] = []
         for each, rows in zip(outputs, lasts, strict=True):
-            flat = each.flatten(2)
-            results.append(
-                (
-                    flat.transpose(0, 1) if self.batch_first else flat,
-                    *(torch.stack(column) for column in zip(*rows, strict=True)),
-                )
-            )
+            flat = each.flatten(2).transpose(0, 1) if self.batch_first else each.flatten(2)
+            results.append((flat, *(torch.stack(column) for column in zip(*rows, strict=True))))
         return results
 
     def _layer(
         self,
         xs: list[Tensor],
         states: list[tuple[Tensor, ...]],
-        weights: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]],
+        weights: list[_Weights],
         gather: _Gather,
         *,
         backwards: bool,
@@ -178,7 +174,7 @@ class RecurrentOfPart:
         projected = [F.linear(x, w_x, b_x).unbind(0) for x, (w_x, _, b_x, _) in zip(xs, weights, strict=True)]
         change = self._step_change(xs[0].shape[1])
         length = len(xs[0])
-        made: list[list[Tensor]] = [[] for _ in xs]
+        outputs: list[list[Tensor]] = [[] for _ in xs]
         read: list[list[Tensor]] = [[] for _ in xs]
         later = [
             _deferred_products(w_h, b_h, length, each[0], seen)
@@ -188,21 +184,18 @@ class RecurrentOfPart:
             everything = gather(change, [state[0] for state in states])
             for place, (h, (_, w_h, _, b_h)) in enumerate(zip(everything, weights, strict=True)):
                 read[place].append(h.detach())
-                recurrent = (
-                    F.linear(h, w_h.detach(), b_h.detach() if b_h is not None else None)
-                    + later[place][number]
-                )
+                bias = b_h.detach() if b_h is not None else None
+                recurrent = F.linear(h, w_h.detach(), bias) + later[place][number]
                 result = _step(self.kind, projected[place][time], recurrent, states[place])
                 states[place] = result if isinstance(result, tuple) else (result,)
-                made[place].append(states[place][0])
-        return [torch.stack(each[::-1] if backwards else each) for each in made], states
+                outputs[place].append(states[place][0])
+        return [torch.stack(each[::-1] if backwards else each) for each in outputs], states
 
-    def _weights(
-        self, weights: Sequence[Tensor], number: int
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        if not self.has_biases:
-            return weights[2 * number], weights[2 * number + 1], None, None
-        return weights[4 * number], weights[4 * number + 1], weights[4 * number + 2], weights[4 * number + 3]
+    def _weights(self, weights: Sequence[Tensor], number: int) -> _Weights:
+        count = 4 if self.has_biases else 2
+        w_x, w_h, *biases = weights[count * number : count * (number + 1)]
+        b_x, b_h = biases or (None, None)
+        return w_x, w_h, b_x, b_h
 
     def _dropped(self, xs: list[Tensor]) -> list[Tensor]:
         if not self.dropout:
@@ -236,25 +229,20 @@ class _DeferredProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         rows = gradients[0].flatten(0, 1)
-        return (
-            None,
-            None,
-            None,
-            rows.T @ torch.stack(ctx.read).flatten(0, 1),
-            rows.sum(0) if ctx.has_bias else None,
-        )
+        of_weight = rows.T @ torch.stack(ctx.read).flatten(0, 1)
+        return None, None, None, of_weight, rows.sum(0) if ctx.has_bias else None
 
 
 def _step(kind: RecurrentKind, projected: Tensor, recurrent: Tensor, states: Sequence[Tensor]) -> Any:
     """The next states. projected, recurrent [b, gates part]: of x and of h; states: this rank's parts."""
     if kind == "gru":
         (reset, update, new), (reset_h, update_h, new_h) = projected.chunk(3, -1), recurrent.chunk(3, -1)
-        kept = torch.sigmoid(update + update_h)
-        made = torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h)
-        return made + kept * (states[0] - made)
+        update_gate = torch.sigmoid(update + update_h)
+        candidate = torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h)
+        return candidate + update_gate * (states[0] - candidate)
     gates = projected + recurrent
     if kind == "lstm":
-        into, forget, made, out = gates.chunk(4, -1)
-        cell = torch.sigmoid(forget) * states[1] + torch.sigmoid(into) * torch.tanh(made)
+        into, forget, candidate, out = gates.chunk(4, -1)
+        cell = torch.sigmoid(forget) * states[1] + torch.sigmoid(into) * torch.tanh(candidate)
         return torch.sigmoid(out) * torch.tanh(cell), cell
     return torch.tanh(gates) if kind == "rnn_tanh" else torch.relu(gates)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from meshloom.comm.pieces import Pieces, Runs, place, take
 from meshloom.core.random import seed_torch
@@ -46,18 +46,12 @@ class PartOfDraw:
         """The held part of a drawn tensor whose part has `shape`; None if no part of it has that shape."""
         if len(shape) != len(self.held):
             return None
-        counts = [
-            sum(stop - start for start, stop in runs) if runs is not None else None for runs in self.held
-        ]
-        if any(count is not None and count != size for count, size in zip(counts, shape, strict=True)):
-            return None
-        return Pieces(
-            tuple(
-                size if runs is None else whole
-                for size, whole, runs in zip(shape, self.sizes, self.held, strict=True)
-            ),
-            (self.held,),
-        )
+        full: list[int] = []
+        for size, whole, runs in zip(shape, self.sizes, self.held, strict=True):
+            if runs is not None and sum(stop - start for start, stop in runs) != size:
+                return None
+            full.append(size if runs is None else whole)
+        return Pieces(tuple(full), (self.held,))
 
 
 class _Whole(TorchDispatchMode):
@@ -79,39 +73,29 @@ class _Whole(TorchDispatchMode):
             whole.copy_(place(pieces, 0, args[0]))
             func(whole, *tree_map(self._grown, args[1:]), **tree_map(self._grown, kwargs))
             return args[0].copy_(take(pieces, 0, whole))
-        drawn = func(
-            *(self._grown(each) for each in args), **{key: self._grown(each) for key, each in kwargs.items()}
-        )
+        drawn = func(*map(self._grown, args), **{key: self._grown(each) for key, each in kwargs.items()})
         pieces = next((each for each in map(self._pieces, args) if each is not None), None)
         if pieces is None:
             return drawn
-        return tree_map(
-            lambda each: (
-                take(pieces, 0, each).clone()
-                if isinstance(each, Tensor) and tuple(each.shape) == pieces.shape
-                else each
-            ),
-            drawn,
-        )
+
+        def part(each: Tensor) -> Tensor:
+            return take(pieces, 0, each).clone() if tuple(each.shape) == pieces.shape else each
+
+        return tree_map_only(Tensor, part, drawn)
 
     def _pieces(self, value: Any) -> Pieces | None:
         if isinstance(value, Tensor):
             return self.part.pieces(value.shape)
-        return (
-            self.part.pieces(value)
-            if isinstance(value, list | tuple) and all(isinstance(each, int) for each in value)
-            else None
-        )
+        is_shape = isinstance(value, list | tuple) and all(isinstance(each, int) for each in value)
+        return self.part.pieces(value) if is_shape else None
 
     def _grown(self, value: Any) -> Any:
         pieces = self._pieces(value)
         if pieces is None:
             return value
-        return (
-            self._like_whole(pieces, value).copy_(place(pieces, 0, value))
-            if isinstance(value, Tensor)
-            else list(pieces.shape)
-        )
+        if not isinstance(value, Tensor):
+            return list(pieces.shape)
+        return self._like_whole(pieces, value).copy_(place(pieces, 0, value))
 
     def _like_whole(self, pieces: Pieces, part: Tensor) -> Tensor:
         stride = self.part.stride

@@ -72,9 +72,7 @@ def recomputed(
     seconds_of: dict[str, float] = {}
     again_bytes = copied_bytes = 0
     changing = {
-        each.value: each.meta.num_bytes
-        for name, each in program.buffers.items()
-        if name in program.updates or name in program.in_place
+        program.buffers[name].value: program.buffers[name].meta.num_bytes for name in program.changing
     }
     for segment in segments_of(program):
         memories = [(node.name, each.memory) for node in segment.nodes for each in costs_of[node.name].kept]
@@ -89,11 +87,8 @@ def recomputed(
             there.update(facts.owner_of.get(name, name) for name in held)
             copied_bytes += sum(changing.get(name, 0) for name in held)
         again_bytes = max(again_bytes, sum(facts.num_bytes[memory] for memory in again))
-        seconds_of |= {
-            node.name: rates.forward_seconds(costs_of[node.name])
-            for node in recipe.nodes
-            if node.name in costs_of
-        }
+        recomputed_nodes = [node.name for node in recipe.nodes if node.name in costs_of]
+        seconds_of |= {name: rates.forward_seconds(costs_of[name]) for name in recomputed_nodes}
     kept_of: dict[str, int] = {}
     for memory in there:
         owner = _owner(memory)
@@ -120,29 +115,25 @@ def kept_values(
     costs_of = costs(program) if costs_of is None else costs_of
     rates = rates or default_rates(program.device.type)
     facts = _Facts(program, costs_of)
-    prices = {
-        node.name: _price(node, costs_of[node.name], rates) if node.name in costs_of else None
+    candidates = {
+        node.name: facts.candidate(node, _price(node, costs_of.get(node.name), rates))
         for node in program.nodes
     }
-    candidates = {node.name: facts.candidate(node, prices[node.name]) for node in program.nodes}
-    kept = {mark for name, price in prices.items() if price is None for mark in (name, f"{name}:")}
-    return frozenset(
-        kept.union(
-            *(cheapest_kept(segment, candidates, facts.borders(segment)) for segment in segments_of(program))
-        )
-    )
+    kept = {mark for name, each in candidates.items() if each.price is None for mark in (name, f"{name}:")}
+    for segment in segments_of(program):
+        kept |= cheapest_kept(segment, candidates, facts.borders(segment))
+    return frozenset(kept)
 
 
-def _price(node: Node, cost: Cost, rates: Rates) -> float | None:
+def _price(node: Node, cost: Cost | None, rates: Rates) -> float | None:
     """Bytes that are worth recomputing a node; None: it is not recomputed."""
+    if cost is None:
+        return None
     if "attention" in node.operator:
         return 0.0
     moved = cost.read_bytes + cost.written_bytes
-    return (
-        None
-        if cost.flops / rates.flops_per_second > moved / rates.bytes_per_second
-        else moved / MOVED_PER_KEPT
-    )
+    is_product = cost.flops / rates.flops_per_second > moved / rates.bytes_per_second
+    return None if is_product else moved / MOVED_PER_KEPT
 
 
 class _Facts:
@@ -153,19 +144,15 @@ class _Facts:
         self.owner_of: dict[str, str] = {}
         for node in program.nodes:
             operands = [ref.name for ref in node.operands()]
-            views = (
-                is_view(node.target)
-                and operands
-                and not (node.name in costs_of and costs_of[node.name].written_bytes)
-            )
+            written = node.name in costs_of and costs_of[node.name].written_bytes
+            views = is_view(node.target) and operands and not written
             self.owner_of[node.name] = self.owner_of.get(operands[0], operands[0]) if views else node.name
         self._num_results = {node.name: max(len(node.outputs), 1) for node in program.nodes}
         self.num_bytes = {node.name: sum(each.num_bytes for each in node.outputs) for node in program.nodes}
         self._inside: dict[str, int] = {}
         self._saved: set[str] = set()
-        for memory, num_bytes in {
-            each.memory: each.num_bytes for cost in costs_of.values() for each in cost.kept
-        }.items():
+        saved = {each.memory: each.num_bytes for cost in costs_of.values() for each in cost.kept}
+        for memory, num_bytes in saved.items():
             self.num_bytes[memory] = num_bytes
             if self._is_inside(memory):
                 self._inside[_owner(memory)] = self._inside.get(_owner(memory), 0) + num_bytes
@@ -189,20 +176,13 @@ class _Facts:
     def saves(self, memories: Sequence[tuple[str, str]]) -> list[Save]:
         """Saves for pairs of a node and a memory that it keeps."""
         first: dict[str, int] = {}
-        made: list[Save] = []
+        saves: list[Save] = []
         for number, (node, memory) in enumerate(memories):
             owner, inside = _owner(memory), self._is_inside(memory)
             like = first.setdefault(memory, number) if inside else number
-            made.append(
-                Save(
-                    node=node,
-                    owner=owner,
-                    inside=inside,
-                    source=None if inside else Source(value=owner),
-                    like=like,
-                )
-            )
-        return made
+            source = None if inside else Source(value=owner)
+            saves.append(Save(node=node, owner=owner, inside=inside, source=source, like=like))
+        return saves
 
     def _is_inside(self, memory: str) -> bool:
         """Whether it is not an operator's result."""

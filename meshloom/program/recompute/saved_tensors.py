@@ -8,18 +8,18 @@ attention     attention, internal        attention runs on q, k, v, which are ke
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from meshloom.program.ir.callables import skip_draws
+from meshloom.program.ir.draws import passing_over_draws
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.sparse_constants import memory_of, offset_of, strides_of
-from meshloom.program.operators.collectives import Joint, Transition
+from meshloom.program.operators.collectives import Joint, Transition, elements_of_change
 from meshloom.program.operators.gathered import GatheredLayers
-from meshloom.program.operators.payload import elements_of_change
 from meshloom.program.recompute.segments import Segment
 
 
@@ -97,30 +97,27 @@ def recomputation_of(
     running: set[str] = set()
     held: set[str] = set()
 
-    def run(name: str) -> None:
-        waiting = [name]
-        while waiting:
-            current = waiting.pop()
-            if current in running:
-                continue
+    waiting: list[str] = []
+
+    def need(value: str) -> None:
+        if value in stops or value not in by_name:
+            held.add(value)
+        else:
+            waiting.append(value)
+
+    for save in itertools.compress(saves, again):
+        if save.source is None:
+            waiting.append(saves[save.like].node)
+        else:
+            need(save.source.value)
+    while waiting:
+        current = waiting.pop()
+        if current not in running:
             running.add(current)
             for ref in by_name[current].operands():
-                if ref.name in stops or ref.name not in by_name:
-                    held.add(ref.name)
-                else:
-                    waiting.append(ref.name)
-
-    for save in (save for save, wanted in zip(saves, again, strict=True) if wanted):
-        if save.source is None:
-            run(saves[save.like].node)
-        elif save.source.value in stops or save.source.value not in by_name:
-            held.add(save.source.value)
-        else:
-            run(save.source.value)
-    second = {
-        number: at
-        for at, number in enumerate(number for number, save in enumerate(saves) if save.node in running)
-    }
+                need(ref.name)
+    repeated = [number for number, save in enumerate(saves) if save.node in running]
+    second = {number: at for at, number in enumerate(repeated)}
     captures: dict[int, list[tuple[int, tuple[Any, ...] | None]]] = {}
     sources: dict[int, Source] = {}
     for number, save in enumerate(saves):
@@ -147,10 +144,8 @@ def recomputation_of(
 def communicates(target: Any) -> bool:
     """Whether ranks send each other something when this runs forward."""
     if isinstance(target, Transition):
-        return (
-            elements_of_change(target.source, target.target, target.before, target.after, 0, backward=False)
-            is not None
-        )
+        change = target.source, target.target, target.before, target.after
+        return elements_of_change(*change, 0, backward=False) is not None
     if isinstance(target, GatheredLayers):
         return target.change.source == "part"
     return isinstance(target, Joint) and not getattr(target, "is_local", False)
@@ -182,24 +177,12 @@ def saves_of(
         if owner is None:
             like, first = inside.setdefault(memory, (number, place))
             layout = None if place == first else _layout(tensor)
-            saves.append(
-                Save(
-                    node=node,
-                    owner=saves[like].node if like < number else node,
-                    inside=True,
-                    source=None,
-                    like=like,
-                    layout=layout,
-                )
-            )
+            creator = saves[like].node if like < number else node
+            saves.append(Save(node=node, owner=creator, inside=True, source=None, like=like, layout=layout))
             continue
         source = exact.get(place)
-        if (
-            source is None
-            and tensor.dtype == _of(values, owner).dtype
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-        ):
+        plain = not tensor.is_conj() and not tensor.is_neg()
+        if source is None and plain and tensor.dtype == owner.of(values[owner.value]).dtype:
             source = replace(owner, layout=_layout(tensor))
         saves.append(Save(node=node, owner=owner.value, inside=False, source=source, like=number))
     return saves, borders
@@ -218,11 +201,6 @@ def _tensors(name: str, value: Any) -> list[tuple[Source, Tensor]]:
     return []
 
 
-def _of(values: Mapping[str, Any], source: Source) -> Tensor:
-    value = values[source.value]
-    return value if source.position is None else value[source.position]
-
-
 def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     return tuple(tensor.shape), strides_of(tensor), offset_of(tensor)
 
@@ -233,22 +211,13 @@ def _place(tensor: Tensor) -> Any:
 
 def _with_gaps_between_draws(nodes: Sequence[Node]) -> tuple[Node, ...]:
     """Draws are numbered within the chunk; numbers of operators that do not run again are passed over."""
-    made: list[Node] = []
+    found: list[Node] = []
     at: int | None = None
     for node in nodes:
         if node.num_draws:
             assert node.draw is not None
             if at is not None and node.draw != at:
-                skip = replace(
-                    node,
-                    name=f"{node.name}__again",
-                    target=skip_draws,
-                    args=(node.draw - at,),
-                    kwargs={},
-                    num_draws=0,
-                    outputs=(),
-                )
-                made.append(skip)
+                found.append(passing_over_draws(node, node.draw - at))
             at = node.draw + node.num_draws
-        made.append(node)
-    return tuple(made)
+        found.append(node)
+    return tuple(found)

@@ -46,30 +46,22 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
     later = set(returned)
     found: list[Segment] = []
     for nodes in reversed(_cut(program.nodes, returned)):
-        made = {node.name for node in nodes}
-        given = tuple(
-            dict.fromkeys(ref.name for node in nodes for ref in node.operands() if ref.name not in made)
-        )
+        own = {node.name for node in nodes}
+        read = dict.fromkeys(ref.name for node in nodes for ref in node.operands())
+        given = tuple(name for name in read if name not in own)
         results = tuple(node.name for node in nodes if node.name in later)
-        found.append(
-            Segment(
-                nodes=nodes,
-                given=given,
-                results=results,
-                dying=tuple(name for name in given if name not in later),
-            )
-        )
+        dying = tuple(name for name in given if name not in later)
+        found.append(Segment(nodes=nodes, given=given, results=results, dying=dying))
         later.update(given)
     return tuple(reversed(found))
 
 
 def _cut(nodes: Sequence[Node], returned: set[str]) -> list[tuple[Node, ...]]:
     line = _Line(nodes, returned)
-    if not line.inside[-1]:
+    total = float(line.inside[-1])
+    if not total:
         return [tuple(nodes)] if nodes else []
-    limits = numpy.geomspace(
-        max(line.largest, float(line.inside[-1]) / len(nodes)), float(line.inside[-1]), NUM_LIMITS
-    )
+    limits = numpy.geomspace(max(line.largest, total / len(nodes)), total, NUM_LIMITS)
     _, places = min((line.cut(float(limit)) for limit in limits), key=lambda found: (found[0], len(found[1])))
     return [tuple(nodes[start:stop]) for start, stop in pairwise(places)]
 

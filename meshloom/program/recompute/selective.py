@@ -47,11 +47,8 @@ def cheapest_kept(
     for node in segment.nodes:
         each = candidates[node.name]
         network.add("start", f"{node.name} runs", each.price)
-        network.add(
-            f"{node.name} runs",
-            node.name,
-            None if each.views else 0.0 if node.name in borders else each.result_bytes,
-        )
+        result_bytes = 0.0 if node.name in borders else each.result_bytes
+        network.add(f"{node.name} runs", node.name, None if each.views else result_bytes)
         network.add(f"{node.name} runs", "end", each.inside_bytes)
         for ref in node.operands():
             if ref.name in candidates and ref.name not in segment.given:
@@ -75,13 +72,8 @@ class _Network:
     def add(self, source: str, target: str, capacity: float | None) -> None:
         """Add an edge. capacity None: infinite."""
         if capacity is None or capacity > 0:
-            self.edges.append(
-                (
-                    self.numbers.setdefault(source, len(self.numbers)),
-                    self.numbers.setdefault(target, len(self.numbers)),
-                    capacity,
-                )
-            )
+            start, end = (self.numbers.setdefault(each, len(self.numbers)) for each in (source, target))
+            self.edges.append((start, end, capacity))
 
     def start_side(self) -> set[str]:
         """The vertices on the side of `start` of the minimum cut nearest to it."""
@@ -97,11 +89,8 @@ class _Network:
             _MOST if capacity is None else max(round(capacity * scale), 1) for _, _, capacity in self.edges
         ]
         rows, columns = [source for source, _, _ in self.edges], [target for _, target, _ in self.edges]
-        whole = csr_array(
-            (numpy.array(capacities, dtype=numpy.int32), (rows, columns)),
-            shape=(count, count),
-            dtype=numpy.int32,
-        )
+        entries = numpy.array(capacities, dtype=numpy.int32), (rows, columns)
+        whole = csr_array(entries, shape=(count, count), dtype=numpy.int32)
         flow = maximum_flow(whole, 0, 1).flow
         left = whole - flow  # also back along what flows
         left.data = (left.data > 0).astype(numpy.int32)

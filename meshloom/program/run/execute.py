@@ -47,12 +47,8 @@ def run_program(
     leaves = leaves_of(batch)
     _check_batch(program, leaves)
     flat = [tensor_of(leaves, each, dtype) for each in program.inputs]
-    return tree_unflatten(
-        _runner(program, device, dtype, visiting=visit is not None).run(
-            parameters, buffers, flat, visit, group
-        ),
-        program.out_spec,
-    )
+    runner = _runner(program, device, dtype, visiting=visit is not None)
+    return tree_unflatten(runner.run(parameters, buffers, flat, visit, group), program.out_spec)
 
 
 def run_flat(
@@ -65,32 +61,30 @@ def run_flat(
     group: Group | None = None,
 ) -> list[Any]:
     """`run_program` on the program's own device and dtype, from input tensors to flat outputs, unchecked."""
-    return _runner(program, None, None, visiting=visit is not None).run(
-        parameters, buffers, inputs, visit, group
-    )
+    runner = _runner(program, None, None, visiting=visit is not None)
+    return runner.run(parameters, buffers, inputs, visit, group)
 
 
 def _runner(
     program: Program, device: torch.device | str | None, dtype: torch.dtype | None, *, visiting: bool
 ) -> Runner | RecomputingRunner:
     where = torch.device(device) if device is not None else program.device
-    runner = program.compiled.get((where, dtype, visiting))
-    if runner is None:
-        if program.kept is not None and not visiting:
-            made = RecomputingRunner(program, program.kept, where, dtype)
-        else:
-            made = compile_program(program, where, dtype, visiting=visiting, shared=program.shared)
-        runner = program.compiled.setdefault((where, dtype, visiting), made)
-    return runner
+    known = program.compiled.get((where, dtype, visiting))
+    if known is not None:
+        return known
+    if program.kept is not None and not visiting:
+        runner = RecomputingRunner(program, program.kept, where, dtype)
+    else:
+        runner = compile_program(program, where, dtype, visiting=visiting, shared=program.shared)
+    return program.compiled.setdefault((where, dtype, visiting), runner)
 
 
 def _check_batch(program: Program, leaves: Leaves) -> None:
-    found = {name: tuple(leaf.shape) for name, leaf in leaves.tensors.items()} | dict.fromkeys(
-        leaves.values, ()
-    )
+    shapes = {name: tuple(leaf.shape) for name, leaf in leaves.tensors.items()}
+    shapes |= dict.fromkeys(leaves.values, ())
     for each in program.inputs:
-        if found.get(each.name) != each.meta.shape:
-            shape = found.get(each.name)
+        shape = shapes.get(each.name)
+        if shape != each.meta.shape:
             given = f"has shape {list(shape)}" if shape is not None else "is missing"
             raise CaptureError(
                 f"{each.name} of the batch {given}, and the program is for {list(each.meta.shape)}. Capture a program for batches of this shape."

@@ -47,7 +47,7 @@ class Runner:
         self._constants = constants
         self._device = device
         self._dtype = dtype
-        self._contexts = contexts_of(program)
+        self._contexts = program.contexts
 
     def run(
         self,
@@ -64,16 +64,9 @@ class Runner:
             for leaf in leaves
         ]
         state = [parameters[name] for name in self._parameters] + [buffers[name] for name in self._buffers]
+        given = *state, *self._constants, *inputs, *self._numbers
         with Entered(self._contexts, device=self._device.type, lifted=dtype is not None) as entered:
-            values = self._function(
-                entered,
-                visit,
-                Special(self._special, group),
-                *state,
-                *self._constants,
-                *inputs,
-                *self._numbers,
-            )
+            values = self._function(entered, visit, Special(self._special, group), *given)
         if self._updates:
             with torch.no_grad():
                 for name, value in zip(self._updates, values[self._num_outputs :], strict=True):
@@ -105,19 +98,14 @@ def compile_program(
     constants = [each.to(device, lifted(each.dtype, dtype)) for each in program.constants.values()]
     if shared is not None and not visiting:
         # In some of the programs linear layers may have been replaced by special operators.
-        key = (
-            device,
-            dtype,
-            tuple(node.target if _has_name(node) else type(node.target) for node in program.nodes),
-        )
+        targets = tuple(node.target if _has_name(node) else type(node.target) for node in program.nodes)
+        key = device, dtype, targets
         if key not in shared:
-            shared[key] = lower(
-                program, program.nodes, given, outputs, device, dtype, open_numbers=True
-            ).module.forward
+            lowered = lower(program, program.nodes, given, outputs, device, dtype, open_numbers=True)
+            shared[key] = lowered.module.forward
         special = [node.target for node in program.nodes if _is_special(node)]
-        return Runner(
-            program, shared[key], special, constants, device, dtype, _numbers_in(program.nodes, outputs)
-        )
+        numbers = _numbers_in(program.nodes, outputs)
+        return Runner(program, shared[key], special, constants, device, dtype, numbers)
     lowered = lower(program, program.nodes, given, outputs, device, dtype, visiting=visiting)
     function = lowered.module.forward
     if visiting:
@@ -161,7 +149,7 @@ def lower(
     specials: list[Any] = []
     # Not by their own names: fx renames Python's, as `sum` to `sum_1`, which may be another value's name.
     made = {name: graph.placeholder(f"given_{number}") for number, name in enumerate(given)}
-    contexts = contexts_of(program)
+    contexts = program.contexts
     opened: Callable[[], fx.Node] | None = None
     if open_numbers:
         numbers, count = graph.placeholder("numbers"), itertools.count()
@@ -222,14 +210,11 @@ def _numbers_in(nodes: Iterable[Node], outputs: Iterable[Any]) -> list[int]:
             for each in value:
                 take(each)
         elif isinstance(value, dict):
-            for each in value.values():
-                take(each)
+            take(list(value.values()))
 
     for node in nodes:
-        take(node.args)
-        take(dict(node.kwargs))
-    for each in outputs:
-        take(each)
+        take((node.args, dict(node.kwargs)))
+    take(tuple(outputs))
     return found
 
 
@@ -296,11 +281,6 @@ def lifted(value: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is None or not (value.is_floating_point or value.is_complex):
         return value
     return _COMPLEX[dtype] if value.is_complex else dtype
-
-
-def contexts_of(program: Program) -> tuple[Any, ...]:
-    """The distinct contexts of its nodes."""
-    return tuple(dict.fromkeys(node.context for node in program.nodes))
 
 
 def used_variables(program: Program, variables: Mapping[str, Any]) -> list[Any]:

@@ -31,15 +31,7 @@ from meshloom.program.ir.program import Program
 from meshloom.program.recompute.saved_frame import Frame, Handle, open_saved
 from meshloom.program.recompute.saved_tensors import Save, SegmentRecomputation, recomputation_of, saves_of
 from meshloom.program.recompute.segments import Segment, segments_of
-from meshloom.program.run.runner import (
-    Runner,
-    Special,
-    compile_program,
-    contexts_of,
-    lifted,
-    lower,
-    used_variables,
-)
+from meshloom.program.run.runner import Runner, Special, compile_program, lifted, lower, used_variables
 
 _torch: Any = torch  # for modules looked up by device type
 
@@ -57,7 +49,7 @@ class RecomputingRunner:
         self._constants = {
             name: each.to(device, lifted(each.dtype, dtype)) for name, each in program.constants.items()
         }
-        self._contexts = contexts_of(program)
+        self._contexts = program.contexts
         self._segments = [_Runs(program, each, kept, device, dtype) for each in segments_of(program)]
 
     def run(
@@ -110,12 +102,8 @@ class _Runs:
         dtype: torch.dtype | None,
     ) -> None:
         self.program, self.segment, self.kept, self.device, self.dtype = program, segment, kept, device, dtype
-        self.contexts = contexts_of(program)
-        changing = {
-            each.value
-            for name, each in program.buffers.items()
-            if name in program.updates or name in program.in_place
-        }
+        self.contexts = program.contexts
+        changing = {program.buffers[name].value for name in program.changing}
         self._changing = [name for name in segment.given if name in changing]
         self.compiled: dict[Any, _Compiled] = {}
 
@@ -126,21 +114,19 @@ class _Runs:
         given = [values[name] for name in self.segment.given]
         key = tuple(map(_layout, given))
         as_it_was = {name: values[name].clone() for name in self._changing}
-        compiled = self.compiled.get(key)
-        if compiled is not None:
-            made = compiled.forward(entered, given, as_it_was, group)
-        else:
-            first = _FirstRun(self, key)
-            first_runs.append(first)
-            made = first.forward(entered, given, as_it_was, group)
-        values.update(zip(self.segment.results, made, strict=False))
+        run = self.compiled.get(key)
+        if run is None:
+            run = _FirstRun(self, key)
+            first_runs.append(run)
+        results = run.forward(entered, given, as_it_was, group)
+        values.update(zip(self.segment.results, results, strict=False))
 
     def function(
         self, nodes: Any, given: Sequence[str], results: Iterable[str], mark: str | None = None
     ) -> tuple[Any, Sequence[Any], Mapping[str, fx.Node]]:
         """A module of some of the nodes, its targets for `Special`, and its graph's nodes."""
-        made = lower(self.program, nodes, given, map(Ref, results), self.device, self.dtype, mark=mark)
-        return made.module, made.special, made.made
+        lowered = lower(self.program, nodes, given, map(Ref, results), self.device, self.dtype, mark=mark)
+        return lowered.module, lowered.special, lowered.made
 
 
 class _Compiled:
@@ -156,7 +142,7 @@ class _Compiled:
         self._num_results = len(segment.results)
         self._held_given = [(name, segment.given.index(name)) for name in recipe.held_given]
         self._wanted = tuple(dict.fromkeys(source.value for source in recipe.sources.values()))
-        self._again: tuple[Any, Sequence[Any]] | None = None
+        self._recompute: tuple[Any, Sequence[Any]] | None = None
 
     def forward(
         self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], group: Group | None
@@ -165,25 +151,21 @@ class _Compiled:
         special = Special(self._special, group)
         if not any(self.recipe.again):
             return self._forward(entered, None, special, *given)
-        frame = Frame(self.recipe.again, partial(self.again, group))
+        frame = Frame(self.recipe.again, partial(self.recompute, group))
         with saved_tensors_hooks(frame.pack, open_saved):
-            made = self._forward(entered, None, special, *given)
-        frame.close(
-            special.seed,
-            [as_it_was.get(name, given[at]) for name, at in self._held_given],
-            made[self._num_results :],
-        )
-        return made
+            results = self._forward(entered, None, special, *given)
+        held = [as_it_was.get(name, given[at]) for name, at in self._held_given]
+        frame.close(special.seed, held, results[self._num_results :])
+        return results
 
-    def again(self, group: Group | None, held: Sequence[Any], seed: int | None) -> dict[int, Tensor]:
+    def recompute(self, group: Group | None, held: Sequence[Any], seed: int | None) -> dict[int, Tensor]:
         """Number of a saved tensor -> the tensor, for those that are recomputed."""
         recipe, runs = self.recipe, self._runs
-        if self._again is None:
-            module, special, _ = runs.function(
-                recipe.nodes, [*recipe.held_given, *recipe.held_made], self._wanted
-            )
-            self._again = module.forward, special
-        function, special = self._again
+        if self._recompute is None:
+            names = [*recipe.held_given, *recipe.held_made]
+            module, special, _ = runs.function(recipe.nodes, names, self._wanted)
+            self._recompute = module.forward, special
+        function, special = self._recompute
         found: dict[int, Tensor] = {}
         count = 0
 
@@ -200,8 +182,8 @@ class _Compiled:
             saved_tensors_hooks(pack, open_saved),
             Entered(runs.contexts, device=runs.device.type, lifted=runs.dtype is not None) as entered,
         ):
-            made = function(entered, None, Special(special, group), *held)
-        values = dict(zip(self._wanted, made, strict=True))
+            results = function(entered, None, Special(special, group), *held)
+        values = dict(zip(self._wanted, results, strict=True))
         return found | {number: source.of(values[source.value]) for number, source in recipe.sources.items()}
 
 
@@ -238,17 +220,14 @@ class _FirstRun:
         saved.clear()  # the graph references `pack`, whose closure would keep the tensors
         compiled = self._compile(None)
         recipe = compiled.recipe
-        frame = Frame(recipe.again, partial(compiled.again, group))
+        frame = Frame(recipe.again, partial(compiled.recompute, group))
         frame.take_over(self._handles)
         seed = None
         if special.seed is not None and recipe.first_draw is not None:
             numbers = {node.name: node.draw or 0 for node in segment.nodes}
             seed = seed_of_draw(special.seed, numbers[recipe.first_draw] - numbers[str(first_draw)])
-        frame.close(
-            seed,
-            [as_it_was.get(name, values[name]) for name in recipe.held_given],
-            [values[name] for name in recipe.held_made],
-        )
+        held = [as_it_was.get(name, values[name]) for name in recipe.held_given]
+        frame.close(seed, held, [values[name] for name in recipe.held_made])
         watch.values.clear()
         return results
 
@@ -261,10 +240,9 @@ class _FirstRun:
 
     def _compile(self, needed: set[int] | None) -> _Compiled:
         runs = self._runs
-        made = runs.compiled[self._key] = _Compiled(
-            runs, recomputation_of(runs.segment, self._saves, self._borders, runs.kept, needed)
-        )
-        return made
+        recipe = recomputation_of(runs.segment, self._saves, self._borders, runs.kept, needed)
+        compiled = runs.compiled[self._key] = _Compiled(runs, recipe)
+        return compiled
 
 
 class _Watch:
@@ -277,21 +255,19 @@ class _Watch:
 
     def run(self, *given: Any) -> Any:
         """The graph's result."""
-        known: dict[fx.Node, Any] = dict(
-            zip((node for node in self._graph.nodes if node.op == "placeholder"), given, strict=True)
-        )
+        values, known = iter(given), dict[fx.Node, Any]()
         for node in self._graph.nodes:
             if node.op == "placeholder":
+                known[node] = next(values)
                 continue
             args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
             if node.op == "output":
                 return args[0]
             self.here = self._names.get(node, self.here)
-            known[node] = (
-                node.target(*args, **kwargs)
-                if callable(node.target)
-                else getattr(args[0], node.target)(*args[1:], **kwargs)
-            )
+            if callable(node.target):
+                known[node] = node.target(*args, **kwargs)
+            else:
+                known[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
             if node in self._names:
                 self.values[self._names[node]] = known[node]
         raise AssertionError("a graph without an output")

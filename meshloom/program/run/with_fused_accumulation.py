@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshloom.comm.group import Group
-from meshloom.program.cost.operator_seconds import weights_that_wait
+from meshloom.program.cost.program_seconds import weights_that_wait
 from meshloom.program.ir.nodes import Node, Ref
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.fused_grad_accumulation import GradAccumulator, can_accumulate
@@ -60,14 +61,9 @@ def with_fused_accumulation(
             weights = [each for each in node.args[1:] if each is not None]
             if all(isinstance(each, Ref) and each.name in parameters for each in weights):
                 return replace(node, target=replace(node.target, accumulator=accumulator))
-        if node.name not in apart:
+        if node.name not in apart or math.prod(parameters[node.args[1].name].shape) < min_elements:
             return node
-        weight = parameters[node.args[1].name]
-        return (
-            replace(node, target=FusedLinear(accumulator))
-            if weight.num_bytes // weight.dtype.itemsize >= min_elements
-            else node
-        )
+        return replace(node, target=FusedLinear(accumulator))
 
     return replace(program, nodes=tuple(map(changed, program.nodes)))
 
@@ -78,10 +74,9 @@ class _Linear(torch.autograd.Function):
         ctx: Any, accumulator: GradAccumulator, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         # The parameters themselves: recomputation would unpack saved tensors as other ones.
-        ctx.accumulator, ctx.accumulated = (
-            accumulator,
-            tuple(each if each is not None and can_accumulate(each) else None for each in (weight, bias)),
-        )
+        given = (weight, bias)
+        ctx.accumulator = accumulator
+        ctx.accumulated = tuple(each if each is not None and can_accumulate(each) else None for each in given)
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -89,8 +84,5 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         dx = gradient.matmul(weight) if ctx.needs_input_grad[1] else None
-        return (
-            None,
-            dx,
-            *weight_gradients(gradient, x, ctx.needs_input_grad[2:], ctx.accumulator, ctx.accumulated),
-        )
+        wanted = ctx.needs_input_grad[2:]
+        return None, dx, *weight_gradients(gradient, x, wanted, ctx.accumulator, ctx.accumulated)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, share, share_bytes
@@ -28,7 +29,7 @@ from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.sizes.forms import Form, UnlikeError, alike, fitted
-from meshloom.program.sizes.symbolic import Dim, NotTracedError, Sizes, Trace, sizes_of, trace
+from meshloom.program.sizes.symbolic import Dim, NotTracedError, Sizes, Trace, dims_by_sizes, sizes_of, trace
 
 MAX_TRIES = 4  # proofs of a loss, before programs are captured size by size
 _STEPS = (3, 5, 7, 11, 13, 17, 2, 1, -1, -3, -5, -7, -11, -2)  # from known sizes to a new one
@@ -89,18 +90,18 @@ class Proofs:
         if len(family) < 2 or self._tries >= MAX_TRIES:
             return None
         proved = self._proved(leaves, family, read) if group.rank == 0 else None
-        told: list[Any] | None = yield from share(
+        shared: list[Any] | None = yield from share(
             group, [asdict(proved[0].trace), proved[1]] if proved else None
         )
-        if told is None:
+        if shared is None:
             self._tries += 1
             return None
         packed = yield from share_bytes(group, pack(proved[0].points[-1]) if proved else b"")
         if proved:
             mine = proved[0]
         else:
-            trace_of_first = Trace(**{name: tuple(each) for name, each in told[0].items()})
-            mine = _any_size(trace_of_first, [*(family[number] for number in told[1]), unpack(packed)])
+            trace_of_first = Trace(**{name: tuple(each) for name, each in shared[0].items()})
+            mine = _any_size(trace_of_first, [*(family[number] for number in shared[1]), unpack(packed)])
         program = mine.program(leaves)
         hashes = yield from collect(group, program.digest() if program else "")
         if len(set(hashes)) > 1:
@@ -128,18 +129,13 @@ class Proofs:
                 kept.append(number)
         if len(kept) < 2:
             return None
-        sizes = further_sizes(
-            found, [*(sizes_of_program(family[number]) for number in kept), sizes_of_batch(leaves)]
-        )
-        shapes = {
-            name: [sizes[name, dim] for dim in range(leaf.ndim)] for name, leaf in leaves.tensors.items()
-        }
-        batch = leaves.rebuild(
-            [
-                torch.zeros(shapes[name], dtype=leaf.dtype, device=leaf.device)
-                for name, leaf in leaves.tensors.items()
-            ]
-        )
+        seen = [*(sizes_of_program(family[number]) for number in kept), sizes_of_batch(leaves)]
+        sizes = further_sizes(found, seen)
+        zeros: list[Tensor] = []
+        for name, leaf in leaves.tensors.items():
+            shape = [sizes[name, dim] for dim in range(leaf.ndim)]
+            zeros.append(torch.zeros(shape, dtype=leaf.dtype, device=leaf.device))
+        batch = leaves.rebuild(zeros)
         try:
             program = read(batch, family[kept[0]])
             if program is None:
@@ -161,9 +157,7 @@ def sizes_of_batch(leaves: Leaves) -> dict[Dim, int]:
 
 def sizes_of_program(program: Program) -> dict[Dim, int]:
     """Sizes of the dims of a program's input tensors."""
-    return sizes_of(
-        {each.name: each.meta.shape for each in program.inputs if each.name not in program.others}
-    )
+    return sizes_of({each.name: each.meta.shape for each in program.tensor_inputs})
 
 
 def further_sizes(found: Trace, seen: Sequence[Sizes]) -> dict[Dim, int]:
@@ -171,13 +165,10 @@ def further_sizes(found: Trace, seen: Sequence[Sizes]) -> dict[Dim, int]:
 
     Dims that always had equal sizes get equal sizes.
     """
-    groups: dict[tuple[int, ...], list[Dim]] = {}
-    for dim in seen[-1]:
-        groups.setdefault(tuple(each[dim] for each in seen), []).append(dim)
     chosen = dict(seen[-1])
-    for had, dims in groups.items():
-        for step in _STEPS if min(had) > 1 else ():
-            size = (min(had) if step < 0 else max(had)) + step
+    for known, dims in dims_by_sizes(seen).items():
+        for step in _STEPS if min(known) > 1 else ():
+            size = (min(known) if step < 0 else max(known)) + step
             trial = {**chosen, **dict.fromkeys(dims, size)}
             if size > 1 and size not in chosen.values() and found.broken(trial) is None:
                 chosen = trial
@@ -187,11 +178,7 @@ def further_sizes(found: Trace, seen: Sequence[Sizes]) -> dict[Dim, int]:
 
 def _like(program: Program, leaves: Leaves) -> bool:
     """Whether a program is for batches like this one, except for sizes above 1."""
-    mine = [
-        (each.name, each.meta.dtype, _small(each.meta.shape))
-        for each in program.inputs
-        if each.name not in program.others
-    ]
+    mine = [(each.name, each.meta.dtype, _small(each.meta.shape)) for each in program.tensor_inputs]
     theirs = [(name, leaf.dtype, _small(leaf.shape)) for name, leaf in leaves.tensors.items()]
     return mine == theirs and fits(program.others, leaves.values)
 
@@ -202,8 +189,5 @@ def _small(shape: Sequence[int]) -> list[int]:
 
 
 def _any_size(found: Trace, points: Sequence[Program]) -> AnySize:
-    return AnySize(
-        form=fitted([(sizes_of_program(each), each) for each in points], found),
-        points=tuple(points),
-        trace=found,
-    )
+    form = fitted([(sizes_of_program(each), each) for each in points], found)
+    return AnySize(form=form, points=tuple(points), trace=found)

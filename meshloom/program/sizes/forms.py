@@ -20,7 +20,16 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from meshloom.program.ir.sparse_constants import strides_of
-from meshloom.program.sizes.symbolic import Dim, Expression, Sizes, Trace, holds, parts_of, value_of
+from meshloom.program.sizes.symbolic import (
+    Dim,
+    Expression,
+    Sizes,
+    Trace,
+    dims_by_sizes,
+    holds,
+    parts_of,
+    value_of,
+)
 from meshloom.program.trace.frozen import equal_bits
 
 T = TypeVar("T")
@@ -65,7 +74,7 @@ class Form(Generic[T]):
     def at(self, sizes: Sizes) -> T:
         """The value for these sizes. Raises `UnlikeError` where an integer would not be one."""
         try:
-            return _made(self.root, [value_of(each, sizes) for each in self.sources], {})
+            return _evaluated(self.root, [value_of(each, sizes) for each in self.sources], {})
         except ZeroDivisionError as error:
             raise UnlikeError(str(error)) from error
 
@@ -130,37 +139,23 @@ def _conditions(points: Sequence[Sizes], trace: Trace) -> tuple[Expression, ...]
     """The guards; what is equal at all points stays equal; and min and max keep choosing the same operand."""
     dims: list[Expression] = [["size", *dim] for dim in points[0]]
     found: list[Expression] = list(trace.guards)
-    for each in _distinct(
-        [
-            part
-            for expression in (*trace.expressions, *dims)
-            for part in parts_of(expression)
-            if isinstance(part, list)
-        ]
-    ):
+    parts = [part for expression in (*trace.expressions, *dims) for part in parts_of(expression)]
+    for each in _distinct([part for part in parts if isinstance(part, list)]):
         values = _values(each, points)
         if len(set(values)) == 1:
             found.append(["eq", each, values[0]])
         elif each[0] in ("min", "max"):
-            chosen = next(
-                (at for at, operand in enumerate(each[1:], 1) if _values(operand, points) == values), None
-            )
-            if chosen is not None:
-                found.append(["eq", each, each[chosen]])
+            chosen = [operand for operand in each[1:] if _values(operand, points) == values]
+            if chosen:
+                found.append(["eq", each, chosen[0]])
         elif each[0] == "size":
             found.append(["gt", each, 1])
-    for dims_together in _groups(points).values():  # indistinguishable for integers that follow one of them
+    for dims_together in dims_by_sizes(
+        points
+    ).values():  # indistinguishable for integers that follow one of them
         first, *others = dims_together
         found += [["eq", ["size", *first], ["size", *other]] for other in others]
     return tuple(found)
-
-
-def _groups(points: Sequence[Sizes]) -> dict[tuple[int, ...], list[Dim]]:
-    """Dims that have equal sizes at all points, by those sizes."""
-    groups: dict[tuple[int, ...], list[Dim]] = {}
-    for dim in points[0]:
-        groups.setdefault(tuple(each[dim] for each in points), []).append(dim)
-    return groups
 
 
 def _probes(points: Sequence[Sizes], conditions: Sequence[Expression]) -> list[Sizes]:
@@ -170,7 +165,7 @@ def _probes(points: Sequence[Sizes], conditions: Sequence[Expression]) -> list[S
     for number in range(200):
         multiples = [draw.randrange(-6, 20) for _ in points]
         trial: dict[Dim, int] = {}
-        for dims in _groups(points).values():
+        for dims in dims_by_sizes(points).values():
             if number % 2:  # dims independently
                 multiples = [draw.randrange(-6, 20) for _ in points]
             moved = (
@@ -240,15 +235,10 @@ class _Fitting:
 
 def _guesses(seen: Sequence[Expression], num_parts: int) -> tuple[list[Expression], list[Expression]]:
     """Candidates for a shard's sizes: sizes, their smallest and largest shards, and products of two."""
-    singles = [
-        part
-        for each in seen
-        for part in (
-            each,
-            ["floordiv", each, num_parts],
-            ["floordiv", ["add", each, num_parts - 1], num_parts],
-        )
-    ]
+    singles: list[Expression] = []
+    for each in seen:
+        rounded_up = ["floordiv", ["add", each, num_parts - 1], num_parts]
+        singles += [each, ["floordiv", each, num_parts], rounded_up]
     factors = [each for each in singles if _depth(each) <= 3][:MAX_FACTORS]
     return singles, [["mul", one, other] for one, other in combinations_with_replacement(factors, 2)]
 
@@ -269,11 +259,9 @@ def _values(expression: Expression, points: Sequence[Sizes]) -> tuple[Any, ...]:
 
 
 def _depth(expression: Expression) -> int:
-    return (
-        1 + max(map(_depth, expression[1:]), default=0)
-        if isinstance(expression, list) and expression[0] != "size"
-        else 0
-    )
+    if not isinstance(expression, list) or expression[0] == "size":
+        return 0
+    return 1 + max(map(_depth, expression[1:]), default=0)
 
 
 def _walk(values: Sequence[Any], number: Callable[[Sequence[int]], Any]) -> Any:
@@ -292,12 +280,8 @@ def _walk(values: Sequence[Any], number: Callable[[Sequence[int]], Any]) -> Any:
     if kind in (tuple, list):
         if len({len(each) for each in values}) > 1:
             raise UnlikeError(f"{len(first)} parts and {len(values[1])}")
-        return _changed(
-            first,
-            [(at, list(parts)) for at, parts in enumerate(zip(*values, strict=True))],
-            _sequence,
-            number,
-        )
+        places = [(at, list(parts)) for at, parts in enumerate(zip(*values, strict=True))]
+        return _changed(first, places, _sequence, number)
     if isinstance(first, Mapping):
         keys: list[Any] = list(first)
         if any(list(each) != keys for each in values):
@@ -309,35 +293,30 @@ def _walk(values: Sequence[Any], number: Callable[[Sequence[int]], Any]) -> Any:
         return first
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [each.name for each in dataclasses.fields(first) if each.compare]
-        return _changed(
-            first, [(name, [getattr(each, name) for each in values]) for name in names], _record, number
-        )
+        fields = [(name, [getattr(each, name) for each in values]) for name in names]
+        return _changed(first, fields, _record, number)
     if any(each != first for each in values):
         raise UnlikeError(f"{first} and {values[1]}")
     return first
 
 
 def _changed(first: Any, places: list[tuple[Any, list[Any]]], rebuild: Any, number: Any) -> Any:
-    parts: list[tuple[Any, Any]] = []
-    for place, values in places:
-        part = _walk(values, number)
-        if isinstance(part, _Number | _Changed):
-            parts.append((place, part))
-    return _Changed(first, tuple(parts), rebuild) if parts else first
+    walked = [(place, _walk(values, number)) for place, values in places]
+    parts = tuple((place, part) for place, part in walked if isinstance(part, _Number | _Changed))
+    return _Changed(first, parts, rebuild) if parts else first
 
 
 def _interned(part: Any, known: dict[Any, Any]) -> Any:
     """The form with equal shapes shared, so that each is evaluated once."""
     if not isinstance(part, _Changed):
         return part
-    inner = dataclasses.replace(
-        part, parts=tuple((place, _interned(each, known)) for place, each in part.parts)
-    )
+    parts = tuple((place, _interned(each, known)) for place, each in part.parts)
+    inner = dataclasses.replace(part, parts=parts)
     is_shape = isinstance(inner.like, tuple) and all(type(each) is int for each in inner.like)
     return known.setdefault((inner.like, inner.parts), inner) if is_shape else inner
 
 
-def _made(part: Any, values: Sequence[int], known: dict[int, Any]) -> Any:
+def _evaluated(part: Any, values: Sequence[int], known: dict[int, Any]) -> Any:
     """A part at these values of its sources. known: parts already evaluated."""
     if isinstance(part, _Number):
         above = part.start + part.step * values[part.source]
@@ -347,17 +326,16 @@ def _made(part: Any, values: Sequence[int], known: dict[int, Any]) -> Any:
     if not isinstance(part, _Changed):
         return part
     if id(part) not in known:
-        known[id(part)] = part.rebuild(
-            part.like, [(place, _made(each, values, known)) for place, each in part.parts]
-        )
+        parts = [(place, _evaluated(each, values, known)) for place, each in part.parts]
+        known[id(part)] = part.rebuild(part.like, parts)
     return known[id(part)]
 
 
 def _sequence(like: Any, parts: list[tuple[int, Any]]) -> Any:
-    made = list(like)
+    values = list(like)
     for place, value in parts:
-        made[place] = value
-    return tuple(made) if isinstance(like, tuple) else made
+        values[place] = value
+    return tuple(values) if isinstance(like, tuple) else values
 
 
 def _mapping(like: Any, parts: list[tuple[Any, Any]]) -> Any:
@@ -366,23 +344,18 @@ def _mapping(like: Any, parts: list[tuple[Any, Any]]) -> Any:
 
 def _record(like: Any, parts: list[tuple[str, Any]]) -> Any:
     """A dataclass. Fields that it does not compare (compiled code, say) belong to one size, and are reset."""
-    kept: dict[str, Any] = {
-        each.name: getattr(like, each.name) for each in dataclasses.fields(like) if each.compare
-    }
+    record: Any = object.__new__(type(like))
     for each in dataclasses.fields(like):
-        if not each.compare:
-            kept[each.name] = (
-                each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
-            )
-    made: Any = object.__new__(type(like))
-    made.__dict__.update(kept, **dict(parts))
-    return made
+        if each.compare:
+            record.__dict__[each.name] = getattr(like, each.name)
+        elif each.default_factory is not dataclasses.MISSING:
+            record.__dict__[each.name] = each.default_factory()
+        else:
+            record.__dict__[each.name] = each.default
+    record.__dict__.update(parts)
+    return record
 
 
 def _same_tensor(one: Tensor, other: Tensor) -> bool:
-    return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and strides_of(one) == strides_of(other)
-        and equal_bits(one, other)
-    )
+    facts = ((each.dtype, each.shape, strides_of(each)) for each in (one, other))
+    return len(set(facts)) == 1 and equal_bits(one, other)

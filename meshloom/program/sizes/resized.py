@@ -42,6 +42,6 @@ def resized(known: Program, job: Job, batches: tuple[Any, Any], capture: Capture
     found = moved_to(found, known.device)
     # for example, a constructor draws nothing
     values_are_known = not any(isinstance(each, FakeTensor) for each in found.constants.values())
-    return (
-        replace(found, constants=dict(known.constants)) if values_are_known and alike(found, known) else None
-    )
+    if not values_are_known or not alike(found, known):
+        return None
+    return replace(found, constants=dict(known.constants))

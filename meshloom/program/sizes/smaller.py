@@ -60,12 +60,14 @@ def smaller(program: Program, job: Job, batch: Any, read: Callable[[Any], Progra
     if sizes == whole:
         return None
     try:
-        made = read(shrunk(leaves, sizes))
+        program_there = read(shrunk(leaves, sizes))
     except Exception:  # of the job's code
         return None
     seen: list[Any] = [*found.expressions, *(["size", *dim] for dim in whole)]
     pairs = {_values(each, (whole, sizes)) for each in seen}
-    return Smaller(program=made, sizes=sizes) if same_but_for(program, made, pairs) else None
+    if not same_but_for(program, program_there, pairs):
+        return None
+    return Smaller(program=program_there, sizes=sizes)
 
 
 def is_large(program: Program) -> bool:
@@ -79,9 +81,8 @@ def shrunk(leaves: Leaves, sizes: Sizes) -> Any:
     def part(name: str, leaf: Tensor) -> Tensor:
         for dim, size in enumerate(leaf.shape):
             if sizes[name, dim] < size:
-                leaf = leaf.index_select(
-                    dim, torch.linspace(0, size - 1, sizes[name, dim], device=leaf.device).long()
-                )
+                spaced = torch.linspace(0, size - 1, sizes[name, dim], device=leaf.device)
+                leaf = leaf.index_select(dim, spaced.long())
         return leaf
 
     return leaves.rebuild([part(name, leaf) for name, leaf in leaves.tensors.items()])
@@ -92,9 +93,8 @@ def _smallest(whole: Sizes, allowed: Callable[[Sizes], bool]) -> dict[Dim, int]:
     found = dict(whole)
     for size in sorted({each for each in whole.values() if each >= 4 * SMALLEST}, reverse=True):
         dims = [dim for dim, each in whole.items() if each == size]
-        tried = {
-            int(SMALLEST * factor * 2**power) for factor in _FACTORS for power in range(size.bit_length())
-        }
+        powers = range(size.bit_length())
+        tried = {int(SMALLEST * factor * 2**power) for factor in _FACTORS for power in powers}
         tried |= {size >> power for power in range(1, size.bit_length())}  # its divisors among them
         for less in sorted(each for each in tried if SMALLEST <= each <= size // 2):
             if allowed(trial := {**found, **dict.fromkeys(dims, less)}):

@@ -11,6 +11,8 @@ Sizes 0 and 1 are constants: broadcasting changes the program.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +63,14 @@ def sizes_of(shapes: Mapping[str, Sequence[int]]) -> dict[Dim, int]:
     return {(name, dim): int(size) for name, shape in shapes.items() for dim, size in enumerate(shape)}
 
 
+def dims_by_sizes(points: Sequence[Sizes]) -> dict[tuple[int, ...], list[Dim]]:
+    """Dims that have equal sizes at all points, by those sizes, in the order of the last point."""
+    groups: dict[tuple[int, ...], list[Dim]] = {}
+    for dim in points[-1]:
+        groups.setdefault(tuple(each[dim] for each in points), []).append(dim)
+    return groups
+
+
 def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
     """The trace of `job.loss` for batches like this one. program: for one of them, of the same mode and
     precision. Raises `NotTracedError`."""
@@ -81,20 +91,18 @@ def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
         if env.deferred_runtime_asserts:
             raise NotTracedError("what it computes depends on values of the batch")
         translate = _Translation(symbols)
-        guards = {
-            repr(each): (each, str(guard.sloc)) for guard in env.guards for each in [translate(guard.expr)]
-        }
-        expressions = {repr(each): each for found in calls.expressions for each in [translate(found)]}
+        guards = [(translate(guard.expr), str(guard.sloc)) for guard in env.guards]
+        guards = list({repr(each): (each, line) for each, line in guards}.values())
+        expressions = {repr(each): each for each in map(translate, calls.expressions)}
     except NotTracedError:
         raise
     except Exception as error:  # some operators of torch do not support symbols, nor may the job's code
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NotTracedError(f"{type(error).__name__}: {first[:160]}") from error
-    lines = tuple(line for _, line in guards.values())
     return Trace(
-        guards=tuple(each for each, _ in guards.values()),
+        guards=tuple(each for each, _ in guards),
         expressions=tuple(expressions.values()),
-        lines=lines,
+        lines=tuple(line for _, line in guards),
     )
 
 
@@ -128,30 +136,18 @@ def parts_of(expression: Expression) -> Iterator[Expression]:
             yield from parts_of(each)
 
 
-def _product(*factors: Any) -> Any:
-    total = 1
-    for each in factors:
-        total *= each
-    return total
-
-
 _OPERATORS: Mapping[str, Callable[..., Any]] = {
+    **{
+        name: getattr(operator, name)
+        for name in ("pow", "floordiv", "mod", "eq", "ne", "lt", "le", "gt", "ge")
+    },
     "add": lambda *terms: sum(terms),
-    "mul": _product,
-    "pow": lambda base, exponent: base**exponent,
-    "floordiv": lambda a, b: a // b,
-    "mod": lambda a, b: a % b,
+    "mul": lambda *factors: math.prod(factors),
     "min": min,
     "max": max,
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
     "and": lambda *all_of: all(all_of),
     "or": lambda *any_of: any(any_of),
-    "not": lambda condition: not condition,
+    "not": operator.not_,
 }
 _NAMES = {  # of sympy's and torch's classes
     "Add": "add", "Mul": "mul", "FloorDiv": "floordiv", "CleanDiv": "floordiv", "Mod": "mod", "PythonMod": "mod", "Min": "min", "Max": "max",
@@ -190,14 +186,11 @@ class _Calls(TorchDispatchMode):
         super().__init__()
         self.expressions: dict[Any, None] = {}
 
-    def record(self, values: Any) -> None:
+    def _record(self, values: Any) -> None:
         """Record sizes and strides of tensors, and numbers."""
         for each in values:
-            for size in (
-                (*each.shape, *each.stride())
-                if isinstance(each, Tensor) and each.layout is torch.strided
-                else (each,)
-            ):
+            is_strided = isinstance(each, Tensor) and each.layout is torch.strided
+            for size in (*each.shape, *each.stride()) if is_strided else (each,):
                 if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
                     self.expressions.setdefault(size.node.expr)
 
@@ -205,7 +198,7 @@ class _Calls(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         value = func(*args, **(kwargs or {}))
-        self.record(tree_leaves((args, kwargs, value)))
+        self._record(tree_leaves((args, kwargs, value)))
         return value
 
 
@@ -221,11 +214,10 @@ def _symbolic(leaves: Leaves, mode: Any) -> tuple[list[Tensor], dict[Any, Dim]]:
         # each dim a symbol of its own
         kinds = [DimDynamic.DYNAMIC if size > 1 else DimDynamic.STATIC for size in leaf.shape]
         context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
-        made = mode.from_tensor(
-            like, static_shapes=False, source=LocalSource(f"leaf_{number}"), symbolic_context=context
-        )
-        tensors.append(made)
-        for dim, size in enumerate(made.shape):
+        source = LocalSource(f"leaf_{number}")
+        tensor = mode.from_tensor(like, static_shapes=False, source=source, symbolic_context=context)
+        tensors.append(tensor)
+        for dim, size in enumerate(tensor.shape):
             if isinstance(size, torch.SymInt):
                 symbols[size.node.expr] = (name, dim)
     return tensors, symbols

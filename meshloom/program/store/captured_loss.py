@@ -21,6 +21,7 @@ from meshloom.program.ir.lines import WAY_OUT, describe_line, line_of_error
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.sizes.any_size import AnySize, Proofs
+from meshloom.program.sizes.symbolic import Dim, sizes_of
 from meshloom.program.store.checked_capture import CheckedCapture
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.program_key import shapes_of
@@ -53,10 +54,8 @@ class CapturedLoss:
 
     def get(self, batch: Any, *, training: bool = True) -> Program | None:
         """The program for batches like `batch`, if there is one."""
-        values = leaves_of(batch).values
-        return next(
-            (each for each in self._known.get(_key(batch, training), ()) if fits(each.others, values)), None
-        )
+        values, known = leaves_of(batch).values, self._known.get(_key(batch, training), ())
+        return next((each for each in known if fits(each.others, values)), None)
 
     def capture(
         self, batches: Sequence[Any], *, training: bool = True, model: nn.Module | None = None
@@ -109,11 +108,9 @@ class CapturedLoss:
 
         Collective. choices, model: on rank 0; others may pass none. An error on one rank is raised on all.
         """
-        request = yield from _broadcast_from_rank_0(
-            group, lambda: self._request(choices[0], training).encode()
-        )
-        key, digest = json.loads(request)
-        key = _key_from_json(key)
+        request = yield from _broadcast_from_rank_0(group, lambda: self._request(choices[0], training))
+        (mode, shapes), digest = json.loads(request)
+        key = mode, tuple((name, tuple(shape), dtype) for name, shape, dtype in shapes)
         local = next((each for each in self._known.get(key, ()) if digest and each.digest() == digest), None)
         if all((yield from collect(group, local is not None))):
             assert local is not None
@@ -128,9 +125,8 @@ class CapturedLoss:
         packed = yield from _broadcast_from_rank_0(group, make)
         with self._timings.of("handing on"):
             program, refused = _attempt(lambda: unpack(packed) if group.rank else captured[0])
-            outcomes = yield from collect(
-                group, {"hash": program.digest() if program else "", "refused": str(refused or "")}
-            )
+            outcome = {"hash": program.digest() if program else "", "refused": str(refused or "")}
+            outcomes = yield from collect(group, outcome)
         for rank, outcome in enumerate(outcomes):
             if outcome["refused"]:
                 raise CaptureError(
@@ -171,22 +167,22 @@ class CapturedLoss:
         """For users: which captures served which sizes, in each mode that saw batches of several shapes."""
         found: list[str] = []
         for training, proofs in self._proofs.items():
-            had = self._captured_shapes(training)
-            if len(had) < 2:
+            captured = self._captured_shapes(training)
+            if len(captured) < 2:
                 continue
             for each in proofs.found:
                 names: dict[str, list[str]] = {}
                 for name, dim in each.dims:
                     names.setdefault(name, []).append(str(dim))
-                sizes = ", ".join(
+                parts = (
                     f"{name} ({plural('dim', len(dims))} {' and '.join(dims)})"
                     for name, dims in names.items()
                 )
-                found.append(f"one program serves batches of any size of {sizes}")
+                found.append(f"one program serves batches of any size of {', '.join(parts)}")
             if not proofs.found and proofs.why:
-                name, dim, seen = _most_varied(had)
+                name, dim, seen = _most_varied(captured)
                 found.append(
-                    f"each of {len(had)} shapes needed its own capture, because {proofs.why}: dim {dim} of {name} has had {len(seen)} sizes, "
+                    f"each of {len(captured)} shapes needed its own capture, because {proofs.why}: dim {dim} of {name} has had {len(seen)} sizes, "
                     "and padding it in collate to one size would need one capture"
                 )
         return found
@@ -199,23 +195,22 @@ class CapturedLoss:
 
     def _check_shapes(self, batch: Any, training: bool) -> None:
         """Refuse to capture the loss for too many shapes, naming the dim that had the most sizes."""
-        had = self._captured_shapes(training)
-        if len(had) < MAX_SHAPES or _key(batch, training) in self._known:
+        captured = self._captured_shapes(training)
+        if len(captured) < MAX_SHAPES or _key(batch, training) in self._known:
             return
-        name, dim, seen = _most_varied(
-            [*had, {name: tuple(leaf.shape) for name, leaf in leaves_of(batch).tensors.items()}]
-        )
+        own = {name: tuple(leaf.shape) for name, leaf in leaves_of(batch).tensors.items()}
+        name, dim, seen = _most_varied([*captured, own])
         raise CaptureError(
             f"The loss was captured for batches of {MAX_SHAPES} shapes, and here is another one: dim {dim} of {name} has had {len(seen)} sizes "
             f"({', '.join(map(str, seen[:8]))}, ...). Each needs its own capture, because {self._proofs[training].why or 'no one program serves them all'}. "
             f"Pad {name} in collate to one size, or to a few (multiples of 64), or write the loss so that it does not depend on sizes. {WAY_OUT}"
         )
 
-    def _request(self, batches: Sequence[Any], training: bool) -> str:
+    def _request(self, batches: Sequence[Any], training: bool) -> bytes:
         """Rank 0's request: the key, and the digest of its program if it has one already."""
         _check_num_batches(batches)
         program = self.get(batches[0], training=training)
-        return json.dumps([_key(batches[0], training), program.digest() if program else ""])
+        return json.dumps([_key(batches[0], training), program.digest() if program else ""]).encode()
 
 
 def _broadcast_from_rank_0(group: Group, make: Callable[[], bytes]) -> Steps[bytes]:
@@ -251,31 +246,22 @@ def _check_num_values(known: Sequence[Mapping[str, str | None]], batch: Any) -> 
     if len(known) < MAX_VALUES:
         return
     values = leaves_of(batch).values
-    had = {name: {each.get(name) for each in known} - {None} for name in values}
-    name = max(had, key=lambda each: len(had[each]), default="")
+    counts = {name: len({each.get(name) for each in known} - {None}) for name in values}
+    name = max(counts, key=counts.__getitem__, default="")
     if name:
-        raise refused_value(
-            name,
-            values[name],
-            f"it has had {len(had[name])} values so far, and the loss was captured for each",
-        )
+        why = f"it has had {counts[name]} values so far, and the loss was captured for each"
+        raise refused_value(name, values[name], why)
 
 
 def _most_varied(shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> tuple[str, int, list[int]]:
     """The dim of the batch's tensors that had the most sizes, and these."""
-    sizes: dict[tuple[str, int], set[int]] = {}
+    sizes: dict[Dim, set[int]] = {}
     for each in shapes:
-        for name, shape in each.items():
-            for dim, size in enumerate(shape):
-                sizes.setdefault((name, dim), set()).add(size)
+        for place, size in sizes_of(each).items():
+            sizes.setdefault(place, set()).add(size)
     (name, dim), seen = max(sizes.items(), key=lambda each: len(each[1]))
     return name, dim, sorted(seen)
 
 
 def _key(batch: Any, training: bool) -> Key:
     return training, shapes_of(leaves_of(batch))
-
-
-def _key_from_json(value: list[Any]) -> Key:
-    training, leaves = value
-    return training, tuple((name, tuple(shape), dtype) for name, shape, dtype in leaves)

@@ -58,11 +58,9 @@ class CheckedCapture:
         """The program for batches of other sizes, captured from shapes alone; None where it differs from
         `known` in more than sizes."""
         with default_precision(self._default):
+            ends = batches[0], batches[-1]
             return resized(
-                known,
-                self._job,
-                (batches[0], batches[-1]),
-                lambda model, pair: self._capture(pair, known.training, model, numbers=True),
+                known, self._job, ends, lambda model, pair: self._capture(pair, known.training, model)
             )
 
     def _program(
@@ -73,22 +71,18 @@ class CheckedCapture:
         if is_first and self._stored is not None:
             with self._timings.of("looking at what was kept"), one_thread():
                 model = model or self._model_for(training, read[0])
-                entry = self._stored.entry(
-                    model,
-                    self._job.loss,
-                    leaves_of(read[0]),
-                    kind=f"{training} {self._dtype} {self._default}",
-                )
+                kind = f"{training} {self._dtype} {self._default}"
+                entry = self._stored.entry(model, self._job.loss, leaves_of(read[0]), kind=kind)
                 program = self._cached(entry, model, fresh[-1], training) if entry else None
             if program is not None:
                 return program
-        program = self._capture(read, training, model, numbers=True)
+        program = self._capture(read, training, model)
         outside = Outside(self._job.loss)  # state that the first forwards set up does no harm
         try:
             program = self._compared(program, read, fresh, training, model)
         except CaptureError:
             # Folding may have merged calls that differ, as where code outside of the model counts calls.
-            unfolded = self._capture(read, training, model, numbers=True, fold=False)
+            unfolded = self._capture(read, training, model, fold=False)
             if unfolded.digest() == program.digest():
                 raise
             program = self._compared(unfolded, read, fresh, training, model)
@@ -138,18 +132,15 @@ class CheckedCapture:
         training: bool,
         model: nn.Module | None,
         *,
-        numbers: bool,
+        numbers: bool = True,
         fold: bool = True,
     ) -> Program:
+        how: Any = {"dtype": self._dtype, "numbers": numbers, "fold": fold}
         with self._timings.of("reading"):
             if model is None:
-                program = capture(
-                    self._job, batches, training=training, dtype=self._dtype, numbers=numbers, fold=fold
-                )
+                program = capture(self._job, batches, training=training, **how)
             else:
-                program = capture_module(
-                    model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, fold=fold
-                )
+                program = capture_module(model, self._job.loss, batches, **how)
             gc.collect()  # torch.export leaves the model in cycles, and the comparison builds another one
             return program
 
@@ -190,9 +181,8 @@ class CheckedCapture:
         if found is None:
             return False
         try:
-            telling = check_against_module(
-                found.program, model, self._job.loss, [found.batch(each) for each in batches]
-            ).telling
+            small = [found.batch(each) for each in batches]
+            telling = check_against_module(found.program, model, self._job.loss, small).telling
         except Exception:
             return False
         if telling:

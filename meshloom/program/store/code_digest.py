@@ -14,17 +14,9 @@ from meshloom.core.cache import digest_of
 from meshloom.program.capture.outside import Reads, reads_of
 from meshloom.program.ir.lines import is_users
 
-_GENERIC_ATTRIBUTES = {
-    "__dict__",
-    "__weakref__",
-    "__doc__",
-    "__module__",
-    "__annotations__",
-    "_abc_impl",
-    "__abstractmethods__",
-    "__parameters__",
-    "__orig_bases__",
-}
+_OF_GENERIC_CLASSES = {"_abc_impl", "__abstractmethods__", "__parameters__", "__orig_bases__"}
+_OF_ALL_CLASSES = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__"}
+_GENERIC_ATTRIBUTES = _OF_ALL_CLASSES | _OF_GENERIC_CLASSES
 
 
 class Digest(Protocol):
@@ -67,18 +59,14 @@ def add_class(digest: Digest, kind: type) -> None:
     digest.put("class", kind.__module__, kind.__qualname__)
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     own = _is_own(kind.__module__, file or "<none>")
-    if (
-        issubclass(kind, nn.Module)
-        and not own
-        and file
-        and not kind.__module__.startswith(("torch.", "meshloom."))
-    ):
+    of_package = not own and not kind.__module__.startswith(("torch.", "meshloom."))
+    if file and of_package and issubclass(kind, nn.Module):
         digest.put(digest_of(Path(file).read_bytes()))
     for name, value in vars(kind).items():
         functions = [
-            found
-            for found in _functions_in(value)
-            if own or _is_own(found.__module__, found.__code__.co_filename)
+            each
+            for each in _functions_in(value)
+            if own or _is_own(each.__module__, each.__code__.co_filename)
         ]
         for function in functions:
             digest.put(name)
@@ -110,12 +98,10 @@ def _is_own(module: str | None, file: str) -> bool:
     """Whether code is the user's, including code that was typed in or compiled by `exec`."""
     if not file.startswith("<"):
         return is_users(file)
-    there = getattr(sys.modules.get(module or ""), "__file__", None)
-    return (
-        there is None and module not in sys.builtin_module_names
-        if not isinstance(there, str)
-        else is_users(there)
-    )
+    source = getattr(sys.modules.get(module or ""), "__file__", None)
+    if isinstance(source, str):
+        return is_users(source)
+    return source is None and module not in sys.builtin_module_names
 
 
 def _functions_in(value: Any) -> list[FunctionType]:

@@ -31,6 +31,10 @@ def capture_fingerprint(
 
     values: include those of buffers, which a model of shapes lacks. known: `versions()`, if computed.
     """
+    layouts = [
+        (name, tuple(each.shape), each.stride(), each.dtype, each.device.type)
+        for name, each in leaves.tensors.items()
+    ]
     return {
         "versions": known or versions(),
         "source files": _sources(),
@@ -38,14 +42,7 @@ def capture_fingerprint(
         "model": ObjectDigest().module(model).text(),
         "values of buffers": ObjectDigest().buffers(model).text() if values else "",
         "loss": ObjectDigest().add(loss, "the loss").text(),
-        "batch": digest_of(
-            repr(
-                [
-                    (name, tuple(each.shape), each.stride(), each.dtype, each.device.type)
-                    for name, each in leaves.tensors.items()
-                ]
-            )
-        ),
+        "batch": digest_of(repr(layouts)),
         "names in the batch": digest_of(repr(list(leaves.values))),
     }
 
@@ -71,9 +68,8 @@ def versions() -> str:
     )
     root = Path(__file__).parents[2]
     own = [(str(path.relative_to(root)), digest_of(path.read_bytes())) for path in sorted(root.rglob("*.py"))]
-    return digest_of(
-        repr([sys.version, platform.machine(), torch.__version__, torch.version.git_version, packages, own])
-    )
+    builds = [sys.version, platform.machine(), torch.__version__, torch.version.git_version]
+    return digest_of(repr([*builds, packages, own]))
 
 
 def _sources() -> str:
@@ -94,24 +90,15 @@ def _sources() -> str:
 def _settings() -> list[Any]:
     """The settings of torch that change the captured program."""
     backends: Any = torch.backends
+    attention_kernels = ("flash", "mem_efficient", "math", "cudnn")
     return [
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cpu"),
-        torch.get_autocast_dtype("cuda"),
+        *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")),
+        *(torch.get_autocast_dtype(device) for device in ("cpu", "cuda")),
         torch.is_grad_enabled(),
-        [
-            getattr(backends.cuda, name)()
-            for name in (
-                "flash_sdp_enabled",
-                "mem_efficient_sdp_enabled",
-                "math_sdp_enabled",
-                "cudnn_sdp_enabled",
-            )
-        ],
+        [getattr(backends.cuda, f"{kernel}_sdp_enabled")() for kernel in attention_kernels],
         [backends.mkldnn.enabled, backends.cudnn.enabled, backends.mha.get_fastpath_enabled()],
         nn.modules.module._global_forward_hooks and "hooks",  # pyright: ignore[reportPrivateUsage]
     ]

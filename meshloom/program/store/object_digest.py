@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from meshloom.program.ir.sparse_constants import dense_parts
+from meshloom.program.ir.sparse_constants import bits_of, dense_parts
 from meshloom.program.store.code_digest import add_class, add_function
 from meshloom.program.trace.attributes import TORCHS_OWN
 
@@ -94,12 +94,8 @@ class ObjectDigest:
                 if tensor is None:
                     self.put(name, None)
                 else:
-                    self.put(
-                        name,
-                        numbers.setdefault(id(tensor), len(numbers)),
-                        isinstance(tensor, nn.Parameter),
-                        *_kind(tensor),
-                    )
+                    number = numbers.setdefault(id(tensor), len(numbers))
+                    self.put(name, number, isinstance(tensor, nn.Parameter), *_kind(tensor))
             self._attributes(module, path)
         return self
 
@@ -134,11 +130,8 @@ class ObjectDigest:
         elif isinstance(value, numpy.ndarray):
             if value.dtype.hasobject:
                 raise NoDigestError(f"{where}, an array of objects,")
-            self.put(
-                str(value.dtype),
-                value.shape,
-                hashlib.blake2b(numpy.ascontiguousarray(value).tobytes()).hexdigest(),
-            )
+            elements = hashlib.blake2b(numpy.ascontiguousarray(value).tobytes()).hexdigest()
+            self.put(str(value.dtype), value.shape, elements)
         elif isinstance(value, FunctionType):
             add_function(self, value, where)
         elif isinstance(value, type | GenericAlias):
@@ -153,9 +146,8 @@ class ObjectDigest:
         elif isinstance(value, _BUILT_IN):
             self.put(value.__qualname__)
             owner = getattr(value, "__self__", None)
-            self.put(owner.__name__) if isinstance(owner, ModuleType) else self.add(
-                owner, f"what {where} is a method of"
-            )
+            of = f"what {where} is a method of"
+            self.put(owner.__name__) if isinstance(owner, ModuleType) else self.add(owner, of)
         elif isinstance(value, ModuleType):
             self.put(value.__name__)
         elif isinstance(value, MappingProxyType):  # such as the metadata of dataclass fields
@@ -176,9 +168,8 @@ class ObjectDigest:
 
     def _object(self, value: Any, where: str) -> None:
         """Add a container, or an instance of a Python class whose only state is items and attributes."""
-        container = next(
-            (each for each in (dict, list, tuple, set, frozenset, deque) if isinstance(value, each)), None
-        )
+        kinds = dict, list, tuple, set, frozenset, deque
+        container = next((each for each in kinds if isinstance(value, each)), None)
         if isinstance(value, Mapping) and container is dict:
             self.put(len(value))
             for key, each in value.items():
@@ -220,9 +211,7 @@ class ObjectDigest:
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
             return
         for part in dense_parts(tensor):
-            flat = part.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            if flat.numel():
-                self._hash.update(flat.view(torch.uint8).numpy().data)
+            self._hash.update(bits_of(part).numpy().data)
 
     def put(self, *facts: Any) -> None:
         """Add the text of these facts."""
@@ -230,20 +219,12 @@ class ObjectDigest:
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    plain = type(tensor) in (Tensor, nn.Parameter, FakeTensor) or isinstance(
-        tensor, nn.Parameter | FakeTensor | nn.Buffer
-    )
+    plain = type(tensor) is Tensor or isinstance(tensor, nn.Parameter | FakeTensor | nn.Buffer)
     if not plain or tensor.layout not in (torch.strided, torch.sparse_coo):
         raise NoDigestError(f"a tensor, a {type(tensor).__qualname__} of layout {tensor.layout},")
     strides = tensor.stride() if tensor.layout is torch.strided else None
-    return (
-        tuple(tensor.shape),
-        strides,
-        str(tensor.dtype),
-        str(tensor.layout),
-        tensor.device.type,
-        tensor.requires_grad,
-    )
+    types = str(tensor.dtype), str(tensor.layout), tensor.device.type
+    return tuple(tensor.shape), strides, *types, tensor.requires_grad
 
 
 def _is_pure(value: Any) -> bool:

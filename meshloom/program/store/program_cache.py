@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from meshloom.core.cache import Cache, CacheEntry, digest_of
+from meshloom.core.cache import Cache, digest_of
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
 from meshloom.program.ir.batch_values import fits
@@ -21,6 +21,7 @@ from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.sizes.smaller import Smaller
 from meshloom.program.store.fingerprint import NoDigestError, capture_fingerprint, versions
+from meshloom.program.store.program_key import shapes_of
 from meshloom.program.store.typed_json import plain, typed
 from meshloom.telemetry.timings import Timings
 
@@ -60,11 +61,10 @@ class ProgramCache:
                 f"The captured loss is not cached: inspecting the job raised {type(error).__name__}: {str(error)[:160]}."
             )
             return None
-        shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in leaves.tensors.items()]
+        shapes = list(shapes_of(leaves))
         named = [getattr(loss, "__module__", ""), getattr(loss, "__qualname__", type(loss).__qualname__)]
-        return ProgramCacheKey(
-            place=repr([named, type(model).__qualname__, shapes, kind]), parts={**parts, "kind": kind}
-        )
+        place = repr([named, type(model).__qualname__, shapes, kind])
+        return ProgramCacheKey(place=place, parts={**parts, "kind": kind})
 
     def take(
         self,
@@ -76,13 +76,12 @@ class ProgramCache:
         check: Callable[[Program, Smaller | None], None] = lambda *_: None,
     ) -> Program | None:
         """The cached program, if it is for this model and batch and `check` does not raise."""
-        found = self._content_of(
-            self._cache.get("reading", entry.place, entry.parts), "The loss was captured"
-        )
-        if found is None:
+        found = self._cache.get("reading", entry.place, entry.parts)
+        if found.content is None:
+            (self._warn if found.refused else self._notes.append)(f"The loss was captured anew: {found.why}.")
             return None
         try:
-            program, small = _unpacked(found)
+            program, small = _unpacked(found.content)
             _check_fits(program, model, leaves, training)
             check(program, small)
         except Exception as error:
@@ -130,9 +129,9 @@ class ProgramCache:
                 return typed(of, known)
             except (ValueError, TypeError):  # not written by us
                 pass
-        made = make()
-        self.keep_choice(kind, program, parts, plain(made))
-        return made
+        value = make()
+        self.keep_choice(kind, program, parts, plain(value))
+        return value
 
     def _dependencies(self, program: Program, parts: Mapping[str, Any]) -> dict[str, str]:
         return {
@@ -144,11 +143,6 @@ class ProgramCache:
     @cached_property
     def _versions(self) -> str:
         return versions()
-
-    def _content_of(self, found: CacheEntry, what: str) -> bytes | None:
-        if found.content is None:
-            (self._warn if found.refused else self._notes.append)(f"{what} anew: {found.why}.")
-        return found.content
 
     def _warn(self, sentence: str) -> None:
         self._notes.append(sentence)
@@ -179,21 +173,16 @@ def _check_fits(program: Program, model: nn.Module, leaves: Leaves, training: bo
         ("parameters", program.parameters, dict(model.named_parameters())),
         ("buffers", program.buffers, dict(model.named_buffers())),
     ):
-        mine: dict[str, Variable] = {name: each for each in known.values() for name in (each.name,)}
+        mine: dict[str, Variable] = {each.name: each for each in known.values()}
         if kind == "parameters" and mine.keys() != actual.keys():
             raise CaptureError(f"it has {len(mine)} {kind}, and the model {len(actual)}.")
         for name, each in mine.items():
             found = actual.get(name)
             if found is None or (tuple(found.shape), found.dtype) != (each.meta.shape, each.meta.dtype):
                 raise CaptureError(f"{name} has another shape or dtype in the model.")
-    inputs = {
-        each.name: (each.meta.shape, each.meta.dtype)
-        for each in program.inputs
-        if each.name not in program.others
-    }
-    if inputs != {name: (tuple(each.shape), each.dtype) for name, each in leaves.tensors.items()} or not fits(
-        program.others, leaves.values
-    ):
+    inputs = {each.name: (each.meta.shape, each.meta.dtype) for each in program.tensor_inputs}
+    tensors = {name: (tuple(each.shape), each.dtype) for name, each in leaves.tensors.items()}
+    if inputs != tensors or not fits(program.others, leaves.values):
         raise CaptureError("it is for other batches.")
     if program.training != training:
         raise CaptureError("it is for the other mode.")

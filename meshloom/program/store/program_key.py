@@ -34,11 +34,7 @@ class ProgramKey:
     @staticmethod
     def of_program(function: LossFunction, program: Program) -> ProgramKey:
         """The key of the batches that a program is for."""
-        tensors = tuple(
-            (each.name, each.meta.shape, str(each.meta.dtype))
-            for each in program.inputs
-            if each.name not in program.others
-        )
+        tensors = ((each.name, each.meta.shape, str(each.meta.dtype)) for each in program.tensor_inputs)
         return ProgramKey(function, program.training, (*tensors, *program.others.items()))
 
     def tensors_only(self, others: int) -> ProgramKey:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from meshloom.program.cost.cost import Cost, SavedTensor
@@ -23,30 +24,21 @@ def cached_costs(
     except (ValueError, TypeError):  # nothing cached, or not written by us
         pass
     found = price(program)
-    stored.keep_choice(
-        "costs",
-        program,
-        {},
-        [
-            [*_numbers(found[node.name]), [[each.memory, each.num_bytes] for each in found[node.name].kept]]
-            for node in program.nodes
-        ],
-    )
+    stored.keep_choice("costs", program, {}, [_numbers(found[node.name]) for node in program.nodes])
     return found
 
 
-def _numbers(cost: Cost) -> tuple[int, ...]:
-    return (
-        cost.flops, cost.backward_flops, cost.read_bytes, cost.written_bytes, cost.backward_read_bytes, cost.backward_written_bytes,
-    )  # fmt: skip
+_FIELDS = [field.name for field in fields(Cost) if field.name != "kept"]
+
+
+def _numbers(cost: Cost) -> list[Any]:
+    return [*(getattr(cost, name) for name in _FIELDS), [[each.memory, each.num_bytes] for each in cost.kept]]
 
 
 def _cost(value: Sequence[Any]) -> Cost:
-    flops, backward_flops, read, written, backward_read, backward_written, kept = value
-    return Cost(
-        flops=flops, backward_flops=backward_flops, read_bytes=read, written_bytes=written, backward_read_bytes=backward_read,
-        backward_written_bytes=backward_written, kept=tuple(SavedTensor(memory=memory, num_bytes=num_bytes) for memory, num_bytes in kept),
-    )  # fmt: skip
+    *numbers, saved = value
+    kept = tuple(SavedTensor(memory=memory, num_bytes=num_bytes) for memory, num_bytes in saved)
+    return Cost(**dict(zip(_FIELDS, numbers, strict=True)), kept=kept)
 
 
 def cached_saved_values(
@@ -57,10 +49,8 @@ def cached_saved_values(
         return choose()
     parts = {"mode": mode, "rates": rates}
     known = stored.choice("kept", program, parts)
-    names = {value for node in program.nodes for value in (node.name,)}
-    if isinstance(known, list) and all(
-        isinstance(each, str) and each.removesuffix(":") in names for each in known
-    ):
+    names = {node.name for node in program.nodes}
+    if isinstance(known, list) and all(str(each).removesuffix(":") in names for each in known):
         return known
     found = choose()
     stored.keep_choice("kept", program, parts, found)

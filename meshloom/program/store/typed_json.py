@@ -32,7 +32,12 @@ def typed(kind: Any, value: Any) -> Any:
             raise ValueError(f"{value!r} is not a {kind.__name__}")
         return kind(**{name: typed(each, value[name]) for name, each in known.items()})
     if origin in (Union, types.UnionType):
-        return _first_of(inner, value)
+        for each in inner:
+            try:
+                return typed(each, value)
+            except ValueError:
+                pass
+        raise ValueError(f"{value!r} is none of {inner}")
     if origin is Literal:
         if value in inner:
             return value
@@ -53,12 +58,3 @@ def _fields(kind: Any) -> dict[str, Any]:
     """Field -> its type."""
     hints = get_type_hints(kind)
     return {each.name: hints[each.name] for each in fields(kind)}
-
-
-def _first_of(kinds: tuple[Any, ...], value: Any) -> Any:
-    for kind in kinds:
-        try:
-            return typed(kind, value)
-        except ValueError:
-            pass
-    raise ValueError(f"{value!r} is none of {kinds}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 Changed = tuple[str, str, str, str]  # module, attribute, before, after
 
@@ -38,20 +38,19 @@ def plain_values(model: nn.Module) -> dict[tuple[str, str], Any]:
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
     """Removes tensors without values that the forward leaves in plain attributes, or in containers there."""
-    kept = [(module, dict(vars(module))) for module in model.modules()]
-    containers = list(
-        _containers(
-            [value for _, attributes in kept for name, value in attributes.items() if name not in TORCHS_OWN]
-        )
-    )
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    own = [value for _, values in before for name, value in values.items() if name not in TORCHS_OWN]
+    containers = list(_containers(own))
     tensors_before = [{id(leaf) for leaf in _tensors_in(container)} for container in containers]
     contents = [copy.copy(container) for container in containers]
     try:
         yield
     finally:
-        for module, attributes in kept:
+        for module, attributes in before:
             for name, value in list(vars(module).items()):
-                if name not in _REGISTERED and value is not attributes.get(name) and _holds_tensor(value):
+                if name in _REGISTERED or value is attributes.get(name):
+                    continue
+                if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
                     if name in attributes:
                         vars(module)[name] = attributes[name]
                     else:
@@ -64,17 +63,6 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
                 extend(content)
 
 
-def changed_attributes(
-    before: dict[tuple[str, str], str], after: dict[tuple[str, str], str]
-) -> list[Changed]:
-    """The differences. A new attribute is no change, as nothing can have read it."""
-    return [
-        (*place, text, after.get(place, "nothing"))
-        for place, text in before.items()
-        if after.get(place, "nothing") != text
-    ]
-
-
 def plain_text(value: Any, depth: int = 0) -> str | None:
     """A text that is equal for equal plain values; None for other objects."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
@@ -83,29 +71,18 @@ def plain_text(value: Any, depth: int = 0) -> str | None:
         return f"array {value.dtype} {value.shape} {hash(value.tobytes())}"
     if depth > 3 or isinstance(value, Tensor):
         return None
+    if not isinstance(value, dict | list | tuple | set | frozenset):
+        return None
+    texts = [plain_text(each, depth + 1) for each in (value.values() if isinstance(value, dict) else value)]
+    if None in texts:
+        return None
     if isinstance(value, dict):
-        parts = [(repr(key), plain_text(each, depth + 1)) for key, each in value.items()]
-        return (
-            None
-            if any(text is None for _, text in parts)
-            else "{" + ", ".join(f"{key}: {text}" for key, text in parts) + "}"
-        )
-    if isinstance(value, list | tuple | set | frozenset):
-        texts = [plain_text(each, depth + 1) for each in value]
-        return (
-            None
-            if any(text is None for text in texts)
-            else f"{type(value).__name__}[{', '.join(map(str, texts))}]"
-        )
-    return None
+        return "{" + ", ".join(f"{key!r}: {text}" for key, text in zip(value, texts, strict=True)) + "}"
+    return f"{type(value).__name__}[{', '.join(map(str, texts))}]"
 
 
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
 _DEPTH = 4  # of containers in containers
-
-
-def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0])
 
 
 def _containers(values: Iterable[Any], depth: int = 0) -> Iterator[Any]:

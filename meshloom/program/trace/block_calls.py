@@ -56,16 +56,8 @@ def _nothing(*args: Any) -> None:
     return None
 
 
-def _results(
-    inputs: Sequence[Tensor],
-    state: Sequence[Tensor],
-    call: int,
-    path: str,
-    ranks: Any,
-    sizes: Any,
-    strides: Any,
-    dtypes: Any,
-) -> list[Tensor]:
+def _results(inputs: Any, state: Any, call: int, path: str, *layouts: Any) -> list[Tensor]:
+    ranks, sizes, strides, dtypes = layouts
     device = (*inputs, *state)[0].device
     results: list[Tensor] = []
     at = 0
@@ -81,12 +73,8 @@ def _result(*args: Any) -> Tensor:
     return result
 
 
-for _name, _body in (
-    ("enter", _nothing),
-    ("leave", _nothing),
-    ("repeat", _result),
-    ("repeat_several", _results),
-):
+_bodies = {"enter": _nothing, "leave": _nothing, "repeat": _result, "repeat_several": _results}
+for _name, _body in _bodies.items():
     torch.library.register_fake(f"meshloom::{_name}", _body, lib=_library)
 for _operator in (ENTER, LEAVE):
     has_side_effect(_operator)

@@ -29,10 +29,8 @@ def build(
     tensors: dict[str, Tensor] = dict(exported.constants)
     first: dict[str, str] = {}  # placeholder -> first name of its tensor, also if tied
     values: dict[str, str] = {}  # placeholder -> name of its value
-    for prefix, names, variables in (
-        ("p", exported.parameters, parameters),
-        ("b", exported.buffers, buffers),
-    ):
+    of_kinds = ("p", exported.parameters, parameters), ("b", exported.buffers, buffers)
+    for prefix, names, variables in of_kinds:
         for value, name in names.items():
             first[value], tensors[value] = variables[name]
             values[value] = f"{prefix}_{_identifier(first[value])}"
@@ -129,17 +127,11 @@ def _nodes(graph: fx.Graph, inferred: Inferred, names_of: Mapping[fx.Node, str])
 def _explicit(node: fx.Node, shapes: tuple[Shape, ...]) -> dict[str, Any]:
     """Keyword arguments, with the dtype where a constructor would take torch's default."""
     schema = getattr(node.target, "_schema", None)
-    if (
-        schema is None
-        or node.all_input_nodes
-        or len(shapes) != 1
-        or "dtype" not in {argument.name for argument in schema.arguments}
-    ):
-        return dict(node.kwargs)
+    names = [argument.name for argument in schema.arguments] if schema else []
     given = dict(node.kwargs)
-    if given.get("dtype") is None and len(node.args) <= [
-        argument.name for argument in schema.arguments
-    ].index("dtype"):
+    if "dtype" not in names or node.all_input_nodes or len(shapes) != 1:
+        return given
+    if given.get("dtype") is None and len(node.args) <= names.index("dtype"):
         given["dtype"] = shapes[0].dtype
     return given
 
@@ -148,8 +140,7 @@ def _value(value: Any, names_of: Mapping[fx.Node, str]) -> Any:
     if isinstance(value, fx.Node):
         return Ref(names_of[value])
     if isinstance(value, list | tuple):
-        parts: Any = [_value(each, names_of) for each in value]
-        return tuple(parts)
+        return tuple(_value(each, names_of) for each in value)
     return value
 
 

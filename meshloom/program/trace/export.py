@@ -26,13 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, SourcePlace, place_here, place_of_error
-from meshloom.program.trace.attributes import (
-    Changed,
-    attributes_restored,
-    changed_attributes,
-    plain_attributes,
-    plain_values,
-)
+from meshloom.program.trace.attributes import Changed, attributes_restored, plain_attributes, plain_values
 from meshloom.program.trace.block_calls import FoldingError
 from meshloom.program.trace.export_patches import ctc_loss_without_values, patched_for_export
 from meshloom.program.trace.folding import Folding
@@ -160,11 +154,11 @@ class _Loss(nn.Module):
             self._seen.gradients.recorded(),
         ):
             value = self._loss(self.model, leaves)
-        self._seen.changed = changed_attributes(before, plain_attributes(self.model))
-        now = plain_values(self.model)
-        self._seen.left = [
-            (path, name, values[path, name], now.get((path, name))) for path, name, _, _ in self._seen.changed
-        ]
+        after, now = plain_attributes(self.model), plain_values(self.model)
+        # a new attribute is no change, as nothing can have read it
+        changed = {place: text for place, text in before.items() if after.get(place, "nothing") != text}
+        self._seen.changed = [(*place, text, after.get(place, "nothing")) for place, text in changed.items()]
+        self._seen.left = [(*place, values[place], now.get(place)) for place in changed]
         flat, self._seen.out_spec = tree_flatten(value)
         return tuple(flat)
 
@@ -212,9 +206,8 @@ def _recorded(model: nn.Module, folding: Folding | None) -> Iterator[None]:
     torch.set_autocast_cache_enabled(True)  # disabled while tracing, but regions record it
 
     def around() -> Any:
-        return tuple(
-            (each.device, each.dtype, each.enabled, each.cache) for each in regions
-        ), torch.is_grad_enabled()
+        opened = tuple((each.device, each.dtype, each.enabled, each.cache) for each in regions)
+        return opened, torch.is_grad_enabled()
 
     try:
         with folding.folded_inside(model, around) if folding is not None else nullcontext():
@@ -227,14 +220,14 @@ def _recorded(model: nn.Module, folding: Folding | None) -> Iterator[None]:
 @contextmanager
 def _written_buffers(model: nn.Module) -> Iterator[None]:
     """Turns the replacement of a buffer by another tensor into a write to it at the end of the forward."""
-    kept = [
+    before = [
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in vars(module)["_buffers"].items()
         if buffer is not None
     ]
     yield
-    for module, name, buffer in kept:
+    for module, name, buffer in before:
         now = vars(module)["_buffers"].get(name)
         if now is buffer:
             continue
@@ -269,42 +262,33 @@ def _quiet() -> Iterator[None]:
 
 def _from_exported(exported: ExportedProgram, seen: _Seen) -> Exported:
     assert seen.out_spec is not None
-    parameters: dict[str, str] = {}
-    buffers: dict[str, str] = {}
-    constants: dict[str, Tensor] = {}
-    inputs: list[str] = []
+    graph = exported.graph_module.graph
+    result = Exported(
+        graph=graph, parameters={}, buffers={}, constants={}, inputs=[],
+        out_spec=seen.out_spec, changed=seen.changed, left=seen.left,
+    )  # fmt: skip
     for spec in exported.graph_signature.input_specs:
         name = spec.arg.name
         target = (spec.target or "").removeprefix("model.")
         if spec.kind is InputKind.PARAMETER:
-            parameters[name] = target
+            result.parameters[name] = target
         elif spec.kind is InputKind.BUFFER:
-            buffers[name] = target
+            result.buffers[name] = target
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constant: Any = exported.constants[spec.target or ""]
-            constants[name] = constant.detach().clone()
+            result.constants[name] = constant.detach().clone()
         elif spec.kind is InputKind.USER_INPUT:
-            inputs.append(name)
+            result.inputs.append(name)
         else:
             raise CaptureError(
                 f"The loss uses {spec.target}, which is neither a tensor nor a number, so it cannot be captured. {WAY_OUT}"
             )
-    graph = exported.graph_module.graph
     for node in graph.nodes:
         if node.op == "get_attr" or isinstance(node.target, _torch._ops.HigherOrderOperator):
             raise CaptureError(
                 f"{node.target} at {describe_place(node)} is control flow or a kernel that a program cannot represent. {WAY_OUT}"
             )
-    return Exported(
-        graph=graph,
-        parameters=parameters,
-        buffers=buffers,
-        constants=constants,
-        inputs=inputs,
-        out_spec=seen.out_spec,
-        changed=seen.changed,
-        left=seen.left,
-    )
+    return result
 
 
 def _explain(error: Exception) -> str:
@@ -312,10 +296,8 @@ def _explain(error: Exception) -> str:
     kind = type(error).__name__
     text = str(error).strip()
     first = text.splitlines()[0].rstrip(".") if text else kind
-    if (
-        kind in ("GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException", "UserErrorType")
-        or "data-dependent" in text
-    ):
+    of_values = "GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException", "UserErrorType"
+    if kind in of_values or "data-dependent" in text:
         return (
             f"What runs depends on the values in the batch at {place}, so no one program computes it: {first[:160]}. "
             f"Write the choice with torch.where. {WAY_OUT}"

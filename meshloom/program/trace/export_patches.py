@@ -7,7 +7,7 @@ arguments, and the CTC loss has a shape.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,12 +29,11 @@ aten = torch.ops.aten
 def patched_for_export() -> Iterator[None]:
     """The patches of all but fake tensors. They hold for all threads, so there is one export at a time."""
     applied: list[Applied] = []
-    with ExitStack() as around:
-        around.enter_context(
-            replaced(_torch.autograd.function._SingleLevelFunction, "apply", _apply(applied))
-        )
-        around.enter_context(replaced(Distribution, "_validate_args", False))
-        around.enter_context(replaced(torch, "ctc_loss", _ctc_loss(torch.ctc_loss)))
+    with (
+        replaced(_torch.autograd.function._SingleLevelFunction, "apply", _apply(applied)),
+        replaced(Distribution, "_validate_args", False),
+        replaced(torch, "ctc_loss", _ctc_loss(torch.ctc_loss)),
+    ):
         yield
     check_products(applied)
 
@@ -92,14 +91,11 @@ def _ctc_loss(ctc_loss: Any) -> Any:
     def read(
         scores: Tensor, targets: Tensor, scores_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        lengths = scores_lengths, target_lengths
-        return ctc_loss(
-            scores,
-            targets,
-            *(each if isinstance(each, Tensor) else torch.tensor(each) for each in lengths),
-            *args,
-            **kwargs,
+        lengths = (
+            each if isinstance(each, Tensor) else torch.tensor(each)
+            for each in (scores_lengths, target_lengths)
         )
+        return ctc_loss(scores, targets, *lengths, *args, **kwargs)
 
     return read
 

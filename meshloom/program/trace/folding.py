@@ -80,9 +80,8 @@ class Folding:
         definers = {definer for kind in kinds if (definer := _definer_of_forward(kind)) is not None}
         with ExitStack() as around_all:
             for definer in definers:
-                around_all.enter_context(
-                    replaced(definer, "forward", self._wrapped(vars(definer)["forward"]))
-                )
+                folded = self._folded(vars(definer)["forward"])
+                around_all.enter_context(replaced(definer, "forward", folded))
             around_all.enter_context(replaced(nn.Module, "__getattribute__", self._recording_look_up()))
             yield
         self._read.clear()
@@ -102,7 +101,7 @@ class Folding:
 
         return recording
 
-    def _wrapped(self, forward: Any) -> Any:
+    def _folded(self, forward: Any) -> Any:
         def folded(module: Any, *args: Any, **kwargs: Any) -> Any:
             owner = self._owners.get(id(vars(module)))
             # the forward of a base class, called by the module's own
@@ -116,23 +115,19 @@ class Folding:
         self, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         block = self._block(module)
-        again = id(module) in self._called
+        called_before = id(module) in self._called
         self._called.add(id(module))
         if block is None:
             return self._trace_unfolded(module, run)
         leaves, spec = tree_flatten((args, kwargs))
-        key = (
-            block.structure,
-            spec,
-            tuple(self._leaf(leaves, place) for place in range(len(leaves))),
-            self._around(),
-        )
+        facts = tuple(self._leaf(leaves, leaf) for leaf in leaves)
+        key = block.structure, spec, facts, self._around()
         try:
             known = self._read.setdefault(key, [])
         except TypeError:  # something in it has no hash
             return self._trace_unfolded(module, run)
         for other in known:
-            if not (again and other.writes_buffers) and _may_stand_for(other, block):
+            if not (called_before and other.writes_buffers) and _may_stand_for(other, block):
                 return self._repeat(other, block, leaves)
         return self._trace(module, block, run, leaves, known)
 
@@ -165,9 +160,9 @@ class Folding:
             self._open.pop()
         now = [each._version for each in (*given, *state)]
         unchanged = now[: len(given)] == versions[: len(given)] and _are_unchanged(before, _attributes(block))
-        found = _returned(result, given, state) if unchanged else None
-        if found is not None:
-            returned, spec, made = found
+        repeatable = _returned(result, given, state) if unchanged else None
+        if repeatable is not None:
+            returned, spec, made = repeatable
             LEAVE(made, number)
             writes = now != versions
             known.append(
@@ -189,38 +184,24 @@ class Folding:
             )
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         stand_in = REPEAT if len(other.made) == 1 else REPEAT_SEVERAL
-        made = stand_in(
-            given,
-            _state(block),
-            other.number,
-            self._paths[id(vars(block.parts[""]))],
-            *layouts_of(other.made),
-        )
+        path = self._paths[id(vars(block.parts[""]))]
+        made = stand_in(given, _state(block), other.number, path, *layouts_of(other.made))
         tensors = {"made": [made] if stand_in is REPEAT else made, "given": given}
-        return tree_unflatten(
-            [tensors[each[0]][each[1]] if isinstance(each, _Place) else each for each in other.returned],
-            other.spec,
-        )
+        returned = [
+            tensors[each[0]][each[1]] if isinstance(each, _Place) else each for each in other.returned
+        ]
+        return tree_unflatten(returned, other.spec)
 
     def _block(self, module: nn.Module) -> _Block | None:
         if id(module) not in self._blocks:
             self._blocks[id(module)] = _block_of(module, self._structures)
         return self._blocks[id(module)]
 
-    def _leaf(self, leaves: Sequence[Any], place: int) -> Any:
+    def _leaf(self, leaves: Sequence[Any], leaf: Any) -> Any:
         """Facts about an argument of a call that identical calls share."""
-        leaf = leaves[place]
         if isinstance(leaf, Tensor):
             same = next(number for number, each in enumerate(leaves) if each is leaf)
-            return (
-                Tensor,
-                same,
-                tuple(leaf.shape),
-                leaf.dtype,
-                _strides(leaf),
-                leaf.requires_grad,
-                leaf.device,
-            )
+            return Tensor, same, *_layout(leaf), leaf.device
         text = plain_text(leaf)
         if text is None:
             self._kept.append(leaf)
@@ -251,26 +232,15 @@ def _block_of(module: nn.Module, structures: dict[Any, int]) -> _Block | None:
     )
     tensors = [vars(each)[kind][name] for each, kind, name in state]
     first: dict[int, int] = {}
-    facts = [
-        (
-            first.setdefault(id(one), place),
-            kind,
-            name,
-            type(one),
-            tuple(one.shape),
-            one.dtype,
-            _strides(one),
-            one.requires_grad,
-        )
+    facts = tuple(
+        (first.setdefault(id(one), place), kind, name, type(one), *_layout(one))
         for place, (one, (_, kind, name)) in enumerate(zip(tensors, state, strict=True))
-    ]
-    own = [
+    )
+    own = tuple(
         (path, type(each), each.training, tuple(vars(each)["_buffers"]), tuple(vars(each)["_parameters"]))
         for path, each in parts.items()
-    ]
-    return _Block(
-        parts=parts, state=state, structure=structures.setdefault((tuple(own), tuple(facts)), len(structures))
     )
+    return _Block(parts=parts, state=state, structure=structures.setdefault((own, facts), len(structures)))
 
 
 def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -280,8 +250,9 @@ def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _parts(child, f"{path}.{name}")
 
 
-def _strides(tensor: Tensor) -> Any:
-    return tuple(tensor.stride()) if tensor.layout == torch.strided else tensor.layout
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    strides = tuple(tensor.stride()) if tensor.layout == torch.strided else tensor.layout
+    return tuple(tensor.shape), tensor.dtype, strides, tensor.requires_grad
 
 
 def _state(block: _Block) -> list[Tensor]:
@@ -358,10 +329,7 @@ def _returned(
         for each in made
     ):
         return None
-    memories = [memory_of(each) for each in (*made, *given, *state)]
-    return (
-        (returned, spec, made)
-        if len(set(memories[: len(made)])) == len(made)
-        and not set(memories[: len(made)]) & set(memories[len(made) :])
-        else None
-    )
+    memories = {memory_of(each) for each in made}
+    if len(memories) < len(made) or not memories.isdisjoint(memory_of(each) for each in (*given, *state)):
+        return None
+    return returned, spec, made

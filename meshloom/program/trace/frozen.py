@@ -15,7 +15,7 @@ from meshloom.core.errors import CaptureError
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, describe_line, is_users, line_of_frame
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
-from meshloom.program.ir.sparse_constants import dense_parts
+from meshloom.program.ir.sparse_constants import bits_of, dense_parts
 
 
 def check_draws() -> Callable[[Callable[[], Any]], None]:
@@ -27,11 +27,11 @@ def check_draws() -> Callable[[Callable[[], Any]], None]:
     }
     before = {kind: state() for kind, state in kinds.items()}
 
-    def check(again: Callable[[], Any]) -> None:
+    def check(rerun: Callable[[], Any]) -> None:
         for kind, state in kinds.items():
             if state() != before[kind]:
                 raise CaptureError(
-                    f"The forward draws from {kind} at {line_that_changes(again, state)}; a program would keep the one draw for ever. "
+                    f"The forward draws from {kind} at {line_that_changes(rerun, state)}; a program would keep the one draw for ever. "
                     f"Draw with torch (torch.rand, torch.randint). {WAY_OUT}"
                 )
 
@@ -72,20 +72,19 @@ def line_that_changes(run: Callable[[], Any], observe: Callable[[], Any]) -> str
     'a line that could not be found'
     """
     found: list[SourceLine | None] = []
-    seen = [observe()]
+    seen = observe()
     before: dict[FrameType, SourceLine | None] = {}
 
     def look(frame: FrameType, event: str, argument: Any) -> Any:
-        if found or not (is_users(frame.f_code.co_filename) or event == "call"):
-            return look if not found else None
-        if is_users(frame.f_code.co_filename):
-            now = observe()
-            if now != seen[0]:
-                found.append(before.get(frame) or line_of_frame(frame))
-                return None
-            before[frame] = line_of_frame(frame)
-            return look
-        return None
+        if found:
+            return None
+        if not is_users(frame.f_code.co_filename):
+            return None if event == "call" else look
+        if observe() != seen:
+            found.append(before.get(frame) or line_of_frame(frame))
+            return None
+        before[frame] = line_of_frame(frame)
+        return look
 
     previous = sys.gettrace()
     sys.settrace(look)
@@ -105,10 +104,9 @@ def _fact(node: Node) -> str:
 def _shown(node: Node, other: Node) -> str:
     if node.operator != other.operator:
         return node.operator
-    for mine, others in zip(
-        (*node.args, *node.kwargs.values()), (*other.args, *other.kwargs.values()), strict=False
-    ):
-        if mine != others:
+    arguments = ((*each.args, *each.kwargs.values()) for each in (node, other))
+    for mine, theirs in zip(*arguments, strict=False):
+        if mine != theirs:
             return f"{node.operator} of {mine}"
     return f"{node.operator} in {node.context}"
 
@@ -117,10 +115,5 @@ def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether all elements are equal, NaNs included."""
     ours, theirs = dense_parts(one), dense_parts(other)
     return len(ours) == len(theirs) and all(
-        torch.equal(_bits(mine), _bits(other)) for mine, other in zip(ours, theirs, strict=True)
+        torch.equal(bits_of(mine), bits_of(other)) for mine, other in zip(ours, theirs, strict=True)
     )
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else flat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,15 +13,16 @@ from torch._functorch import eager_transforms, vmap
 
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.lines import WAY_OUT, SourcePlace, place_here
+from meshloom.program.trace.export_patches import replaced
 
 _torch: Any = torch  # for private names
 _TRANSFORM = "uses a transform of torch.func (grad, jacrev, jvp, vmap, ...)"
-_BEGIN = (
+_ENTERED = (
+    (_torch.autograd, "_engine_run_backward"),
     (eager_transforms, "grad_increment_nesting"),
     (eager_transforms, "jvp_increment_nesting"),
     (vmap, "vmap_increment_nesting"),
 )
-_ENTERED = ((_torch.autograd, "_engine_run_backward"), *_BEGIN)
 
 
 @dataclass
@@ -34,18 +35,12 @@ class InnerGradients:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Records calls inside."""
-        before = [(module, name, getattr(module, name)) for module, name in _ENTERED]
-        for module, name, function in before:
-            setattr(
-                module,
-                name,
-                _recording(function, self.backward if module is _torch.autograd else self.transforms),
-            )
-        try:
+        with ExitStack() as around:
+            for module, name in _ENTERED:
+                places = self.backward if module is _torch.autograd else self.transforms
+                recording = _recording(getattr(module, name), places)
+                around.enter_context(replaced(module, name, recording))
             yield
-        finally:
-            for module, name, function in before:
-                setattr(module, name, function)
 
     def check(self, graph: fx.Graph | None = None) -> None:
         """Raise `CaptureError` if a gradient was taken, even if unused, or the graph has transform steps."""

@@ -26,6 +26,7 @@ from meshloom.program.ir.schemas import (
     functional_of_out,
     is_list,
     is_part,
+    is_written,
     name_of,
     running_statistics,
 )
@@ -39,14 +40,8 @@ aten = torch.ops.aten
 _DROPPED = ("_assert", "sym_constrain_range", "_guards")
 _SHAPE_WRITES = {"unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "detach_"}
 # On some devices these draw other numbers in place than out of place, so they run in place on a copy.
-_RUN_ON_A_COPY = {
-    "dropout_",
-    "alpha_dropout_",
-    "feature_dropout_",
-    "feature_alpha_dropout_",
-    "rrelu_",
-    "rrelu_with_noise_",
-}
+_DROPOUTS = {"dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_"}
+_RUN_ON_A_COPY = {*_DROPOUTS, "rrelu_", "rrelu_with_noise_"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +84,7 @@ class _Rewriter:
         self.in_place: set[str] = set()
         self.with_gradient: set[int | None] = set()  # memory into which something with a gradient was written
         self.written = False
-        self.kept: set[fx.Node] = set()  # new nodes with an effect besides their result
+        self.with_effects: set[fx.Node] = set()  # new nodes with an effect besides their result
 
     def rewrite(self) -> Pure:
         for node in self.exported.graph.nodes:
@@ -103,16 +98,12 @@ class _Rewriter:
             else:
                 self._call(node)
         updates = {node.name: self._read(node) for node in self.written_buffers}
-        kept = self.kept | set(updates.values())
+        needed = self.with_effects.union(updates.values())
         for node in reversed(list(self.graph.nodes)):
-            if node.op == "call_function" and not node.users and node not in kept:
+            if node.op == "call_function" and not node.users and node not in needed:
                 self.graph.erase_node(node)
-        return Pure(
-            graph=self.graph,
-            updates=updates,
-            in_place=frozenset(self.in_place),
-            inferred=None if self.written else self._inferred_of_copies(),
-        )
+        inferred = None if self.written else self._inferred_of_copies()
+        return Pure(graph=self.graph, updates=updates, in_place=frozenset(self.in_place), inferred=inferred)
 
     def _inferred_of_copies(self) -> Inferred:
         shapes = {self.new[node]: shapes for node, shapes in self.inferred.shapes.items() if node in self.new}
@@ -174,9 +165,8 @@ class _Rewriter:
         if owner.op == "placeholder" and owner.name in self.exported.constants:
             unregistered = "a tensor that is an attribute but not a buffer (register it with register_buffer)"
             raise _refusal(node, f"writes to {unregistered}")
-        hidden = not self._shape(operand).requires_grad and any(
-            self._shape(each).requires_grad for each in views
-        )
+        graded = any(self._shape(each).requires_grad for each in views)
+        hidden = graded and not self._shape(operand).requires_grad
         context = node.meta.get(META, {}).get("context")
         without_grad = context and not context.grad and self._shape(owner).requires_grad
         if name_of(node) != "detach_" and (without_grad or hidden):
@@ -202,23 +192,16 @@ class _Rewriter:
             return _converted(source, shape, was, node.meta, clone=operand not in self.view_of)
         if name == "zero_":
             return self._replacing(node, self.graph.call_function(aten.fill.Scalar, (first, 0)))
-        function = functional(node)
-        if (
-            function is not None
-            and name not in _RUN_ON_A_COPY
-            and _keeps_shape(function, node, was, self.inferred)
-        ):
-            return self._replacing(node, self.graph.call_function(function, (first, *rest), kwargs))
-        operator: Any = node.target
-        return self._replacing(node, self.graph.call_function(out_of_place, (operator, first, *rest), kwargs))
+        function: Any = functional(node)
+        args: Any = first, *rest
+        if function is None or name in _RUN_ON_A_COPY or not _keeps_shape(function, node, was, self.inferred):
+            function, args = out_of_place, (node.target, *args)
+        return self._replacing(node, self.graph.call_function(function, args, kwargs))
 
     def _change_shape(self, node: fx.Node, operand: fx.Node) -> None:
         function = functional(node)
-        if (
-            function is None
-            or operand in self.view_of
-            or any(operand in (each, self.operand_of.get(each)) for each in self.view_of.values())
-        ):
+        viewed = any(operand in (each, self.operand_of.get(each)) for each in self.view_of.values())
+        if function is None or viewed or operand in self.view_of:
             raise _refusal(node, "changes the shape of a tensor that is a view or has one")
         value = self.graph.call_function(function, (self._read(operand), *node.args[1:]), node.kwargs)
         value.meta = dict(node.meta)
@@ -243,7 +226,7 @@ class _Rewriter:
         new.meta = dict(node.meta)
         effect = node in self.inferred.draws or node.target in (ENTER, LEAVE)
         if effect or any(True for _ in running_statistics(node)):
-            self.kept.add(new)
+            self.with_effects.add(new)
         return new
 
     def _put(self, node: fx.Node, value: fx.Node) -> None:
@@ -267,11 +250,8 @@ def _written_operand(node: fx.Node) -> fx.Node | None:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return None
-    operands = [
-        value
-        for argument, value in arguments_of(node)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    arguments = arguments_of(node.target, node.args, node.kwargs)
+    operands = [value for argument, value in arguments if is_written(argument)]
     places = (node.args[0] if node.args else None, node.kwargs.get("out"))
     if len(operands) != 1 or not isinstance(operands[0], fx.Node) or operands[0] not in places:
         raise _refusal(node, "writes to more than one tensor")

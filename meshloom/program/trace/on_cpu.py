@@ -36,22 +36,18 @@ class AsOnCPU(TorchDispatchMode):
 
 def _with_workspace(args: Sequence[Any], value: Any) -> Any:
     """Adds a recurrent layer's workspace, which is empty in the fake."""
+    if not args[15]:
+        return *value[:3], value[3].new_empty(0)
     length, batch, features = args[0].shape
-    num_bytes = (
-        workspace_bytes(length, batch, features, hidden=args[10], itemsize=args[0].element_size())
-        if args[15]
-        else 0
-    )
+    num_bytes = workspace_bytes(length, batch, features, hidden=args[10], itemsize=args[0].element_size())
     return *value[:3], value[3].new_empty(num_bytes)
 
 
 def _contiguous(args: Sequence[Any], value: Any) -> Any:
     """Batch norm of a transposed tensor returns a contiguous one; the fake has its input's strides, so that
     later copies would be missing."""
-    x = args[0]
-    if x.device.type != "cpu" or any(
-        x.is_contiguous(memory_format=each) for each in _FORMATS.get(x.ndim, (torch.contiguous_format,))
-    ):
+    x, formats = args[0], _FORMATS.get(args[0].ndim, (torch.contiguous_format,))
+    if x.device.type != "cpu" or any(x.is_contiguous(memory_format=each) for each in formats):
         return value
     return x.new_empty(x.shape, dtype=value[0].dtype), *value[1:]
 
@@ -63,11 +59,9 @@ def _viewed(args: Sequence[Any], value: Any) -> Any:
     with _disable_current_modes():
         x = torch.empty_strided(args[0].shape, args[0].stride(), dtype=value.dtype, device="meta")
         strides = x.view(value.shape).stride()
-    return (
-        value
-        if value.stride() == strides
-        else args[0].as_strided(value.shape, strides, value.storage_offset())
-    )
+    if value.stride() == strides:
+        return value
+    return args[0].as_strided(value.shape, strides, value.storage_offset())
 
 
 def fake_ctc_loss(scores: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -45,12 +45,10 @@ def in_precision(batch: Any, dtype: torch.dtype | None) -> Any:
     {'x': tensor([1.], dtype=torch.float64)}
     """
     leaves = leaves_of(batch)
-    return leaves.rebuild(
-        [
-            leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
-            for leaf in leaves.tensors.values()
-        ]
-    )
+    if dtype is None:
+        return leaves.rebuild(list(leaves.tensors.values()))
+    converted = [leaf.to(dtype) if leaf.is_floating_point() else leaf for leaf in leaves.tensors.values()]
+    return leaves.rebuild(converted)
 
 
 @contextmanager

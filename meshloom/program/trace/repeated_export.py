@@ -64,14 +64,13 @@ def export_once(model: nn.Module, loss: LossFunction, leaves: Leaves, *, fold: b
 
 def device_of(model: nn.Module, leaves: Leaves) -> torch.device:
     """The one device of the model and the batch."""
-    found: dict[torch.device, None] = {}
-    for tensor in (*model.parameters(), *model.buffers(), *leaves.tensors.values()):
-        found.setdefault(tensor.device)
-    if len(found) != 1:
+    tensors = (*model.parameters(), *model.buffers(), *leaves.tensors.values())
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors))
+    if len(devices) != 1:
         raise CaptureError(
-            f"The model and the batch lie on {', '.join(map(str, found))}. Put all of it on one device. {WAY_OUT}"
+            f"The model and the batch lie on {', '.join(map(str, devices))}. Put all of it on one device. {WAY_OUT}"
         )
-    return next(iter(found))
+    return devices[0]
 
 
 def check_tensors(leaves: Leaves) -> None:
@@ -104,34 +103,30 @@ def _export_until_steady(
     finally:
         for path, name, before, _ in first.left:
             vars(model.get_submodule(path))[name] = before
-    for changed in [
-        *(each for each in first.changed if each[1] == "training"),
-        *(second.changed if second else []),
-    ]:
-        raise _refuse_attribute(model, changed, lambda: read(1))
+    refused = [each for each in first.changed if each[1] == "training"]
+    refused += second.changed if second else []
+    if refused:
+        raise _refuse_attribute(model, refused[0], lambda: read(1))
     return steady, second
 
 
 def _loss_of(loss: LossFunction, leaves: Leaves) -> Any:
     def checked(model: nn.Module, tensors: Sequence[Tensor]) -> Any:
         returned = loss(model, leaves.rebuild(tensors))
-        if (
-            wrong := next(
-                (each for each in tree_leaves(returned) if not isinstance(each, _NUMBERS)), _NUMBERS
-            )
-        ) is not _NUMBERS:
-            raise CaptureError(
-                f"The loss or metric returned a {type(wrong).__name__}. Return one scalar tensor (the mean over the samples), or (sum, weight)."
-            )
+        for each in tree_leaves(returned):
+            if not isinstance(each, _NUMBERS):
+                raise CaptureError(
+                    f"The loss or metric returned a {type(each).__name__}. Return one scalar tensor (the mean over the samples), or (sum, weight)."
+                )
         return returned
 
     return checked
 
 
-def _refuse_attribute(model: nn.Module, changed: Changed, again: Callable[[], Any]) -> CaptureError:
+def _refuse_attribute(model: nn.Module, changed: Changed, rerun: Callable[[], Any]) -> CaptureError:
     path, attribute, before, after = changed
     module = model.get_submodule(path)
-    line = line_that_changes(again, lambda: repr(vars(module).get(attribute)))
+    line = line_that_changes(rerun, lambda: repr(vars(module).get(attribute)))
     if attribute == "training":
         return CaptureError(
             f"The forward switches {path or 'the model'} between training and evaluation at {line}, and a program has one mode. "

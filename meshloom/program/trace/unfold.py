@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from meshloom.program.ir.contexts import Autocast, Context
-from meshloom.program.ir.nodes import Node, Ref, refs_in
+from meshloom.program.ir.nodes import Node, Ref, refs_in, renamed
 from meshloom.program.ir.program import Program
-from meshloom.program.ir.sparse_constants import is_sparse
+from meshloom.program.ir.sparse_constants import bits_of, is_sparse
 from meshloom.program.trace.block_calls import (
     ENTER,
     LEAVE,
@@ -46,9 +45,9 @@ def unfolded(program: Program) -> Program:
         program,
         constants=constants,
         nodes=nodes,
-        outputs=tuple(_replaced(unfolding.of(each), names) for each in program.outputs),
+        outputs=renamed(unfolding.of(program.outputs), names),
         updates={
-            name: _replaced(unfolding.of(each), names)
+            name: renamed(unfolding.of(each), names)
             for name, each in sorted(unfolding.updates.items(), key=lambda item: order[item[0]])
         },
         in_place=frozenset(unfolding.in_place),
@@ -95,7 +94,7 @@ class _Unfolding:
 
     def of(self, value: Any) -> Any:
         """A value, or what replaces it."""
-        return _replaced(value, self._instead)
+        return renamed(value, self._instead)
 
     def _walk(self, nodes: Sequence[Node]) -> None:
         opened: dict[int, tuple[Node, int]] = {}
@@ -114,13 +113,7 @@ class _Unfolding:
             elif node.target is operator.getitem and node.args[0].name in self._picks:
                 self._instead[node.name] = self._picks[node.args[0].name][node.args[1]]
             else:
-                self.nodes.append(
-                    replace(
-                        node,
-                        args=self.of(node.args),
-                        kwargs={key: self.of(each) for key, each in node.kwargs.items()},
-                    )
-                )
+                self.nodes.append(node.with_operands(self._instead))
 
     def _copy(self, stand_in: Node) -> None:
         """Append copies of the nodes of a traced call."""
@@ -143,11 +136,9 @@ class _Unfolding:
         names |= {node.name: f"{node.name}@{self._copies}" for node in nodes}
         for node in nodes:
             self.nodes.append(
-                replace(
-                    node,
+                node.with_operands(
+                    names,
                     name=names[node.name],
-                    args=_replaced(node.args, names),
-                    kwargs={key: _replaced(each, names) for key, each in node.kwargs.items()},
                     path=_path_in_copy(node.path, block.path, path),
                     context=self._context(node.context, block.context, stand_in.context, regions),
                 )
@@ -206,44 +197,36 @@ class _Unfolding:
     def _drop_unused(self) -> None:
         """Drop unused inputs of calls; nodes that draw or update a buffer stay."""
         program = self._program
-        unread = {node.name for node in program.nodes} - {
-            ref.name for node in program.nodes for ref in node.operands()
-        }
+        read = {ref.name for node in program.nodes for ref in node.operands()}
+        unread = {node.name for node in program.nodes} - read
         written = {each.value for name, each in program.buffers.items() if name in self.in_place}
-        used = {
-            ref.name
-            for ref in refs_in((self.of(program.outputs), tuple(map(self.of, self.updates.values()))))
-        }
-        kept: list[Node] = []
+        used = {ref.name for ref in refs_in(self.of((program.outputs, tuple(self.updates.values()))))}
+        needed: list[Node] = []
         for node in reversed(self.nodes):
             operands = [ref.name for ref in node.operands()]
-            if (
-                node.name in used
-                or node.num_draws
-                or node.name.partition("@")[0] in unread
-                or not written.isdisjoint(operands)
-            ):
+            has_effect = node.num_draws or not written.isdisjoint(operands)
+            if has_effect or node.name in used or node.name.partition("@")[0] in unread:
                 used.update(operands)
-                kept.append(node)
-        self.nodes = kept[::-1]
+                needed.append(node)
+        self.nodes = needed[::-1]
 
 
 def _distinct(constants: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Small constants without duplicates, which identical calls create, and name -> the equal one to use."""
-    kept: dict[str, Tensor] = {}
+    distinct: dict[str, Tensor] = {}
     instead: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, each in constants.items():
         if isinstance(each, FakeTensor) or is_sparse(each) or each.numel() > SMALL:
-            kept[name] = each
+            distinct[name] = each
             continue
-        bits = each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        bits = bits_of(each).numpy().tobytes()
         known = first.setdefault((each.dtype, each.device, tuple(each.shape), each.stride(), bits), name)
         if known == name:
-            kept[name] = each
+            distinct[name] = each
         else:
             instead[name] = known
-    return kept, instead
+    return distinct, instead
 
 
 def _path_in_copy(path: str, source: str, target: str) -> str:
@@ -253,15 +236,6 @@ def _path_in_copy(path: str, source: str, target: str) -> str:
     ('h.7.mlp', 'h.01')
     """
     return target + path[len(source) :] if path == source or path.startswith(f"{source}.") else path
-
-
-def _replaced(value: Any, names: Mapping[str, str]) -> Any:
-    """Values with their names replaced."""
-    if isinstance(value, Ref):
-        return Ref(names[value.name]) if value.name in names else value
-    if isinstance(value, tuple):
-        return tuple(_replaced(each, names) for each in value)
-    return value
 
 
 def _numbered(program: Program, nodes: Sequence[Node]) -> tuple[tuple[Node, ...], dict[str, str]]:
@@ -287,13 +261,8 @@ def _numbered(program: Program, nodes: Sequence[Node]) -> tuple[tuple[Node, ...]
             )
             contexts[node.context] = replace(node.context, autocast=own)
         made.append(
-            replace(
-                node,
-                name=name,
-                args=_replaced(node.args, names),
-                kwargs={key: _replaced(each, names) for key, each in node.kwargs.items()},
-                context=contexts[node.context],
-                draw=draws if node.num_draws else None,
+            node.with_operands(
+                names, name=name, context=contexts[node.context], draw=draws if node.num_draws else None
             )
         )
         draws += node.num_draws

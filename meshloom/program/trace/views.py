@@ -5,30 +5,20 @@ For a view `v = op(x)` and a new value of v, `written` adds the nodes that compu
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
 import torch
 from torch import fx
 
+from meshloom.program.ir.schemas import arguments_of
 from meshloom.program.trace.infer import Shape
 
 aten = torch.ops.aten
 
-_RESHAPES = {
-    "view",
-    "reshape",
-    "flatten",
-    "unflatten",
-    "unsqueeze",
-    "squeeze",
-    "_unsafe_view",
-    "view_as",
-    "reshape_as",
-    "ravel",
-    "expand",
-    "expand_as",
-}
+_SQUEEZES = {"unsqueeze", "squeeze", "expand", "expand_as"}
+_RESHAPES = {"view", "_unsafe_view", "view_as", "reshape", "reshape_as", "ravel", "flatten", "unflatten"}
 _SWAPS = {"t", "transpose", "numpy_T", "mT", "matrix_H", "swapaxes", "swapdims", "mH"}
 _SPLITS = {"split", "chunk", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit"}
 
@@ -41,12 +31,7 @@ def written(
     view: the node that created the view. source: the viewed tensor before, in `graph`.
     of: the viewed tensor. was: the view. new: the view's new value, in `graph`.
     """
-    if (
-        was.shape == of.shape
-        and was.stride == of.stride
-        and was.offset == of.offset
-        and was.dtype == of.dtype
-    ):
+    if (was.shape, was.stride, was.offset, was.dtype) == (of.shape, of.stride, of.offset, of.dtype):
         return new
     call = graph.call_function
     if view.target is operator.getitem:
@@ -61,12 +46,9 @@ def written(
     if name in _SWAPS:
         if name in ("transpose", "swapaxes", "swapdims"):
             return call(aten.transpose.int, (new, *view.args[1:3]))
-        return call(
-            aten.permute.default,
-            (new, list(reversed(range(len(was.shape)))))
-            if name in ("t", "numpy_T")
-            else (new, _last_two(was)),
-        )
+        dims = list(range(len(was.shape)))
+        swapped = dims[::-1] if name in ("t", "numpy_T") else [*dims[:-2], dims[-1], dims[-2]]
+        return call(aten.permute.default, (new, swapped))
     if name == "permute":
         dims = [dim % len(of.shape) for dim in args["dims"]]
         return call(aten.permute.default, (new, [dims.index(dim) for dim in range(len(dims))]))
@@ -80,11 +62,9 @@ def written(
     if name == "select":
         return call(aten.select_scatter.default, (source, new, args["dim"], args["index"]))
     if name == "diagonal":
-        return call(
-            aten.diagonal_scatter.default,
-            (source, new, args.get("offset", 0), args.get("dim1", 0), args.get("dim2", 1)),
-        )
-    if name in _RESHAPES and _count(was) == _count(of):
+        diagonal = args.get("offset", 0), args.get("dim1", 0), args.get("dim2", 1)
+        return call(aten.diagonal_scatter.default, (source, new, *diagonal))
+    if name in _RESHAPES | _SQUEEZES and math.prod(was.shape) == math.prod(of.shape):
         return call(aten.reshape.default, (new, list(of.shape)))
     return None
 
@@ -93,49 +73,30 @@ def _written_part(
     graph: fx.Graph, view: fx.Node, source: fx.Node, of: Shape, was: Shape, new: fx.Node
 ) -> fx.Node | None:
     """The same for `split(x)[number]` and `unbind(x)[number]`, where `source` is x."""
-    made: Any = view.args[0]
-    name = made.target._schema.name.removeprefix("aten::")
-    dim: int = _arguments(made).get("dim", 0) % len(of.shape)
+    split: Any = view.args[0]
+    name = split.target._schema.name.removeprefix("aten::")
+    dim: int = _arguments(split).get("dim", 0) % len(of.shape)
     if name == "unbind":
         return graph.call_function(aten.select_scatter.default, (source, new, dim, view.args[1]))
     if name in _SPLITS and of.stride[dim]:
         if name in ("hsplit", "vsplit", "dsplit"):
             dim = {"hsplit": min(1, len(of.shape) - 1), "vsplit": 0, "dsplit": 2}[name]
-        return _scatter(
-            graph, source, new, dim, (was.offset - of.offset) // of.stride[dim], was.shape[dim], 1
-        )
+        start = (was.offset - of.offset) // of.stride[dim]
+        return _scatter(graph, source, new, dim, start, was.shape[dim], 1)
     return None
 
 
 def _scatter(
     graph: fx.Graph, source: fx.Node, new: fx.Node, dim: int, start: int, count: int, step: int
 ) -> fx.Node:
-    return graph.call_function(
-        aten.slice_scatter.default, (source, new, dim, start, start + (count - 1) * step + 1, step)
-    )
+    end = start + (count - 1) * step + 1
+    return graph.call_function(aten.slice_scatter.default, (source, new, dim, start, end, step))
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """A node's arguments by name, defaults filled in."""
     target: Any = node.target
-    given = {
-        argument.name: argument.default_value
-        for argument in target._schema.arguments
-        if argument.has_default_value()
-    }
-    given.update(
-        {argument.name: value for argument, value in zip(target._schema.arguments, node.args, strict=False)}
-    )
-    return {**given, **node.kwargs}
-
-
-def _last_two(shape: Shape) -> list[int]:
-    dims = list(range(len(shape.shape)))
-    return [*dims[:-2], dims[-1], dims[-2]]
-
-
-def _count(shape: Shape) -> int:
-    total = 1
-    for size in shape.shape:
-        total *= size
-    return total
+    arguments = target._schema.arguments
+    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    given = {each.name: value for each, value in arguments_of(target, node.args, node.kwargs)}
+    return {**defaults, **given}

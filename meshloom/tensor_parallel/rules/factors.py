@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from meshloom.comm.pieces import Runs
-from meshloom.program.operators.payload import Collective
+from meshloom.program.operators.collectives import Collective
 
 
 @dataclass(frozen=True)

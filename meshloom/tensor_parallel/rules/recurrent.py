@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshloom.program.operators.payload import Collective
+from meshloom.program.operators.collectives import Collective
 from meshloom.program.operators.recurrent_shards import (
     NUM_GATES,
     RecurrentKind,

@@ -9,8 +9,7 @@ from meshloom.comm.pieces import Pieces, whole
 from meshloom.program.cost.cost import Cost, SavedTensor
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.nodes import Meta, Node, users_by_value
-from meshloom.program.operators.collectives import Kind
-from meshloom.program.operators.payload import elements_of_change, elements_of_gather
+from meshloom.program.operators.collectives import Kind, elements_of_change, elements_of_gather
 from meshloom.tensor_parallel.layout.cuts import StripNumbers, route_of
 from meshloom.tensor_parallel.layout.layout import Layout
 from meshloom.tensor_parallel.layout.placement import (
