@@ -89,23 +89,11 @@ def measure_machine(request: CalibrationRequest) -> Machine | int:
     with tempfile.TemporaryDirectory(prefix="meshloom-") as directory:
         part = Path(directory) / "part.json"
         for number in numbers:
-            words = [
-                "calibrate",
-                "--devices",
-                kind,
-                "--transport",
-                request.transport,
-                "--timeout",
-                str(request.timeout_seconds),
-            ]
+            words = ["calibrate", "--devices", kind, "--transport", request.transport]
+            words += ["--timeout", str(request.timeout_seconds)]
             words += ["--part" if number == numbers[-1] else "--company", str(part)]
-            code = run_ranks(
-                [sys.executable, "-m", "meshloom", *words],
-                Mesh(dp=number),
-                kind,
-                str(Plan(dp=number)),
-                transport=request.transport,
-            )
+            command, plan = [sys.executable, "-m", "meshloom", *words], Plan(dp=number)
+            code = run_ranks(command, plan.mesh, kind, str(plan), transport=request.transport)
             if code:
                 return code
             if number < numbers[-1]:
@@ -128,14 +116,8 @@ def measure_here(request: CalibrationRequest) -> Machine:
             with open_world(mesh, request.devices, request.timeout_seconds, request.transport) as divided:
                 links += _links(divided, {(each.ranks, each.place) for each in links})
     return machine_of(
-        operators,
-        links,
-        here.device,
-        cores=cores(),
-        crowds=company.crowds,
-        ranks=num_ranks,
-        transport=transport,
-    )
+        operators, links, here.device, cores=cores(), crowds=company.crowds, ranks=num_ranks, transport=transport
+    )  # fmt: skip
 
 
 def measure_company(request: CalibrationRequest) -> Company:
@@ -195,11 +177,8 @@ def _links(world: World, known: Set[tuple[int, Where]]) -> list[Link]:
     measured = set(known)
     found: list[Link] = []
     for axis, group in here.groups.items():
-        place: Where = (
-            "inside"
-            if len({hosts[rank] for rank in world.mesh.group_of(axis, here.rank)}) == 1
-            else "between"
-        )
+        on_hosts = {hosts[rank] for rank in world.mesh.group_of(axis, here.rank)}
+        place: Where = "inside" if len(on_hosts) == 1 else "between"
         if group.size > 1 and (group.size, place) not in measured:
             measured.add((group.size, place))
             found += measure_links(group, here.device, among=world.mesh.size, place=place)

@@ -155,10 +155,8 @@ def be_companion(job: Job, descriptors: Sequence[int]) -> None:
     """The loop of a companion, until its orders end. descriptors: of two pipes, orders to read and answers to
     write."""
     # Without buffers, so that what `select` says of the pipe is all there is to say.
-    orders, answers = (
-        os.fdopen(descriptors[0], "rb", buffering=0),
-        os.fdopen(descriptors[1], "wb", buffering=0),
-    )
+    orders = os.fdopen(descriptors[0], "rb", buffering=0)
+    answers = os.fdopen(descriptors[1], "wb", buffering=0)
     try:
         _obey(job, orders, answers)
     except Exception as error:
@@ -189,26 +187,15 @@ class _Companion:
         their_orders, orders = os.pipe()
         answers, their_answers = os.pipe()
         descriptors = (their_orders, their_answers)
-        command = [
-            sys.executable,
-            "-m",
-            "meshloom",
-            "plan",
-            target,
-            "--companion",
-            ",".join(map(str, descriptors)),
-            "--",
-            *words,
-        ]
+        request = ["plan", target, "--companion", ",".join(map(str, descriptors)), "--", *words]
+        command = [sys.executable, "-m", "meshloom", *request]
         try:
             self.process = start_child(command, passed=descriptors, own_session=False)
         finally:
             os.close(their_orders)
             os.close(their_answers)
-        self._orders, self._answers = (
-            os.fdopen(orders, "wb", buffering=0),
-            os.fdopen(answers, "rb", buffering=0),
-        )
+        self._orders = os.fdopen(orders, "wb", buffering=0)
+        self._answers = os.fdopen(answers, "rb", buffering=0)
 
     def tell(self, order: str) -> None:
         """Sends an order. If the companion has ended, the next `hear` says so."""
@@ -240,12 +227,8 @@ class _Companion:
 def _steps(job: Job, number: int) -> Iterator[Callable[[], object]]:
     """A function that takes a step of one of `number` replicas' share of a batch, after the first two
     steps."""
-    with Trainer(
-        replace(job, batch_size=job.batch_size // number, evaluate=None),
-        Plan(),
-        devices="cpu",
-        listener=QUIET,
-    ) as trainer:
+    job = replace(job, batch_size=job.batch_size // number, evaluate=None)
+    with Trainer(job, Plan(), devices="cpu", listener=QUIET) as trainer:
         batch = next(iter(trainer.batches()))
         for _ in range(2):
             trainer.step(replace(batch, step=trainer.next_step))

@@ -55,25 +55,10 @@ def try_plans(
                 continue
             tell(f"trial {number + 1} of {len(turns)}: {plan}")
             steps = min(max(STEPS[0], round(SECONDS / option.price.seconds)), STEPS[1])
-            request = [
-                "plan",
-                target,
-                "--plan",
-                str(plan),
-                "--transport",
-                transport,
-                "--trial",
-                str(path),
-                "--trial-steps",
-                str(steps),
-            ]
-            code = run_ranks(
-                [sys.executable, "-m", "meshloom", *request, "--", *words],
-                plan.mesh,
-                "cpu",
-                str(plan),
-                transport=transport,
-            )
+            request = ["plan", target, "--plan", str(plan), "--transport", transport]
+            request += ["--trial", str(path), "--trial-steps", str(steps)]
+            command = [sys.executable, "-m", "meshloom", *request, "--", *words]
+            code = run_ranks(command, plan.mesh, "cpu", str(plan), transport=transport)
             if code in STOPPED:
                 return code
             if code:
@@ -91,13 +76,8 @@ def try_here(job: Job, transport: str, steps: int, path: Path) -> None:
     """
     took: dict[int, list[float]] = {}  # by samples of the global batch
     with Trainer(
-        replace(job, evaluate=None),
-        devices="cpu",
-        transport=transport,
-        share=True,
-        listener=QUIET,
-        steps=MOST_STEPS,
-    ) as trainer:
+        replace(job, evaluate=None), devices="cpu", transport=transport, share=True, listener=QUIET, steps=MOST_STEPS
+    ) as trainer:  # fmt: skip
         for number, batch in enumerate(trainer.batches()):
             started = time.perf_counter()
             trainer.step(batch)

@@ -13,15 +13,18 @@ GPT                          GPT
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 from meshloom.machine.machine import Machine
 from meshloom.program.cost.cost import Cost
 from meshloom.program.cost.program_seconds import Seconds, node_seconds
 from meshloom.program.ir.program import Program
 
+_SUMMED = ("parameters", "parameter_bytes", "kept_bytes", "flops", "backward_flops", "operators")
 _HOLDERS = ("ModuleList", "ModuleDict")  # they have no forward of their own: their children take their place
 
 
@@ -60,43 +63,24 @@ def blocks_of(
 ) -> Block:
     """The whole model as a block. modules: path -> class of every module, '' being the model, in the model's
     order."""
+    none = Seconds() if machine else None
     own = {
-        path: Block(
-            path=path, name=path, module=modules.get(path, ""), seconds=Seconds() if machine else None
-        )
+        path: Block(path=path, name=path, module=modules.get(path, ""), seconds=none)
         for path in ["", *modules]
     }
-    given = {
-        each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)
-    } | set(program.constants)
+    variables = (*program.parameters.values(), *program.buffers.values())
+    given = {*(each.value for each in (*variables, *program.inputs)), *program.constants}
     for name, variable in program.parameters.items():
-        count = _product(variable.meta.shape)
-        _add(
-            own,
-            name.rpartition(".")[0],
-            Block(
-                path="",
-                name="",
-                module="",
-                parameters=count,
-                parameter_bytes=count * variable.meta.dtype.itemsize,
-            ),
-        )
+        count = math.prod(variable.meta.shape)
+        _add(own, name.rpartition(".")[0], parameters=count, parameter_bytes=variable.meta.num_bytes)
     for node in program.nodes:
         cost = costs[node.name]
         kept = {each.memory: each.num_bytes for each in cost.kept if each.memory not in given}
         given.update(kept)
-        part = Block(
-            path="",
-            name="",
-            module="",
-            kept_bytes=sum(kept.values()),
-            flops=cost.flops,
-            backward_flops=cost.backward_flops,
-            operators=1,
-            seconds=node_seconds(node, cost, machine) if machine else None,
-        )
-        _add(own, node.path, part)
+        seconds = node_seconds(node, cost, machine) if machine else None
+        _add(
+            own, node.path, kept_bytes=sum(kept.values()), flops=cost.flops, backward_flops=cost.backward_flops, operators=1, seconds=seconds
+        )  # fmt: skip
     below: dict[str, list[str]] = {}
     for path in own:
         if path:
@@ -123,12 +107,7 @@ def _rows(block: Block, whole: Block, level: int, depth: int | None) -> Iterator
     itself = reduce(_less, block.inside, block)
     if not itself.is_empty:
         name = "(own forward)" if level > 1 else "(own forward and loss)"
-        yield (
-            level,
-            replace(
-                itself, path=f"{block.path}:own" if block.path else ":own", name=name, module="", inside=()
-            ),
-        )
+        yield level, replace(itself, path=f"{block.path}:own", name=name, module="", inside=())
 
 
 def _is_large(block: Block, whole: Block) -> bool:
@@ -142,7 +121,7 @@ def _is_large(block: Block, whole: Block) -> bool:
 def _tree(path: str, own: Mapping[str, Block], below: Mapping[str, Sequence[str]]) -> Block:
     inside: list[Block] = []
     for child in below.get(path, ()):
-        block, name = _tree(child, own, below), _after(child, path)
+        block, name = _tree(child, own, below), child.removeprefix(f"{path}.") if path else child
         if block.module in _HOLDERS and not own[child].operators:
             inside.extend(replace(each, name=f"{name}.{each.name}") for each in block.inside)
         else:
@@ -168,13 +147,8 @@ def _alike(blocks: list[Block]) -> list[Block]:
 def _signature(block: Block) -> object:
     """What must be equal in identical blocks. Saved activations and backward are left out: they depend on the
     blocks before."""
-    return (
-        block.module,
-        block.parameters,
-        block.flops,
-        block.operators,
-        tuple((each.name, _signature(each)) for each in block.inside),
-    )
+    inside = tuple((each.name, _signature(each)) for each in block.inside)
+    return block.module, block.parameters, block.flops, block.operators, inside
 
 
 def _merged(group: Sequence[Block]) -> Block:
@@ -186,9 +160,8 @@ def _numbered(group: Sequence[Block]) -> Block:
     if len(group) == 1:
         return group[0]
     prefix, dot, _ = group[0].name.rpartition(".")
-    return replace(
-        _merged(group), name=f"{prefix}{dot}{_numbers([int(each.name.rpartition('.')[2]) for each in group])}"
-    )
+    numbers = _numbers([int(each.name.rpartition(".")[2]) for each in group])
+    return replace(_merged(group), name=f"{prefix}{dot}{numbers}")
 
 
 def _with_paths(block: Block, parent: str) -> Block:
@@ -215,11 +188,11 @@ def _numbers(numbers: Sequence[int]) -> str:
     return ",".join(texts) if len(texts) <= 4 else f"{','.join(texts[:3])}..{numbers[-1]}"
 
 
-def _add(own: dict[str, Block], path: str, part: Block) -> None:
-    """Adds a part to the module of that path, or to the nearest enclosing one."""
+def _add(own: dict[str, Block], path: str, **numbers: Any) -> None:
+    """Adds numbers to the module of that path, or to the nearest enclosing one."""
     while path not in own:
         path = path.rpartition(".")[0]
-    own[path] = _plus(own[path], part)
+    own[path] = _plus(own[path], Block(path="", name="", module="", **numbers))
 
 
 def _plus(one: Block, other: Block) -> Block:
@@ -237,21 +210,5 @@ def _combined(one: Block, other: Block, sign: int) -> Block:
             forward=max(0.0, one.seconds.forward + sign * other.seconds.forward),
             backward=max(0.0, one.seconds.backward + sign * other.seconds.backward),
         )
-    return replace(
-        one,
-        parameters=one.parameters + sign * other.parameters,
-        parameter_bytes=one.parameter_bytes + sign * other.parameter_bytes,
-        kept_bytes=one.kept_bytes + sign * other.kept_bytes,
-        flops=one.flops + sign * other.flops,
-        backward_flops=one.backward_flops + sign * other.backward_flops,
-        operators=one.operators + sign * other.operators,
-        seconds=seconds,
-    )
-
-
-def _after(path: str, parent: str) -> str:
-    return path.removeprefix(f"{parent}.") if parent else path
-
-
-def _product(sizes: Iterable[int]) -> int:
-    return reduce(lambda one, other: one * other, sizes, 1)
+    numbers = {name: getattr(one, name) + sign * getattr(other, name) for name in _SUMMED}
+    return replace(one, **numbers, seconds=seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from meshloom.machine.machine import Machine
 from meshloom.planner.blocks import Block, blocks_of
@@ -56,18 +57,14 @@ def describe(
     with readings.timings.of("blocks"):
         whole = blocks_of(program, reading.costs, reading.kinds, machine)
     used = {ref.name for node in program.nodes for ref in node.operands()}
+    without_flops = [node for node in program.nodes if not reading.costs[node.name].flops]
+    unpriced = [node.operator for node in without_flops if _is_foreign(node)]
     return Description(
         program=program,
         whole=whole,
         batch_size=batch_size or job.batch_size,
         unused=tuple(name for name, each in program.parameters.items() if each.value not in used),
-        unpriced=tuple(
-            dict.fromkeys(
-                node.operator
-                for node in program.nodes
-                if _is_foreign(node) and not reading.costs[node.name].flops
-            )
-        ),
+        unpriced=tuple(dict.fromkeys(unpriced)),
         tied=[(name, *each.aliases) for name, each in program.parameters.items() if each.aliases],
         memory=memory,
         no_memory=no_memory,
@@ -83,12 +80,9 @@ def _memory_of(program: Program, readings: Readings) -> tuple[Memory | None, str
     except Exception:
         # of the job's objects, when they are inspected, or because one of them has no digest
         stored = None
+    predict = partial(predict_memory, program, job.optimizer)
     try:
-        if stored:
-            return stored.value(
-                "memory", program, parts, Memory, lambda: predict_memory(program, job.optimizer)
-            ), ""
-        return predict_memory(program, job.optimizer), ""
+        return stored.value("memory", program, parts, Memory, predict) if stored else predict(), ""
     except Exception as error:  # the user's optimizer may raise anything, and only the memory is lost
         first = (str(error).strip() or "no message").splitlines()[0]
         return None, f"the optimizer cannot be stepped without values ({type(error).__name__}: {first})"

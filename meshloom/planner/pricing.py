@@ -44,13 +44,8 @@ class Devices:
 
     def limit(self, num_ranks: int) -> int:
         """Bytes that each of so many ranks may hold."""
-        if self.memory_bytes:
-            return self.memory_bytes
-        return (
-            self.machine.memory_bytes
-            if self.machine.device == "cuda"
-            else self.machine.memory_bytes // num_ranks
-        )
+        sharing = 1 if self.machine.device == "cuda" else num_ranks
+        return self.memory_bytes or self.machine.memory_bytes // sharing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,11 +218,11 @@ class Pricer:
             raise MachineError(
                 f"Plans are priced for {there.name} by what its operators take, and this loss cannot be read: {self.unread}"
             )
-        read = self._readings.of(self._job.batch_size)
-        return (
-            program_seconds(read.program, read.costs, there).total
-            / program_seconds(read.program, read.costs, here).total
+        reading = self._readings.of(self._job.batch_size)
+        there_seconds, here_seconds = (
+            program_seconds(reading.program, reading.costs, each).total for each in (there, here)
         )
+        return there_seconds / here_seconds
 
 
 def crowds_of(
@@ -262,13 +257,8 @@ def at_speed(rehearsal: Rehearsal, factor: float) -> Rehearsal:
     """The same steps by ranks that compute `factor` times as long."""
 
     def slower(step: RankStep) -> RankStep:
-        spans = tuple(
-            replace(span, start=span.start * factor, stop=span.stop * factor) for span in step.spans
-        )
-        return RankStep(
-            seconds=step.seconds * factor,
-            spans=spans,
-            calls=tuple(replace(call, at=call.at * factor) for call in step.calls),
-        )
+        spans = (replace(each, start=each.start * factor, stop=each.stop * factor) for each in step.spans)
+        calls = (replace(each, at=each.at * factor) for each in step.calls)
+        return RankStep(seconds=step.seconds * factor, spans=tuple(spans), calls=tuple(calls))
 
     return replace(rehearsal, steps=tuple(tuple(map(slower, step)) for step in rehearsal.steps))

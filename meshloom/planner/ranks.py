@@ -53,11 +53,8 @@ def shares_of(
     """`rank_shares` of a job, sharded and split into stages by its plan. batch_size: of the global batch;
     default: the job's."""
     sizes = plan.largest_share(batch_size or readings.job.batch_size)
-    program, stored, choice = (
-        readings.of(sizes[0]).program,
-        readings.stored,
-        stages.choice if stages else None,
-    )
+    program, stored = readings.of(sizes[0]).program, readings.stored
+    choice = stages.choice if stages else None
 
     def make() -> tuple[RankShare, ...]:
         part = division.part if division else None
@@ -113,38 +110,24 @@ def rank_shares(
     between = traffic_of_ranks(
         [[each for stage in stages for each in stage.incoming]] * num_microbatches, schedule.ranks
     )
-    return tuple(
-        _share(
-            rank,
-            [stage for stage in stages if schedule.ranks[stage.number] == rank],
-            max(
-                sum(
-                    kept[stage] * count for stage, count in enumerate(moment) if schedule.ranks[stage] == rank
-                )
-                for moment in moments
-            ),
-            ownership,
-            plan,
-            optimizer_factor,
-            sent_by_rank(between, rank),
-            num_microbatches * _over_tp(stages, rank, schedule.ranks) + _at_the_end(part, ownership, rank)
-            if part
-            else 0,
-        )
-        for rank in range(plan.pp)
-    )
+    shares: list[RankShare] = []
+    for rank in range(plan.pp):
+        own = [stage for stage in stages if schedule.ranks[stage.number] == rank]
+        most = max(sum(kept[stage.number] * moment[stage.number] for stage in own) for moment in moments)
+        over_tp = 0
+        if part:
+            # gradients that several ranks hold parts of are summed once a step by their owners
+            owned = [name for name in part.summed if ownership[name][0] == rank]
+            over_tp = num_microbatches * sum(sent_over_tp(own, 0).values())
+            over_tp += sum(each.num_bytes for each in sent_at_step_end(part, owned))
+        over_pp = sent_by_rank(between, rank)
+        shares.append(_share(rank, own, most, ownership, plan, optimizer_factor, over_pp, over_tp))
+    return tuple(shares)
 
 
 def _share(
-    rank: int,
-    stages: Sequence[Stage],
-    kept: int,
-    ownership: Mapping[str, Sequence[int]],
-    plan: Plan,
-    factor: float,
-    over_pp: int,
-    over_tp: int,
-) -> RankShare:
+    rank: int, stages: Sequence[Stage], kept: int, ownership: Mapping[str, Sequence[int]], plan: Plan, factor: float, over_pp: int, over_tp: int
+) -> RankShare:  # fmt: skip
     program = stages[0].program  # all of a rank's stages know all parameters
     held = {name: each.meta for name, each in program.parameters.items() if rank in ownership[name]}
     trained = {name: meta.num_bytes for name, meta in held.items() if meta.requires_grad}
@@ -169,16 +152,4 @@ def _share(
             kept=kept,
         ),
         num_bytes={axis: count for axis, count in sent.items() if count},
-    )
-
-
-def _over_tp(stages: Sequence[Stage], rank: int, ranks: Sequence[int]) -> int:
-    return sum(sent_over_tp((stage for stage in stages if ranks[stage.number] == rank), 0).values())
-
-
-def _at_the_end(part: Partition, ownership: Mapping[str, Sequence[int]], rank: int) -> int:
-    """Bytes of gradients that several ranks hold parts of, summed once a step by their owners."""
-    return sum(
-        each.num_bytes
-        for each in sent_at_step_end(part, [name for name in part.summed if ownership[name][0] == rank])
     )

@@ -126,14 +126,11 @@ class _Reader:
         sizes = plan.largest_share(self.batch_size)
         schedule = schedule_of(plan, len(sizes))
         program = self._readings.of(sizes[0]).program
-        machine = (
-            self._machine
-            if self._machine is not None and self._machine.device == program.device.type
-            else None
-        )
-        rates = (
-            rates_of(machine, plan.pp) if machine is not None else rates_here(program.device.type, plan.pp)
-        )
+        device = program.device.type
+        if self._machine is not None and self._machine.device == device:
+            rates = rates_of(self._machine, plan.pp)
+        else:
+            rates = rates_here(device, plan.pp)
         choice = self._choose(plan, sizes, sizes[0], rates)
         crossings: dict[int, list[Crossing]] = {}
         if with_traffic:
@@ -185,17 +182,14 @@ def _better(found: StagePlan, reader: _Reader) -> Iterable[Better]:
     microbatches = [
         replace(plan, microbatches=m)
         for m in (plan.microbatches // 2, 2 * plan.microbatches, 4 * plan.microbatches)
-        if _is_possible(plan, m, reader)
+        if m > 0 and plan.dp * m <= reader.batch_size
     ]
     per_rank = {name: entry.stages_per_rank for name, entry in SCHEDULES.items()}
+    as_many = {name for name, number in per_rank.items() if number == per_rank[plan.schedule]}
+    kept = as_many if not plan.virtual_stages else set[str]()  # with the same cuts
     schedules = [
-        replace(
-            plan,
-            schedule=name,
-            virtual_stages=0,
-            cuts=plan.cuts if number == per_rank[plan.schedule] and not plan.virtual_stages else (),
-        )
-        for name, number in per_rank.items()
+        replace(plan, schedule=name, virtual_stages=0, cuts=plan.cuts if name in kept else ())
+        for name in per_rank
         if name != plan.schedule
     ]
     numbers = [replace(plan, pp=pp, cuts=()) for pp in (plan.pp - 1, plan.pp + 1) if pp > 1]
@@ -208,17 +202,9 @@ def _better(found: StagePlan, reader: _Reader) -> Iterable[Better]:
                 continue
             seconds, more = tried.simulated.seconds, max(1.0, other.pp / plan.pp)
             if seconds * more < now * (1 - WORTH):
-                offers.append(
-                    Better(
-                        setting=f"{setting}={getattr(other, setting)}",
-                        seconds=seconds,
-                        idle_share=tried.simulated.idle_share,
-                        rank_bytes=max(tried.choice.rank_bytes),
-                        gain=1 - seconds / now,
-                    )
-                )
+                offer = Better(
+                    setting=f"{setting}={getattr(other, setting)}", seconds=seconds, idle_share=tried.simulated.idle_share,
+                    rank_bytes=max(tried.choice.rank_bytes), gain=1 - seconds / now,
+                )  # fmt: skip
+                offers.append(offer)
         yield from sorted(offers, key=lambda each: each.seconds)[:1]
-
-
-def _is_possible(plan: Plan, microbatches: int, reader: _Reader) -> bool:
-    return microbatches > 0 and plan.dp * microbatches <= reader.batch_size

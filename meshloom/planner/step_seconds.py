@@ -94,15 +94,10 @@ class _Pricer:
                 communication[axis] = within
         chunks, busy = self._chunks(step, parts)
         exchange = max(map(self._exchange, parts))
-        computing = [
-            [part.update for part in parts],
-            [part.before_update for part in parts],
-            [part.after_update for part in parts],
-        ]
-        update, *others = map(self._together, computing)
-        busy += sum(
-            seconds * _evenness(each) for seconds, each in zip((update, *others), computing, strict=True)
-        )
+        phases = [(part.update, part.before_update, part.after_update) for part in parts]
+        computing = list(zip(*phases, strict=True))
+        update, *others = took = [self._together(each) for each in computing]
+        busy += sum(seconds * _evenness(each) for seconds, each in zip(took, computing, strict=True))
         update += max(sum(map(self._seconds, part.calls_in_update)) for part in parts)
         seconds = chunks + exchange + update + sum(others)
         return StepPrice(
@@ -136,12 +131,8 @@ class _Pricer:
             lambda before, _: max(each.sending for each in took[before]),
             lambda busy: self._slow(busy * others),
         )
-        seconds = (
-            shared.seconds
-            + self._together([rank.around for rank in ranks])
-            + max(rank.rest for rank in ranks)
-        )
-        return seconds, statistics.mean(shared.busy_seconds)
+        around, rest = self._together([rank.around for rank in ranks]), max(rank.rest for rank in ranks)
+        return shared.seconds + around + rest, statistics.mean(shared.busy_seconds)
 
     def _exchange(self, part: _Parts) -> float:
         """Seconds to wait after a rank has computed its chunks, and of what follows.
@@ -210,13 +201,9 @@ def _collective(kind: str) -> Collective:
 
 
 def _mean(prices: Sequence[StepPrice]) -> StepPrice:
-    def mean(name: str) -> float:
-        return statistics.mean(getattr(each, name) for each in prices)
-
     communication: dict[Axis, float] = {
         axis: statistics.mean(each.communication.get(axis, 0.0) for each in prices) for axis in AXES
     }
-    return StepPrice(
-        seconds=mean("seconds"), chunks=mean("chunks"), exchange=mean("exchange"), update=mean("update"), other=mean("other"),
-        communication=MappingProxyType(communication), idle_share=mean("idle_share"),
-    )  # fmt: skip
+    numbers = ("seconds", "chunks", "exchange", "update", "other", "idle_share")
+    means = {name: statistics.mean(getattr(each, name) for each in prices) for name in numbers}
+    return StepPrice(communication=MappingProxyType(communication), **means)

@@ -41,10 +41,8 @@ def measure_links(
     gradients do.
     """
     windows = windows_of(group) if device.type == "cpu" else None
-    pool, results = (
-        _Pool(_filled(POOL_BYTES, device)),
-        _Pool(_filled(max(POOL_BYTES, group.size * MESSAGE_BYTES[-1]), device)),
-    )
+    pool = _Pool(_filled(POOL_BYTES, device))
+    results = _Pool(_filled(max(POOL_BYTES, group.size * MESSAGE_BYTES[-1]), device))
     common = _Pool(_in_window(windows, group, POOL_BYTES // 4).zero_()) if windows else pool
     wanted: Sequence[tuple[Collective, bool]] = [(each, False) for each in COLLECTIVES]
     if windows:

@@ -53,15 +53,8 @@ def measure_operators(
             works = [each.chain.backward_work if backward else each.chain.work for each in members]
             points = _rising(zip(works, (duration for duration, _ in results), strict=True))
             spread = round(max(each for _, each in results), 4)
-            found.append(
-                Operation(
-                    kind=kind,
-                    dtype=str(dtype).removeprefix("torch."),
-                    backward=backward,
-                    points=points,
-                    spread=spread,
-                )
-            )
+            name = str(dtype).removeprefix("torch.")
+            found.append(Operation(kind=kind, dtype=name, backward=backward, points=points, spread=spread))
     return Operators(
         operations=tuple(found),
         call_seconds=call.result(backward=False)[0],
@@ -83,19 +76,11 @@ def machine_of(
     at the same time."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        kind, model, devices, memory = (
-            "cuda",
-            str(properties.name),
-            torch.cuda.device_count(),
-            int(properties.total_memory),
-        )
+        kind, model, memory = "cuda", str(properties.name), int(properties.total_memory)
+        devices = torch.cuda.device_count()
     else:
-        kind, model, devices, memory = (
-            "cpu",
-            _processor(),
-            1,
-            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        )
+        kind, model, devices = "cpu", _processor(), 1
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(
         name=platform.node() or "unnamed",
         device=kind,

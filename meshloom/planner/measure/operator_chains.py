@@ -77,10 +77,8 @@ def _attention(size: tuple[int, ...], make: Make) -> Chain:
 
 def _convolution(size: tuple[int, ...], make: Make) -> Chain:
     batch, channels, side, length = size
-    x, weights = (
-        make(batch, channels, side, side),
-        [_weight(make, channels, channels, 3, 3) for _ in range(length)],
-    )
+    x = make(batch, channels, side, side)
+    weights = [_weight(make, channels, channels, 3, 3) for _ in range(length)]
     flops = 2 * batch * channels * channels * 9 * side * side
     return _chain(
         flops, 2 * flops, length, x, weights, lambda each, number: F.conv2d(each, weights[number], padding=1)

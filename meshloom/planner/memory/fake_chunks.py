@@ -176,16 +176,14 @@ def _joins(program: Program) -> dict[str, tuple[int, int]]:
     for node in program.nodes:
         if node.target is stand_in:
             number.setdefault(node.args[0].name, []).append(node.name)
-    first = (
-        {
-            ref.name: place
-            for place, node in reversed(list(enumerate(program.nodes)))
-            for ref in node.operands()
-        }
-        if number
-        else {}
-    )
+    first = _first_uses(program) if number else {}
     return {names[-1]: (min(first[name] for name in names), len(names)) for names in number.values()}
+
+
+def _first_uses(program: Program) -> dict[str, int]:
+    """Value -> the number of the first node that uses it."""
+    last_to_first = reversed(list(enumerate(program.nodes)))
+    return {ref.name: number for number, node in last_to_first for ref in node.operands()}
 
 
 def _by_node(life: Life, noted: Noted, known: set[int], copies: _Copies) -> dict[int, Phase]:
@@ -214,12 +212,7 @@ def _gradients_by_node(program: Program, done: Mapping[str, Tensor]) -> dict[int
     """By the first node that uses the parameter."""
     owners: dict[int, str] = {}
     found: dict[int, list[Gradient]] = {}
-    first = {
-        ref.name: number
-        for number, node in reversed(list(enumerate(program.nodes)))
-        for ref in node.operands()
-        if ref.name in done
-    }
+    first = _first_uses(program)
     for value, parameter in done.items():
         gradient = parameter.grad
         memory = owners.setdefault(memory_of(gradient), value) if gradient is not None else value

@@ -122,17 +122,10 @@ def _is_in_place(func: Any) -> bool:
     own = schema.arguments[0].alias_info if schema.arguments else None
     given = schema.returns[0].alias_info if len(schema.returns) == 1 else None
     changes_shape = torch.Tag.inplace_view in func.tags or schema.name.endswith("resize_")
-    others_stay = not any(
-        each.alias_info is not None and each.alias_info.is_write for each in schema.arguments[1:]
-    )
-    return (
-        own is not None
-        and own.is_write
-        and given is not None
-        and given.is_write
-        and others_stay
-        and not changes_shape
-    )
+    others = [each.alias_info for each in schema.arguments[1:]]
+    others_stay = not any(each is not None and each.is_write for each in others)
+    writes_own = own is not None and own.is_write and given is not None and given.is_write
+    return writes_own and others_stay and not changes_shape
 
 
 def _bytes_of(tensors: Any) -> int:

@@ -1,5 +1,5 @@
-"""Memory of one real training step, measured: every tensor's memory is followed from the operator that made
-it to its end.
+"""Memory of one real training step, measured: every tensor's memory is tracked from the operator that
+allocates it until it is freed.
 
 A plain loop over the job's own module. It shares nothing with the prediction but the type of its result.
 """
@@ -87,14 +87,14 @@ class _Watch(TorchDispatchMode):
     """Counts the bytes of all tensors that are alive, each memory once, from the operator that first shows it
     on.
 
-    standing: what is there already. peaks: phase -> most bytes. at_peak: what was made since and alive when
-        the bytes were most.
+    standing: tensors that exist already. peaks: phase -> most bytes. at_peak: what was allocated since and
+        alive at the largest number of bytes.
     """
 
     def __init__(self, standing: Iterable[Tensor]) -> None:
         super().__init__()
         self.phase = ""
-        self.alive: dict[int, int] = {}  # number -> bytes, of what was made since
+        self.alive: dict[int, int] = {}  # number -> bytes, of what was allocated since
         self.at_peak: dict[int, int] = {}
         self.peaks: dict[str, int] = {}
         self._numbers: dict[int, int] = {}  # address of the storage -> number

@@ -5,9 +5,9 @@
     gradients                                /          \\______/‾‾‾‾‾‾‾‾‾
                                              forward    backward    update
 
-The step is run on fake tensors: same operators, same autograd, same optimizer, no memory. Every piece of
-memory that would be made is noted with the moment when it would be freed, so the peak is that of the real
-step up to what operators use inside of themselves.
+The step is run on fake tensors: same operators, same autograd, same optimizer, no memory. Every allocation
+is recorded with the moment at which it would be freed, so the peak is that of the real step, except for what
+operators allocate internally.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshloom.planner.memory.fake_step import FakeStep
 from meshloom.program.ir.program import Program
 
 PHASES = ("forward", "backward", "update", "publish")
-# bytes of optimizer state per byte of parameters, where the optimizer cannot be asked: two averages
+# bytes of optimizer state per byte of parameters, if the optimizer cannot be run: two averages
 OPTIMIZER_FACTOR = 2.0
 
 
@@ -34,9 +34,8 @@ class Memory:
     parameters, buffers: of the model.
     gradients: of all parameters when backward is done, with buckets for their exchange.
     optimizer: its state. batch: the tensors of the step's chunks that lie on the device.
-    kept: what is there when a chunk's forward is done that was not there before: activations for its
-        backward.
-    temporaries: what else is there at the peak, the program's constants among it.
+    kept: what a chunk's forward leaves behind: activations for its backward.
+    temporaries: everything else at the peak, including the program's constants.
     peaks: phase -> most bytes at one time in it. publish: sending updated parameters, where each rank updates
         a part.
     """

@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps for backwards, counted while a rank computes."""
+"""Bytes that autograd saves for backward, counted while a rank computes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import Tensor
 
 
 class SavedBytes:
-    """Counts what is saved for backwards while it is entered, each memory once, in the thread that entered
-    it.
+    """Counts what is saved for backward while it is entered, each memory once, in the thread that entered it.
 
-    given: tensors that are there anyway, parameters and buffers. most: the most bytes at one time.
+    given: tensors that exist anyway, parameters and buffers. most: the most bytes at one time.
 
     >>> x, w = torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)
     >>> with SavedBytes([w]) as kept:

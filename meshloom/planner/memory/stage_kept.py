@@ -1,7 +1,7 @@
-"""What autograd keeps of one rank's part of a stage from forward to backward, by shapes alone.
+"""What autograd saves of one rank's part of a stage from forward to backward, by shapes alone.
 
 The forward is run on fake tensors with all that a rank's part has in it: gathered inputs that are not kept,
-sums that travel, draws of a part. What it says to other ranks, nobody hears.
+partial sums that are reduced, draws of a shard. Nothing is sent to other ranks.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def _of_what_is_used(program: Program) -> Program:
 
 
 def _kept_bytes(program: Program, received: Collection[str]) -> dict[str, int]:
-    """Node -> bytes that it is the first to make autograd keep."""
+    """Node -> bytes that autograd saves first for it."""
     inputs = fake_inputs(program)
     values: dict[str, Any] = dict(leaves(program, fake_parameters(program), fake_buffers(program), inputs))
     for each, tensor in zip(program.inputs, inputs, strict=True):
@@ -87,15 +88,15 @@ def _kept_bytes(program: Program, received: Collection[str]) -> dict[str, int]:
 
 
 class _Saved:
-    """A tensor that autograd saved. It lives as long as autograd wants it."""
+    """A tensor that autograd saved; it lives as long as autograd references it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 def _alone(program: Program, num_ranks: int) -> Program:
-    """The program with operators that talk, and those that look at values, as one rank computes them by
-    shapes."""
+    """The program with the operators that communicate, and those that read values, as one rank computes them
+    by shapes."""
     group = _Unheard(num_ranks)
 
     def one(node: Node) -> Node:
@@ -104,12 +105,8 @@ def _alone(program: Program, num_ranks: int) -> Program:
             return replace(node, target=lambda *args, joint=target: joint.run(group, *args))
         if target is rows_here:
             (meta,) = node.outputs
-            return replace(
-                node,
-                target=lambda *_, shape=meta.shape: torch.empty(
-                    shape, dtype=torch.int64, device=program.device
-                ),
-            )
+            empty = partial(torch.empty, meta.shape, dtype=torch.int64, device=program.device)
+            return replace(node, target=lambda *_, empty=empty: empty())
         return node
 
     return replace(program, nodes=tuple(map(one, program.nodes)))
@@ -124,7 +121,7 @@ class _Done(Work):
 
 
 class _Unheard(Group):
-    """The first of some ranks, who talks to nobody: what it would receive has a shape and no values."""
+    """The first of some ranks, without the others: what it would receive has a shape and no values."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -1,4 +1,4 @@
-"""Notes what operators make and when it is freed, as pieces of memory that fake tensors would have."""
+"""Records what operators allocate and when it is freed, as pieces of memory that fake tensors would have."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshloom.program.cost.cost_fake import device_asked, tensors_in
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
 
-# bytes made, or freed if negative; and those of what is neither kept for a backward nor a gradient
+# bytes allocated, or freed if negative; and those of what is neither saved for backward nor a gradient
 Event = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noted:
-    """before: pieces that were there. log: (node, piece) when it is made, and its complement when it is
+    """before: pieces that existed. log: (node, piece) when it is allocated, and its complement when it is
     freed."""
 
     before: tuple[int, ...]
@@ -28,14 +28,11 @@ class Noted:
 
 
 class Life:
-    """Of what is made while `noted` is open. A piece is a number; `ignored`: tensors that are there all the
-    time, and are none.
-
-    alive: pieces that there are now.
-    """
+    """What is allocated while `noted` is open. A piece of memory is a number. ignored: tensors that exist
+    throughout, and are no pieces."""
 
     def __init__(self, ignored: Sequence[Tensor]) -> None:
-        # held, or another piece might get the place of one that is gone, and be ignored for it
+        # referenced, or another piece might get the address of one that is freed, and be ignored with it
         self._ignored = list(ignored)
         # memory -> piece; None: not looked at
         self._pieces: dict[int, int | None] = dict.fromkeys(map(memory_of, ignored))
@@ -48,39 +45,39 @@ class Life:
 
     @property
     def alive(self) -> set[int]:
-        """A copy."""
+        """The pieces that exist now."""
         return set(self._alive)
 
     @contextmanager
     def noted(self, here: Callable[[], int | None]) -> Generator[Noted]:
-        """What is done inside. here: the number of the node that it is done for; None: the one before."""
+        """Records what happens inside. here: the number of the node that it happens for; None: the last one."""
         self._log = []
         noted = Noted(before=tuple(self._alive), log=self._log)
         with _Seeing(self, here):
             yield noted
 
     def pieces_of(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Those in which tensors lie."""
+        """The pieces that contain these tensors."""
         return {piece for each in tensors if (piece := self._pieces.get(memory_of(each))) is not None}
 
     def maker(self, piece: int) -> int:
-        """The node that made it."""
+        """The node that allocated a piece."""
         return self._makers[piece]
 
     def event(self, piece: int, known: set[int]) -> Event:
-        """That it is made, or freed for its complement. known: what is kept or a gradient."""
+        """The allocation of a piece; of its complement, its end. known: what is saved or a gradient."""
         of, sign = (piece, 1) if piece >= 0 else (~piece, -1)
         return sign * self._sizes[of], 0 if of in known else sign * self._sizes[of]
 
     def bytes_by_node(self, pieces: Iterable[int]) -> Mapping[int, int]:
-        """Maker -> bytes of those of these pieces that it made."""
+        """Node -> bytes of these pieces that it allocated."""
         found: dict[int, int] = {}
         for piece in pieces:
             found[self._makers[piece]] = found.get(self._makers[piece], 0) + self._sizes[piece]
         return found
 
     def see(self, tensor: Tensor, node: int | None) -> None:
-        """A tensor that was given, or made."""
+        """Records a tensor that a node received or allocated."""
         self._node = node = self._node if node is None else node
         memory = memory_of(tensor)
         if memory in self._pieces:
