@@ -83,8 +83,7 @@ class Background:
         self._failure: BaseException | None = None
 
     def start(self, what: str, steps: Waits) -> Work:
-        """Start an operation, to run after the earlier ones. Once one has failed, all later ones fail with
-        its error."""
+        """Start an operation, after the earlier ones. Once one has failed, all later ones fail likewise."""
         self._patience.check(what)
         return BackgroundWork(self._patience, self._thread.submit(lambda: self._run(steps)), what)
 

@@ -111,8 +111,7 @@ def run_moves(group: Group, chunks: Sequence[Move], flat: Tensor, op: ReduceOp) 
 
 @dataclass(frozen=True)
 class _Written:
-    """Elements that a move writes, chunk by chunk. slots: number of received chunks after which each is
-    written."""
+    """Elements that a move writes, chunk by chunk, each after as many received chunks as `slots` says."""
 
     start: int
     stop: int

@@ -3,8 +3,7 @@
 Every call starts an operation and returns a `Work`. Before `wait()` has returned, outputs may not be read and
 inputs may not be changed. Operations of one group run first in, first out. All ranks start the same
 operations in the same order, across groups too. Ranks are numbered within the group, from 0 to size - 1.
-Tensors are dense and contiguous, on the group's device. Reports count the bytes of the tensor that a rank
-passes in.
+Tensors are dense and contiguous, on the group's device.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """Replace `tensor` (any shape, equal on all ranks) by its reduction over the ranks, with equal bits
-        on all of them."""
+        """Replace `tensor` (of equal shape on all ranks) by its reduction, with equal bits on all ranks."""
 
     @abstractmethod
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
@@ -80,13 +78,11 @@ class Group(ABC):
 
     @abstractmethod
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
-        """Fill `outputs[r]` of rank `destination` with rank r's `tensor`; other ranks pass None. All shapes
-        are equal."""
+        """Fill `outputs[r]` of rank `destination` with rank r's `tensor`, of its shape; others pass None."""
 
     @abstractmethod
     def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        """Fill `output` with `tensors[rank]` of rank `source`; other ranks pass None. All shapes are
-        equal."""
+        """Fill `output` with `tensors[rank]` of rank `source`, of equal shape; other ranks pass None."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Work:
@@ -94,8 +90,7 @@ class Group(ABC):
 
     @abstractmethod
     def send(self, tensor: Tensor, destination: int) -> Work:
-        """Send `tensor` to a rank, which calls `recv` with the same shape and dtype. Messages between two
-        ranks keep their order."""
+        """Send `tensor` to a rank, which calls `recv` with its shape and dtype; messages keep their order."""
 
     @abstractmethod
     def recv(self, tensor: Tensor, source: int) -> Work:

@@ -1,7 +1,6 @@
 """The moves of a rank in a collective: a list that is counted, drawn and run.
 
-Each element is summed on one rank, in one order, and sent from there to the others, so that all ranks have
-equal bits.
+Each element is summed on one rank, in one order, and sent from there to the others: all have equal bits.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ class Move:
     stop: int
 
     def __str__(self) -> str:
-        peer = {"send": f" to {self.peer}", "add": f" from {self.peer}", "receive": f" from {self.peer}"}.get(
-            self.kind, ""
-        )
-        return f"{self.kind} [{self.start}:{self.stop}]{peer}"
+        way = {"send": " to ", "add": " from ", "receive": " from "}.get(self.kind)
+        return f"{self.kind} [{self.start}:{self.stop}]{f'{way}{self.peer}' if way else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,7 @@ T = TypeVar("T")
 
 
 def share(group: Group, value: Any, source: int = 0) -> Steps[Any]:
-    """Rank `source`'s JSON value, on every rank; the others' is ignored. Tuples become lists, on the source
-    too.
+    """Rank `source`'s JSON value, on every rank (tuples become lists); the others' is ignored.
 
     >>> from meshloom.comm.simulated import simulated_groups
     >>> from meshloom.comm.steps import run_in_steps
@@ -114,35 +113,25 @@ def scatter_objects(group: Group, values: Sequence[Any] | None, source: int = 0)
     """`values[rank]` of rank `source`, which can be pickled, tensors included; the others pass None.
 
     Between ranks of one job only, which trust each other. If they have a secret, pickles are signed, and a
-    rank unpickles only what another rank has signed for it. Raises `DataError` on the source for what cannot
-    be pickled.
+    rank unpickles only what another rank has signed for it. Raises `DataError` for what cannot be pickled.
     """
-    is_source = group.rank == source
-    pickled = (
-        [
-            _bytes(_signed(group.secret, source, rank, _pickled(value)))
-            for rank, value in enumerate(values or ())
-        ]
-        if is_source
-        else []
-    )
-    if is_source and len(pickled) != group.size:
-        raise CollectiveError(
-            f"scatter_objects of {len(pickled)} values to {group.size} ranks. Give one value per rank."
-        )
+    pickles: list[Tensor] = []
+    sizes = [0] * group.size
+    if group.rank == source:
+        for rank, value in enumerate(values or ()):
+            pickles.append(_bytes(_signed(group.secret, source, rank, _pickled(value))))
+        sizes = [each.numel() for each in pickles]
+        if len(pickles) != group.size:
+            raise CollectiveError(
+                f"scatter_objects of {len(pickles)} values to {group.size} ranks. Give one value per rank."
+            )
     size = torch.empty(1, dtype=torch.int64)
-    work = group.scatter(
-        size, [torch.tensor([part.numel()]) for part in pickled] if is_source else None, source
-    )
+    work = group.scatter(size, [torch.tensor([each]) for each in sizes] if pickles else None, source)
     yield
     work.wait()
     received = torch.empty(int(size), dtype=torch.uint8)
-    work = group.all_to_all(
-        received,
-        torch.cat(pickled) if is_source else torch.empty(0, dtype=torch.uint8),
-        [int(size) if rank == source else 0 for rank in range(group.size)],
-        [part.numel() for part in pickled] if is_source else [0] * group.size,
-    )
+    expected = [int(size) if rank == source else 0 for rank in range(group.size)]
+    work = group.all_to_all(received, torch.cat([received[:0], *pickles]), expected, sizes)
     yield
     work.wait()
     return pickle.loads(_verified(group.secret, source, group.rank, received.numpy().tobytes()))
@@ -156,9 +145,8 @@ _TAG = 32  # bytes
 
 
 def _tag(secret: bytes, source: int, rank: int, value: bytes) -> bytes:
-    return hmac.digest(
-        secret, b"%d to %d " % (source, rank) + hashlib.blake2b(value).digest(), "sha256"
-    )  # BLAKE2 is twice as fast, for large batches
+    digest = hashlib.blake2b(value).digest()  # twice as fast as SHA-256, for large batches
+    return hmac.digest(secret, b"%d to %d " % (source, rank) + digest, "sha256")
 
 
 def _signed(secret: bytes, source: int, rank: int, value: bytes) -> bytes:
@@ -183,34 +171,21 @@ class _Pickler(pickle.Pickler):
     """
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type):
-            return (
-                NotImplemented
-                if _is_importable(value)
-                else _by_fields(value, value.__module__, value.__qualname__)
-            )
-        if (
-            type(value) is Tensor
-            and value.layout == torch.strided
-            and value.untyped_storage().nbytes() > value.nbytes
-        ):
-            return (
-                value.detach()
-                .clone()
-                .requires_grad_(value.requires_grad)
-                .__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-            )
+        if isinstance(value, type) and not _is_importable(value):
+            return _by_fields(value, value.__module__, value.__qualname__)
+        is_strided = type(value) is Tensor and value.layout == torch.strided
+        if is_strided and value.untyped_storage().nbytes() > value.nbytes:
+            elements = value.detach().clone().requires_grad_(value.requires_grad)
+            return elements.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
 
 def _by_fields(kind: Any, module: str, name: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _like_dataclass, (module, name, [field.name for field in dataclasses.fields(kind)])
-    return (
-        (collections.namedtuple, (name.rpartition(".")[2], kind._fields))
-        if hasattr(kind, "_fields")
-        else NotImplemented
-    )
+    if hasattr(kind, "_fields"):
+        return collections.namedtuple, (name.rpartition(".")[2], kind._fields)
+    return NotImplemented
 
 
 def _is_importable(kind: type) -> bool:

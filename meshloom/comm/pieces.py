@@ -28,7 +28,6 @@ class Pieces:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
         return len(self.held)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -38,10 +37,9 @@ class Pieces:
         (4, 2)
         """
         if self.ends is not None:
-            dims = zip(self.ends, self.held[rank], strict=True)
             return tuple(
                 ends[-1] if runs is None else sum(ends[stop] - ends[start] for start, stop in runs)
-                for ends, runs in dims
+                for ends, runs in zip(self.ends, self.held[rank], strict=True)
             )
         return tuple(
             size if runs is None else sum(stop - start for start, stop in runs)
@@ -68,12 +66,8 @@ class Pieces:
         return _is_shared(self)
 
     def intersection(self, rank: int, other: Pieces, others_rank: int) -> Pieces:
-        """The intersection of `rank`'s piece here and `others_rank`'s piece of `other`, as pieces in which
-        every rank holds it."""
-        both = tuple(
-            _common(mine, theirs)
-            for mine, theirs in zip(self.held[rank], other.held[others_rank], strict=True)
-        )
+        """The intersection of `rank`'s piece here and `others_rank`'s of `other`, held by every rank."""
+        both = tuple(map(_common, self.held[rank], other.held[others_rank]))
         return Pieces(self.shape, (both,) * self.num_ranks, self.ends)
 
 
@@ -95,10 +89,8 @@ def take(pieces: Pieces, rank: int, tensor: Tensor) -> Tensor:
     """A rank's piece [local_shape] of a full tensor; a view where that is possible."""
     for dim, runs in enumerate(pieces.held[rank]):
         if runs is not None:
-            parts = [tensor.narrow(dim, start, stop - start) for start, stop in runs]
-            tensor = (
-                parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
-            )
+            parts = [tensor.narrow(dim, start, stop - start) for start, stop in runs or ((0, 0),)]
+            tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return tensor
 
 
@@ -217,7 +209,5 @@ def _left_over(
         return None
     if len(open_dims) > 1:
         raise ValueError("what two ranks hold of a tensor overlaps in more than one dim")
-    dim = open_dims[0]
-    return tuple(
-        _without(full[each], others[each]) if each == dim else runs for each, runs in enumerate(mine)
-    )
+    (dim,) = open_dims
+    return *mine[:dim], _without(full[dim], others[dim]), *mine[dim + 1 :]

@@ -79,7 +79,7 @@ class _Rendezvous:
             with torch.no_grad():
                 run([theirs.tensors for theirs in calls if theirs])
             del self.open[number]
-        return _SimulatedWork(self, rank, lambda: number not in self.open, lambda: self._missing(number))
+        return _SimulatedWork(self.turns, lambda: number not in self.open, lambda: self._missing(number))
 
     def advance(self) -> None:
         """Advance the first operation of several messages of each rank, until none of them can advance."""
@@ -101,18 +101,15 @@ class _Rendezvous:
 
 
 class _SimulatedWork(Work):
-    def __init__(
-        self, rendezvous: _Rendezvous, rank: int, ready: Callable[[], bool], what: Callable[[], str]
-    ) -> None:
-        self._rendezvous, self._rank, self._ready, self._what = rendezvous, rank, ready, what
+    def __init__(self, turns: Turns, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        self._turns, self._ready, self._what = turns, ready, what
 
     def wait(self) -> None:
         if self._ready():
             return
-        if self._rendezvous.turns.active:
-            self._rendezvous.turns.wait_for(self._ready, self._what)
-        else:
+        if not self._turns.active:
             raise CollectiveError(self._what())
+        self._turns.wait_for(self._ready, self._what)
 
     def is_finished(self) -> bool:
         return self._ready()
@@ -164,9 +161,8 @@ class SimulatedGroup(Group):
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         def run(pairs: list[tuple[Tensor, Tensor]]) -> None:
-            for slice_, (mine, _) in zip(
-                _reduce([each for _, each in pairs], op).view(self.size, -1), pairs, strict=True
-            ):
+            total = _reduce([each for _, each in pairs], op)
+            for slice_, (mine, _) in zip(total.view(self.size, -1), pairs, strict=True):
                 mine.view(-1).copy_(slice_)
 
         return self._join("reduce_scatter", (tensor.numel(), tensor.dtype, op), (output, tensor), run)
@@ -221,7 +217,7 @@ class SimulatedGroup(Group):
 
     def send(self, tensor: Tensor, destination: int) -> Work:
         self._rendezvous.mail.setdefault((self._rank, destination), deque()).append(tensor.clone())
-        return _SimulatedWork(self._rendezvous, self._rank, lambda: True, str)
+        return _SimulatedWork(self._rendezvous.turns, lambda: True, str)
 
     def recv(self, tensor: Tensor, source: int) -> Work:
         mail = self._rendezvous.mail.setdefault((source, self._rank), deque())
@@ -236,16 +232,11 @@ class SimulatedGroup(Group):
                 received.append(True)
             return bool(done)
 
-        return _SimulatedWork(
-            self._rendezvous,
-            self._rank,
-            ready,
-            lambda: f"rank {self._rank} waits for a message that rank {source} will not send.",
-        )
+        what = f"rank {self._rank} waits for a message that rank {source} will not send."
+        return _SimulatedWork(self._rendezvous.turns, ready, lambda: what)
 
     def start_steps(self, what: str, steps: Waits) -> Work:
-        """Start an operation of several messages. It runs after this rank's earlier ones, whenever any rank
-        of the group waits."""
+        """Start an operation of several messages, which runs after earlier ones, whenever any rank waits."""
         operation = _RunningSteps(steps)
         self._rendezvous.under_way[self._rank].append(operation)
 
@@ -253,12 +244,8 @@ class SimulatedGroup(Group):
             self._rendezvous.advance()
             return operation.over
 
-        return _SimulatedWork(
-            self._rendezvous,
-            self._rank,
-            ready,
-            lambda: f"{what} on rank {self._rank} waits for messages that will not come.",
-        )
+        missing = f"{what} on rank {self._rank} waits for messages that will not come."
+        return _SimulatedWork(self._rendezvous.turns, ready, lambda: missing)
 
     def abort(self) -> None:
         self._rendezvous.aborted = True

@@ -8,8 +8,7 @@ Two ways, both deterministic and free of deadlock:
                     rank 1                  compute, start -> yield       wait, update -> return
 
     Turns.run       a rank is a function that waits within its work (for batch statistics inside a forward). Each
-                    has a thread, exactly one of them runs at a time, and a wait passes the turn to the next
-                    rank.
+                    has a thread, exactly one of them runs at a time, and a wait passes the turn on.
 """
 
 from __future__ import annotations
@@ -114,8 +113,7 @@ class Turns:
         return self.run([lambda rank=rank: run_in_steps([rank])[0] for rank in ranks])
 
     def wait_for(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Let the others run until `ready()`. Raises `CollectiveError` with the text `what()` if all of them
-        wait in vain."""
+        """Let the others run until `ready()`. Raises `CollectiveError(what())` if all wait in vain."""
         rank = self._names[threading.get_ident()]
         self._idle_turns = 0  # this rank has made progress, which another may wait for
         with preserved_draws():

@@ -52,8 +52,7 @@ def windows_of(group: Group) -> Windows | None:
 
 
 def allocation(windows: Windows | None, rank: int) -> Callable[[Sequence[Extent]], list[Tensor]]:
-    """A function that allocates flat tensors of zeros: in this rank's part of a new window, or separately if
-    there are no windows."""
+    """A function that allocates flat tensors of zeros: in this rank's part of a new window, if it can."""
     if windows is None:
         return separate
     return lambda extents: in_window(windows.window(window_bytes(extents)), rank, extents)
@@ -65,8 +64,7 @@ def separate(extents: Sequence[Extent]) -> list[Tensor]:
 
 
 def in_window(window: Window, rank: int, extents: Sequence[Extent]) -> list[Tensor]:
-    """Flat tensors [num_elements], one after another, in a rank's part of a window of
-    `window_bytes(extents)`."""
+    """Flat tensors [num_elements], one after another, in a rank's part of `window_bytes(extents)`."""
     memory = window.of(rank)
     tensors: list[Tensor] = []
     at = 0

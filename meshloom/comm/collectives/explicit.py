@@ -1,5 +1,4 @@
-"""The group with explicit collectives: ring, tree, halving or hierarchical, on `send` and `recv` of the group
-underneath.
+"""A group with explicit collectives, on `send` and `recv` of the group underneath.
 
     ring           all_reduce, reduce_scatter, all_gather
     tree           all_reduce, broadcast
@@ -96,11 +95,12 @@ class ExplicitGroup(Group):
         self._activity = activity
         # by operation, number of elements, and elements of a chunk
         self._chunks: dict[tuple[str, int, int], list[Move]] = {}
-        self._line = (
-            _SimulatedBackground(group)
-            if isinstance(group, SimulatedGroup)
-            else Background(f"{algorithm} of {patience.member}", patience)
-        )
+        self._background: Background | None = None
+        if isinstance(group, SimulatedGroup):  # its ranks have no threads
+            self._start = group.start_steps
+        else:
+            self._background = Background(f"{algorithm} of {patience.member}", patience)
+            self._start = self._background.start
 
     @property
     def rank(self) -> int:
@@ -185,13 +185,13 @@ class ExplicitGroup(Group):
         return self._pass("barrier", self._group.barrier)
 
     def abort(self) -> None:
-        self._line.abort()
+        if self._background:
+            self._background.abort()
         self._group.abort()
 
     def close(self) -> None:
-        """End this group's thread once the started operations are over; abort if other ranks do not join
-        those within seconds."""
-        if not self._line.close(_END_SECONDS):
+        """End the thread once the started operations are over; abort if other ranks do not join them."""
+        if self._background and not self._background.close(_END_SECONDS):
             self.abort()
 
     def _all_reduce_moves(self, n: int) -> AllReduceMoves:
@@ -244,9 +244,6 @@ class ExplicitGroup(Group):
 
         return _Passed(self._start(what, steps()), started, self._activity)
 
-    def _start(self, what: str, steps: Waits) -> Work:
-        return self._line.start(what, steps)
-
 
 class _Passed(Work):
     """An operation of the group underneath, started once the earlier ones are over."""
@@ -262,19 +259,3 @@ class _Passed(Work):
 
     def is_finished(self) -> bool:
         return self._starting.is_finished() and bool(self._started) and self._started[0].is_finished()
-
-
-class _SimulatedBackground:
-    """`Background` for a simulated rank, which has no thread."""
-
-    def __init__(self, group: SimulatedGroup) -> None:
-        self._group = group
-
-    def start(self, what: str, steps: Waits) -> Work:
-        return self._group.start_steps(what, steps)
-
-    def abort(self) -> None:
-        pass
-
-    def close(self, seconds: float) -> bool:
-        return True

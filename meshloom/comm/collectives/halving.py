@@ -1,5 +1,6 @@
-"""All-reduce by recursive halving and doubling: in each step, partners at half the distance exchange half as
-much; then the reverse.
+"""All-reduce by recursive halving and doubling.
+
+In each step, partners at half the distance exchange half as much; then the reverse.
 
 N = 4, pieces a b c d:
 
@@ -63,8 +64,7 @@ def halving_reduce_scatter(rank: int, size: int, num_elements: int) -> list[Move
 
 
 def doubling_all_gather(rank: int, size: int, num_elements: int) -> list[Move]:
-    """The moves of `rank` after which every rank has all of `size` equal pieces, of which rank r had the
-    r-th."""
+    """The moves of `rank` after which every rank has all pieces, of which rank r had the r-th of `size`."""
     power, folded = _folding(size)
     piece = num_elements // size
     place = _place(rank, folded)
@@ -121,9 +121,8 @@ def _halve(place: int, power: int, folded: int, offsets: Sequence[int]) -> list[
         partner = _rank(place ^ distance, folded)
         upper = place & distance
         keep, send = (low + distance, low) if upper else (low, low + distance)
-        moves += moved("send", partner, offsets[send], offsets[send + distance]) + moved(
-            "add", partner, offsets[keep], offsets[keep + distance]
-        )
+        moves += moved("send", partner, offsets[send], offsets[send + distance])
+        moves += moved("add", partner, offsets[keep], offsets[keep + distance])
         low, distance = keep, distance // 2
     return moves
 
@@ -134,8 +133,7 @@ def _double(place: int, power: int, folded: int, offsets: Sequence[int]) -> list
     while distance < power:
         partner = _rank(place ^ distance, folded)
         theirs = low ^ distance
-        moves += moved("send", partner, offsets[low], offsets[low + distance]) + moved(
-            "receive", partner, offsets[theirs], offsets[theirs + distance]
-        )
+        moves += moved("send", partner, offsets[low], offsets[low + distance])
+        moves += moved("receive", partner, offsets[theirs], offsets[theirs + distance])
         low, distance = min(low, theirs), distance * 2
     return moves

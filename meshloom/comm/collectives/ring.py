@@ -9,15 +9,14 @@ sums travel. N = 3, pieces a b c:
     all-gather           a                    b                    c
                          c                    a                    b
 
-2(N-1) steps, each moving 1/N of the elements (Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms",
-2009).
+2(N-1) steps, each moving 1/N of the elements (Patarasuk & Yuan, 2009).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshloom.comm.moves import AllReduceMoves, Move, divided, moved
+from meshloom.comm.moves import AllReduceMoves, Move, MoveKind, divided, moved
 
 
 def ring(rank: int, size: int, num_elements: int) -> AllReduceMoves:
@@ -39,26 +38,26 @@ def reduce_scatter(place: int, ranks: Sequence[int], offsets: Sequence[int]) -> 
 
     place: this rank's index in `ranks`, which are in ring order. offsets: of the pieces, and the end.
     """
-    n = len(ranks)
-    after, before = ranks[(place + 1) % n], ranks[(place - 1) % n]
-    moves: list[Move] = []
-    for step in range(n - 1):
-        out, into = (place - step - 1) % n, (place - step - 2) % n
-        moves += moved("send", after, offsets[out], offsets[out + 1]) + moved(
-            "add", before, offsets[into], offsets[into + 1]
-        )
-    return moves
+    return _around(place, ranks, offsets, first=place - 1, arriving="add")
 
 
 def all_gather(place: int, ranks: Sequence[int], offsets: Sequence[int]) -> list[Move]:
     """The moves after which every rank of a ring has all pieces, of which each had that of its index.
-    Arguments as of `reduce_scatter`."""
+
+    Arguments as of `reduce_scatter`.
+    """
+    return _around(place, ranks, offsets, first=place, arriving="receive")
+
+
+def _around(
+    place: int, ranks: Sequence[int], offsets: Sequence[int], *, first: int, arriving: MoveKind
+) -> list[Move]:
+    """Once around the ring: send the piece `first`, and in each later step the piece that came before it."""
     n = len(ranks)
     after, before = ranks[(place + 1) % n], ranks[(place - 1) % n]
     moves: list[Move] = []
     for step in range(n - 1):
-        out, into = (place - step) % n, (place - step - 1) % n
-        moves += moved("send", after, offsets[out], offsets[out + 1]) + moved(
-            "receive", before, offsets[into], offsets[into + 1]
-        )
+        out, into = (first - step) % n, (first - step - 1) % n
+        moves += moved("send", after, offsets[out], offsets[out + 1])
+        moves += moved(arriving, before, offsets[into], offsets[into + 1])
     return moves

@@ -7,8 +7,7 @@ N = 6, distances 1, 2, 4 to rank 0; the broadcast is the reverse:
     4 -> 0
 
 2 log2 N messages one after another, each of all elements (Thakur et al., "Optimization of collective
-communication operations in MPICH", 2005). All ranks together send 2(N-1) messages, the minimum; halving sends
-N log2 N or more.
+communication operations in MPICH", 2005). All ranks send 2(N-1) messages, the minimum; halving, N log2 N.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ def tree(rank: int, size: int, num_elements: int) -> AllReduceMoves:
 
 
 def tree_broadcast(rank: int, size: int, num_elements: int, source: int) -> list[Move]:
-    """The broadcast moves of `rank` in a tree with `source` at its root: log2 N messages one after
-    another."""
+    """The broadcast moves of `rank` in a tree with `source` at its root: log2 N messages in turn."""
     parent, children = _family((rank - source) % size, size)
     moves = [] if parent is None else moved("receive", (parent + source) % size, 0, num_elements)
     for child in reversed(children):  # the largest subtree first

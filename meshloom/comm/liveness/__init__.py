@@ -1,2 +1,1 @@
-"""What other processes can see of a rank: its current activity, and the note that it leaves when it
-aborts."""
+"""What other processes can see of a rank: its current activity, and its note when it aborts."""

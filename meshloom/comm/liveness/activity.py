@@ -49,12 +49,12 @@ class ActionLike(Protocol):
 class ActivitySnapshot:
     """A rank's activity at one moment.
 
-    step: the batch's number; in "between steps", "comparing", "evaluating" and "saving" the number of steps
-        done.
+    step: number of the batch; in "between steps", "comparing", "evaluating", "saving", of the steps done.
     stage, kind, microbatch: of the action, in "computing" and "before"; in "chunk", microbatch is the chunk's
-        number in the batch. since: when this activity began. moved: when the rank last began an activity, or
-        ended a wait. waits: whether it waits for another rank now. longest_seconds: of an action of this
-        stage and kind so far; 0: not known yet.
+        number in the batch.
+    since: when this activity began. moved: when the rank last began an activity, or ended a wait.
+    waits: whether it waits for another rank now.
+    longest_seconds: of an action of this stage and kind so far; 0: not known yet.
     """
 
     phase: Phase
@@ -73,37 +73,34 @@ class ActivitySnapshot:
         >>> str(ActivitySnapshot(phase="computing", step=12, stage=1, kind="F", microbatch=3, since=0, moved=0, waits=False, longest_seconds=0))
         'computing 1F3 of step 12 (stage 1, forward of microbatch 3)'
         """
-        step, waiting = self.step, ", waiting for another rank" if self.waits else ""
+        if self.phase == "before":
+            return f"{'waiting' if self.waits else 'about to go on'} before {self._action()}"
+        waits = self.waits and self.phase not in ("starting", "joining")
+        return self._doing() + (", waiting for another rank" if waits else "")
+
+    def _doing(self) -> str:
+        step, done = self.step, format_count(self.step, "step")
         match self.phase:
-            case "before":
-                return f"{'waiting' if self.waits else 'about to go on'} before {self._action()}"
             case "computing":
-                return f"computing {self._action()}{waiting}"
+                return f"computing {self._action()}"
             case "chunk":
-                return f"computing chunk {self.microbatch} of step {step}{waiting}"
+                return f"computing chunk {self.microbatch} of step {step}"
             case "between steps":
-                return (f"between steps {step - 1} and {step}" if step else "about to begin step 0") + waiting
-            case "comparing" | "evaluating" | "saving":
-                what = {"comparing": "comparing the ranks", "evaluating": "evaluating", "saving": "saving"}[
-                    self.phase
-                ]
-                return f"{what} after {format_count(step, 'step')}{waiting}"
-            case "starting":
-                return "starting"
-            case "joining":
-                return "joining the other ranks"
-            case "own code":
-                return f"running code of its own{waiting}"
-            case "setting up":
-                return f"setting up{waiting}"
-            case "reading":
-                return f"reading the data of step {step}{waiting}"
-            case "preparing":
-                return f"preparing step {step}{waiting}"
-            case "exchanging":
-                return f"exchanging the gradients of step {step}{waiting}"
-            case "updating":
-                return f"updating the parameters in step {step}{waiting}"
+                return f"between steps {step - 1} and {step}" if step else "about to begin step 0"
+            case _:
+                return {
+                    "starting": "starting",
+                    "joining": "joining the other ranks",
+                    "own code": "running code of its own",
+                    "setting up": "setting up",
+                    "reading": f"reading the data of step {step}",
+                    "preparing": f"preparing step {step}",
+                    "exchanging": f"exchanging the gradients of step {step}",
+                    "updating": f"updating the parameters in step {step}",
+                    "comparing": f"comparing the ranks after {done}",
+                    "evaluating": f"evaluating after {done}",
+                    "saving": f"saving after {done}",
+                }[self.phase]
 
     def _action(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch} of step {self.step} (stage {self.stage}, {KINDS[self.kind]} of microbatch {self.microbatch})"
@@ -172,17 +169,8 @@ class Activity:
 
     def _write(self, phase: int, action: ActionLike, now: float) -> None:
         longest = self._longest.get((action.stage, action.kind), 0.0)
-        _RECORD.pack_into(
-            self._page,
-            _START,
-            phase,
-            self._step,
-            action.stage,
-            ord(action.kind),
-            action.microbatch,
-            now,
-            longest,
-        )
+        where = action.stage, ord(action.kind), action.microbatch
+        _RECORD.pack_into(self._page, _START, phase, self._step, *where, now, longest)
 
 
 _BEFORE, _COMPUTING = PHASES.index("before"), PHASES.index("computing")

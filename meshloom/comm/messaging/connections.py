@@ -77,8 +77,7 @@ class Connections:
         return self._connection_of(peer).send(write_frames(header, tensors, self.limits))
 
     def drop(self, peer: int) -> None:
-        """End a connection, for example of a server that does not answer: a `Lost` follows, and it is
-        reopened."""
+        """End a connection, as of a server that does not answer: a `Lost` follows, and it is reopened."""
         self._connection_of(peer).end()
 
     def poll(self, timeout_seconds: float) -> list[Event]:

@@ -4,8 +4,9 @@
         for event in endpoint.poll(timeout_seconds=1.0):
             match event:
                 case Joined(peer): ...
-                case Message(peer, header, tensors): endpoint.send(peer, Header(kind=ANSWER,
-                answers=header.sequence), [parameters]) case Lost(peer): ...
+                case ReceivedMessage(peer, header, tensors):
+                    endpoint.send(peer, Header(kind=ANSWER, answers=header.sequence), [parameters])
+                case Lost(peer): ...
 
 An endpoint belongs to one thread. ZeroMQ's own thread keeps connections alive and encrypts, whatever that
 thread computes; the next `poll` admits new workers.
@@ -31,14 +32,15 @@ from meshloom.comm.messaging.sockets import (
     Joined,
     Lost,
     PendingSend,
-    ReceivedMessage,
     SocketLimits,
     open_socket,
     receive,
+    received,
     resolve_address,
     send,
+    set_keys,
 )
-from meshloom.comm.messaging.wire_format import FrameLimits, Header, read_frames, write_frames
+from meshloom.comm.messaging.wire_format import FrameLimits, Header, write_frames
 from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
 _MOST_PER_POLL = 16  # messages of one poll
@@ -68,7 +70,6 @@ class RefusedCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class _Peer:
-    number: int
     identity: bytes
     descriptor: int
     address: str
@@ -101,11 +102,9 @@ class _KeyCheck:
 
 
 class Endpoint:
-    """Listens at exactly the given address (HOST:PORT; port 0 lets the kernel choose) until `close`. Raises
-    `EndpointError`.
+    """Listens at the given address (HOST:PORT; port 0: any) until `close`. Raises `EndpointError`.
 
-    listening: the descriptor of a socket that already listens at that address, so that a restarted server
-        keeps it.
+    listening: descriptor of a socket that already listens there, so that a restarted server keeps it.
     """
 
     def __init__(
@@ -135,8 +134,7 @@ class Endpoint:
         self._router.setsockopt(zmq.IPV6, six)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.CURVE_SERVER, 1)
-        self._router.setsockopt(zmq.CURVE_PUBLICKEY, key.public.encode())
-        self._router.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
+        set_keys(self._router, key)
         self._router.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
         self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         if listening is not None:
@@ -164,8 +162,7 @@ class Endpoint:
     def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> PendingSend:
         """Send without waiting; tensors are not copied, and must not change until the `PendingSend` is done.
 
-        Raises `PeerLostError` if the peer is gone, `MessageError` if its queue is full (send later, or `drop`
-        the peer).
+        Raises `PeerLostError` if the peer is gone, `MessageError` if its queue is full: send later or `drop`.
         """
         if peer not in self._peers:
             raise PeerLostError(f"Peer {peer} is gone.")
@@ -227,12 +224,11 @@ class Endpoint:
                 self._open.add(descriptor)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._open.discard(descriptor)
-                if descriptor in self._peer_of_descriptor:
-                    self._ending[self._peer_of_descriptor.pop(descriptor)] = (
-                        time.monotonic() + _LAST_WORDS_SECONDS
-                    )
-                else:
+                peer = self._peer_of_descriptor.pop(descriptor, None)
+                if peer is None:
                     self.refused.connections += 1
+                else:
+                    self._ending[peer] = time.monotonic() + _LAST_WORDS_SECONDS
 
     def _read(self) -> None:
         """Read the messages that have arrived; then report the loss of disconnected peers."""
@@ -256,9 +252,7 @@ class Endpoint:
                 self.refused.message("A message of nobody who is there.")
             return
         try:
-            self._events.append(
-                ReceivedMessage(peer, *read_frames([frame.buffer for frame in frames], self.limits))
-            )
+            self._events.append(received(peer, frames, self.limits))
         except MessageError as error:
             self.refused.message(str(error))
 
@@ -267,20 +261,14 @@ class Endpoint:
         self._read_monitor()  # earlier events of this descriptor are known now
         if descriptor not in self._open:
             return  # it has already disconnected
-        if (
-            descriptor in self._peer_of_descriptor
-        ):  # its former peer disconnected before, and was admitted late
+        # its former peer disconnected before, and was admitted late
+        if descriptor in self._peer_of_descriptor:
             self._lose(self._peer_of_descriptor[descriptor])
         self._num_joined += 1
-        peer = _Peer(
-            number=self._num_joined,
-            identity=identity,
-            descriptor=descriptor,
-            address=str(frame.get("Peer-Address")),
-        )
-        self._peers[peer.number] = peer
-        self._numbers[identity] = self._peer_of_descriptor[descriptor] = peer.number
-        self._events.append(Joined(peer.number, peer.address))
+        number, address = self._num_joined, str(frame.get("Peer-Address"))
+        self._peers[number] = _Peer(identity=identity, descriptor=descriptor, address=address)
+        self._numbers[identity] = self._peer_of_descriptor[descriptor] = number
+        self._events.append(Joined(number, address))
 
     def _lose(self, number: int) -> None:
         peer = self._peers.pop(number)

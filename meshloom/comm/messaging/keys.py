@@ -1,5 +1,4 @@
-"""The keys of one job: a pair for its servers and a pair for its workers, in two files that only their user
-can read.
+"""The keys of one job: a pair for its servers and a pair for its workers, in two private files.
 
 Whoever has the servers' file can be a server of the job, and whoever has the workers' file can join it as a
 worker. Each side knows the other's public key, so workers connect only to servers of their job, and servers
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +59,7 @@ def make_keys() -> tuple[ServerKey, WorkerKey]:
 
 def write_key(path: Path, key: ServerKey | WorkerKey) -> None:
     """Create the file, with mode 0600. Raises `EndpointError` if it exists or cannot be created."""
-    if isinstance(key, ServerKey):
-        content = {
-            "meshloom": "server key",
-            "public": key.public,
-            "secret": key.secret,
-            "workers_public": key.workers_public,
-        }
-    else:
-        content = {
-            "meshloom": "worker key",
-            "public": key.public,
-            "secret": key.secret,
-            "servers_public": key.servers_public,
-        }
+    content = {"meshloom": "server key" if isinstance(key, ServerKey) else "worker key", **asdict(key)}
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
@@ -87,14 +73,12 @@ def write_key(path: Path, key: ServerKey | WorkerKey) -> None:
 
 def read_server_key(path: Path) -> ServerKey:
     """Raises `EndpointError` if the file is not a server's key or others may read it."""
-    content = _read(path, "server key", "workers_public")
-    return ServerKey(**content)
+    return ServerKey(**_read(path, "server key", "workers_public"))
 
 
 def read_worker_key(path: Path) -> WorkerKey:
     """Raises `EndpointError` if the file is not a worker's key or others may read it."""
-    content = _read(path, "worker key", "servers_public")
-    return WorkerKey(**content)
+    return WorkerKey(**_read(path, "worker key", "servers_public"))
 
 
 def _read(path: Path, what: str, others: str) -> dict[str, str]:
@@ -115,16 +99,12 @@ def _read(path: Path, what: str, others: str) -> dict[str, str]:
     except ValueError:
         content = None
     names = {"meshloom", "public", "secret", others}
-    if (
-        not isinstance(content, dict)
-        or content.keys() != names
-        or not all(isinstance(value, str) for value in content.values())
-    ):
+    is_key = isinstance(content, dict) and content.keys() == names
+    if not is_key or not all(isinstance(value, str) for value in content.values()):
         raise EndpointError(f"{path} is not a {what} of meshloom.")
-    said: dict[str, str] = dict(content)
-    if said.pop("meshloom") != what:
-        raise EndpointError(f"{path} is a {content['meshloom']}, and a {what} is needed.")
-    return said
+    if (kind := content.pop("meshloom")) != what:
+        raise EndpointError(f"{path} is a {kind}, and a {what} is needed.")
+    return content
 
 
 def _pair() -> tuple[str, str]:

@@ -1,7 +1,6 @@
 """The connection of a worker to one server, reopened whenever it ends.
 
-Every connection has its own socket and identity, so that no message of one connection, sent or received,
-reaches the next.
+Every connection has its own socket and identity, so that no message of one connection reaches the next.
 """
 
 from __future__ import annotations
@@ -22,14 +21,15 @@ from meshloom.comm.messaging.sockets import (
     Joined,
     Lost,
     PendingSend,
-    ReceivedMessage,
     SocketLimits,
     open_socket,
     receive,
+    received,
     resolve_address,
     send,
+    set_keys,
 )
-from meshloom.comm.messaging.wire_format import Buffer, FrameLimits, read_frames
+from meshloom.comm.messaging.wire_format import Buffer, FrameLimits
 from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
 _RETRY_SECONDS = 0.2
@@ -39,28 +39,17 @@ _HANDSHAKE_FAILED = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_F
 
 
 class ServerConnection:
-    """To the server at `address`. Events are appended to `events`; each connection takes its number from
-    `numbers`."""
+    """To the server at `address`. Appends to `events`; each connection takes its number from `numbers`."""
 
     def __init__(
-        self,
-        context: zmq.Context[Any],
-        address: str,
-        key: WorkerKey,
-        limits: FrameLimits,
-        patience: SocketLimits,
-        events: deque[Event],
-        numbers: Iterator[int],
-    ) -> None:
+        self, context: zmq.Context[Any], address: str, key: WorkerKey, limits: FrameLimits, patience: SocketLimits,
+        events: deque[Event], numbers: Iterator[int],
+    ) -> None:  # fmt: skip
         self.address = address
         self.peer: int | None = None  # the connection's number, once the server has accepted the key
         self.num_refused = 0
-        self._context = context
-        self._key = key
-        self._limits = limits
-        self._patience = patience
-        self._events = events
-        self._numbers = numbers
+        self._context, self._key, self._limits, self._patience = context, key, limits, patience
+        self._events, self._numbers = events, numbers
         self._broken_handshakes = 0
         self._ended = False
         self._socket: zmq.Socket[Any] | None = None
@@ -79,8 +68,7 @@ class ServerConnection:
         return self._next_try if self.peer is None else float("inf")
 
     def look(self) -> None:
-        """Connect if it is time, read the connection's events and messages. Raises `EndpointError` if the key
-        is refused."""
+        """Connect if it is time; read events and messages. Raises `EndpointError` if the key is refused."""
         if self.peer is None and time.monotonic() >= self._next_try:
             self._close(0.0)
             self._open()
@@ -131,22 +119,20 @@ class ServerConnection:
         except EndpointError:  # it was known when the worker started
             self._next_try = time.monotonic() + _RETRY_SECONDS
             return
-        made = self._socket = open_socket(
-            self._context, zmq.DEALER, self._limits, self._patience
-        )  # assigned first, so that it is closed whatever fails
-        made.setsockopt(zmq.IPV6, six)
-        made.setsockopt(zmq.ROUTING_ID, b"W" + os.urandom(15))
+        # assigned first, so that it is closed whatever fails
+        socket = self._socket = open_socket(self._context, zmq.DEALER, self._limits, self._patience)
+        socket.setsockopt(zmq.IPV6, six)
+        socket.setsockopt(zmq.ROUTING_ID, b"W" + os.urandom(15))
         # tells the server of every connection before its first message
-        made.setsockopt(zmq.PROBE_ROUTER, 1)
-        made.setsockopt(zmq.CONNECT_TIMEOUT, max(1, round(self._patience.lost_after_seconds * 1000)))
-        made.setsockopt(zmq.CURVE_SERVERKEY, self._key.servers_public.encode())
-        made.setsockopt(zmq.CURVE_PUBLICKEY, self._key.public.encode())
-        made.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret.encode())
-        self._monitor = ConnectionMonitor(self._context, made)
+        socket.setsockopt(zmq.PROBE_ROUTER, 1)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, max(1, round(self._patience.lost_after_seconds * 1000)))
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self._key.servers_public.encode())
+        set_keys(socket, self._key)
+        self._monitor = ConnectionMonitor(self._context, socket)
         self._ended = False
         self._opened = time.monotonic()
         self._next_try = self._opened + self._patience.lost_after_seconds + HANDSHAKE_SECONDS
-        made.connect(f"tcp://{host}:{port}")
+        socket.connect(f"tcp://{host}:{port}")
 
     def _close(self, linger_seconds: float) -> None:
         if self._monitor:
@@ -180,8 +166,6 @@ class ServerConnection:
         if self.peer is None:
             return
         try:
-            self._events.append(
-                ReceivedMessage(self.peer, *read_frames([frame.buffer for frame in frames], self._limits))
-            )
+            self._events.append(received(self.peer, frames, self._limits))
         except MessageError:
             self.num_refused += 1

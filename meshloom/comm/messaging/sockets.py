@@ -1,5 +1,4 @@
-"""ZeroMQ sockets with bounded queues and heartbeats, their connection events, and sending and receiving of
-frames: shared by endpoints and connections.
+"""ZeroMQ sockets of endpoints and connections: bounded queues, heartbeats, events, frames sent and received.
 
 A context has one I/O thread, so its events of connections arrive in order. Sockets do not reconnect: their
 user opens a new one, so that messages queued for one connection do not reach the next.
@@ -18,7 +17,8 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
-from meshloom.comm.messaging.wire_format import Buffer, FrameLimits, Header
+from meshloom.comm.messaging.keys import ServerKey, WorkerKey
+from meshloom.comm.messaging.wire_format import Buffer, FrameLimits, Header, read_frames
 from meshloom.core.errors import EndpointError
 
 _ENVELOPE_BYTES = 256  # what CURVE adds to a frame, and more
@@ -112,16 +112,22 @@ def open_socket(
     context: zmq.Context[Any], kind: int, limits: FrameLimits, patience: SocketLimits
 ) -> zmq.Socket[Any]:
     """A socket that limits frames and queues, and detects dead peers."""
-    made: zmq.Socket[Any] = context.socket(kind)
-    made.setsockopt(zmq.LINGER, 0)
-    made.setsockopt(zmq.SNDHWM, patience.queue_messages)
-    made.setsockopt(zmq.RCVHWM, patience.queue_messages)
-    made.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes, _HANDSHAKE_BYTES) + _ENVELOPE_BYTES)
-    made.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(patience.lost_after_seconds * 1000 / 3)))
-    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, round(patience.lost_after_seconds * 1000 / 2)))
-    made.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_SECONDS * 1000))
-    made.setsockopt(zmq.RECONNECT_IVL, _NEVER_SECONDS * 1000)
-    return made
+    opened: zmq.Socket[Any] = context.socket(kind)
+    opened.setsockopt(zmq.LINGER, 0)
+    opened.setsockopt(zmq.SNDHWM, patience.queue_messages)
+    opened.setsockopt(zmq.RCVHWM, patience.queue_messages)
+    opened.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes, _HANDSHAKE_BYTES) + _ENVELOPE_BYTES)
+    opened.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(patience.lost_after_seconds * 1000 / 3)))
+    opened.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, round(patience.lost_after_seconds * 1000 / 2)))
+    opened.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_SECONDS * 1000))
+    opened.setsockopt(zmq.RECONNECT_IVL, _NEVER_SECONDS * 1000)
+    return opened
+
+
+def set_keys(socket: zmq.Socket[Any], key: ServerKey | WorkerKey) -> None:
+    """Let the socket encrypt with this pair of keys."""
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
 
 
 class ConnectionMonitor:
@@ -163,9 +169,13 @@ def receive(source: zmq.Socket[Any], most: int) -> list[zmq.Frame] | None:
     return frames
 
 
+def received(peer: int, frames: Sequence[zmq.Frame], limits: FrameLimits) -> ReceivedMessage:
+    """The message in the frames. Raises `MessageError` if they are malformed."""
+    return ReceivedMessage(peer, *read_frames([frame.buffer for frame in frames], limits))
+
+
 def send(target: zmq.Socket[Any], frames: Sequence[Buffer]) -> PendingSend:
-    """Send frames without copying them. Raises `zmq.Again` or another `zmq.ZMQError`, and then nothing is
-    sent."""
+    """Send frames without copying them, or nothing if it raises `zmq.Again` or another `zmq.ZMQError`."""
     return PendingSend(target.send_multipart(frames, zmq.DONTWAIT, copy=False, track=True))
 
 
@@ -181,9 +191,8 @@ def resolve_address(address: str) -> tuple[str, int, bool]:
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise EndpointError(f"{address!r} is not an address. Write HOST:PORT, for example 192.168.0.5:5000.")
     try:
-        found = socket.getaddrinfo(
-            host.removeprefix("[").removesuffix("]"), int(port), type=socket.SOCK_STREAM
-        )
+        name = host.removeprefix("[").removesuffix("]")
+        found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
     except OSError as reason:
         raise EndpointError(f"The host {host} of {address} is not known: {reason.strerror}.") from None
     numeric = str(found[0][4][0])

@@ -1,5 +1,4 @@
-"""The wire format of messages between servers and workers: a fixed header, then the raw bytes of each tensor,
-one frame each.
+"""The wire format of messages: a fixed header, then the raw bytes of each tensor, one frame each.
 
     header frame    48 bytes: magic, format, kind, worker, number of tensors, sequence, answers, step, version
                     per tensor: dtype, number of dims, bytes, size of each dim
@@ -56,9 +55,9 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 class Header:
     """The fields of a message, which mean nothing to the transport.
 
-    kind: of the message (16 bits). worker: the sender or receiver (32 bits). sequence: the sender's count of
-    messages. answers: the sequence number of the message that this one answers. step: the sender's step.
-    version: of the parameters concerned.
+    kind: of the message (16 bits). worker: the sender or receiver (32 bits).
+    sequence: the sender's count of messages. answers: the sequence number of the one that this one answers.
+    step: the sender's. version: of the parameters concerned.
     """
 
     kind: int
@@ -118,8 +117,7 @@ class TensorSpec:
 def write_frames(header: Header, tensors: Sequence[Tensor], limits: FrameLimits) -> list[Buffer]:
     """The header's bytes, then each tensor's memory (copied only if it is not contiguous).
 
-    Raises `MessageError` beyond the limits, and for tensors that are not on the CPU or whose dtype cannot be
-    sent.
+    Raises `MessageError` beyond the limits, and for tensors of devices or dtypes that cannot be sent.
     """
     described = [_describe(tensor) for tensor in tensors]
     check_limits(limits, header, described)
@@ -127,8 +125,7 @@ def write_frames(header: Header, tensors: Sequence[Tensor], limits: FrameLimits)
 
 
 def read_frames(frames: Sequence[Buffer], limits: FrameLimits) -> tuple[Header, list[Tensor]]:
-    """Header and tensors, which use the frames' memory (writable if the frames are). Raises `MessageError` if
-    malformed."""
+    """Header and tensors, which use the frames' memory. Raises `MessageError` if malformed."""
     if not frames:
         raise MessageError("A message without a header.")
     header, described = read_header(frames[0], limits)
@@ -152,8 +149,7 @@ def write_header(header: Header, tensors: Sequence[TensorSpec]) -> bytes:
 
 
 def read_header(frame: Buffer, limits: FrameLimits) -> tuple[Header, list[TensorSpec]]:
-    """Header and the dtypes and shapes of its tensors. Raises `MessageError` if malformed or beyond the
-    limits."""
+    """Header, and dtypes and shapes of its tensors. Raises `MessageError` if malformed or beyond limits."""
     if not _FIXED.size <= len(frame) <= limits.header_bytes:
         raise MessageError(f"A header of {len(frame)} bytes; it has {_FIXED.size} to {limits.header_bytes}.")
     magic, form, kind, worker, num_tensors, sequence, answers, step, version = _FIXED.unpack_from(frame)
@@ -180,9 +176,8 @@ def read_header(frame: Buffer, limits: FrameLimits) -> tuple[Header, list[Tensor
 def check_limits(limits: FrameLimits, header: Header, tensors: Sequence[TensorSpec]) -> None:
     """Raise `MessageError` for a message beyond the limits."""
     if header.kind not in limits.kinds:
-        raise MessageError(
-            f"A message of kind {header.kind}; known are {', '.join(map(str, sorted(limits.kinds)))}."
-        )
+        known = ", ".join(map(str, sorted(limits.kinds)))
+        raise MessageError(f"A message of kind {header.kind}; known are {known}.")
     if len(tensors) > limits.num_tensors:
         raise MessageError(
             f"A message of {len(tensors)} tensors; {limits.num_tensors} are expected at most. Send several messages."

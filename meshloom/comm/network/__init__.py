@@ -1,2 +1,1 @@
-"""Groups over several hosts: which ranks share a host, what they trust, and how far their clocks are
-apart."""
+"""Groups over several hosts: which ranks share a host, what they trust, the offsets of their clocks."""

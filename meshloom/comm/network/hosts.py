@@ -1,5 +1,4 @@
-"""The group over several hosts with equally many ranks on each: the bytes between two hosts are divided among
-the ranks of a host.
+"""The group over several hosts with equally many ranks on each, which divide the bytes between two hosts.
 
 Collectives run in three phases (`two_level.py`). Messages between ranks of one host stay on that host.
 Everything else goes over the group of all ranks.
@@ -92,16 +91,12 @@ class HostsGroup(Group):
         return self._start("barrier", self._two_level.barrier())
 
     def send(self, tensor: Tensor, destination: int) -> Work:
-        host, index = self._two_level.places[destination]
-        if host == self._two_level.host:
-            return self._parts.messages.send(tensor, index)
-        return self._parts.all_ranks.send(tensor, destination)
+        group, peer = self._route(destination)
+        return group.send(tensor, peer)
 
     def recv(self, tensor: Tensor, source: int) -> Work:
-        host, index = self._two_level.places[source]
-        if host == self._two_level.host:
-            return self._parts.messages.recv(tensor, index)
-        return self._parts.all_ranks.recv(tensor, source)
+        group, peer = self._route(source)
+        return group.recv(tensor, peer)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
@@ -121,10 +116,15 @@ class HostsGroup(Group):
         self._line.close(_END_SECONDS)  # what its threads wait for fails now
 
     def close(self) -> None:
-        """End this group's threads once the started operations are over; abort if other ranks do not join
-        those within seconds."""
+        """End the threads once the started operations are over; abort if other ranks do not join them."""
         if not self._line.close(_END_SECONDS):
             self.abort()
+
+    def _route(self, rank: int) -> tuple[Group, int]:
+        """The group for messages to or from a rank, and its number in it."""
+        host, index = self._two_level.places[rank]
+        is_here = host == self._two_level.host
+        return (self._parts.messages, index) if is_here else (self._parts.all_ranks, rank)
 
     def _start(self, what: str, phases: Phases) -> Work:
         self._patience.check(what)

@@ -5,9 +5,8 @@
     second thread                                [1 second finishes, third]  [2 second finishes, third]
 
 A rank that waits for one group may block a rank that waits for another. If phases ran only in `wait`, two
-such ranks could deadlock. Each thread runs operations in the order of their start, which is the same on all
-ranks. So the groups that the phases use also see the same order on all ranks, as long as no group is used by
-both threads.
+such ranks could deadlock. Each thread runs operations in the order of their start, the same on all ranks. So
+the groups that the phases use see one order on all ranks too, as long as no group is used by both threads.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class PhasedLine:
         self._back_failure: BaseException | None = None
 
     def start(self, phases: Phases) -> Future[None]:
-        """Start an operation; the future is done after its third phase. Once one has failed, all later ones
-        fail with its error."""
+        """Start an operation; the future is its third phase's. Once one has failed, later ones fail too."""
         started = self._front.submit(lambda: self._start_second(phases))
         return self._back.submit(lambda: self._finish(phases, started))
 

@@ -24,9 +24,9 @@ _TAG = hashlib.sha256().digest_size * 2  # characters
 class SignedStore:
     """An exchange of texts between the ranks of one group, one under each name.
 
-    store: used by this exchange alone. members: name of each rank in errors. secret: known to all ranks; b"":
-    none, and signatures only tell groups apart. timeout: how long a rank waits for another; None: the
-    store's.
+    store: used by this exchange alone. members: name of each rank in errors.
+    secret: known to all ranks; b"": none, and signatures only tell groups apart.
+    timeout: how long a rank waits for another; None: the store's.
     """
 
     def __init__(

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Errors of waits of rank `rank`. engine, handle: know what each rank has started. members: name of each
-    rank."""
+    """Errors of waits of `rank`. engine, handle: know what each rank started. members: name of each rank."""
 
     engine: Any
     handle: Handle

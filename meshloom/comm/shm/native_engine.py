@@ -40,10 +40,10 @@ _MAX_RANKS = 256
 class SharedMemorySettings:
     """How tensors travel through shared memory.
 
-    small_bytes: up to this size every rank computes all of a sum. chunk_bytes: of a larger one, what a rank
-        computes at a time.
-    piece_bytes: bytes of a piece of a tensor. eager_bytes: bytes of pieces that a rank publishes before any
-        other rank waits for them.
+    small_bytes: up to this size every rank computes all of a sum.
+    chunk_bytes: of a larger one, what a rank computes at a time.
+    piece_bytes: of a piece of a tensor.
+    eager_bytes: of pieces that a rank publishes before any other rank waits for them.
     message_piece_bytes, message_bytes: the same, of messages.
     spins: polls of a waiting rank before it yields its core. yields: polls after that before it sleeps.
     """
@@ -82,10 +82,10 @@ def reduction(dtype: torch.dtype, op: Op) -> tuple[int, int]:
 class NativeEngine:
     """Whoever opens it closes it. All ranks of the group open it together.
 
-    members: name of each rank in errors. timeout_seconds: of a wait. activity: where this rank notes that it
-    waits; after a wait that failed it still says so. Raises `DeviceError` if the engine is not compiled or
-    there are too many ranks, `PeerLostError` if other ranks do not open it, `CollectiveError` if memory
-    cannot be shared.
+    members: name of each rank in errors. timeout_seconds: of a wait.
+    activity: where this rank notes that it waits; after a wait that failed it still says so.
+    Raises `DeviceError` if the engine is not compiled or there are too many ranks, `PeerLostError` if other
+    ranks do not open it, `CollectiveError` if memory cannot be shared.
     """
 
     def __init__(
@@ -188,8 +188,10 @@ class NativeEngine:
         deadline: float,
         missed: set[int],
     ) -> set[int]:
-        """The ranks whose processes have ended. Raises `PeerLostError` if one of them is needed or the
-        deadline has passed. missed: those that had ended at the last check."""
+        """The ranks whose processes have ended. missed: those that had ended at the last check.
+
+        Raises `PeerLostError` if one of them is needed or the deadline has passed.
+        """
         engine, handle = self.opened()
         gone = self._peers.gone()
         behind = [] if message else [r for r in range(self._size) if engine.started(handle, r) <= number]

@@ -1,5 +1,4 @@
-"""Files in memory that several processes of one host map: anonymous where the system has such, so that none
-can be left behind.
+"""Files in memory that several processes of one host map: anonymous where the system has such.
 
 A rank creates an anonymous file (memfd) and publishes its process id and descriptor; the others open
 /proc/PID/fd/DESCRIPTOR, as processes of one user may. Where that fails (no memfd, no /proc, hidden
@@ -45,8 +44,7 @@ class Files(ABC):
 
     @abstractmethod
     def create(self, num_bytes: int, *, backed: bool) -> tuple[int, int]:
-        """Create a file: its descriptor and number. backed: allocate its memory now. Raises `CollectiveError`
-        if there is too little."""
+        """Create a file: its descriptor and number. backed: allocate its memory now, or `CollectiveError`."""
 
     @abstractmethod
     def open(self, process: int, number: int, num_bytes: int) -> int:
@@ -90,9 +88,8 @@ class Named(Files):
     """Files with a name in a directory in memory, until all ranks have opened them."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._directory = directory or (
-            Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-        )
+        in_memory = Path("/dev/shm")
+        self._directory = directory or (in_memory if in_memory.is_dir() else Path(tempfile.gettempdir()))
         self._remove_leftovers()
 
     @property
@@ -134,18 +131,15 @@ class Named(Files):
 
 
 def map_file(descriptor: int, num_bytes: int) -> Tensor:
-    """The file's memory, uint8 [num_bytes], mapped as long as a tensor uses it. The descriptor may be
-    closed."""
+    """The file's memory, uint8 [num_bytes], mapped while a tensor uses it. The descriptor may be closed."""
     return torch.frombuffer(mmap.mmap(descriptor, max(num_bytes, PAGE)), dtype=torch.uint8)[:num_bytes]
 
 
 def too_little(where: str, needed: int, free: int | None) -> CollectiveError:
     """The error of too little memory."""
-    there = (
-        f", and {format_bytes(free)} are free there" if free is not None else ", and the system has no more"
-    )
+    there = "the system has no more" if free is None else f"{format_bytes(free)} are free there"
     return CollectiveError(
-        f"Ranks of one machine exchange tensors through files in {where}: {format_bytes(needed)} are needed{there}. "
+        f"Ranks of one machine exchange tensors through files in {where}: {format_bytes(needed)} are needed, and {there}. "
         "Give it more (in a container: --shm-size), use smaller buckets or batches, or let the ranks use Gloo (--transport gloo)."
     )
 

@@ -45,7 +45,7 @@ from meshloom.comm.shm.operands import (
 )
 from meshloom.comm.shm.rendezvous import Rendezvous
 from meshloom.comm.shm.segments import Files
-from meshloom.comm.shm.started import RecvWork, StartedMessage, StartedOperation
+from meshloom.comm.shm.started import StartedMessage, StartedOperation
 from meshloom.comm.shm.window import SharedWindow, share_memory
 from meshloom.machine.cores import cores
 
@@ -172,26 +172,24 @@ class ShmGroup(Group):
 
     def send(self, tensor: Tensor, destination: int, tag: int = 0) -> Work:
         """Send to a rank; finished as soon as the tensor may be changed."""
-        flat = readable(tensor).tensor
-        check_cpu(flat)
+        memory = readable(tensor)
+        check_cpu(flat := memory.tensor)
         engine, handle = self._engine.opened()
-        number = engine.send(
-            handle, destination, tag, dtype_number(tensor), flat.numel(), tensor.shape, flat.data_ptr()
-        )
+        dtype, shape = dtype_number(tensor), tensor.shape
+        number = engine.send(handle, destination, tag, dtype, flat.numel(), shape, memory.addresses)
         what = f"send of {describe(flat)} to {self._members[destination]}"
-        return StartedMessage(self._engine, number, what, destination, flat)
+        return StartedMessage(self._engine, number, what, destination, memory)
 
-    def recv(self, tensor: Tensor, source: int | None, tag: int = 0) -> RecvWork:
+    def recv(self, tensor: Tensor, source: int | None, tag: int = 0) -> StartedMessage:
         """Fill `tensor` with what rank `source` (None: any rank) sent under that tag."""
         memory = writable(tensor)
         check_cpu(flat := memory.tensor)
         engine, handle = self._engine.opened()
         peer = _ANY_RANK if source is None else source
-        number = engine.receive(
-            handle, peer, tag, dtype_number(tensor), flat.numel(), tensor.shape, flat.data_ptr()
-        )
+        dtype, shape = dtype_number(tensor), tensor.shape
+        number = engine.receive(handle, peer, tag, dtype, flat.numel(), shape, memory.addresses)
         what = f"recv of {describe(flat)} from {'any rank' if source is None else self._members[source]}"
-        return StartedMessage(self._engine, number, what, source, flat, memory.copy_back)
+        return StartedMessage(self._engine, number, what, source, memory)
 
     def barrier(self) -> Work:
         engine, handle = self._engine.opened()

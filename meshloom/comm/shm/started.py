@@ -9,15 +9,7 @@ from torch import Tensor
 from meshloom.comm.group import Work
 from meshloom.comm.shm.engine_calls import KINDS, describe
 from meshloom.comm.shm.native_engine import NativeEngine
-
-
-class RecvWork(Work):
-    """A started receive.
-
-    source: the rank that sent the tensor, once it has arrived.
-    """
-
-    source: int | None
+from meshloom.comm.shm.operands import Operand
 
 
 class StartedOperation(Work):
@@ -50,20 +42,17 @@ class StartedOperation(Work):
         return KINDS[self._kind] + ("" if self._tensor is None else f" of {describe(self._tensor)}")
 
 
-class StartedMessage(RecvWork):
-    """A started send to `peer`, or receive from it (None: from any rank). what: describes it in errors."""
+class StartedMessage(Work):
+    """A started send to `peer`, or receive from it (None: from any rank). what: describes it in errors.
+
+    source: the peer; the rank that sent the tensor, once it has arrived.
+    """
 
     def __init__(
-        self,
-        engine: NativeEngine,
-        number: int,
-        what: str,
-        peer: int | None,
-        tensor: Tensor,
-        finish: Callable[[], None] | None = None,
+        self, engine: NativeEngine, number: int, what: str, peer: int | None, operand: Operand
     ) -> None:
-        self._engine, self._number, self._text, self._finish = engine, number, what, finish
-        self._tensor = tensor  # lives until the message is over
+        self._engine, self._number, self._text = engine, number, what
+        self._operand = operand  # its memory lives until the message is over
         self.source = peer
         self._done = False
 
@@ -73,8 +62,8 @@ class StartedMessage(RecvWork):
         self._engine.wait_for(self._number, lambda: self._text, message=True, peer=self.source)
         source = self._engine.take_source(self._number)
         self.source = self.source if source is None else source
-        if self._finish:
-            self._finish()
+        if self._operand.copy_back:
+            self._operand.copy_back()
         self._done = True
 
     def is_finished(self) -> bool:

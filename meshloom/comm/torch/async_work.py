@@ -31,8 +31,8 @@ class ShmWork(_DistWork):
     """Operations that were started together, and what remains to be done once they have finished.
 
     what: describes them in errors. copies: copies the results back. result: the tensors that are filled.
-    completer: waits for them when a future is requested. limit: how long `wait` may take; None: the group's
-    own timeout. finish: called once they have finished.
+    completer: waits for them when a future is requested. finish: called once they have finished.
+    limit: how long `wait` may take; None: the group's own timeout.
     """
 
     in_order = True  # whether operations of its group finish in the order in which they start
@@ -152,15 +152,14 @@ class ShmReceived(ShmWork):
         received: Any = self._parts[0]
         return received.source
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
 
 class Completer:
-    """Threads that complete futures: one for works that finish in the order of their start, and one for each
-    other work. They are started when needed.
+    """Threads that complete futures: one for works that finish in their order, and one for each other work.
 
-    The threads are daemons: an operation that a lost rank left unfinished does not keep this process alive.
+    They are started when needed, as daemons: an operation that a lost rank left unfinished does not keep this
+    process alive.
     """
 
     def __init__(self) -> None:

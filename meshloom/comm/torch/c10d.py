@@ -20,11 +20,12 @@ from meshloom.comm.torch.c10d_operations import C10dOperations
 from meshloom.core.units import format_bytes
 
 # torch 2.13 renamed these two and warns about the old names.
+_NEW_NAMES = hasattr(dist, "all_gather_single")
 _all_gather: Callable[..., Any] = getattr(
-    dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    dist, "all_gather_single" if _NEW_NAMES else "all_gather_into_tensor"
 )
 _reduce_scatter: Callable[..., Any] = getattr(
-    dist, "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    dist, "reduce_scatter_single" if _NEW_NAMES else "reduce_scatter_tensor"
 )
 
 _OPS = {

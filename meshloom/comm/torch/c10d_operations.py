@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -25,20 +26,18 @@ _POLL = timedelta(seconds=1)
 _COPIED_BYTES = 64 << 20
 
 # Fragments of messages of Gloo, NCCL and the store, in lower case.
-_LOST = (
+_TIMED_OUT = ("timed out", "timeout")
+_ENDED = (
     "connection",
     "closed",
     "reset by peer",
     "broken pipe",
-    "timed out",
-    "timeout",
     "abort",
     "remote",
     "nccl",
     "socket",
     "store",
 )
-_TIMED_OUT = ("timed out", "timeout")
 _UNEQUAL = ("op.preamble", "size mismatch", "must be same", "nbytes")
 
 
@@ -141,45 +140,37 @@ class C10dOperations:
                 raise CollectiveError(
                     f"{what} on {here} met another operation or size on another rank: {_first_line(error)}"
                 ) from error
-            if not any(fragment in text for fragment in _LOST):
+            timed_out = any(fragment in text for fragment in _TIMED_OUT)
+            if not timed_out and not any(fragment in text for fragment in _ENDED):
                 raise
             others = [member for member in self._members if member != here]
             peer = self.who_left() or (others[0] if len(others) == 1 else f"one of {', '.join(others)}")
-            how = "waited too long for" if any(fragment in text for fragment in _TIMED_OUT) else "lost"
+            how = "waited too long for" if timed_out else "lost"
             raise PeerLostError(f"{here} {how} {peer} in {what}: {_first_line(error)}") from error
 
 
+@dataclass(eq=False)
 class _C10dWork(Work):
-    """copied_bytes: of which the backend holds a copy; 0 once somebody has waited for it."""
-
-    def __init__(
-        self,
-        operations: C10dOperations,
-        work: dist.Work,
-        what: str,
-        tensors: Sequence[Tensor],
-        finish: Callable[[], None] | None,
-        poll: bool,
-        copied_bytes: int,
-    ) -> None:
-        self.copied_bytes = copied_bytes
-        self._operations, self._what, self._poll = operations, what, poll
-        self._work: dist.Work | None = work  # with what the backend has copied
-        self._tensors = tensors  # kept alive while the backend uses their memory
-        self._finish = finish
+    operations: C10dOperations
+    work: dist.Work | None  # with what the backend has copied; None once somebody has waited for it
+    what: str
+    tensors: Sequence[Tensor]  # kept alive while the backend uses their memory
+    finish: Callable[[], None] | None
+    poll: bool
+    copied_bytes: int  # of which the backend holds a copy
 
     def wait(self) -> None:
-        if self._work is None:
+        if self.work is None:
             return
-        self._operations.wait_for(self._work, self._what, self._poll)
-        if self._finish:
-            self._finish()
-        self._work = None
-        self._tensors = ()
+        self.operations.wait_for(self.work, self.what, self.poll)
+        if self.finish:
+            self.finish()
+        self.work = None
+        self.tensors = ()
         self.copied_bytes = 0
 
     def is_finished(self) -> bool:
-        return self._work is None or self._work.is_completed()
+        return self.work is None or self.work.is_completed()
 
 
 def _first_line(error: Exception) -> str:

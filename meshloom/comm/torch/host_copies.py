@@ -6,9 +6,8 @@
     ...                              the transport reads and writes `host`
     copies.bring_back()              what was written is copied to `tensor`
 
-Copies from and to a GPU run on the stream that was current when the first copy was made. They read what was
-enqueued there before. What is enqueued there after `bring_back`, or on a stream that calls `follow`, sees the
-results.
+Copies from and to a GPU run on the stream that was current at the first copy. They read what was enqueued
+there before. What is enqueued there after `bring_back`, or on a stream that calls `follow`, sees the results.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ class HostCopies:
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
         """The elements of `tensors`, concatenated and flat, to read."""
-        flat = self._empty([sum(each.numel() for each in tensors)], tensors[0])
-        for part, tensor in zip(flat.split([each.numel() for each in tensors]), tensors, strict=True):
-            part.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+        flat, parts = self._flat(tensors)
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.copy_(tensor.detach(), non_blocking=True)
         return flat
 
     def parted(self, tensors: Sequence[Tensor]) -> Tensor:
         """A flat tensor to write: the elements of `tensors`, concatenated."""
-        flat = self._empty([sum(each.numel() for each in tensors)], tensors[0])
-        for part, tensor in zip(flat.split([each.numel() for each in tensors]), tensors, strict=True):
-            self._returned(tensor.detach(), part.view(tensor.shape))
+        flat, parts = self._flat(tensors)
+        for part, tensor in zip(parts, tensors, strict=True):
+            self._returned(tensor.detach(), part)
         return flat
 
     def arrive(self) -> None:
@@ -90,17 +89,21 @@ class HostCopies:
             self._stream = torch.cuda.current_stream(like.device)
         return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
+    def _flat(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """A flat tensor for the elements of `tensors`, and its views of their shapes."""
+        sizes = [each.numel() for each in tensors]
+        flat = self._empty([sum(sizes)], tensors[0])
+        return flat, [part.view(each.shape) for part, each in zip(flat.split(sizes), tensors, strict=True)]
+
     def _returned(self, tensor: Tensor, host: Tensor) -> Tensor:
         self._back.append((tensor, host))
         return host
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether both may share elements of one storage; disjoint parts are recognized only if they are
-    contiguous."""
+    """Whether both may share elements of one storage; disjoint parts are recognized if contiguous."""
     if one.device != other.device or one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
-    apart = (
-        one.data_ptr() >= other.data_ptr() + other.nbytes or other.data_ptr() >= one.data_ptr() + one.nbytes
-    )
+    first, second = sorted((one, other), key=Tensor.data_ptr)
+    apart = second.data_ptr() >= first.data_ptr() + first.nbytes
     return not (apart and one.is_contiguous() and other.is_contiguous())

@@ -198,8 +198,7 @@ class HostOperations:
         return ShmWork(what, start(), copies, result, self._completer, limit, finish)
 
     def _elements(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
-        """Elements of `tensor` that go to or come from each rank. rows: of its first dim; empty: equal
-        parts."""
+        """Elements of `tensor` to or from each rank. rows: of its first dim; empty: equal parts."""
         size = self._group.size
         if not rows and tensor.dim() and tensor.shape[0] % size:
             raise CollectiveError(

@@ -166,8 +166,7 @@ class ShmProcessGroup(_ProcessGroup):
         return self._others.devices()
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The backend of a device, whose abilities callers query; a Python group has no backend but
-        itself."""
+        """The backend of a device, whose abilities callers query; a Python group's is itself."""
         other = self.carrier_of(torch.device(device).type)
         return other._get_backend(device) if other else self
 

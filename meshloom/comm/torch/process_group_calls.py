@@ -56,11 +56,9 @@ def collective(
             try:
                 tensor = _first_tensor(arguments)
                 other = None if tensor is None else self.carrier_of(tensor.device.type)
-                return (
-                    _named(other, method.__name__)(*arguments, **named)
-                    if other
-                    else method(self, *arguments, **named)
-                )
+                if other:
+                    return _named(other, method.__name__)(*arguments, **named)
+                return method(self, *arguments, **named)
             except MeshloomError as error:
                 raise TransportError(str(error)) from error
 
@@ -81,11 +79,9 @@ def op_of(kind: Any) -> Op:
 def scaled(tensor: Tensor, kind: Any) -> Tensor:
     """A summand of a `dist.ReduceOp`: `tensor`, scaled for PREMUL_SUM."""
     factor = kind.__getstate__()[1]
-    return (
-        tensor
-        if factor is None
-        else tensor * torch.as_tensor(factor, dtype=tensor.dtype, device=tensor.device)
-    )
+    if factor is None:
+        return tensor
+    return tensor * torch.as_tensor(factor, dtype=tensor.dtype, device=tensor.device)
 
 
 def _first_tensor(arguments: Sequence[Any]) -> Tensor | None:

@@ -35,8 +35,6 @@ class SparseSum:
     def finish(self) -> None:
         indices = torch.cat([self._indices[rank, :count] for rank, count in enumerate(self._counts)])
         values = torch.cat([self._values[rank, :count] for rank, count in enumerate(self._counts)])
-        total = torch.sparse_coo_tensor(
-            indices.T, values, self._tensor.shape, check_invariants=False
-        ).coalesce()
+        total = torch.sparse_coo_tensor(indices.T, values, self._tensor.shape, check_invariants=False)
         with torch.no_grad():
-            self._tensor.copy_(total)  # not its `detach()`, which has indices of its own
+            self._tensor.copy_(total.coalesce())  # not its `detach()`, which has indices of its own
