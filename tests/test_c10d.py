@@ -164,7 +164,7 @@ def _many_at_once() -> tuple[list[int], bool]:
     for number, (mine, whole) in enumerate(zip(sums, everyone, strict=True)):
         works.append(group.reduce_scatter(mine, torch.full((1000,), float(number))))
         works.append(group.all_gather(whole, torch.full((500,), float(group.rank))))
-        held.append(sum(each._work is not None for each in works))
+        held.append(sum(each.work is not None for each in works))
     for work in works:
         work.wait()
     right = all(bool((mine == 2.0 * number).all()) for number, mine in enumerate(sums))

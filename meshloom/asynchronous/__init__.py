@@ -1,5 +1,4 @@
-"""Asynchronous training of a job: workers compute gradients at parameters of their own age, servers update
-with every push.
+"""Asynchronous training: workers compute gradients at parameters of their own age, every push is an update.
 
 protocol/        who computes what, and in which order all is done, as state machines without a clock
 messaging/       what carries their messages between processes that come and go

@@ -1,5 +1,4 @@
-"""A server or a worker, as its launcher starts it: `python -m meshloom.asynchronous DIRECTORY`, with its role
-in the environment."""
+"""A server or a worker: `python -m meshloom.asynchronous DIRECTORY`, with its role in the environment."""
 
 from __future__ import annotations
 

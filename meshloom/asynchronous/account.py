@@ -1,5 +1,4 @@
-"""The account of an asynchronous run: updates, their ages and losses, and lost updates, as progress and final
-lines."""
+"""The account of an asynchronous run: updates, their ages and losses, as progress and final lines."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ AGES_SHOWN = 100  # newest updates over which the age that is shown is averaged
 
 
 class RunAccount:
-    """steps: updates of the whole run. num_updates: since this start, those included that were lost later.
-    lost: updates."""
+    """steps: updates of the whole run. num_updates: since this start. lost: those that were lost later."""
 
     def __init__(self, job: Job, plan: Plan, steps: int) -> None:
         self.num_updates = 0
@@ -43,11 +41,11 @@ class RunAccount:
     def restored(self, version: int, lost: int) -> str:
         """All servers went back to a snapshot: count the lost updates; a sentence about it."""
         self.lost += lost
-        consequence = (
-            f"the {format_count(lost, 'update')} after it are lost, and their samples are assigned again"
-            if lost
-            else "no update is lost"
-        )
+        consequence = "no update is lost"
+        if lost:
+            consequence = (
+                f"the {format_count(lost, 'update')} after it are lost, and their samples are assigned again"
+            )
         return f"all servers are at the snapshot of update {version} again: {consequence}"
 
     def progress(
@@ -78,8 +76,7 @@ class RunAccount:
     def lines(
         self, seconds: float, clock: str, ages: Counter[int], computing: dict[int, float], refused: int
     ) -> list[str]:
-        """The lines at the end. clock: of the seconds. computing: the part of its time that each worker
-        computed."""
+        """The lines at the end. clock: of the seconds. computing: the part of each worker's time."""
         total = max(1, ages.total())
         mean = sum(age * count for age, count in ages.items()) / total
         busy = " ".join(f"{worker}: {part:.0%}" for worker, part in sorted(computing.items()))

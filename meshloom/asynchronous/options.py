@@ -11,19 +11,8 @@ from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 
-_OF_A_RUN = (
-    "steps",
-    "out",
-    "resume",
-    "overwrite",
-    "snapshot_every",
-    "listen",
-    "json",
-    "step_seconds",
-    "latency_seconds",
-    "incidents",
-)
 _OF_ASYNC = ("snapshot_every", "listen", "step_seconds", "latency_seconds", "incidents")
+_OF_A_RUN = ("steps", "out", "resume", "overwrite", "json", *_OF_ASYNC)
 
 
 def add_asynchronous(train: argparse.ArgumentParser) -> None:
@@ -37,22 +26,18 @@ def add_asynchronous(train: argparse.ArgumentParser) -> None:
         help=f"exchange=async on processes: where server 0 listens, and at the ports after it the others; port 0: any (default: {DEFAULT_LISTEN})",
     )  # fmt: skip
     train.add_argument(
-        "--join",
-        metavar="HOST:PORT",
+        "--join", metavar="HOST:PORT",
         help="be a further worker of the asynchronous run whose server 0 listens there",
-    )
+    )  # fmt: skip
     train.add_argument("--key", metavar="FILE", help="with --join: the key file that the run has printed")
     train.add_argument(
-        "--step-seconds",
-        metavar="LIST",
+        "--step-seconds", metavar="LIST",
         help="exchange=async on a virtual clock: seconds that each worker needs for a share, like 1,1,1,3 (default: 1)",
-    )
+    )  # fmt: skip
     train.add_argument(
-        "--latency-seconds",
-        type=float,
-        metavar="S",
+        "--latency-seconds", type=float, metavar="S",
         help="exchange=async on a virtual clock: seconds of every message (default: 0)",
-    )
+    )  # fmt: skip
     train.add_argument(
         "--incidents", metavar="LIST",
         help="exchange=async on a virtual clock: who is killed, joins or leaves when, like kill:2@10+join:2@15+leave:1@20+server:0@30/5",
@@ -76,9 +61,8 @@ def check_asynchronous(arguments: argparse.Namespace, plan: Plan) -> None:
         for name in _OF_ASYNC:
             if getattr(arguments, name) is not None:
                 raise PlanError(f"{_flag(name)} is for exchange=async, and the plan is {plan}. Leave it out.")
-    if arguments.listen is not None and (
-        arguments.devices.startswith("simulated") or circumstances_of(arguments) is not None
-    ):
+    simulated = arguments.devices.startswith("simulated")
+    if arguments.listen is not None and (simulated or circumstances_of(arguments) is not None):
         raise PlanError(
             "--listen is for processes, and this run is simulated. Leave it out, or use --devices cpu."
         )
@@ -88,10 +72,9 @@ def circumstances_of(arguments: argparse.Namespace) -> Circumstances | None:
     """The options of the virtual clock; None: none is given."""
     if arguments.step_seconds is None and arguments.latency_seconds is None and arguments.incidents is None:
         return None
+    said = arguments.step_seconds.split(",") if arguments.step_seconds else ()
     try:
-        step_seconds = (
-            tuple(float(each) for each in arguments.step_seconds.split(",")) if arguments.step_seconds else ()
-        )
+        step_seconds = tuple(float(each) for each in said)
     except ValueError:
         raise PlanError(
             f"--step-seconds {arguments.step_seconds} must be seconds joined by commas, like 1,1,1,3."
@@ -105,14 +88,13 @@ def circumstances_of(arguments: argparse.Namespace) -> Circumstances | None:
 
 def settings_of(arguments: argparse.Namespace, job: Job) -> AsynchronousSettings:
     """The settings of a run on processes."""
+    every = arguments.snapshot_every
     return AsynchronousSettings(
         steps=arguments.steps if arguments.steps is not None else job.steps,
         out=Path(arguments.out) if arguments.out is not None else None,
         resume=Path(arguments.resume) if arguments.resume is not None else None,
         overwrite=bool(arguments.overwrite),
-        snapshot_every=arguments.snapshot_every
-        if arguments.snapshot_every is not None
-        else DEFAULT_SNAPSHOT_EVERY,
+        snapshot_every=every if every is not None else DEFAULT_SNAPSHOT_EVERY,
         circumstances=circumstances_of(arguments) or Circumstances(),
         listen=arguments.listen if arguments.listen is not None else DEFAULT_LISTEN,
         timeout_seconds=arguments.timeout,

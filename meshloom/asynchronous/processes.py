@@ -1,5 +1,4 @@
-"""A run of an asynchronous plan on processes: servers and workers are started and watched, what servers
-report is shown, snapshots that are due are evaluated and saved.
+"""A run of an asynchronous plan on processes, which are started and watched here.
 
     launcher (here)     server 0, 1, ...                    worker 0, 1, ...
     progress         <- updates, who came and went       <- gradients
@@ -46,35 +45,24 @@ _SERVERS_GO_SECONDS = 5.0
 
 
 class ProcessRun:
-    """A `TrainingRun` of a job under a plan with exchange=async, on processes of this machine and those that
-    join them.
+    """A `TrainingRun` with exchange=async, on processes of this machine and those that join them.
 
     target, words: the job's FILE.py:NAME, which every process loads itself, and its sys.argv after its name.
-    `next_step` is the number of updates so far, `model` has the values of the newest snapshot that was
-    evaluated or saved.
     """
 
     def __init__(
-        self,
-        job: Job,
-        plan: Plan,
-        settings: AsynchronousSettings,
-        listener: Listener,
-        target: str,
-        words: tuple[str, ...] = (),
-    ) -> None:
+        self, job: Job, plan: Plan, settings: AsynchronousSettings, listener: Listener,
+        target: str, words: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         if settings.circumstances != Circumstances():
             raise PlanError(
                 "Speeds, latencies and incidents are of a virtual clock. Use --devices simulated, or leave them out."
             )
         plan.check_batch(job.batch_size)
         self._plan, self._settings, self._listener = plan, settings, listener
+        module = "meshloom.asynchronous"
         self._program = RoleCommand(
-            module="meshloom.asynchronous",
-            target=target,
-            words=words,
-            plan=str(plan),
-            settings=settings.to_json(),
+            module=module, target=target, words=words, plan=str(plan), settings=settings.to_json()
         )
         here = world_in_one_process(Plan().mesh, "cpu")
         self._replica = WorkerReplica(job, plan, here, settings.dtype, inner=Plan())
@@ -104,8 +92,7 @@ class ProcessRun:
         return self._replica.model
 
     def fit(self) -> Summary:
-        """Train to the last update. Raises `EndedError` when a process fails or a signal comes,
-        `TrainingError` when no worker is left."""
+        """Train to the end. Raises `EndedError` at a failure or signal, `TrainingError` without workers."""
         plan, reports = self._plan, self._reports
         with (
             noted_signals() as signals,
@@ -130,9 +117,8 @@ class ProcessRun:
             while self._due.advance(directory):  # their files go with the processes
                 _end_at(signals)
                 time.sleep(0.02)
-        for line in self._account.lines(
-            seconds, "processes", reports.ages, reports.computing(), reports.count("late")
-        ):
+        late = reports.count("late")
+        for line in self._account.lines(seconds, "processes", reports.ages, reports.computing(), late):
             self._listener.note(line)
         return self.summary(seconds, self._due.evaluation, self._due.saved)
 
@@ -149,8 +135,7 @@ class ProcessRun:
         return self._inspection.evaluate([])
 
     def save(self) -> Path:
-        """The newest checkpoint: those that are due are saved while training goes on, and servers hold
-        everything else. Raises `CheckpointError` if there is none."""
+        """The newest checkpoint, saved while training went on. Raises `CheckpointError` if there is none."""
         if self._due.saved is None:
             raise CheckpointError(
                 "Servers hold the state of this run, and no checkpoint of it is due yet. Give --out DIRECTORY: the last update is saved there, and what "
@@ -205,12 +190,9 @@ class ProcessRun:
                 "Let workers join sooner, give a longer --timeout, or go on from a checkpoint with --resume."
             )
         if time.monotonic() > self._reports.moved + timeout:
-            stopped = processes.stopped()
-            who = (
-                f"{' and '.join(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped (SIGSTOP)"
-                if stopped
-                else "workers are there, but push nothing"
-            )
+            who = "workers are there, but push nothing"
+            if stopped := processes.stopped():
+                who = f"{' and '.join(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped (SIGSTOP)"
             raise TrainingError(
                 f"After update {self.next_step} nothing has happened for {timeout:g} s: {who}. Give a longer --timeout if a share "
                 "takes that long, or go on from a checkpoint with --resume."
@@ -219,21 +201,18 @@ class ProcessRun:
 
 def _end_at(signals: Sequence[int]) -> None:
     if signals:
-        raise EndedError(
-            f"Stopped by {signal.Signals(signals[0]).name}; all processes have ended.", 128 + signals[0]
-        )
+        name = signal.Signals(signals[0]).name
+        raise EndedError(f"Stopped by {name}; all processes have ended.", 128 + signals[0])
 
 
 @contextmanager
 def _run_directory(out: Path | None) -> Generator[Path]:
-    """A directory of this run alone, that only its user can read, beside its checkpoints if it has any; gone
-    when the run ends."""
+    """A private directory of this run, beside its checkpoints if it has any; gone when the run ends."""
     try:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-        directory = Path(
-            tempfile.mkdtemp(prefix=".servers-" if out is not None else "meshloom-servers-", dir=out)
-        ).resolve()
+        prefix = ".servers-" if out is not None else "meshloom-servers-"
+        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=out)).resolve()
         (directory / "due").mkdir()
     except OSError as error:
         raise CheckpointError(

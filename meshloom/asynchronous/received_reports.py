@@ -22,11 +22,10 @@ _WHAT_HAPPENED = {
 
 
 class ReceivedReports:
-    """version: of the newest update. snapshot_taken: called with the version of a snapshot that all servers
-    have. account: of the run.
+    """version: of the newest update. snapshot_taken: called with the version of one that all servers have.
 
-    present: workers that take part. moved: when anything happened last. finished: whether the last update is
-    made. ages: of the updates, once it is.
+    present: workers that take part. moved: when anything happened last.
+    finished: whether the last update is done. ages: of the updates, once it is.
     """
 
     def __init__(
@@ -101,19 +100,14 @@ class ReceivedReports:
     def time_shares(self) -> TimeShares:
         """Of the workers that left in order. With a bounded plan the time not spent computing or reading
         counts as waiting for slower workers: it cannot be told from communication."""
-        total = max(sum(seconds["seconds"] for seconds in self._worker_seconds.values()), 1e-9)
-        compute, data = (
-            sum(seconds[name] for seconds in self._worker_seconds.values()) / total
-            for name in ("computing", "reading")
+        total, computing, reading = (
+            sum(seconds[name] for seconds in self._worker_seconds.values())
+            for name in ("seconds", "computing", "reading")
         )
+        compute, data = computing / max(total, 1e-9), reading / max(total, 1e-9)
         rest = max(0.0, 1 - compute - data)
-        bounded = self._plan.staleness is not None
-        return TimeShares(
-            compute=compute,
-            communication=0.0 if bounded else rest,
-            waiting=rest if bounded else 0.0,
-            data=data,
-        )
+        waiting = rest if self._plan.staleness is not None else 0.0
+        return TimeShares(compute=compute, communication=rest - waiting, waiting=waiting, data=data)
 
     def _updated(self, update: Update, rates: list[float], memory_bytes: int) -> None:
         self.version = update.version

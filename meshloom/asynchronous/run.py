@@ -1,5 +1,4 @@
-"""A run of an asynchronous plan on simulated devices: workers, servers and their messages on a virtual clock,
-the arithmetic in this process.
+"""A run of an asynchronous plan on simulated devices: a virtual clock, and the arithmetic in this process.
 
 `steps` are updates: each is one worker's push, the mean over its share of a batch at the full learning rate.
 Evaluation and checkpoints use a snapshot, which is of one version on all servers; they take no virtual time.
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,16 +46,11 @@ class AsynchronousRun:
             raise DeviceError(
                 "exchange=async starts its own processes, or simulates them in one. Use meshloom train without torchrun, or --devices simulated."
             )
-        self._job, self._plan, self._world, self._settings, self._listener = (
-            job,
-            plan,
-            world,
-            settings,
-            listener,
-        )
-        self._device = world.local[0].device
+        self._job, self._plan, self._world = job, plan, world
+        self._settings, self._listener = settings, listener
+        device = world.local[0].device
         self._shares = PushShares(job, plan)
-        devices = "simulated:cuda" if self._device.type == "cuda" else "simulated"
+        devices = "simulated:cuda" if device.type == "cuda" else "simulated"
         # on which all simulated workers compute, one after the other
         self._replica = worker_replica_here(job, plan, devices, settings.dtype)
         self._inspection = Inspection(job, plan, settings, self._replica)
@@ -64,9 +59,14 @@ class AsynchronousRun:
         if start.note:
             listener.note(start.note)
         self.next_step = start.version
-        self._servers = _Servers(job, plan, settings, self._replica.whole_model, self._device, start)
+        self._servers = _Servers(job, plan, settings, self._replica.whole_model, device, start)
         self._newest = start.version, start.state  # snapshot that all servers have
-        self._cluster = self._build_cluster()
+        parts = Parts(
+            head=partial(Head, settings.rules(job, plan)), store=self._servers.store, compute=self._compute
+        )
+        self.cluster = VirtualCluster(
+            parts, settings.circumstances, num_servers=plan.servers, num_workers=plan.dp
+        )
         self._account = RunAccount(job, plan, settings.steps)
         listener.started(f"plan {plan} on {world.why}, on a virtual clock")
 
@@ -76,14 +76,9 @@ class AsynchronousRun:
         return self._replica.model
 
     @property
-    def cluster(self) -> VirtualCluster:
-        """The workers, servers and the clock."""
-        return self._cluster
-
-    @property
     def ages(self) -> Counter[int]:
         """How many of the updates that count were computed at parameters of each age."""
-        return self._cluster.head.ages
+        return self.cluster.head.ages
 
     def fit(self) -> Summary:
         """Train to the last update, evaluating and saving when due."""
@@ -102,7 +97,7 @@ class AsynchronousRun:
         self._account.began = time.monotonic()
         evaluation: dict[str, float] = {}
         saved: Path | None = None
-        for event in self._cluster.run():
+        for event in self.cluster.run():
             match event:
                 case Update():
                     self._updated(event)
@@ -121,7 +116,10 @@ class AsynchronousRun:
                 case Expelled():
                     raise AssertionError("simulated workers look at what they push")
         self._inspection.load(self._servers.contents(self._newest[0]))
-        for line in self.account():
+        cluster = self.cluster
+        for line in self._account.lines(
+            cluster.seconds, "virtual clock", self.ages, self._computing(), cluster.head.refused
+        ):
             self._listener.note(line)
         return self.summary(time.monotonic() - self._account.began, evaluation, saved)
 
@@ -138,17 +136,10 @@ class AsynchronousRun:
         version, state = self._newest
         return self._inspection.save(version, self._servers.contents(version), state)
 
-    def account(self) -> list[str]:
-        """The lines at the end: virtual time, the workers' shares of it, ages, losses."""
-        cluster = self._cluster
-        return self._account.lines(
-            cluster.seconds, "virtual clock", self.ages, self._computing(), cluster.head.refused
-        )
-
     def record(self) -> dict[str, Any]:
-        """The same for a program: virtual seconds, updates by age, updates lost, pushes refused, share of its
-        time in which each worker computed."""
-        cluster = self._cluster
+        """For a program: virtual seconds, updates by age, updates lost, pushes refused, share of its time in
+        which each worker computed."""
+        cluster = self.cluster
         return {
             "virtual_seconds": cluster.seconds,
             "ages": {str(age): count for age, count in sorted(self.ages.items())},
@@ -159,68 +150,41 @@ class AsynchronousRun:
 
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes of all workers together, and shares of their virtual time."""
-        cluster = self._cluster
+        cluster = self.cluster
         there = max(sum(cluster.present.values()), 1e-9)
         compute = sum(cluster.busy.values()) / there
         hops = 2 if self._plan.servers == 1 else 4  # push, (staged, give,) part
-        communication = min(
-            1 - compute,
-            self._account.num_updates * hops * self._settings.circumstances.latency_seconds / there,
-        )
-        shares = TimeShares(
-            compute=compute,
-            communication=communication,
-            waiting=max(0.0, 1 - compute - communication),
-            data=0.0,
-        )
+        sending = self._account.num_updates * hops * self._settings.circumstances.latency_seconds / there
+        communication = min(1 - compute, sending)
+        waiting = max(0.0, 1 - compute - communication)
+        shares = TimeShares(compute=compute, communication=communication, waiting=waiting, data=0.0)
         return self._account.summary(seconds, evaluation, checkpoint, shares, self._replica.traffic())
 
     def _computing(self) -> dict[int, float]:
-        return {
-            worker: self._cluster.busy[worker] / max(there, 1e-9)
-            for worker, there in self._cluster.present.items()
-        }
-
-    # --- The cluster.
-
-    def _build_cluster(self) -> VirtualCluster:
-        plan, settings = self._plan, self._settings
-        rules = settings.rules(self._job, plan)
-
-        parts = Parts(
-            head=lambda incarnation: Head(rules, incarnation),
-            store=self._servers.store,
-            compute=self._compute,
-        )
-        return VirtualCluster(parts, settings.circumstances, num_servers=plan.servers, num_workers=plan.dp)
+        busy, present = self.cluster.busy, self.cluster.present
+        return {worker: busy[worker] / max(there, 1e-9) for worker, there in present.items()}
 
     def _compute(self, worker: int, task: Task) -> Computed:
         account = self._account
-        account.bytes["pull"] += (
-            pulled := sum(
-                _num_bytes(part.values) + _num_bytes((part.buffers or {}).values()) for part in task.parts
-            )
-        )
+        pulled = sum(_num_bytes((*part.values, *(part.buffers or {}).values())) for part in task.parts)
+        account.bytes["pull"] += pulled
         self._replica.load([part.values for part in task.parts], task.parts[0].buffers)
         computed = self._replica.compute(worker, self._shares.read(task.share))
-        account.bytes["push"] += (
-            pushed := sum(map(_num_bytes, computed.gradients)) + _num_bytes(computed.changes.values())
-        )
+        pushed = sum(map(_num_bytes, computed.gradients)) + _num_bytes(computed.changes.values())
+        account.bytes["push"] += pushed
         account.pull_bytes, account.push_bytes = account.pull_bytes or pulled, account.push_bytes or pushed
         return computed
 
     def _updated(self, update: Update) -> None:
         self.next_step = update.version
         self._account.updated(update)
-        rates = self._servers.parameters[0].learning_rates()
-        self._listener.step(
-            self._account.progress(
-                update,
-                learning_rates=rates,
-                memory_bytes=self._world.memory_bytes(),
-                virtual_seconds=self._cluster.seconds,
-            )
+        progress = self._account.progress(
+            update,
+            learning_rates=self._servers.parameters[0].learning_rates(),
+            memory_bytes=self._world.memory_bytes(),
+            virtual_seconds=self.cluster.seconds,
         )
+        self._listener.step(progress)
 
     def _restored(self, event: Restored) -> None:
         if self._account.num_updates == 0 and not event.lost:
@@ -228,23 +192,21 @@ class AsynchronousRun:
                 self._listener.note(note)
             return  # the start
         said = self._account.restored(event.version, event.lost)
-        self._listener.note(f"at {self._cluster.seconds:g} s a server was back, and {said}")
+        self._listener.note(f"at {self.cluster.seconds:g} s a server was back, and {said}")
 
 
 class _Servers:
     """The servers of a simulated run. model: of the workers. parameters: what each server holds."""
 
     def __init__(
-        self,
-        job: Job,
-        plan: Plan,
-        settings: AsynchronousSettings,
-        model: WorkerModel,
-        device: torch.device,
+        self, job: Job, plan: Plan, settings: AsynchronousSettings, model: WorkerModel, device: torch.device,
         start: Start,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.parameters: dict[int, Parameters] = {}
-        self._job, self._plan, self._settings, self._model, self._device = job, plan, settings, model, device
+        self._model = model
+        self._hold_part = partial(
+            Parameters, job, num_servers=plan.servers, whole=model.whole, device=device, dtype=settings.dtype
+        )
         self._storages = [
             Storage(snapshots={start.version: start.snapshot(model, number)}, newest=start.version)
             for number in range(plan.servers)
@@ -259,18 +221,9 @@ class _Servers:
         return [storage.snapshots[version][1] for storage in self._storages]
 
     def _hold(self, number: int, content: Content | None) -> Parameters:
-        model = self._model.model
-        parameters = Parameters(
-            self._job,
-            number,
-            self._plan.servers,
-            whole=self._model.whole,
-            device=self._device,
-            dtype=self._settings.dtype,
-            content=content,
-        )
-        others = [model, *(held.model for server, held in self.parameters.items() if server != number)]
-        if any(parameters.model is other for other in others):
+        parameters = self._hold_part(number=number, content=content)
+        others = [held.model for server, held in self.parameters.items() if server != number]
+        if any(parameters.model is other for other in (self._model.model, *others)):
             raise JobError(
                 "Job(model=...) returned the same module twice. Let the function build a new one at every call: servers and workers have their own."
             )

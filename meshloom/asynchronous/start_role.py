@@ -35,9 +35,8 @@ def play(role: Role) -> None:
         job, plan = load_job(role.target), Plan.parse(role.plan)
         assert job is not None, "the launcher has loaded it"
         if role.kind == "server":
-            ServerProcess(
-                role, job, plan, AsynchronousSettings.from_json(role.settings), signals, send_event
-            ).run()
+            settings = AsynchronousSettings.from_json(role.settings)
+            ServerProcess(role, job, plan, settings, signals, send_event).run()
         elif role.rank is None:
             _work(role, job, None, signals)
         else:
@@ -55,14 +54,15 @@ def join(
 ) -> None:
     """Be a further worker of the run whose server 0 is at HOST:PORT.
 
-    target, words: the job's FILE.py:NAME, and its sys.argv after its name. plan: the one that the user
-        expects; None: any.
+    target, words: the job's FILE.py:NAME, and its sys.argv after its name.
+    plan: the one that the user expects; None: any.
     Raises `PlanError` or `JobError` if it is another run, `EndpointError` if the key is another's,
     `PeerLostError` if servers stay away so long.
     """
     role = Role(
-        kind="worker", target=target, words=words, plan="", settings="", number=0, start=1, directory=str(key.parent),
-        addresses=(address,), head="", key=str(key), timeout_seconds=timeout_seconds,
+        kind="worker", target=target, words=words, plan="", settings="", number=0, start=1,
+        directory=str(key.parent), addresses=(address,), head="", key=str(key),
+        timeout_seconds=timeout_seconds,
     )  # fmt: skip
     keep_freed_memory()
     with noted_signals() as signals:
@@ -70,8 +70,7 @@ def join(
 
 
 def _work(role: Role, job: Job, plan: Plan | None, signals: list[int]) -> None:
-    """Run as a worker, or start its ranks if it has several. plan: the one that the user expects; None:
-    any."""
+    """Run as a worker, or start its ranks if it has several. plan: as for `join`."""
     description = _ask(role, signals)
     if description is None:
         return

@@ -1,5 +1,4 @@
-"""Places ranks on devices: starts rank processes, joins those that other launchers started, or simulates all
-ranks in this process.
+"""Places ranks on devices: starts rank processes, joins those of other launchers, or simulates ranks here.
 
     meshloom train FILE        choose_devices -> run_ranks ----starts----> N times the same command, each is_rank()
     torchrun / srun / k8s      ------------------------------starts----->  N times the same command, each is_rank()

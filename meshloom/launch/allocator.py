@@ -21,8 +21,7 @@ _LARGEST_KEPT = 32 << 20  # bytes; glibc accepts no larger threshold, and return
 
 
 def keep_freed_memory() -> bool:
-    """Keep freed memory from now on, in all threads; whether that is so: not with another C library than
-    glibc, or if the user has set its allocator."""
+    """Keep freed memory from now on; False without glibc, or if the user has set its allocator."""
     if platform.libc_ver()[0] != "glibc" or allocator_is_set():
         return False
     mallopt = ctypes.CDLL(None).mallopt

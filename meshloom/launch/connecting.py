@@ -29,24 +29,11 @@ class RankGroups:
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        rank: int,
-        store: dist.Store,
-        transports: Transports,
-        device: torch.device,
-        timeout: timedelta,
-        activity: Activity,
-        secret: bytes = b"",
-    ) -> None:
-        self._mesh, self._rank, self._store, self._transports, self._secret = (
-            mesh,
-            rank,
-            store,
-            transports,
-            secret,
-        )
-        self._device, self._timeout, self._activity = device, timeout, activity
+        self, mesh: Mesh, rank: int, store: dist.Store, transports: Transports, device: torch.device,
+        timeout: timedelta, activity: Activity, secret: bytes = b"",
+    ) -> None:  # fmt: skip
+        self._mesh, self._rank, self._store, self._transports = mesh, rank, store, transports
+        self._device, self._timeout, self._activity, self._secret = device, timeout, activity, secret
         self.process_groups: list[dist.ProcessGroup] = []
         self._open: list[ShmGroup | HostsGroup | ExplicitGroup] = []
         self._rounds = 0
@@ -65,13 +52,13 @@ class RankGroups:
         for ranks in members:
             hosts = self._transports.layers(ranks) if backend == "gloo" else None
             if hosts is None:
-                made = self._over_network(ranks, backend, activity)
+                group = self._over_network(ranks, backend, activity)
             elif len(hosts) == 1:
-                made = self._within_host(ranks, "all", activity) if self._rank in ranks else None
+                group = self._within_host(ranks, "all", activity) if self._rank in ranks else None
             else:
-                made = self._over_hosts(ranks, hosts, activity)
-            if made is not None:
-                mine, mine_of = made, ranks
+                group = self._over_hosts(ranks, hosts, activity)
+            if group is not None:
+                mine, mine_of = group, ranks
         assert mine
         return self._explicit(mine, mine_of, algorithm) if algorithm and mine.size > 1 else mine
 
@@ -81,23 +68,16 @@ class RankGroups:
             group.close()
         self._open.clear()
 
-    def _over_network(
-        self, ranks: Sequence[int], backend: str, activity: Activity | None = None
-    ) -> C10dGroup | None:
+    def _over_network(self, ranks: Sequence[int], backend: str, activity: Activity) -> C10dGroup | None:
         process_group = dist.new_group(list(ranks), self._timeout, backend)
         if self._rank not in ranks:
             return None
         assert isinstance(process_group, dist.ProcessGroup)
         self.process_groups.append(process_group)
-        return C10dGroup(
-            process_group,
-            self._names(ranks),
-            self._device if "nccl" in backend else None,
-            activity or self._activity,
-            self._secret,
-        )
+        device = self._device if "nccl" in backend else None
+        return C10dGroup(process_group, self._names(ranks), device, activity, self._secret)
 
-    def _within_host(self, ranks: Sequence[int], use: str, activity: Activity | None = None) -> ShmGroup:
+    def _within_host(self, ranks: Sequence[int], use: str, activity: Activity) -> ShmGroup:
         hosts = self._transports.hosts
         group = ShmGroup(
             dist.PrefixStore(f"{self._rounds}/{ranks[0]}/{use}", self._store),
@@ -106,7 +86,7 @@ class RankGroups:
             self._names(ranks),
             timeout=self._timeout,
             ranks_here=hosts.count(hosts[self._rank]),
-            activity=activity or self._activity,
+            activity=activity,
             secret=self._secret,
         )
         self._open.append(group)
@@ -115,47 +95,41 @@ class RankGroups:
     def _explicit(
         self, group: C10dGroup | ShmGroup | HostsGroup, ranks: Sequence[int], algorithm: str
     ) -> ExplicitGroup:
-        at = {
-            number: host for host, numbers in enumerate(self._transports.layout(ranks)) for number in numbers
-        }
-        made = explicit_group(
+        hosts = [0] * len(ranks)
+        for host, numbers in enumerate(self._transports.layout(ranks)):
+            for number in numbers:
+                hosts[number] = host
+        explicit = explicit_group(
             group,
             algorithm,
-            hosts=[at[number] for number in range(len(ranks))],
+            hosts=hosts,
             name=rank_name(self._rank, self._mesh),
             activity=self._activity,
             who_left=(lambda: None) if isinstance(group, ShmGroup) else group.who_left,
         )
-        self._open.append(made)
-        return made
+        self._open.append(explicit)
+        return explicit
 
     def _over_hosts(self, ranks: Sequence[int], hosts: Hosts, activity: Activity) -> HostsGroup | None:
-        whole = self._over_network(ranks, "gloo", activity)
+        all_ranks = self._over_network(ranks, "gloo", activity)
         in_background = Activity()  # waits of threads do not delay this rank
-        between: C10dGroup | None = None
+        across: C10dGroup | None = None
         for column in zip(*hosts, strict=True):
-            between = (
-                self._over_network([ranks[number] for number in column], "gloo", in_background) or between
-            )
-        if whole is None:
+            members = [ranks[number] for number in column]
+            across = self._over_network(members, "gloo", in_background) or across
+        if all_ranks is None:
             return None
-        assert between
-        here = next(
-            members for host in hosts if self._rank in (members := [ranks[number] for number in host])
+        assert across
+        on_hosts = [[ranks[number] for number in host] for host in hosts]
+        here = next(members for members in on_hosts if self._rank in members)
+        parts = HostsParts(
+            first=self._within_host(here, "first", in_background),
+            last=self._within_host(here, "last", in_background),
+            messages=self._within_host(here, "post", activity),
+            across=across,
+            all_ranks=all_ranks,
         )
-        group = HostsGroup(
-            hosts,
-            HostsParts(
-                first=self._within_host(here, "first", in_background),
-                last=self._within_host(here, "last", in_background),
-                messages=self._within_host(here, "post", activity),
-                across=between,
-                all_ranks=whole,
-            ),
-            self._names(ranks),
-            activity,
-            whole.who_left,
-        )
+        group = HostsGroup(hosts, parts, self._names(ranks), activity, all_ranks.who_left)
         self._open.append(group)
         return group
 

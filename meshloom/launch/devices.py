@@ -32,9 +32,8 @@ def choose_devices(mesh: Mesh, devices: str = "auto", oversubscribe: bool = Fals
     num_gpus, num_cores, size = torch.cuda.device_count(), cores(), mesh.size
     ranks, on_cores = format_count(size, "rank"), format_count(num_cores, "core")
     if devices == "cuda" and size > num_gpus:
-        instead = "devices=cpu or devices=simulated" + (
-            f", or a plan of at most {format_count(num_gpus, 'rank')}" if num_gpus else ""
-        )
+        smaller = f", or a plan of at most {format_count(num_gpus, 'rank')}" if num_gpus else ""
+        instead = f"devices=cpu or devices=simulated{smaller}"
         raise DeviceError(
             f"devices=cuda needs {format_count(size, 'GPU')}, one for each rank, and {visible_gpus(num_gpus)}. Use {instead}."
         )
@@ -50,23 +49,15 @@ def choose_devices(mesh: Mesh, devices: str = "auto", oversubscribe: bool = Fals
     check_ranks(size, "simulated", oversubscribe)
     if devices == "auto":
         reason += f", and {ranks} are more than {on_cores}"
-    return (
-        "simulated",
-        f"simulated: {ranks} in one process on {format_count(num_gpus, 'GPU') if ':' in devices else on_cores} ({reason})",
-    )
+    used = format_count(num_gpus, "GPU") if ":" in devices else on_cores
+    return "simulated", f"simulated: {ranks} in one process on {used} ({reason})"
 
 
 def choose_for_workers(
-    num_servers: int,
-    num_workers: int,
-    devices: str = "auto",
-    virtual: bool = False,
-    *,
-    ranks_per_worker: int = 1,
-    oversubscribe: bool = False,
-) -> tuple[Kind, str]:
-    """The devices of an asynchronous run: processes of this machine if there is a core for each worker
-    (servers mostly wait), otherwise simulated.
+    num_servers: int, num_workers: int, devices: str = "auto", virtual: bool = False, *,
+    ranks_per_worker: int = 1, oversubscribe: bool = False,
+) -> tuple[Kind, str]:  # fmt: skip
+    """The devices of an asynchronous run: processes if there is a core for each worker, otherwise simulated.
 
     virtual: whether options of the virtual clock are given. oversubscribe: as for `choose_devices`.
     Raises `DeviceError` for devices that it cannot have.
@@ -81,18 +72,12 @@ def choose_for_workers(
     if devices == "cpu" or (devices == "auto" and not virtual and num_workers <= cores()):
         check_ranks(num_servers + num_workers * ranks_per_worker, "cpu", oversubscribe)
         reason = "asked for" if devices == "cpu" else "a core for each worker"
-        return (
-            "cpu",
-            f"cpu: {who} as processes on {on_cores}, {format_count(threads_per_rank(num_workers), 'thread')} each ({reason})",
-        )
+        threads = format_count(threads_per_rank(num_workers), "thread")
+        return "cpu", f"cpu: {who} as processes on {on_cores}, {threads} each ({reason})"
     check_ranks(num_servers + num_workers * ranks_per_worker, "simulated", oversubscribe)
-    reason = (
-        "asked for"
-        if devices != "auto"
-        else "on a virtual clock"
-        if virtual
-        else f"{format_count(num_workers, 'worker')} are more than {on_cores}"
-    )
+    reason = f"{format_count(num_workers, 'worker')} are more than {on_cores}"
+    if devices != "auto" or virtual:
+        reason = "asked for" if devices != "auto" else "on a virtual clock"
     return "simulated", f"simulated: {who} in one process ({reason})"
 
 
@@ -101,12 +86,12 @@ def check_ranks(size: int, kind: Kind, oversubscribe: bool) -> None:
     most = MOST_SIMULATED if kind == "simulated" else PROCESSES_PER_CORE * max(2, cores())
     if oversubscribe or kind == "cuda" or size <= most:
         return
+    why = f"{size:,} processes on {format_count(cores(), 'core')} would mostly wait for each other, at 0.3 GiB each"
     if kind == "simulated":
-        why = f"{size:,} simulated ranks would all be in this process, each with its parameters and an optimizer, and {most} are the most that make sense"
-    else:
-        why = f"{size:,} processes on {format_count(cores(), 'core')} would mostly wait for each other, at 0.3 GiB each, and {most} are the most that make sense"
+        why = f"{size:,} simulated ranks would all be in this process, each with its parameters and an optimizer"
     raise DeviceError(
-        f"{why}. Use a plan of at most {most} ranks, or, if you mean it, --oversubscribe (in Python oversubscribe=True)."
+        f"{why}, and {most} are the most that make sense. Use a plan of at most {most} ranks, or, if you mean it, "
+        "--oversubscribe (in Python oversubscribe=True)."
     )
 
 

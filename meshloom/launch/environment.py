@@ -52,8 +52,7 @@ def launched_transport(transport: str) -> str:
 
 
 def launched_secret() -> bytes:
-    """The key that the ranks of this run share, set by our launcher, or by the user under another launcher.
-    b"": none.
+    """The key that this run's ranks share, set by our launcher, or by the user under another; b"": none.
 
     Raises `DeviceError` if it is short enough to be guessed.
     """
@@ -83,8 +82,7 @@ def report_descriptor() -> int | None:
 
 
 def scratch_directory() -> str | None:
-    """A directory for files of this rank and its data workers, which our launcher removes at the end; None if
-    there is none."""
+    """A directory for files of this rank and its data workers, if any, which our launcher removes."""
     return os.environ.get(SCRATCH)
 
 
@@ -95,8 +93,10 @@ def activity_descriptor() -> int | None:
 
 
 def cache_directory(said: str) -> Path | None:
-    """Where captured programs and choices are kept for later runs; None: nowhere. said: auto (the
-    environment's directory, else the user's cache), off, or a directory."""
+    """Where captured programs and choices are kept for later runs; None: nowhere.
+
+    said: auto (the environment's directory, else the user's cache), off, or a directory.
+    """
     wanted = os.environ.get("MESHLOOM_CACHE", "auto") if said == "auto" else said
     if wanted == "off":
         return None
@@ -130,23 +130,21 @@ def threads_per_rank(num_ranks: int) -> int:
 
 def allocator_is_set() -> bool:
     """Whether the user has set glibc's allocator, in one of its two ways."""
-    return any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
-        "GLIBC_TUNABLES", ""
-    )
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    return "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in os.environ)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedRank:
-    """A process that was started as a rank: its numbers, and where the ranks meet. hosts_store: whether it
-    hosts the store at that address."""
+    """A process that was started as a rank: its numbers; the store's address, and whether it hosts it."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    address: str
-    port: int
-    hosts_store: bool
+    address: str = ""
+    port: int = 0
+    hosts_store: bool = False
 
 
 def launched_rank() -> LaunchedRank | None:
@@ -155,21 +153,15 @@ def launched_rank() -> LaunchedRank | None:
 
 
 def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
-    """The rank that an environment describes: by the user's own init_process_group, torchrun or the like, or
-    srun; None if it describes none."""
+    """The rank by the user's init_process_group, or as torchrun or srun describe it; None: none."""
     try:
         if dist.is_available() and dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
-            local_rank = int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", rank)))
-            local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
             return LaunchedRank(
                 rank=rank,
                 size=size,
-                local_rank=local_rank,
-                local_size=local_size,
-                address="",
-                port=0,
-                hosts_store=False,
+                local_rank=int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", rank))),
+                local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
             )
         if "RANK" in environment and "WORLD_SIZE" in environment:
             rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -218,10 +210,8 @@ def _slurm_port(secret: bytes, job: int, step: int) -> int:
             "Ranks that srun starts need a shared secret, with which they sign and from which their port is derived: before srun, "
             "export MESHLOOM_SECRET=$(openssl rand -hex 32). Or set MASTER_PORT, if nobody else can log in to the nodes."
         )
-    return (
-        15000
-        + int.from_bytes(hmac.digest(secret, f"port of {job}.{step}".encode(), "sha256")[:8], "big") % 15000
-    )
+    digest = hmac.digest(secret, f"port of {job}.{step}".encode(), "sha256")
+    return 15000 + int.from_bytes(digest[:8], "big") % 15000
 
 
 def first_host(nodes: str) -> str:
@@ -277,6 +267,5 @@ def with_role(environment: Mapping[str, str], role: Role) -> dict[str, str]:
 
 
 def with_report(environment: Mapping[str, str], descriptor: int, activity: int) -> dict[str, str]:
-    """`environment` of a rank that reports to its launcher on `descriptor`, and writes its activity to the
-    file `activity`."""
+    """`environment` of a rank that reports on `descriptor`, and notes what it does in the file `activity`."""
     return {**environment, "MESHLOOM_REPORT_FD": str(descriptor), "MESHLOOM_ACTIVITY_FD": str(activity)}

@@ -1,5 +1,4 @@
-"""The message about what ended a process: the error, the rank and its place, the lines of the user's own
-code."""
+"""The message about what ended a process: the error, the rank and its place, the user's own lines."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import os
 import re
 import sys
 import sysconfig
+import textwrap
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,8 +28,8 @@ def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:
 
     One message: the error, this rank and its place, and the lines of the user's own code that led to it, the
     deepest last. The whole traceback is shown where the error is not in the user's code, and with
-    `MESHLOOM_TRACEBACK=full`; an error that meshloom explains itself has the deepest line alone. mesh: gives
-    the rank's place under torchrun; under our launcher the plan does.
+    `MESHLOOM_TRACEBACK=full`; an error that meshloom explains itself has the deepest line alone.
+    mesh: gives the rank's place under torchrun; under our launcher the plan does.
     """
     if isinstance(error, KeyboardInterrupt):
         return 130
@@ -41,12 +41,10 @@ def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:
     failure = _failure_of(error, mesh)
     if not send_event({"event": "failed", **vars(failure)}):
         # one short line of a rank that only lost another: the cause is in that rank's message
-        first_line, _, _ = failure.message.partition("\n")
-        text = (
-            f"{failure.kind} on {failure.who}: {first_line}"
-            if failure.consequence and failure.who
-            else str(failure)
-        )
+        text = str(failure)
+        if failure.consequence and failure.who:
+            first_line, _, _ = failure.message.partition("\n")
+            text = f"{failure.kind} on {failure.who}: {first_line}"
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     return failure.exit_code
 
@@ -70,20 +68,14 @@ def _failure_of(error: BaseException, mesh: Mesh | None) -> Failure:
 
 
 def _lost_data_worker(error: BaseException) -> DataError | None:
-    """The error that torch raises when a data worker ends, wherever the main thread is at that moment, in one
-    sentence; None if it is another error."""
+    """The error that torch raises wherever the main thread is when a data worker ends, in one sentence."""
     each: BaseException | None = error
     while each is not None and not isinstance(each, MeshloomError | KeyboardInterrupt):
-        if found := re.search(
-            r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: ([\w ]+)|exited unexpectedly)",
-            str(each),
-        ):
-            hint = (
-                " (the system does that when memory runs out)"
-                if found[3] and found[3].startswith("Killed")
-                else ""
-            )
-            how = f"was killed by a signal: {found[3].strip()}{hint}" if found[3] else "ended unexpectedly"
+        if found := _DATA_WORKER_ENDED.search(str(each)):
+            how = "ended unexpectedly"
+            if found[3]:
+                hint = OUT_OF_MEMORY if found[3].startswith("Killed") else ""
+                how = f"was killed by a signal: {found[3].strip()}{hint}"
             return DataError(
                 f"A process that reads data for this rank (process {found[1]}, of Job(num_workers=...)) {how}. Go on from a checkpoint with --resume; "
                 "fewer workers need less memory, and num_workers=0 reads in the rank's own process."
@@ -98,30 +90,22 @@ def _report_exit(error: SystemExit) -> int:
         return 0
     text = "" if isinstance(error.code, int) else str(error.code)
     code = error.code if isinstance(error.code, int) else 1
-    failure = replace(
-        _failure_of(error, None),
-        message=text or f"the job left with exit code {code}.",
-        traceback="",
-        exit_code=code,
-    )
+    message = text or f"the job left with exit code {code}."
+    failure = replace(_failure_of(error, None), message=message, traceback="", exit_code=code)
     if not send_event({"event": "failed", **vars(failure)}) and text:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     return code
 
 
 def report_stop(text: str, exit_code: int, *, main: bool) -> None:
-    """Report to the launcher, or on stderr, that this rank ends on request. main: whether it prints for all
-    ranks."""
-    said = Failure(
-        who="", kind="", message=text, line="", traceback="", consequence=False, exit_code=exit_code
-    )
-    if not send_event({"event": "failed", **vars(said)}) and main:
+    """Report to the launcher, or on stderr if it is the `main` rank, that this rank ends on request."""
+    failure = Failure(message=text, exit_code=exit_code)
+    if not send_event({"event": "failed", **vars(failure)}) and main:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def leave(exit_code: int) -> None:
-    """End this process now. An ordinary exit would first wait for pending collectives, which never complete
-    after a failure."""
+    """End this process now. An ordinary exit would first wait for collectives that never complete."""
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -151,16 +135,17 @@ class Failure:
     who: the rank, "" if there is only one.
     kind, message: of the error; where there was none, `kind` is "" and the message a predicate of `who`.
     line, traceback: where, as far as that helps: the user's own lines, and Python's traceback without its
-        last line. consequence: whether another rank's failure is the cause.
+        last line.
+    consequence: whether another rank's failure is the cause.
     """
 
-    who: str
-    kind: str
+    who: str = ""
+    kind: str = ""
     message: str
-    line: str
-    traceback: str
-    consequence: bool
-    exit_code: int
+    line: str = ""
+    traceback: str = ""
+    consequence: bool = False
+    exit_code: int = 1
 
     def of(self, who: str) -> Failure:
         """The same, of a process that does not know its name."""
@@ -169,16 +154,12 @@ class Failure:
     def __str__(self) -> str:
         where = f"{self.kind} on {self.who}" if self.kind and self.who else self.kind or capital(self.who)
         text = f"{where}{':' if self.kind else ''} {self.message}".strip() if self.message else where
-        return "\n".join(part for part in (self.traceback.rstrip(), text, _indented(self.line)) if part)
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
+        lines = textwrap.indent(self.line, "  ", lambda line: True)
+        return "\n".join(part for part in (self.traceback.rstrip(), text, lines) if part)
 
 
 def own_line(error: BaseException) -> str:
-    """The deepest line of the user's own code in the traceback, "file:number: text"; "" if there is none. A
-    cause comes before what it led to."""
+    """The deepest line of the user's own code, "file:number: text", or "". Causes come before effects."""
     chain = [(_frames(each), _worker_frames(each)) for each in _chain(error)]
     for others in (_installed(), _OURS):  # an installed package may be the user's own
         for trace in [*(told for _, told in reversed(chain)), *(frames for frames, _ in reversed(chain))]:
@@ -189,14 +170,13 @@ def own_line(error: BaseException) -> str:
 
 
 def own_lines(error: BaseException) -> str:
-    """Every line of the user's own code on the way to the error, the deepest last, and its causes; "" where
-    the error is not in the user's code."""
-    found: list[str] = []
+    """The user's own lines that led to the error, the deepest last; "" if the error is elsewhere."""
+    text: list[str] = []
     theirs = False  # whether the user's code is deepest, not counting libraries
     for number, each in enumerate(chain := _chain(error)):
         if number:
             how = "caused by" if each is chain[number - 1].__cause__ else "while handling"
-            found.append(f"{how} {': '.join(filter(None, _told(each)))}")
+            text.append(f"{how} {': '.join(filter(None, _told(each)))}")
         frames = [
             frame
             for frame in [*_frames(each), *_worker_frames(each)]
@@ -204,51 +184,39 @@ def own_lines(error: BaseException) -> str:
         ]
         lines = [_line(frame) for frame in frames if not frame[0].startswith(_MESHLOOM)]
         theirs = not frames[-1][0].startswith(_MESHLOOM) if frames else theirs
-        # A function that calls itself may be a thousand lines.
-        found += (
-            lines
-            if len(lines) <= _MOST_LINES
-            else [*lines[: _MOST_LINES // 2], "...", *lines[-_MOST_LINES // 2 :]]
-        )
+        if len(lines) > _MOST_LINES:  # of a function that calls itself
+            lines[_MOST_LINES // 2 : -_MOST_LINES // 2] = ["..."]
+        text += lines
     *_, last = [("", 0), *_frames(chain[-1])]
     if last[0].startswith(_AUTOGRAD) and not theirs:
-        return "\n".join(
-            [
-                *found,
-                "in backward, where no line of yours runs. torch.autograd.set_detect_anomaly(True) in the job file shows which one led to it.",
-            ]
-        )
-    return "\n".join(found) if theirs else ""
+        hint = "in backward, where no line of yours runs. torch.autograd.set_detect_anomaly(True) in the job file shows which one led to it."
+        return "\n".join([*text, hint])
+    return "\n".join(text) if theirs else ""
 
 
 def _chain(error: BaseException) -> list[BaseException]:
     """The error, what caused it, what caused that, ..."""
-    chain = [error]
-    while (
-        before := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__)
-    ) and before not in chain:
+    chain: list[BaseException] = []
+    before: BaseException | None = error
+    while before is not None and before not in chain:
         chain.append(before)
+        before = before.__cause__ or (None if before.__suppress_context__ else before.__context__)
     return chain
 
 
 def _frames(error: BaseException) -> list[Frame]:
     """Of its traceback, the deepest last; with the place of a syntax error."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    return (
-        [*frames, (error.filename, error.lineno or 0)]
-        if isinstance(error, SyntaxError) and error.filename
-        else frames
-    )
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((error.filename, error.lineno or 0))
+    return frames
 
 
 def _worker_frames(error: BaseException) -> list[Frame]:
     """A data worker's traceback arrives as text."""
     text = str(error)
-    return (
-        [(name, int(number)) for name, number in re.findall(r'File "([^"]+)", line (\d+)', text)]
-        if _TRACEBACK in text
-        else []
-    )
+    found = re.findall(r'File "([^"]+)", line (\d+)', text) if _TRACEBACK in text else ()
+    return [(name, int(number)) for name, number in found]
 
 
 def _told(error: BaseException) -> tuple[str, str]:
@@ -264,12 +232,15 @@ def _told(error: BaseException) -> tuple[str, str]:
 
 def _stack(error: BaseException) -> str:
     """Python's traceback without the last line, which is the error."""
-    return "".join(traceback.format_exception(error)).removesuffix(
-        "".join(traceback.format_exception_only(error))
-    )
+    last = "".join(traceback.format_exception_only(error))
+    return "".join(traceback.format_exception(error)).removesuffix(last)
 
 
 Frame = tuple[str, int]  # file, line
+OUT_OF_MEMORY = " (the system does that when memory runs out)"
+_DATA_WORKER_ENDED = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: ([\w ]+)|exited unexpectedly)"
+)
 _MOST_LINES = 20
 _TRACEBACK, _WORKERS = "Traceback (most recent call last)", "Original Traceback"
 _MESHLOOM = f"{Path(__file__).parents[1]}{os.sep}"
@@ -283,14 +254,10 @@ def _installed() -> tuple[str, ...]:
 
 def _line(frame: Frame) -> str:
     name, number = frame
-    return f"{_shown(name)}:{number}: {_source(name, number)}".rstrip(": ")
+    return f"{_shown(name)}:{number}: {linecache.getline(name, number).strip()}".rstrip(": ")
 
 
 def _shown(name: str) -> str:
     with suppress(ValueError, OSError):
         return str(Path(name).relative_to(Path.cwd()))
     return name
-
-
-def _source(name: str, number: int) -> str:
-    return linecache.getline(name, number).strip()

@@ -47,18 +47,12 @@ FAREWELL_SECONDS = 5.0  # how long a finished rank waits for the others before i
 
 
 def join(
-    mesh: Mesh,
-    launched: LaunchedRank,
-    devices: str,
-    timeout: timedelta,
-    transport: str = "auto",
-    algorithm: str = "",
+    mesh: Mesh, launched: LaunchedRank, devices: str, timeout: timedelta, transport: str, algorithm: str
 ) -> World:
     """Meet the other ranks in the store, agree on devices and transports, and connect.
 
     algorithm: of `open_world`.
-    Raises `PeerLostError` if the others do not come within `timeout`, `DeviceError` for an algorithm where
-    ranks have GPUs.
+    Raises `PeerLostError` if the others do not come in time, `DeviceError` for an algorithm on GPUs.
     """
     send_event({"event": "joining"})
     # data workers create sockets there, which remain when they are killed
@@ -84,31 +78,19 @@ def join(
                 "Use exchange=all_reduce, or devices=cpu."
             )
         both = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        rank, size = launched.rank, launched.size
         if ours:
-            dist.init_process_group(
-                both,
-                store=dist.PrefixStore("world", store),
-                rank=launched.rank,
-                world_size=launched.size,
-                timeout=timeout,
-            )
+            world_store = dist.PrefixStore("world", store)
+            dist.init_process_group(both, store=world_store, rank=rank, world_size=size, timeout=timeout)
         transports = agreed_transports(signed, mesh, launched_transport(transport), why_not())
-        connections = RankGroups(
-            mesh,
-            launched.rank,
-            dist.PrefixStore("groups", store),
-            transports,
-            device,
-            timeout,
-            activity,
-            signed.key("groups"),
-        )
+        group_store, key = dist.PrefixStore("groups", store), signed.key("groups")
+        connections = RankGroups(mesh, rank, group_store, transports, device, timeout, activity, key)
 
         def connect(members: Sequence[Sequence[int]], use: Use) -> Group:
             backend = both if use in CARRIES_TENSORS else "gloo"
             return connections.connect(members, backend, algorithm if use == "dp" else "")
 
-        local = connect_rank(mesh, launched.rank, device, connect, activity)
+        local = connect_rank(mesh, rank, device, connect, activity)
     except (RuntimeError, OSError) as error:
         how = " ".join(str(error).split())[:300]
         raise PeerLostError(
@@ -160,14 +142,9 @@ def _parting(
             for process_group in [None] if ours else connections.process_groups:
                 dist.destroy_process_group(process_group)
         else:  # destroying would wait for operations that the others may never start
-            for group in (
-                *local.groups.values(),
-                local.statistics,
-                local.world,
-                local.readers,
-                *([local.team] if local.team else []),
-            ):
-                group.abort()
+            for group in (*local.groups.values(), local.statistics, local.world, local.readers, local.team):
+                if group is not None:
+                    group.abort()
 
     def at_exit() -> None:
         end(True)
@@ -178,8 +155,7 @@ def _parting(
 
 
 def _meet_again(rank: int, size: int, store: dist.Store) -> bool:
-    """Whether all ranks have reached this end. A connection that closes may lose data that a slower rank has
-    not read yet, so they wait for a while."""
+    """Whether all ranks have reached this end: closing may lose data that a slower rank has not read yet."""
     try:
         store.set(f"parting/{rank}", "")
         store.wait([f"parting/{other}" for other in range(size)], timedelta(seconds=FAREWELL_SECONDS))
@@ -189,15 +165,11 @@ def _meet_again(rank: int, size: int, store: dist.Store) -> bool:
 
 
 def _meeting_place(launched: LaunchedRank, timeout: timedelta) -> dist.Store:
+    hosts = launched.hosts_store
     return dist.TCPStore(
-        launched.address,
-        launched.port,
-        None,
-        is_master=launched.hosts_store,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=launched.hosts_store,
-    )
+        launched.address, launched.port, None, is_master=hosts, timeout=timeout, wait_for_workers=False,
+        multi_tenant=hosts,
+    )  # fmt: skip
 
 
 def _agreed_device(
@@ -208,11 +180,9 @@ def _agreed_device(
     count = torch.cuda.device_count()
     index = launched.local_rank % max(1, count)
     # some clusters show each process all GPUs of a machine, others one: what counts is whether ranks share
-    own = (
-        f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}"
-        if count and wanted != "cpu"
-        else ""
-    )
+    own = ""
+    if count and wanted != "cpu":
+        own = f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}"
     seen = store.all_gather("gpu", own)
     num_gpus = len({gpu for gpu in seen if gpu})
     if num_gpus == launched.size:

@@ -1,5 +1,4 @@
-"""Trainers of one process work one at a time: torch, numpy and Python have one generator of random numbers
-for all threads."""
+"""Trainers of one process work one at a time: random number generators are shared by all threads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Opens the world of a mesh: joins the other processes if this one is a rank, otherwise simulates all ranks
-here."""
+"""Opens the world of a mesh: joins the other processes if this is a rank, else simulates all ranks here."""
 
 from __future__ import annotations
 
@@ -21,14 +20,9 @@ MOST_SECONDS = 1e7  # a timeout: 115 days
 
 
 def open_world(
-    mesh: Mesh,
-    devices: str = "auto",
-    timeout_seconds: float = 600.0,
-    transport: str = "auto",
-    algorithm: str = "",
-    *,
-    oversubscribe: bool = False,
-) -> World:
+    mesh: Mesh, devices: str = "auto", timeout_seconds: float = 600.0, transport: str = "auto",
+    algorithm: str = "", *, oversubscribe: bool = False,
+) -> World:  # fmt: skip
     """Join the other processes if this one was started as a rank; otherwise keep all ranks in this process.
 
     devices: one of `DEVICES`.
@@ -63,19 +57,17 @@ def open_world(
             )
         check_ranks(mesh.size, "simulated", oversubscribe)
     timeout = timedelta(seconds=timeout_seconds)
-    world = (
-        join(mesh, several, devices, timeout, transport, algorithm)
-        if several
-        else world_in_one_process(mesh, devices, algorithm)
-    )
+    if several:
+        world = join(mesh, several, devices, timeout, transport, algorithm)
+    else:
+        world = world_in_one_process(mesh, devices, algorithm)
     if world.local[0].device.type == "cpu":
         keep_freed_memory()
     return world
 
 
 def check_timeout(seconds: object, name: str) -> None:
-    """Raises `DeviceError` unless `seconds` is a valid timeout. name: the user's name for it, up to its
-    value."""
+    """Raises `DeviceError` unless `seconds` is a valid timeout. name: the user's, up to the value."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MOST_SECONDS:
         raise DeviceError(
             f"{name}{seconds!r} must be a number of seconds, more than 0 and at most {MOST_SECONDS:,.0f}: how long a rank waits for another."

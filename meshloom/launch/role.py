@@ -13,15 +13,15 @@ from typing import Any, Literal
 class Role:
     """What the launcher passes to a process that it starts.
 
-    target, words, plan, settings: the job's FILE.py:NAME, its sys.argv after its name, the plan's text, and
-        the run's settings as JSON.
-    number: of a server, from 0; of a worker, how many were started before it (server 0 may assign it another
-        number). start: how many times that server has been started, from 1.
-    directory: of the run, with keys and snapshots. addresses: HOST:PORT of all servers, for workers. head:
-        likewise of server 0, for the other servers. key: the key file of workers.
-    timeout_seconds: how long servers may be away from a worker. rank: the process's number among the ranks of
-        its worker. listening: descriptors of sockets that listen at this server's own address, and on server
-        0 at `head`.
+    target, words: the job's FILE.py:NAME, and its sys.argv after its name.
+    plan, settings: the plan's text, and the run's settings as JSON.
+    number: of a server, from 0; of a worker, how many were started before it (server 0 may assign another).
+    start: how many times that server has been started, from 1.
+    directory: of the run, with keys and snapshots. key: the key file of workers.
+    addresses: HOST:PORT of all servers, for workers. head: likewise of server 0, for the other servers.
+    timeout_seconds: how long servers may be away from a worker.
+    rank: the process's number among the ranks of its worker.
+    listening: descriptors of sockets that listen at this server's address, and on server 0 at `head`.
     """
 
     kind: Literal["server", "worker"]

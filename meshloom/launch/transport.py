@@ -19,7 +19,7 @@ from pathlib import Path
 
 from meshloom.comm.network.signed_store import SignedStore
 from meshloom.core.errors import DeviceError
-from meshloom.core.mesh import Mesh
+from meshloom.core.mesh import AXES, Mesh
 from meshloom.core.units import format_count
 from meshloom.launch.names import rank_name
 
@@ -29,8 +29,7 @@ Hosts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Transports:
-    """hosts: by rank, the identity of its host. gloo_because: why no rank uses shared memory; "": those that
-    can do."""
+    """hosts: by rank, the identity of its host. gloo_because: why no rank uses shared memory; "": some do."""
 
     hosts: tuple[str, ...]
     gloo_because: str = ""
@@ -41,10 +40,10 @@ class Transports:
         >>> Transports(hosts=("a", "a", "b", "b")).layout([0, 2, 3])
         ((0,), (1, 2))
         """
-        found: dict[str, list[int]] = {}
+        by_host: dict[str, list[int]] = {}
         for number, rank in enumerate(ranks):
-            found.setdefault(self.hosts[rank], []).append(number)
-        return tuple(tuple(numbers) for numbers in found.values())
+            by_host.setdefault(self.hosts[rank], []).append(number)
+        return tuple(map(tuple, by_host.values()))
 
     def layers(self, ranks: Sequence[int]) -> Hosts | None:
         """`layout` if the group uses shared memory: all ranks on one host, or the same number k > 1 on each.
@@ -72,39 +71,32 @@ class Transports:
         """
         if self.gloo_because:
             return f"communicating over Gloo: {self.gloo_because}"
-        by_axis = {
-            axis: self._along(mesh.groups(axis)) for axis in ("dp", "pp", "tp") if getattr(mesh, axis) > 1
-        }
+        by_axis = {axis: self._along(mesh.groups(axis)) for axis in AXES if getattr(mesh, axis) > 1}
         if len(set(by_axis.values())) == 1:
             return f"communicating {next(iter(by_axis.values()))}"
         return "communicating " + ", ".join(f"along {axis} {how}" for axis, how in by_axis.items())
 
     def _along(self, groups: Sequence[Sequence[int]]) -> str:
-        layouts = [self.layout(ranks) for ranks in groups]
-        return " or ".join(dict.fromkeys(_how(hosts) for hosts in layouts))
+        return " or ".join(dict.fromkeys(_how(self.layout(ranks)) for ranks in groups))
 
 
 def agreed_transports(store: SignedStore, mesh: Mesh, transport: str, missing: str) -> Transports:
-    """Exchange hosts and wishes with the other ranks. One that cannot or will not use shared memory decides
-    for all.
+    """Exchange hosts and wishes with the other ranks. One without shared memory decides for all.
 
     transport: one of `TRANSPORTS`. missing: why this rank cannot use shared memory; "": it can.
     """
     check_transport(transport)
-    told = [
-        json.loads(each)
-        for each in store.all_gather("transport", json.dumps([host_identity(), transport, missing]))
-    ]
-    hosts = tuple(host for host, _, _ in told)
-    if any(wanted == "gloo" for _, wanted, _ in told):
+    mine = json.dumps([host_identity(), transport, missing])
+    all_ranks = [json.loads(each) for each in store.all_gather("transport", mine)]
+    hosts = tuple(host for host, _, _ in all_ranks)
+    if any(wanted == "gloo" for _, wanted, _ in all_ranks):
         return Transports(hosts=hosts, gloo_because="asked for")
-    without = [(other, why) for other, (_, _, why) in enumerate(told) if why]
-    if without:
-        other, why = without[0]
-        return Transports(
-            hosts=hosts, gloo_because=why if len(without) == mesh.size else f"{rank_name(other, mesh)}: {why}"
-        )
-    return Transports(hosts=hosts)
+    without = [(other, why) for other, (_, _, why) in enumerate(all_ranks) if why]
+    if not without:
+        return Transports(hosts=hosts)
+    other, why = without[0]
+    who = "" if len(without) == mesh.size else f"{rank_name(other, mesh)}: "
+    return Transports(hosts=hosts, gloo_because=f"{who}{why}")
 
 
 def check_transport(transport: str) -> None:
@@ -117,8 +109,7 @@ def host_identity() -> str:
     """An identity that two processes share only if they can map each other's memory and see each other end.
 
     That takes one kernel, one user and one PID namespace. Containers that share these but not the network may
-    still be isolated by rules that cannot be read here, so they count as different hosts: slower, and always
-    correct.
+    be isolated by rules that cannot be read here, so they count as different hosts: slower, always correct.
     """
     facts = [socket.gethostname(), str(os.getuid())]
     with suppress(OSError):  # not Linux: the host's name has to do

@@ -29,11 +29,7 @@ CARRIES_TENSORS = ("dp", "pp", "tp", "statistics")
 class LocalRank:
     """A rank that lives in this process.
 
-    groups: by axis, the ranks that differ from this one along that axis only.
-    statistics: the ranks of `groups["dp"]` with a communicator of its own, for batch statistics within
-        forward and backward. world: all ranks, on the CPU, for control messages and checkpoints; not counted.
-    team: likewise the ranks of this replica, in order of pp, then of tp, if there are several. readers:
-        likewise the ranks of `groups["dp"]`. activity: the record of the rank's activity.
+    Its fields are those of `RankContext` (`comm/rank_context.py`).
     """
 
     rank: int
@@ -48,16 +44,13 @@ class LocalRank:
 
 
 def connect_rank(
-    mesh: Mesh,
-    rank: int,
-    device: torch.device,
-    connect: Callable[[Sequence[Sequence[int]], Use], Group],
+    mesh: Mesh, rank: int, device: torch.device, connect: Callable[[Sequence[Sequence[int]], Use], Group],
     activity: Activity | None = None,
-) -> LocalRank:
+) -> LocalRank:  # fmt: skip
     """`rank` with all its groups, whatever they are made of.
 
-    connect: makes a group of each of some sets of ranks, and returns the one that `rank` is in. It is called
-        for the same sets in the same order on all ranks.
+    connect: makes a group of each of some sets of ranks, the same in the same order on all ranks, and returns
+        the one that `rank` is in.
     """
     several = mesh.size > mesh.dp  # ranks in a replica
     world = connect([tuple(range(mesh.size))], "world")
@@ -83,19 +76,12 @@ class World:
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        local: list[LocalRank],
-        kind: Kind,
-        why: str,
-        turns: Turns,
+        self, mesh: Mesh, local: list[LocalRank], kind: Kind, why: str, turns: Turns,
         end: Callable[[bool], None] | None = None,
-    ) -> None:
-        self.mesh = mesh
-        self.local = local
+    ) -> None:  # fmt: skip
+        self.mesh, self.local, self.turns = mesh, local, turns
         self.kind: Kind = kind
         self.why = why
-        self.turns = turns
         self._end = end
 
     @property
@@ -112,15 +98,11 @@ class World:
 
     def close(self) -> None:
         """Leave the other ranks after a successful run. A second call does nothing."""
-        end, self._end = self._end, None
-        if end:
-            end(True)
+        self._leave(well=True)
 
     def abort(self) -> None:
         """Leave immediately: pending operations with this rank fail on the others."""
-        end, self._end = self._end, None
-        if end:
-            end(False)
+        self._leave(well=False)
 
     def __enter__(self) -> World:
         return self
@@ -128,10 +110,12 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.abort()
+        self._leave(well=error is None)
+
+    def _leave(self, *, well: bool) -> None:
+        end, self._end = self._end, None
+        if end:
+            end(well)
 
 
 def peak_memory_bytes() -> int:

@@ -1,5 +1,4 @@
-"""Encodes the messages of workers, servers and the head as a header and tensors, and decodes them: numbers
-and tensors, nothing else.
+"""Encodes the messages of workers, servers and the head as numbers and tensors, and decodes them.
 
     first tensor     int64: the message's integers, in the order of the table below; -1 stands for None
     second tensor    float64: its other numbers
@@ -86,22 +85,12 @@ _FORMS: dict[type, _Form] = {
     DropPush: _Form(kind=35, whole=("incarnation", "worker", "ticket")),
     Restore: _Form(kind=36, whole=("incarnation", "version")),
 }
-_KINDS = {form.kind: made for made, form in _FORMS.items()}
-_MAY_LACK = {
-    (Hello, "worker"),
-    (Leave, "incarnation"),
-    (Leave, "pushed"),
-    (Rejoin, "ticket"),
-    (ServerReport, "asked"),
-}
+_TYPES = {form.kind: type_ for type_, form in _FORMS.items()}
 _NONE = {(Hello, "worker"), (Rejoin, "ticket"), (ServerReport, "asked")}  # there -1 is None, elsewhere itself
-FROM_WORKERS = frozenset(_FORMS[each].kind for each in (Ask, Hello, WorkerSeconds, Join, Leave, Push))
-TO_WORKERS = frozenset(_FORMS[each].kind for each in (Terms, Welcome, ParametersPart, Rejoin, Done))
-FROM_SERVERS = frozenset(
-    _FORMS[each].kind for each in (PushStaged, NotFinitePush, SnapshotKept, ServerReport)
-)
-TO_SERVERS = frozenset(
-    _FORMS[each].kind for each in (ReportRequest, Apply, SendParameters, TakeSnapshot, DropPush, Restore)
+_MAY_LACK = _NONE | {(Leave, "incarnation"), (Leave, "pushed")}
+# the tens of a kind say who sends it to whom
+FROM_WORKERS, TO_WORKERS, FROM_SERVERS, TO_SERVERS = (
+    frozenset(kind for kind in _TYPES if kind // 10 == tens) for tens in range(4)
 )
 
 
@@ -115,12 +104,11 @@ class ServerState:
     @staticmethod
     def of(division: Sequence[Sequence[Slice]], buffers: Mapping[str, Tensor]) -> list[ServerState]:
         """Of all servers."""
+        described = {name: _travelling(each.dtype, tuple(each.shape)) for name, each in buffers.items()}
         return [
             ServerState(
                 slices=tuple(_travelling(each.parameter.dtype, (each.stop - each.start,)) for each in slices),
-                buffers={name: _travelling(each.dtype, tuple(each.shape)) for name, each in buffers.items()}
-                if number == 0
-                else {},
+                buffers=described if number == 0 else {},
             )
             for number, slices in enumerate(division)
         ]
@@ -134,16 +122,12 @@ class ServerState:
 
 def limits_for(kinds: frozenset[int], holdings: Sequence[ServerState] = ()) -> FrameLimits:
     """The largest messages of these kinds."""
-    return FrameLimits(
-        kinds=kinds,
-        num_tensors=max([2 + MOST_TEXTS, *(each.num_tensors for each in holdings)]),
-        tensor_bytes=SLICE_BYTES,
-    )
+    num_tensors = max([2 + MOST_TEXTS, *(each.num_tensors for each in holdings)])
+    return FrameLimits(kinds=kinds, num_tensors=num_tensors, tensor_bytes=SLICE_BYTES)
 
 
 def encode(message: Any, holding: ServerState | None = None) -> tuple[Header, list[Tensor]]:
-    """Header and tensors; the message's own tensors are not copied. holding: of the server that sends or
-    receives a `ParametersPart` or `Push`."""
+    """Header and tensors, not copied. holding: of the server of a `ParametersPart` or `Push`."""
     form = _FORMS[type(message)]
     whole = [-1 if (value := getattr(message, name)) is None else value for name in form.whole]
     tensors = [
@@ -154,24 +138,20 @@ def encode(message: Any, holding: ServerState | None = None) -> tuple[Header, li
         case Push():
             assert holding
             changes: Mapping[str, Tensor] = message.changes or {}
-            tensors += _encode_held(message.gradients, holding.slices) + _encode_held(
-                [changes.get(name) for name in holding.buffers], [*holding.buffers.values()]
-            )
+            changed = [changes.get(name) for name in holding.buffers]
+            tensors += _encode_held(message.gradients, holding.slices)
+            tensors += _encode_held(changed, [*holding.buffers.values()])
         case ParametersPart():
             assert holding
-            buffers: Mapping[str, Tensor] = message.buffers or {}
-            tensors += _encode_held(message.values, holding.slices) + _encode_held(
-                [buffers[name] for name in holding.buffers], [*holding.buffers.values()]
-            )
+            buffers = [message.buffers[name] for name in holding.buffers]
+            tensors += _encode_held(message.values, holding.slices)
+            tensors += _encode_held(buffers, [*holding.buffers.values()])
         case ServerReport():
             rows = [[version, kind.incarnation] for version, kind in message.snapshots.items()]
             tensors.append(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 2))
         case Terms():
-            tensors += (
-                _chunks(torch.frombuffer(bytearray(message.text.encode()), dtype=torch.uint8))
-                if message.text
-                else []
-            )
+            if message.text:
+                tensors += _chunks(torch.frombuffer(bytearray(message.text.encode()), dtype=torch.uint8))
         case Hello():
             tensors.append(torch.frombuffer(bytearray(message.digest), dtype=torch.uint8))
         case _:
@@ -180,52 +160,45 @@ def encode(message: Any, holding: ServerState | None = None) -> tuple[Header, li
 
 
 def decode(header: Header, tensors: Sequence[Tensor], holding: ServerState | None = None) -> Any:
-    """The message. Raises `MessageError` for anything that `encode` would not produce with the same
-    holding."""
-    made = _KINDS.get(header.kind)
-    if made is None or header != Header(kind=header.kind):
+    """The message. Raises `MessageError` for anything that `encode` would not produce with this holding."""
+    type_ = _TYPES.get(header.kind)
+    if type_ is None or header != Header(kind=header.kind):
         raise MessageError(f"A message with the header {header}, which is none of an asynchronous run.")
-    form, name = _FORMS[made], made.__name__
+    form, name = _FORMS[type_], type_.__name__
     if len(tensors) < 2:
         raise MessageError(f"A {name} without its numbers.")
     whole = _numbers(tensors[0], len(form.whole), torch.int64, name)
     other = _numbers(tensors[1], len(form.other), torch.float64, name)
     fields: dict[str, Any] = dict(zip((*form.whole, *form.other), (*whole, *other), strict=True))
     for each, value in zip(form.whole, whole, strict=True):
-        if value < (-1 if (made, each) in _MAY_LACK else 0):
+        if value < (-1 if (type_, each) in _MAY_LACK else 0):
             raise MessageError(f"A {name} with {each}={value}.")
-        if value == -1 and (made, each) in _NONE:
+        if value == -1 and (type_, each) in _NONE:
             fields[each] = None
     rest = iter(tensors[2:])
-    if made is Push or made is ParametersPart:
+    if type_ is Push or type_ is ParametersPart:
         if holding is None:
             raise MessageError(f"A {name}, which says nothing to this peer.")
-        held = _decode_held(rest, holding.slices, name, all_there=made is ParametersPart)
-        states = _decode_held(rest, [*holding.buffers.values()], name, all_there=made is ParametersPart)
-        found = {
-            each: state for each, state in zip(holding.buffers, states, strict=True) if state is not None
-        }
-        fields |= (
-            {"gradients": held, "changes": found}
-            if made is Push
-            else {"values": held, "buffers": found if holding.buffers else None}
-        )
-        if not holding.buffers:
-            fields |= {"changes": None} if made is Push else {}
-    elif made is ServerReport:
+        all_there = type_ is ParametersPart
+        held = _decode_held(rest, holding.slices, name, all_there=all_there)
+        states = _decode_held(rest, [*holding.buffers.values()], name, all_there=all_there)
+        by_name = {each: one for each, one in zip(holding.buffers, states, strict=True) if one is not None}
+        names = ("gradients", "changes") if type_ is Push else ("values", "buffers")
+        fields |= zip(names, (held, by_name if holding.buffers else None), strict=True)
+    elif type_ is ServerReport:
         fields["snapshots"] = {
             version: SnapshotKind(incarnation=incarnation, state=None)
             for version, incarnation in _rows(next(rest, None))
         }
-    elif made is TakeSnapshot:
+    elif type_ is TakeSnapshot:
         fields["state"] = None
-    elif made is Terms:
+    elif type_ is Terms:
         fields["text"] = _text(rest)
-    elif made is Hello:
+    elif type_ is Hello:
         fields["digest"] = _digest(next(rest, None))
     if next(rest, None) is not None:
         raise MessageError(f"A {name} with more tensors than it has.")
-    return made(**fields)
+    return type_(**fields)
 
 
 def _numbers(tensor: Tensor, count: int, dtype: torch.dtype, name: str) -> list[Any]:
@@ -269,12 +242,8 @@ def _decode_held(
     rest: Iterator[Tensor], described: Sequence[TensorSpec], name: str, *, all_there: bool
 ) -> list[Tensor | None]:
     there = next(rest, None)
-    if (
-        there is None
-        or there.dtype != torch.uint8
-        or tuple(there.shape) != (len(described),)
-        or int(there.max() if len(described) else 0) > 1
-    ):
+    expected = there is not None and there.dtype == torch.uint8 and tuple(there.shape) == (len(described),)
+    if there is None or not expected or bool((there > 1).any()):
         raise MessageError(f"A {name} that does not say which of {len(described)} tensors are there.")
     if all_there and not bool(there.all()):
         raise MessageError(f"A {name} that lacks some of {len(described)} tensors.")
@@ -299,13 +268,8 @@ def _decode_one(rest: Iterator[Tensor], described: TensorSpec, name: str) -> Ten
 
 
 def _rows(tensor: Tensor | None) -> list[list[int]]:
-    if (
-        tensor is None
-        or tensor.dtype != torch.int64
-        or tensor.ndim != 2
-        or tensor.shape[1] != 2
-        or len(tensor) > MOST_SNAPSHOTS
-    ):
+    pairs = tensor is not None and tensor.dtype == torch.int64 and tensor.ndim == 2 and tensor.shape[1] == 2
+    if tensor is None or not pairs or len(tensor) > MOST_SNAPSHOTS:
         raise MessageError("A ServerReport whose snapshots are no pairs of version and incarnation.")
     if tensor.numel() and int(tensor.min()) < 0:
         raise MessageError("A ServerReport with snapshots of numbers below 0.")

@@ -7,8 +7,7 @@
     worker  --WorkerSeconds-->  server 0      when it leaves: how it spent its time
 
 A worker compares the terms and reports what differs; a server compares the digests and admits nobody else. A
-worker joins when all servers have welcomed it, so that none has to send parameters to a worker it does not
-know.
+worker joins when all servers have welcomed it, so that none sends parameters to a worker it does not know.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """Worker -> server: it asks to be admitted. digest: of the facts. worker: its number; None: server 0
-    assigns one."""
+    """Worker -> server: it asks to be admitted. digest: of the facts. worker: its number, once it has one."""
 
     worker: int | None
     digest: bytes
@@ -70,8 +68,7 @@ class WorkerSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class RunDescription:
-    """A run as described to workers. facts: those that must be equal. ports: of all servers, at the host of
-    the first."""
+    """A run as described to workers. facts: must be equal. ports: of all servers, at the first one's host."""
 
     plan: str
     facts: Mapping[str, Any]
@@ -85,11 +82,8 @@ class RunDescription:
         """Raises `EndpointError` for a malformed text."""
         try:
             values = json.loads(text)
-            return RunDescription(
-                plan=str(values["plan"]),
-                facts=dict(values["facts"]),
-                ports=[int(port) for port in values["ports"]],
-            )
+            ports = [int(port) for port in values["ports"]]
+            return RunDescription(plan=str(values["plan"]), facts=dict(values["facts"]), ports=ports)
         except (ValueError, TypeError, KeyError):
             raise EndpointError(
                 "The server describes its run in a way that this version of meshloom does not know. Use the same version everywhere."
@@ -106,8 +100,7 @@ class RunDescription:
 
 
 def facts_of(job: Job, plan: Plan, model: nn.Module, num_samples: int) -> dict[str, Any]:
-    """The facts that must be equal on servers and workers: plan, settings, parameters and buffers, files of
-    weights, samples. JSON values."""
+    """The facts that must be equal on servers and workers, files of weights included, as JSON values."""
     return json.loads(json.dumps({**facts(job, plan, model), **file_facts(job), "samples": num_samples}))
 
 

@@ -1,5 +1,4 @@
-"""A queue of messages per peer: those that a peer cannot take yet wait here in order, and are dropped with
-its connection."""
+"""A queue of messages per peer: those that it cannot take yet wait here, until its connection ends."""
 
 from __future__ import annotations
 
@@ -17,8 +16,10 @@ MOST_WAITING = 10_000  # messages of the head to a server
 
 
 class Outbox:
-    """end: over which messages are sent. most_waiting: messages to one peer; one that is further behind is
-    dropped, since a peer that never reads could fill the memory."""
+    """end: over which messages are sent.
+
+    most_waiting: messages to one peer. One that is further behind is dropped: it could fill the memory.
+    """
 
     def __init__(self, end: Endpoint | Connections, most_waiting: int = MOST_WAITING) -> None:
         self._end = end

@@ -1,5 +1,4 @@
-"""Asynchronous training as state machines without clock, input or output, which a simulation and real
-processes both run.
+"""Asynchronous training as state machines without clock, input or output, for a simulation and for processes.
 
                  Join, Leave                 Apply, SendParameters, TakeSnapshot, DropPush, Restore
     worker.py  ---------------->  head.py  --------------------------------------------------->  store.py (server 0 .. K-1)
@@ -11,9 +10,8 @@ processes both run.
     messages.py   the messages between them            clocks.py    how far workers are apart (bounded staleness)
     head.py       decides who computes what, in order  leases.py    which worker computes which share
     store.py      one server's part of the parameters  ledger.py    which shares of the data are done, out, or free
-    worker.py     one worker                           kept_snapshots.py  which snapshots all servers have
+    worker.py     one worker                           events.py    what the head reports
     virtual.py    runs all of them on a virtual clock  circumstances.py   its speeds, latencies and incidents
-    events.py     what the head reports
 
 The head runs in the process of server 0. Each machine's `receive(message)` returns the messages that it
 sends, as (address, message) pairs. Messages between two machines must arrive in the order in which they were

@@ -1,20 +1,19 @@
-"""What happens in an asynchronous run on a virtual clock: how fast workers are, how long messages take, who
-comes, goes and is killed when.
+"""What happens on a virtual clock: speeds of workers, latencies, and who comes, goes and is killed when.
 
-Circumstances(step_seconds=(1, 1, 1, 3), latency_seconds=0.01,
-incidents=parse_incidents("kill:2@10+join:2@15+server:0@30/5"))
+incidents = parse_incidents("kill:2@10+join:2@15+server:0@30/5")
+Circumstances(step_seconds=(1, 1, 1, 3), latency_seconds=0.01, incidents=incidents)
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from meshloom.core.errors import PlanError
 
 Happening = Literal["kill", "join", "leave", "suspect", "server"]
-HAPPENINGS = ("kill", "join", "leave", "suspect", "server")
+HAPPENINGS: tuple[Happening, ...] = get_args(Happening)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +39,10 @@ class Incident:
 class Circumstances:
     """How a virtual run goes.
 
-    step_seconds: what each worker needs for a share; a worker beyond the last goes round. Empty: one second
-        each.
-    latency_seconds: of every message between two processes. jitter: step and message seconds vary by up to
-    this part of them, either way. notice_seconds: how long until the head knows that a worker was killed.
+    step_seconds: what each worker needs for a share; beyond the last, again from the first. Empty: 1 s each.
+    latency_seconds: of every message between two processes.
+    jitter: step and message seconds vary by up to this part of them, either way.
+    notice_seconds: how long until the head knows that a worker was killed.
     duplicate_every: every so many messages of workers arrive twice; 0: none.
     """
 
@@ -59,12 +58,8 @@ class Circumstances:
             raise PlanError(
                 f"step_seconds={'/'.join(f'{each:g}' for each in self.step_seconds)} must be seconds above 0, like 1/1/1/3."
             )
-        if (
-            not _is_time(self.latency_seconds)
-            or not _is_time(self.notice_seconds)
-            or not 0 <= self.jitter < 1
-            or self.duplicate_every < 0
-        ):
+        are_times = _is_time(self.latency_seconds) and _is_time(self.notice_seconds)
+        if not are_times or not 0 <= self.jitter < 1 or self.duplicate_every < 0:
             raise PlanError(
                 f"latency_seconds={self.latency_seconds:g} and notice_seconds={self.notice_seconds:g} must be 0 or more, jitter={self.jitter:g} from 0 to "
                 f"less than 1, duplicate_every={self.duplicate_every} 0 or more."
@@ -76,29 +71,28 @@ class Circumstances:
 
 
 def parse_incidents(text: str) -> tuple[Incident, ...]:
-    """Incidents as text: `what:number@seconds` joined by `+`; for a server `/seconds` that it is away. Raises
-    `PlanError`.
+    """Incidents as text: `what:number@seconds` joined by `+`; for a server `/seconds` that it is away.
 
     >>> parse_incidents("kill:2@10+server:0@30.5/5")[1]
     Incident(what='server', number=0, at_seconds=30.5, away_seconds=5.0)
+
+    Raises `PlanError`.
     """
-    found: list[Incident] = []
+    incidents: list[Incident] = []
     for part in text.split("+"):
         what, _, rest = part.strip().partition(":")
         number, _, when = rest.partition("@")
         at, _, away = when.partition("/")
         try:
-            happening: Happening = next(each for each in HAPPENINGS if each == what)
-            found.append(
-                Incident(
-                    what=happening, number=int(number), at_seconds=float(at), away_seconds=float(away or 0)
-                )
+            happening, seconds_away = HAPPENINGS[HAPPENINGS.index(what)], float(away or 0)
+            incidents.append(
+                Incident(what=happening, number=int(number), at_seconds=float(at), away_seconds=seconds_away)
             )
-        except (ValueError, StopIteration):
+        except ValueError:
             raise PlanError(
                 f"{part.strip()!r} is no incident. They look like kill:2@10, join:4@15, leave:1@20, suspect:0@25 and server:0@30/5 (away for 5 s), joined by +."
             ) from None
-    return tuple(found)
+    return tuple(incidents)
 
 
 def _is_time(seconds: float) -> bool:

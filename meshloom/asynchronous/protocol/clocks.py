@@ -46,7 +46,5 @@ class Clocks:
 
     def may_begin(self, worker: int) -> bool:
         """Whether the worker stays within the bound if it pushes once more."""
-        return (
-            self._staleness is None
-            or self._clocks[worker] + 1 - min(self._clocks.values()) <= self._staleness
-        )
+        ahead = self._clocks[worker] + 1 - min(self._clocks.values())
+        return self._staleness is None or ahead <= self._staleness

@@ -1,16 +1,17 @@
-"""What the head of an asynchronous run reports: updates, snapshots, servers that went back to one, and
-workers that were expelled."""
+"""What the head reports: updates, workers that were expelled, and snapshots, once all servers have them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from meshloom.asynchronous.protocol.messages import ServerReport, SnapshotKind
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """Update `version`: the gradient of `share` by `worker`. age: updates since the parameters at which it
-    was computed. gap: of the clocks then."""
+    """Update `version`: the gradient of `share` by `worker`. age: of its parameters. gap: of the clocks."""
 
     version: int
     worker: int
@@ -40,10 +41,47 @@ class Restored:
 
 @dataclass(frozen=True, kw_only=True)
 class Expelled:
-    """A push of this worker was not finite: it is not applied, its share is given out again, and the worker
-    may not come back."""
+    """A push of this worker was not finite: its share is given out again, and it may not come back."""
 
     worker: int
 
 
 Event = Update | Snapshot | Restored | Expelled
+
+
+class KeptSnapshots:
+    """complete: the newest version of which all `num_servers` servers have kept their parts; -1: none."""
+
+    def __init__(self, num_servers: int, complete: int = -1) -> None:
+        self.complete = complete
+        self._num_servers = num_servers
+        # version -> the head's state, and who has kept it
+        self._pending: dict[int, tuple[Any, set[int]]] = {}
+
+    def begin(self, version: int, state: Any) -> None:
+        """Servers are asked to keep their parts after update `version`. state: the head's."""
+        self._pending[version] = state, set()
+
+    def kept(self, version: int, server: int) -> Snapshot | None:
+        """A server has kept its part; the snapshot if it was the last."""
+        if version not in self._pending:
+            return None
+        state, servers = self._pending[version]
+        servers.add(server)
+        if len(servers) < self._num_servers:
+            return None
+        del self._pending[version]
+        self.complete = version
+        return Snapshot(version=version, state=state)
+
+
+def newest_common(reports: Mapping[int, ServerReport]) -> Snapshot:
+    """The newest snapshot that all servers have from the same incarnation. reports: by server."""
+    others = [report.snapshots for report in reports.values()]
+
+    def everywhere(version: int, kind: SnapshotKind) -> bool:
+        return all(version in each and each[version].incarnation == kind.incarnation for each in others)
+
+    first = reports[0].snapshots
+    version = max(version for version, kind in first.items() if everywhere(version, kind))
+    return Snapshot(version=version, state=first[version].state)

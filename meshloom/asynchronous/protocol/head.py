@@ -1,5 +1,4 @@
-"""The head of an asynchronous run: it decides which worker computes which share, and puts all pushes into one
-order that all servers follow.
+"""The head of an asynchronous run: it decides who computes which share, and the order of all pushes.
 
     worker --Push--> servers --PushStaged--> head   when all servers have their part, the push is update n
                                                     (exactly once: its ticket is used up)
@@ -21,8 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshloom.asynchronous.protocol.events import Event, Expelled, Restored, Update
-from meshloom.asynchronous.protocol.kept_snapshots import KeptSnapshots, newest_common
+from meshloom.asynchronous.protocol.events import (
+    Event,
+    Expelled,
+    KeptSnapshots,
+    Restored,
+    Update,
+    newest_common,
+)
 from meshloom.asynchronous.protocol.leases import Leases
 from meshloom.asynchronous.protocol.ledger import Ledger
 from meshloom.asynchronous.protocol.messages import (
@@ -52,10 +57,8 @@ class Rules:
     """The settings of a run.
 
     num_servers: 1 or more. staleness: bound of the clocks; None: no bound. steps: updates of the whole run.
-    keep_every: a snapshot is taken after every update whose number is a multiple of one of these, and after
-        the last.
-    rate_by_age: learning rates are divided by the age of the gradient's parameters if that is above 1 (Zhang
-        et al., 2016).
+    keep_every: a snapshot is taken after each multiple of one of these many updates, and after the last.
+    rate_by_age: learning rates are divided by the age of the gradient's parameters (Zhang et al., 2016).
     """
 
     num_servers: int
@@ -172,9 +175,8 @@ class Head:
     def _give_out(self) -> Sent:
         sent: Sent = []
         for ticket, lease in self._leases.give_out(self.version, self._rules.steps):
-            sent += self._to_servers(
-                SendParameters(incarnation=self.incarnation, ticket=ticket, **asdict(lease))
-            )
+            send = SendParameters(incarnation=self.incarnation, ticket=ticket, **asdict(lease))
+            sent += self._to_servers(send)
         return sent
 
     # --- Pushes.
@@ -229,11 +231,8 @@ class Head:
     def _keep(self) -> Sent:
         state = _state(self._leases.ledger, self.ages)
         self._snapshots.begin(self.version, state)
-        before = self._snapshots.complete
-        keep = TakeSnapshot(
-            incarnation=self.incarnation, version=self.version, state=state, forget_before=before
-        )
-        return self._to_servers(keep)
+        of = {"incarnation": self.incarnation, "version": self.version}
+        return self._to_servers(TakeSnapshot(**of, state=state, forget_before=self._snapshots.complete))
 
     def _kept(self, message: SnapshotKept) -> Sent:
         current = message.incarnation == self.incarnation
@@ -281,7 +280,4 @@ class Head:
 
 def _state(ledger: Ledger, ages: Mapping[int, int]) -> dict[str, Any]:
     """What a snapshot keeps of the head, as JSON values."""
-    return {
-        "ledger": ledger.state(),
-        "ages": {str(age): count for age, count in sorted(ages.items())},
-    }
+    return {"ledger": ledger.state(), "ages": {str(age): count for age, count in sorted(ages.items())}}

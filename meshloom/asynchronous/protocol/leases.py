@@ -3,8 +3,7 @@
     add -> waiting -> give_out: a lease, with a ticket -> stage: parts of its push arrive -> finish -> waiting
                                                        -> remove: its share is free again
 
-A ticket is used up by the update, so a push that arrives twice, or of a worker that was removed, is not
-found.
+A ticket is used up by the update, so a push that arrives twice, or of a removed worker, is not found.
 """
 
 from __future__ import annotations

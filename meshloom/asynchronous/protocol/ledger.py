@@ -1,7 +1,6 @@
 """The ledger of the data: each share is assigned, and comes back done or to be assigned again.
 
-Shares are numbered 0, 1, 2, ... over all epochs. A share's number determines its samples, so the ledger holds
-numbers only.
+Shares are numbered 0, 1, 2, ... over all epochs. A share's number determines its samples.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ class Join:
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    """Worker -> head: it leaves. pushed: the newest ticket that it has pushed (-1: none), which still counts;
-    newer leases are void."""
+    """Worker -> head: it leaves. pushed: its newest ticket that still counts; -1: none."""
 
     worker: int
     incarnation: int
@@ -44,10 +43,9 @@ class Leave:
 class Push:
     """Worker -> each server: the server's part of the mean gradient over a share of the data.
 
-    gradients: of each slice that the server holds, flat tensors; None was not used. changes: of buffers, to
-        server 0 only.
-    loss: mean over the share. norm: 2-norm of the whole gradient over all servers; NaN if the job does not
-        clip.
+    gradients: of each slice that the server holds, flat tensors; None was not used.
+    changes: of buffers, to server 0 only.
+    loss: mean over the share. norm: 2-norm of the whole gradient; NaN if the job does not clip.
     """
 
     worker: int
@@ -61,8 +59,7 @@ class Push:
 
 @dataclass(frozen=True, kw_only=True)
 class ParametersPart:
-    """Server -> worker: compute `share` at the parameters after update `version`; this is the server's part
-    of them.
+    """Server -> worker: compute `share` at the parameters after update `version`, of which this is a part.
 
     values: flat tensors, of each slice that the server holds. buffers: by name, from server 0 only.
     """
@@ -78,8 +75,7 @@ class ParametersPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejoin:
-    """Head -> worker: join again. ticket: of the push that was refused, perhaps an old one; None: the
-    parameters that the worker waits for will not arrive."""
+    """Head -> worker: join again. ticket: of a refused push; None: the awaited parameters will not arrive."""
 
     ticket: int | None
 
@@ -128,11 +124,11 @@ class SnapshotKind:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerReport:
-    """Server -> head: its state. asked: the incarnation of the `ReportRequest` that this answers; None: it
-    has just started.
+    """Server -> head: its state.
 
-    snapshots: by version. newest: the newest update that it has ever done, even before it was killed; that of
-        server 0 counts for the run.
+    asked: the incarnation of the `ReportRequest` that this answers; None: it has just started.
+    snapshots: by version.
+    newest: the newest update that it has ever done; that of server 0 counts for the run.
     """
 
     server: int
@@ -174,8 +170,7 @@ class SendParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class TakeSnapshot:
-    """Head -> server: take a snapshot now, after update `version`. state: the head's, as JSON values. Older
-    ones than `forget_before` may go."""
+    """Head -> server: take a snapshot now. state: the head's (JSON). Those before `forget_before` may go."""
 
     incarnation: int
     version: int

@@ -1,5 +1,4 @@
-"""One server's part of the parameters: pushes wait until the head orders them, and everything is done in the
-head's order.
+"""One server's part of the parameters: pushes wait until the head orders them.
 
 What the server holds is `Holdings`, rebuilt from a snapshot whenever the servers go back to one.
 """
@@ -90,9 +89,8 @@ class Store:
         match message:
             case Apply():
                 push = self._pushes.pop(message.ticket)
-                holdings.apply(
-                    push.gradients, push.changes, loss=message.loss, norm=message.norm, rate=message.rate
-                )
+                said = {"loss": message.loss, "norm": message.norm, "rate": message.rate}
+                holdings.apply(push.gradients, push.changes, **said)
                 self._storage.newest = message.version
                 return []
             case SendParameters():
@@ -103,21 +101,13 @@ class Store:
                 )  # fmt: skip
                 return [(Address("worker", message.worker), part)]
             case TakeSnapshot():
-                kept = self._storage.snapshots
-                kept[message.version] = (
-                    SnapshotKind(incarnation=self._incarnation, state=message.state),
-                    holdings.snapshot(),
-                )
-                for version in [version for version in kept if version < message.forget_before]:
-                    del kept[version]
-                return [
-                    (
-                        HEAD,
-                        SnapshotKept(
-                            server=self._number, incarnation=self._incarnation, version=message.version
-                        ),
-                    )
-                ]
+                snapshots, version = self._storage.snapshots, message.version
+                kind = SnapshotKind(incarnation=self._incarnation, state=message.state)
+                snapshots[version] = kind, holdings.snapshot()
+                for old in [each for each in snapshots if each < message.forget_before]:
+                    del snapshots[old]
+                of = {"server": self._number, "incarnation": self._incarnation}
+                return [(HEAD, SnapshotKept(**of, version=version))]
             case DropPush():
                 self._pushes.pop(message.ticket, None)
                 return []

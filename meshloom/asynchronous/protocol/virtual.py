@@ -1,5 +1,4 @@
-"""Runs workers, servers and the head on a virtual clock: given speeds and latencies decide what happens when,
-so every run is reproducible bit for bit.
+"""Runs workers, servers and the head on a virtual clock, reproducible bit for bit.
 
 Events wait in a queue, by time and then by the order in which they were caused. Only computing a share and
 sending a message between two processes take time. Messages between two processes arrive in order; those on
@@ -12,6 +11,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -36,8 +36,7 @@ class Parts:
 
 
 class VirtualCluster:
-    """num_workers: at the start. seconds: the time. busy: seconds that each worker has spent on shares that
-    it finished."""
+    """num_workers: at the start. seconds: the time. busy: each worker's seconds on finished shares."""
 
     def __init__(
         self, parts: Parts, circumstances: Circumstances, *, num_servers: int, num_workers: int
@@ -62,11 +61,11 @@ class VirtualCluster:
         self._draws = count()
         self._messages = 0
         for server in range(num_servers):
-            self._at(0.0, lambda server=server: self._start_server(server))
+            self._at(0.0, partial(self._start_server, server))
         for worker in range(num_workers):
-            self._at(0.0, lambda worker=worker: self._start_worker(worker))
+            self._at(0.0, partial(self._start_worker, worker))
         for incident in circumstances.incidents:
-            self._at(incident.at_seconds, lambda incident=incident: self._happen(incident))
+            self._at(incident.at_seconds, partial(self._happen, incident))
 
     @property
     def workers(self) -> list[Worker]:
@@ -74,8 +73,7 @@ class VirtualCluster:
         return list(self._workers.values())
 
     def run(self) -> Iterator[Event]:
-        """Until all updates are done and in a snapshot, and the workers have ended; yields events as they
-        happen."""
+        """Until all updates are done and in a snapshot, and the workers have ended; yields events."""
         while self._queue:
             self.seconds, _, action = heapq.heappop(self._queue)
             action()
@@ -99,19 +97,19 @@ class VirtualCluster:
             self._send(process, self.head.start())
         else:
             self._send(process, self._stores[server].started())
-        for worker in self._workers.values():
-            self._later(
-                process,
-                Address("worker", worker.number),
-                lambda worker=worker: self._from_worker(worker, worker.connected()),
-            )
+        for number, worker in self._workers.items():
+            action = partial(self._connect, worker)
+            self._later(process, Address("worker", number), action)
 
     def _start_worker(self, number: int) -> None:
         if number in self._workers:
             return
         self._starts[Address("worker", number)] += 1
         self._since[number] = self.seconds
-        worker = self._workers[number] = Worker(number, self._num_servers)
+        self._workers[number] = Worker(number, self._num_servers)
+        self._connect(self._workers[number])
+
+    def _connect(self, worker: Worker) -> None:
         self._from_worker(worker, worker.connected())
 
     def _gone(self, number: int) -> None:
@@ -137,9 +135,8 @@ class VirtualCluster:
                     self._gone(number)
                 # nobody counts as lost before what it said is heard
                 said = self._last.get((Address("worker", number), Address("server", 0)), 0.0)
-                self._at(
-                    max(self.seconds + self._circumstances.notice_seconds, said), lambda: self._notice(number)
-                )
+                noticed = max(self.seconds + self._circumstances.notice_seconds, said)
+                self._at(noticed, lambda: self._notice(number))
 
     def _notice(self, worker: int) -> None:
         if 0 in self._stores:
@@ -180,16 +177,12 @@ class VirtualCluster:
             self._messages += source.kind == "worker"
             every = self._circumstances.duplicate_every
             for _ in range(2 if every and source.kind == "worker" and self._messages % every == 0 else 1):
-                self._later(
-                    source, process, lambda address=address, message=message: self._deliver(address, message)
-                )
+                self._later(source, process, partial(self._deliver, address, message))
 
     def _later(self, source: Address, process: Address, action: Callable[[], None]) -> None:
         """When a message from `source` arrives at `process`, unless that is killed before."""
-        at = max(
-            self.seconds + self._varied(self._circumstances.latency_seconds),
-            self._last.get((source, process), 0.0),
-        )
+        arrives = self.seconds + self._varied(self._circumstances.latency_seconds)
+        at = max(arrives, self._last.get((source, process), 0.0))
         self._last[source, process] = at
         start = self._starts[process]
         self._at(at, lambda: action() if self._starts[process] == start and self._is_there(process) else None)
@@ -205,9 +198,8 @@ class VirtualCluster:
             self._begin(worker, worker.task)
 
     def _handle(self, address: Address, message: Any) -> Sent:
-        return (
-            self.head.receive(message) if address == HEAD else self._stores[address.number].receive(message)
-        )
+        receiver = self.head if address == HEAD else self._stores[address.number]
+        return receiver.receive(message)
 
     def _is_there(self, process: Address) -> bool:
         return process.number in (self._stores if process.kind == "server" else self._workers)
@@ -215,9 +207,8 @@ class VirtualCluster:
     def _varied(self, seconds: float) -> float:
         if not self._circumstances.jitter or not seconds:
             return seconds
-        return seconds * (
-            1 + self._circumstances.jitter * (derive(0, "jitter", next(self._draws)) / 2**62 - 1)
-        )
+        drawn = derive(0, "jitter", next(self._draws)) / 2**62 - 1  # from -1 to 1
+        return seconds * (1 + self._circumstances.jitter * drawn)
 
     def _at(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (seconds, next(self._numbers), action))

@@ -1,5 +1,4 @@
-"""A worker of an asynchronous run: it joins, computes the gradient of a share at the parameters that it
-receives, pushes, and waits for the next.
+"""A worker: it joins, computes the gradient of a share at the parameters that it receives, pushes, and waits.
 
     joining --parts of all servers--> computing --Push to every server--> waiting --parts of all servers--> ...
        ^                                                                     |
@@ -40,8 +39,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """The result of a task. gradients: each server's part of the gradient. changes, loss, norm: as in
-    `Push`."""
+    """The result of a task. gradients: each server's part. changes, loss, norm: as in `Push`."""
 
     gradients: Sequence[Any]
     changes: Any
@@ -63,8 +61,7 @@ class Worker:
         self._leaving = False
 
     def connected(self) -> Sent:
-        """The servers are connected, for the first time or after connections, and messages with them, were
-        lost."""
+        """The servers are connected, for the first time or again: messages may have been lost."""
         return [] if self.task or self.ended else [self._join()]
 
     def receive(self, message: Any) -> Sent:
@@ -93,16 +90,12 @@ class Worker:
         sent: Sent = []
         if self._newest == (task.incarnation, task.ticket):
             self._pushed = self._newest
-            sent = [
-                (
-                    Address("server", server),
-                    Push(
-                        worker=self.number, incarnation=task.incarnation, ticket=task.ticket, gradients=gradients,
-                        changes=computed.changes if server == 0 else None, loss=computed.loss, norm=computed.norm,
-                    ),
-                )
-                for server, gradients in enumerate(computed.gradients)
-            ]  # fmt: skip
+            for server, gradients in enumerate(computed.gradients):
+                push = Push(
+                    worker=self.number, incarnation=task.incarnation, ticket=task.ticket, gradients=gradients,
+                    changes=computed.changes if server == 0 else None, loss=computed.loss, norm=computed.norm,
+                )  # fmt: skip
+                sent.append((Address("server", server), push))
         if self._leaving:
             return sent + self.leave()
         self._begin()
@@ -136,11 +129,7 @@ class Worker:
             return
         parts = [self._parts[server] for server in range(self._num_servers)]
         self._parts = {}
-        first = parts[0]
+        (incarnation, ticket), first = self._newest, parts[0]
         self.task = Task(
-            incarnation=first.incarnation,
-            ticket=first.ticket,
-            share=first.share,
-            version=first.version,
-            parts=parts,
+            incarnation=incarnation, ticket=ticket, share=first.share, version=first.version, parts=parts
         )

@@ -8,8 +8,7 @@ from meshloom.core.errors import MessageError
 
 
 class AdmittedWorkers:
-    """digest: of the job that a worker must have. numbers: of server 0, which numbers workers; None: of
-    another server."""
+    """digest: of the job that a worker must have. numbers: of server 0, which numbers workers."""
 
     def __init__(self, digest: bytes, numbers: MappedNumbers | None) -> None:
         self._digest, self._numbers = digest, numbers
@@ -28,9 +27,10 @@ class AdmittedWorkers:
         return self._peers.get(worker)
 
     def admit(self, peer: int, hello: Hello) -> tuple[int, int | None]:
-        """Let a worker in: its number, and its earlier connection, which has ended without notice; None: it
-        has none. Raises `MessageError` for a worker of another job, and for a number that nobody has
-        given."""
+        """Let a worker in: its number, and its earlier connection, if one has ended without notice.
+
+        Raises `MessageError` for a worker of another job, and for a number that nobody has given.
+        """
         if hello.digest != self._digest:
             raise MessageError("A Hello of a worker with another job.")
         number = hello.worker

@@ -1,5 +1,4 @@
-"""The reports of a server to its launcher: updates, snapshots, workers that joined and left, and counts of
-bytes and refusals."""
+"""The reports of a server to its launcher: updates, snapshots, workers that joined and left, and counts."""
 
 from __future__ import annotations
 
@@ -37,13 +36,8 @@ class Reports:
         job: Job,
         settings: AsynchronousSettings,
     ) -> None:
-        self._send_event, self._directory, self._num_servers, self._job, self._settings = (
-            send_event,
-            directory,
-            num_servers,
-            job,
-            settings,
-        )
+        self._send_event, self._directory, self._num_servers = send_event, directory, num_servers
+        self._job, self._settings = job, settings
         self._present: set[int] = set()  # workers that have joined
         self._finished = False
         self._bytes = {"push": 0, "pull": 0}
@@ -81,14 +75,8 @@ class Reports:
         for event in head.take_events():
             match event:
                 case Update():
-                    self._send_event(
-                        {
-                            "event": "update",
-                            **asdict(event),
-                            "rates": learning_rates,
-                            "memory": peak_memory_bytes(),
-                        }
-                    )
+                    now = {"rates": learning_rates, "memory": peak_memory_bytes()}
+                    self._send_event({"event": "update", **asdict(event), **now})
                 case Snapshot():
                     if self._settings.looks_at(self._job, event.version):
                         self._keep_due(event.version)
@@ -99,9 +87,8 @@ class Reports:
                     self._send_event({"event": "restored", "version": event.version, "lost": event.lost})
         if head.finished and not self._finished:
             self._finished = True
-            self._send_event(
-                {"event": "finished", "ages": {str(age): count for age, count in sorted(head.ages.items())}}
-            )
+            ages = {str(age): count for age, count in sorted(head.ages.items())}
+            self._send_event({"event": "finished", "ages": ages})
 
     def carried(
         self,
@@ -126,12 +113,9 @@ class Reports:
             self._send_event({"event": "counts", **counts})
 
     def _keep_due(self, version: int) -> None:
-        """Link all servers' files of a snapshot under a second name, so that they stay when servers delete
-        it."""
+        """Give all servers' files of a snapshot a second name, so that they stay when servers delete it."""
         for server in range(self._num_servers):
+            path = self._directory / f"server-{server}" / snapshot_name(version)
             # reported again by a restarted head; or the one that the run began with
             with suppress(FileExistsError, FileNotFoundError):
-                os.link(
-                    self._directory / f"server-{server}" / snapshot_name(version),
-                    due_path(self._directory, version, server),
-                )
+                os.link(path, due_path(self._directory, version, server))

@@ -1,9 +1,9 @@
-"""What a server knows of its job: the slices that it holds, what workers must agree with, where the run
-begins."""
+"""What a server knows of its job: its slices, what workers must agree with, where the run begins."""
 
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import torch
 
@@ -29,19 +29,21 @@ class ServedJob:
     """
 
     def __init__(self, role: Role, job: Job, plan: Plan, settings: AsynchronousSettings) -> None:
-        self._number, self._job, self._plan, self._settings = role.number, job, plan, settings
         shares = PushShares(job, plan)
         workers = WorkerModel(job, plan, build_filled_model(job, torch.device("cpu"), settings.dtype))
-        self._whole = workers.whole
+        self._hold_part = partial(
+            Parameters, job, role.number, plan.servers, whole=workers.whole, device=torch.device("cpu"),
+            dtype=settings.dtype,
+        )  # fmt: skip
         self._first_model = weakref.ref(workers.model)
         self._parameters: Parameters | None = None
-        self.state = ServerState.of(workers.division, dict(workers.model.named_buffers()))[self._number]
+        self.state = ServerState.of(workers.division, dict(workers.model.named_buffers()))[role.number]
         facts = facts_of(job, plan, workers.model, shares.num_samples)
         self.digest = digest_of(facts)
         ports = [int(address.rpartition(":")[2]) for address in role.addresses]
         self.description = RunDescription(plan=str(plan), facts=facts, ports=ports)
         self.start = Start.find(settings, job, plan, shares, workers.model)
-        self.first = self.start.snapshot(workers, self._number)
+        self.first = self.start.snapshot(workers, role.number)
 
     @property
     def learning_rates(self) -> list[float]:
@@ -50,15 +52,7 @@ class ServedJob:
 
     def hold(self, content: Content | None) -> Parameters:
         """The parameters of a snapshot; None: as the job builds them. They take the place of those before."""
-        held = Parameters(
-            self._job,
-            self._number,
-            self._plan.servers,
-            whole=self._whole,
-            device=torch.device("cpu"),
-            dtype=self._settings.dtype,
-            content=content,
-        )
+        held = self._hold_part(content=content)
         before = self._parameters.model if self._parameters is not None else None
         if held.model is self._first_model() or held.model is before:
             raise JobError(

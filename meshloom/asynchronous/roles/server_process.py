@@ -1,7 +1,6 @@
 """A server's process: it carries messages between workers, its store and the head, which runs in server 0.
 
-    workers <--Endpoint--> server 0: head, store <--Endpoint, keys of its own--> server k: store
-    <--Endpoint--> workers
+    workers <-Endpoint-> server 0: head, store <-Endpoint, other keys-> server k: store <-Endpoint-> workers
 
 Events are reported to the launcher, which shows them, evaluates and saves. Senseless messages of peers are
 refused and counted, and have no other effect.
@@ -26,13 +25,7 @@ from meshloom.asynchronous.messaging.codec import (
     encode,
     limits_for,
 )
-from meshloom.asynchronous.messaging.handshake import (
-    Ask,
-    Hello,
-    Terms,
-    Welcome,
-    WorkerSeconds,
-)
+from meshloom.asynchronous.messaging.handshake import Ask, Hello, Terms, Welcome, WorkerSeconds
 from meshloom.asynchronous.messaging.outbox import Outbox
 from meshloom.asynchronous.protocol.head import STARTS, Head
 from meshloom.asynchronous.protocol.messages import (
@@ -75,15 +68,10 @@ class ServerProcess:
     """stop: signals that ask this process to end. send_event: reports to the launcher."""
 
     def __init__(
-        self,
-        role: Role,
-        job: Job,
-        plan: Plan,
-        settings: AsynchronousSettings,
-        stop: Sequence[int],
+        self, role: Role, job: Job, plan: Plan, settings: AsynchronousSettings, stop: Sequence[int],
         send_event: SendEvent,
-    ) -> None:
-        self._role, self._job, self._plan, self._settings, self._stop = role, job, plan, settings, stop
+    ) -> None:  # fmt: skip
+        self._role, self._job, self._plan, self._stop = role, job, plan, stop
         self._number = role.number
         self._served = served = ServedJob(role, job, plan, settings)
         directory = role.path / f"server-{self._number}"
@@ -104,14 +92,8 @@ class ServerProcess:
         with ExitStack() as stack:
             stack.callback(self._numbers.close)
             limits = limits_for(FROM_WORKERS | TO_WORKERS, [self._served.state])
-            outer = stack.enter_context(
-                Endpoint(
-                    role.addresses[self._number],
-                    read_server_key(role.path / SERVER_KEY),
-                    limits,
-                    listening=role.listening[0],
-                )
-            )
+            address, key = role.addresses[self._number], read_server_key(role.path / SERVER_KEY)
+            outer = stack.enter_context(Endpoint(address, key, limits, listening=role.listening[0]))
             self._outer, self._to_workers = outer, Outbox(outer, MOST_FOR_WORKERS)
             self._inner: Endpoint | Connections | None = None
             if self._plan.servers > 1:
@@ -153,9 +135,8 @@ class ServerProcess:
                         self._from_server(event)
                     case Lost(peer):
                         self._to_servers.forget(peer)
-                        self._servers = {
-                            server: there for server, there in self._servers.items() if there != peer
-                        }
+                        left = {server: there for server, there in self._servers.items() if there != peer}
+                        self._servers = left
                     case Joined(peer):
                         # the head may have restarted, and its earlier messages may be lost: as after a start
                         if self._head is None:
@@ -169,9 +150,8 @@ class ServerProcess:
         self._report_counts()
 
     def _report_counts(self, now: bool = False) -> None:
-        self._reports.counts(
-            self._outer.refused, self._head.refused if self._head is not None else 0, now=now
-        )
+        late = self._head.refused if self._head is not None else 0
+        self._reports.counts(self._outer.refused, late, now=now)
 
     # --- Workers.
 
@@ -183,16 +163,11 @@ class ServerProcess:
                 self._to_workers.send(event.peer, *encode(Terms(text=self._served.description.to_json())))
             elif isinstance(message, Hello):
                 self._welcome(event.peer, message)
-            elif (
-                isinstance(message, WorkerSeconds | Join | Leave | Push)
-                and worker is not None
-                and message.worker == worker
-            ):
+            elif isinstance(message, WorkerSeconds | Join | Leave | Push) and message.worker == worker:
                 self._take(message)
             else:
-                raise MessageError(
-                    f"A {type(message).__name__} of {'nobody who was let in' if worker is None else f'worker {worker}'}."
-                )
+                who = "nobody who was let in" if worker is None else f"worker {worker}"
+                raise MessageError(f"A {type(message).__name__} of {who}.")
         except MessageError as error:
             self._outer.refused.message(str(error))
 
@@ -206,9 +181,8 @@ class ServerProcess:
     def _take(self, message: WorkerSeconds | Join | Leave | Push) -> None:
         """A message of an admitted worker."""
         if isinstance(message, Push):
-            if wrong := what_is_not_finite(
-                message.gradients, message.loss, message.norm if self._job.clip_grad_norm is not None else 0.0
-            ):
+            norm = message.norm if self._job.clip_grad_norm is not None else 0.0
+            if wrong := what_is_not_finite(message.gradients, message.loss, norm):
                 self._send([(HEAD, NotFinitePush(server=self._number, worker=message.worker))])
                 raise MessageError(f"A Push of worker {message.worker} whose {wrong} is not finite.")
             self._reports.carried("push", message.gradients, message.changes)
@@ -272,8 +246,7 @@ class ServerProcess:
 
 
 def _between_servers(role: Role, *, is_head: bool) -> Endpoint | Connections:
-    """This server's end of the connections between servers and the head, with keys that workers do not
-    have."""
+    """This server's end of the connections between servers and the head, with keys of their own."""
     limits = limits_for(FROM_SERVERS | TO_SERVERS)
     if is_head:
         key = read_server_key(role.path / HEAD_KEYS[0])

@@ -1,8 +1,6 @@
-"""A worker's process: it asks for the run's description, is admitted by all servers, computes shares, and
-leaves when a signal asks it to.
+"""A worker's process: it asks for the run's description, is admitted by all servers, and computes shares.
 
-asked --Terms--> checked --Welcome of every server--> joined: the state machine of
-asynchronous/protocol/worker.py
+asked --Terms--> checked --Welcome of every server--> joined: the state machine of protocol/worker.py
 """
 
 from __future__ import annotations
@@ -49,8 +47,10 @@ _LINGER_SECONDS = 10.0  # for the last push of a worker that leaves
 
 
 def ask(address: str, key: WorkerKey, timeout_seconds: float, stop: Sequence[int]) -> RunDescription | None:
-    """The description of the run at HOST:PORT; None if a signal came first. Raises `PeerLostError` if nobody
-    answers, `EndpointError` if the key is not that run's."""
+    """The description of the run at HOST:PORT; None if a signal came first.
+
+    Raises `PeerLostError` if nobody answers, `EndpointError` if the key is not that run's.
+    """
     deadline = time.monotonic() + timeout_seconds
     limits = limits_for(frozenset({encode(Ask())[0].kind, encode(Terms(text=""))[0].kind}))
     with Connections([address], key, limits) as connections:
@@ -73,23 +73,14 @@ def ask(address: str, key: WorkerKey, timeout_seconds: float, stop: Sequence[int
 class WorkerProcess:
     """replica: on which it computes. address: of server 0. timeout_seconds: how long servers may be away.
 
-    stop: signals that ask this process to end: after the first it leaves when its share is pushed, after a
-        second immediately.
+    stop: signals that ask it to leave: after the first when its share is pushed, after a second immediately.
     send_event: reports to the launcher.
     """
 
     def __init__(
-        self,
-        job: Job,
-        plan: Plan,
-        description: RunDescription,
-        address: str,
-        key: WorkerKey,
-        timeout_seconds: float,
-        stop: Sequence[int],
-        send_event: SendEvent,
-        replica: WorkerReplica,
-    ) -> None:
+        self, job: Job, plan: Plan, description: RunDescription, address: str, key: WorkerKey,
+        timeout_seconds: float, stop: Sequence[int], send_event: SendEvent, replica: WorkerReplica,
+    ) -> None:  # fmt: skip
         self._send_event = send_event
         self._shares = PushShares(job, plan)
         self._replica = replica
@@ -110,8 +101,7 @@ class WorkerProcess:
         self._computing = self._reading = 0.0
 
     def run(self) -> None:
-        """Until all updates are done, or a signal asks it to leave. Raises `PeerLostError` when servers stay
-        away."""
+        """Until all updates are done or a signal comes. Raises `PeerLostError` when servers stay away."""
         limits = limits_for(FROM_WORKERS | TO_WORKERS, self._holdings)
         connections = Connections(self._addresses, self._key, limits)
         self._outbox = Outbox(connections)
@@ -143,21 +133,16 @@ class WorkerProcess:
             if len(self._welcome) == len(self._addresses):
                 apart = time.monotonic()
             elif time.monotonic() > apart + self._timeout_seconds:
-                away = next(
-                    address for server, address in enumerate(self._addresses) if server not in self._welcome
-                )
+                absent = next(server for server in range(len(self._addresses)) if server not in self._welcome)
+                away = self._addresses[absent]
                 raise PeerLostError(
                     f"The server at {away} has not been there for {self._timeout_seconds:g} s, so this worker ends."
                 )
             self._compute()
         if self._number is not None:
+            spent = {"computing": self._computing, "reading": self._reading}
             seconds = time.monotonic() - self._joined_at
-            self._send(
-                0,
-                WorkerSeconds(
-                    worker=self._number, seconds=seconds, computing=self._computing, reading=self._reading
-                ),
-            )
+            self._send(0, WorkerSeconds(worker=self._number, seconds=seconds, **spent))
         self._empty(connections)
 
     def _empty(self, connections: Connections) -> None:

@@ -1,5 +1,4 @@
-"""Converts snapshots of an asynchronous run to checkpoints and back: with whole tensors, so that any number
-of servers can go on from them."""
+"""Snapshots as checkpoints of whole tensors, from which any number of servers can go on, and back."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshloom.asynchronous.protocol.head import first_state
 from meshloom.asynchronous.protocol.ledger import Ledger
@@ -24,21 +23,18 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.exchange.exchange import Slice
 from meshloom.parameters.shards import Shards
 
 
 def write_snapshot(
-    directory: Path,
-    version: int,
-    contents: Sequence[Content],
-    state: Any,
-    model: nn.Module,
-    job: Job,
-    plan: Plan,
-    replaced: Sequence[Path] = (),
-) -> Path:
-    """Save the snapshot after update `version`; its path. contents: of all servers. state: the head's. model:
-    with the snapshot's values. replaced: as for `save`."""
+    directory: Path, version: int, contents: Sequence[Content], state: Any, model: nn.Module, job: Job,
+    plan: Plan, replaced: Sequence[Path] = (),
+) -> Path:  # fmt: skip
+    """Save the snapshot after update `version`; its path.
+
+    contents: of all servers. state: the head's. model: with the snapshot's values. replaced: as for `save`.
+    """
     values = {
         "updater": contents[0].settings,
         "seed": job.seed,
@@ -61,8 +57,7 @@ def write_snapshot(
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The start of a run: after update `version`, with the head's `state`. checkpoint: with the parameters;
-    None: as the job builds them."""
+    """Where a run starts: after update `version`, with the head's `state` and the checkpoint's parameters."""
 
     version: int
     state: Any
@@ -72,17 +67,13 @@ class Start:
     def find(
         settings: AsynchronousSettings, job: Job, plan: Plan, shares: PushShares, model: nn.Module
     ) -> Start:
-        """At the checkpoint that the settings name, or at the beginning. Raises `CheckpointError` if this run
-        cannot go on from it."""
+        """At the checkpoint of the settings, if any. Raises `CheckpointError` if it cannot be continued."""
         if settings.resume is None:
             return Start(version=0, state=first_state(), checkpoint=None)
         checkpoint = Checkpoint.open(find(settings.resume))
         checkpoint.check_steps_left(settings.steps)
-        return Start(
-            version=checkpoint.step,
-            state=read_state(checkpoint, job, plan, shares, model),
-            checkpoint=checkpoint,
-        )
+        state = read_state(checkpoint, job, plan, shares, model)
+        return Start(version=checkpoint.step, state=state, checkpoint=checkpoint)
 
     @property
     def note(self) -> str:
@@ -98,13 +89,12 @@ class Start:
 def read_content(checkpoint: Checkpoint, replica: WorkerModel, server: int) -> Content:
     """The content of server `server` after the checkpoint's last update."""
     weights = checkpoint.weights()
+
+    def value(of: Slice) -> Tensor:
+        return weights[of.name].reshape(-1)[of.start : of.stop].to(of.parameter.device, of.parameter.dtype)
+
     return Content(
-        values=[
-            weights[each.name]
-            .reshape(-1)[each.start : each.stop]
-            .to(each.parameter.device, each.parameter.dtype)
-            for each in replica.division[server]
-        ],
+        values=[value(each) for each in replica.division[server]],
         buffers={
             name: weights.get(name, buffer).to(buffer.device, buffer.dtype)
             for name, buffer in replica.model.named_buffers()
@@ -118,15 +108,13 @@ def read_content(checkpoint: Checkpoint, replica: WorkerModel, server: int) -> C
 def read_state(checkpoint: Checkpoint, job: Job, plan: Plan, shares: PushShares, model: nn.Module) -> Any:
     """The head's state. A synchronous run has used as many whole batches as steps.
 
-    Raises `CheckpointError` if the checkpoint is of another model, or the data would not continue where it
-    stopped.
+    Raises `CheckpointError` if it is of another model, or the data would not continue where it stopped.
     """
     checkpoint.check(Shards({}, None).fingerprint(model))
     values: Any = checkpoint.values
     checkpoint.check_data(job)
     if "asynchronous" in values:
-        check_same_data(
-            values["asynchronous"], {"dp": plan.dp, "microbatches": plan.microbatches}, "the plan"
-        )
+        here = {"dp": plan.dp, "microbatches": plan.microbatches}
+        check_same_data(values["asynchronous"], here, "the plan")
         return values["asynchronous"]["state"]
     return {"ledger": Ledger(shares.first_of(checkpoint.step)).state(), "ages": {}}

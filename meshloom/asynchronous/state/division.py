@@ -12,8 +12,7 @@ from meshloom.optimizer.user_optimizer import make_optimizers
 def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
     """Whether the job's optimizers need whole parameters, so that none may be partitioned.
 
-    Raises `PlanError` for an optimizer that needs all parameters together, or if there are fewer parameters
-    than servers.
+    Raises `PlanError` if they need all parameters together, or if there are fewer parameters than servers.
     """
     if num_servers == 1:
         return False
@@ -34,34 +33,27 @@ def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
 
 
 def divide_over_servers(named: NamedParameters, num_servers: int, *, whole: bool) -> list[list[Slice]]:
-    """The slices of each server, in the order of the parameters: consecutive elements, or with `whole` whole
-    parameters only.
+    """The slices of each server, in the order of the parameters. whole: of whole parameters only.
 
     >>> from torch import nn, zeros
     >>> named = [("a", nn.Parameter(zeros(5))), ("b", nn.Parameter(zeros(3)))]
     >>> [[(each.name, each.start, each.stop) for each in server] for server in divide_over_servers(named, 2, whole=False)]
     [[('a', 0, 4)], [('a', 4, 5), ('b', 0, 3)]]
     """
+    parts: list[list[Slice]] = [[] for _ in range(num_servers)]
     if whole:
         servers = assign_evenly([parameter.nbytes for _, parameter in named], num_servers)
-        return [
-            [
-                Slice(name, each, 0, each.numel())
-                for (name, each), server in zip(named, servers, strict=True)
-                if server == number
-            ]
-            for number in range(num_servers)
-        ]
+        for (name, each), server in zip(named, servers, strict=True):
+            parts[server].append(Slice(name, each, 0, each.numel()))
+        return parts
     total = sum(parameter.nbytes for _, parameter in named)
-    parts: list[list[Slice]] = [[] for _ in range(num_servers)]
     before = 0  # bytes of the parameters so far
     for name, parameter in named:
         for number, part in enumerate(parts):
-            first, last = (
-                _element(total * each // num_servers - before, parameter.element_size())
-                for each in (number, number + 1)
+            bounds = (total * each // num_servers - before for each in (number, number + 1))  # bytes
+            start, stop = (
+                min(_element(each, parameter.element_size()), parameter.numel()) for each in bounds
             )
-            start, stop = min(first, parameter.numel()), min(last, parameter.numel())
             if start < stop or (parameter.numel() == 0 and number == 0):
                 part.append(Slice(name, parameter, start, stop))
         before += parameter.nbytes

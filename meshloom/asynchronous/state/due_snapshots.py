@@ -1,5 +1,4 @@
-"""Snapshots of a run on processes that are due: evaluated and saved in a thread, one at a time, while
-training goes on."""
+"""Snapshots of a run on processes that are due: evaluated and saved in a thread while training goes on."""
 
 from __future__ import annotations
 
@@ -16,18 +15,12 @@ from meshloom.telemetry.progress import Listener
 
 
 class DueSnapshots:
-    """evaluation, saved: the newest results. newest: the version that the run begins with, which is not
-    due."""
+    """evaluation, saved: the newest results. newest: the version of the start, which is not due."""
 
     def __init__(
-        self,
-        inspection: Inspection,
-        settings: AsynchronousSettings,
-        job: Job,
-        listener: Listener,
-        num_servers: int,
-        newest: int,
-    ) -> None:
+        self, inspection: Inspection, settings: AsynchronousSettings, job: Job, listener: Listener,
+        num_servers: int, newest: int,
+    ) -> None:  # fmt: skip
         self.evaluation: dict[str, float] = {}
         self.saved: Path | None = None
         self._inspection, self._settings, self._job, self._listener = inspection, settings, job, listener
@@ -43,8 +36,7 @@ class DueSnapshots:
             self._waiting.append(version)
 
     def advance(self, directory: Path) -> bool:
-        """Report the results of a thread that has ended, and start the next; whether there is something left.
-        directory: of the run."""
+        """Report what an ended thread found, and start the next; whether one runs. directory: of the run."""
         if self._running is not None and not self._running.is_alive():
             ended, self._running = self._running, None
             ended.join()

@@ -1,5 +1,4 @@
-"""The state of a server of an asynchronous run: its slices of the parameters, with the job's optimizer and
-scheduler over them.
+"""The state of a server: its slices of the parameters, with the job's optimizer and scheduler over them.
 
 Clipping needs the norm of the whole gradient. The worker, which has all of it, sends that norm with the push,
 so all servers scale by the same factor. Server 0 also holds the buffers: integers (counters) add up; of all
@@ -72,20 +71,15 @@ class _Ownership:
 
 
 class Parameters:
-    """The holdings of server `number` of `num_servers`. content: of a snapshot; None: as the job builds it.
-    whole: as for `divide_over_servers`."""
+    """The holdings of server `number` of `num_servers`.
+
+    whole: as for `divide_over_servers`. content: of a snapshot; None: as the job builds it.
+    """
 
     def __init__(
-        self,
-        job: Job,
-        number: int,
-        num_servers: int,
-        *,
-        whole: bool,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        content: Content | None,
-    ) -> None:
+        self, job: Job, number: int, num_servers: int, *, whole: bool, device: torch.device,
+        dtype: torch.dtype | None, content: Content | None,
+    ) -> None:  # fmt: skip
         self.model = model = build_model(job, device, dtype)
         self._notes: Sequence[str] = ()
         if weights := match_weights(job, model):
@@ -105,10 +99,9 @@ class Parameters:
             local=[(name, each) for name, each in named if name in here],
             user=made,
         )
-        self._buffers = (
-            {name: buffer.clone() for name, buffer in model.named_buffers()} if number == 0 else {}
-        )
         self._first = number == 0
+        buffers = model.named_buffers() if self._first else ()
+        self._buffers = {name: buffer.clone() for name, buffer in buffers}
         if content is not None:
             for slice_, value in zip(self._slices, content.values, strict=True):
                 slice_.data().copy_(value)
@@ -117,14 +110,9 @@ class Parameters:
             self._updater.state.load(content.read, content.shapes, content.settings)
 
     def apply(
-        self,
-        gradients: Sequence[Tensor | None],
-        changes: Mapping[str, Tensor] | None,
-        *,
-        loss: float,
-        norm: float,
-        rate: float,
-    ) -> None:
+        self, gradients: Sequence[Tensor | None], changes: Mapping[str, Tensor] | None, *, loss: float,
+        norm: float, rate: float,
+    ) -> None:  # fmt: skip
         """One update. gradients: of each slice, flat, scaled in place; None was not used."""
         if self._clip is not None:
             _scale(gradients, norm, self._clip)
@@ -135,9 +123,8 @@ class Parameters:
 
     def values(self) -> tuple[list[Tensor], dict[str, Tensor] | None]:
         """Copies of each slice and of the buffers, to be sent."""
-        return [each.data().clone() for each in self._slices], {
-            name: each.clone() for name, each in self._buffers.items()
-        } if self._first else None
+        buffers = {name: each.clone() for name, each in self._buffers.items()}
+        return [each.data().clone() for each in self._slices], buffers if self._first else None
 
     def snapshot(self) -> Content:
         """A copy of all state."""
@@ -156,8 +143,7 @@ class Parameters:
 
 
 def changes_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The buffers that a share has changed, as a push sends them: differences of integers, new values of the
-    others."""
+    """The buffers that a share has changed: differences of integers, new values of the others."""
     return {
         name: each - before[name] if _counts(each) else each.clone()
         for name, each in after.items()
@@ -166,8 +152,7 @@ def changes_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dic
 
 
 def what_is_not_finite(gradients: Sequence[Tensor | None], loss: float, norm: float) -> str:
-    """The part of a push that is not finite, in words; "" if all are. An update with it would make all
-    parameters so."""
+    """The part of a push that is not finite, in words; "": none. An update would make all parameters so."""
     if not math.isfinite(loss):
         return "loss"
     if not math.isfinite(norm):

@@ -1,5 +1,4 @@
-"""The shares of the data: what one worker computes for a push, which a replica of a synchronous plan would
-read of a global batch.
+"""The shares of the data, one for a push: what a replica of a synchronous plan would read of a batch.
 
 Share n is the share of replica n % dp of batch n // dp, where all batches are full; of a short batch,
 replicas without samples are left out. Its samples, its chunks and their draws are those of the synchronous
@@ -49,9 +48,7 @@ class PushShares:
             (batch, replica)
             for batch in range(self._batches.per_epoch)
             for replica in range(plan.dp)
-            if any(
-                cut.samples for cut in share_of(replica, split_batch(self._batches.size(batch), plan), plan)
-            )
+            if self._cuts(replica, self._batches.size(batch))
         ]
 
     @property
@@ -62,9 +59,8 @@ class PushShares:
     def first_of(self, step: int) -> int:
         """The first share of global batch `step`."""
         epoch, batch = divmod(step, self._batches.per_epoch)
-        return epoch * self.per_epoch + next(
-            number for number, (of, _) in enumerate(self._epoch) if of == batch
-        )
+        first = next(number for number, (of, _) in enumerate(self._epoch) if of == batch)
+        return epoch * self.per_epoch + first
 
     def find(self, number: int) -> PushShare:
         """Share `number`, counted from 0 over all epochs."""
@@ -72,27 +68,23 @@ class PushShares:
         batch, replica = self._epoch[position]
         step = epoch * self._batches.per_epoch + batch
         _, indices = self._batches.of(step)
-        cuts = [
-            cut for cut in share_of(replica, split_batch(len(indices), self._plan), self._plan) if cut.samples
-        ]
+        cuts = self._cuts(replica, len(indices))
         return PushShare(epoch=epoch, step=step, cuts=cuts, indices=indices[cuts[0].start : cuts[-1].stop])
 
+    def _cuts(self, replica: int, batch_size: int) -> list[ChunkRange]:
+        """A replica's chunks of a batch that have samples."""
+        shares = share_of(replica, split_batch(batch_size, self._plan), self._plan)
+        return [cut for cut in shares if cut.samples]
+
     def read(self, number: int) -> list[Chunk]:
-        """The chunks of share `number`; `batch` of each is the share's number of samples. Raises `DataError`
-        when the job's data fails."""
+        """The chunks of share `number`; their `batch` is its size. Raises `DataError` if the data fails."""
         share = self.find(number)
         first, total = share.cuts[0].start, len(share.indices)
         chunks: list[Chunk] = []
         for cut in share.cuts:
+            indices = share.indices[cut.start - first : cut.stop - first]
             with preserved_draws():
-                data = self._source[
-                    ReadRequest(
-                        share.step,
-                        cut.index,
-                        share.epoch,
-                        share.indices[cut.start - first : cut.stop - first],
-                    )
-                ]
+                data = self._source[ReadRequest(share.step, cut.index, share.epoch, indices)]
             if isinstance(data, ReadFailure):
                 raise data.to_error()
             chunks.append(Chunk(share.step, total, cut.index, cut.samples, data))

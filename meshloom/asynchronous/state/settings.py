@@ -1,5 +1,4 @@
-"""The settings of an asynchronous run beside its job and plan, and when they make it take, evaluate and save
-snapshots."""
+"""The settings of an asynchronous run beside its job and plan, and which snapshots they make due."""
 
 from __future__ import annotations
 
@@ -25,9 +24,9 @@ class AsynchronousSettings:
     """The settings of a run.
 
     steps: updates of the whole run. overwrite: whether an earlier run's checkpoints in `out` may be deleted.
-    snapshot_every: updates between snapshots to which servers can go back. circumstances: of the virtual
-    clock. listen: HOST:PORT of server 0, on processes. timeout_seconds: how long processes wait for a worker
-        or a server before they give up.
+    snapshot_every: updates between snapshots to which servers can go back.
+    circumstances: of the virtual clock. listen: HOST:PORT of server 0, on processes.
+    timeout_seconds: how long processes wait for a worker or a server before they give up.
     """
 
     steps: int
@@ -46,18 +45,10 @@ class AsynchronousSettings:
 
     def to_json(self) -> str:
         """The part that servers and workers need, for processes."""
-        paths = {
-            name: str(value.absolute()) if value is not None else None
-            for name, value in (("out", self.out), ("resume", self.resume))
-        }
-        return json.dumps(
-            {
-                "steps": self.steps,
-                "snapshot_every": self.snapshot_every,
-                "timeout_seconds": self.timeout_seconds,
-                **paths,
-            }
-        )
+        paths = {"out": self.out, "resume": self.resume}
+        texts = {name: str(path.absolute()) if path is not None else None for name, path in paths.items()}
+        numbers = {name: getattr(self, name) for name in ("steps", "snapshot_every", "timeout_seconds")}
+        return json.dumps({**numbers, **texts})
 
     @staticmethod
     def from_json(text: str) -> AsynchronousSettings:
@@ -73,10 +64,8 @@ class AsynchronousSettings:
 
     def saves(self, job: Job, version: int) -> bool:
         """Whether it is saved as a checkpoint."""
-        return self.out is not None and (
-            version == self.steps
-            or (job.checkpoint_every is not None and version % job.checkpoint_every == 0)
-        )
+        regular = job.checkpoint_every is not None and version % job.checkpoint_every == 0
+        return self.out is not None and (version == self.steps or regular)
 
     def looks_at(self, job: Job, version: int) -> bool:
         """Whether it is evaluated or saved."""
@@ -87,12 +76,9 @@ class AsynchronousSettings:
         periods = [self.snapshot_every, *([job.evaluate.every] if job.evaluate else [])]
         periods += [job.checkpoint_every] if self.out and job.checkpoint_every else []
         return Rules(
-            num_servers=plan.servers,
-            staleness=plan.staleness,
-            steps=self.steps,
-            keep_every=periods,
+            num_servers=plan.servers, staleness=plan.staleness, steps=self.steps, keep_every=periods,
             rate_by_age=plan.rate_by_age,
-        )
+        )  # fmt: skip
 
 
 def refuse_common_steps() -> NoReturn:

@@ -1,5 +1,4 @@
-"""Evaluates snapshots of an asynchronous run, which are of one version on all servers, and saves them as
-checkpoints."""
+"""Evaluates snapshots, which are of one version on all servers, and saves them as checkpoints."""
 
 from __future__ import annotations
 
@@ -38,12 +37,10 @@ class Inspection:
         return self._replica.model
 
     def try_out(self) -> None:
-        """Before the first update: check that `out` can be written and no checkpoint is lost unasked, and
-        evaluate one batch with the model as the job built it."""
+        """Check that no checkpoint in `out` is lost unasked, and evaluate one batch."""
         group, settings = simulated_groups(1)[0], self._settings
-        self._replaced = run_in_steps(
-            [open_directory(settings.out, group, resume=settings.resume, overwrite=settings.overwrite)]
-        )[0]
+        opening = open_directory(settings.out, group, resume=settings.resume, overwrite=settings.overwrite)
+        self._replaced = run_in_steps([opening])[0]
         if self._job.evaluate is not None:
             with untouched(self.model):
                 self._replica.evaluate(self._chunks(num_batches=1))
@@ -80,6 +77,5 @@ class Inspection:
         assert self._job.evaluate is not None
         if self._data is None:
             self._data = build_dataset(self._job.evaluate.data, self._job.seed)
-        return evaluation_chunks(
-            self._data, self._job, Plan(), simulated_groups(1)[0], num_batches=num_batches
-        )
+        group = simulated_groups(1)[0]
+        return evaluation_chunks(self._data, self._job, Plan(), group, num_batches=num_batches)

@@ -30,8 +30,7 @@ _NUMBERS = struct.Struct("<QQ")
 
 
 class SnapshotFiles(MutableMapping[int, tuple[SnapshotKind, "Content | None"]]):
-    """The snapshots in `directory` by version, and until it is deleted the one that the run began with, which
-    has no file."""
+    """The snapshots in `directory` by version; the one that the run began with has no file."""
 
     def __init__(self, directory: Path, first: tuple[int, SnapshotKind, Content | None]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -79,8 +78,7 @@ class SnapshotFiles(MutableMapping[int, tuple[SnapshotKind, "Content | None"]]):
 
 
 class MappedNumbers:
-    """Two numbers of a server in a memory-mapped file, which stay as the process left them, however it
-    ended."""
+    """Two numbers of a server in a memory-mapped file: they stay, however the process ended."""
 
     def __init__(self, path: Path) -> None:
         with path.open("a+b") as file:

@@ -1,5 +1,4 @@
-"""The whole model on a worker's first rank: it takes the values that servers hold, and its gradient is split
-into what each server gets."""
+"""The whole model on a worker's first rank: it takes the servers' values; its gradient is split for them."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from meshloom.core.errors import TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
+from meshloom.exchange.exchange import Slice
 from meshloom.optimizer.clipping import sum_of_squares
 from meshloom.parameters.model import trainable
 
@@ -38,41 +38,30 @@ class WorkerModel:
             buffer.copy_(buffers[name])
 
     def computed(
-        self,
-        worker: int,
-        chunks: Sequence[Chunk],
-        gradients: Mapping[str, Tensor | None],
-        changes: Mapping[str, Tensor],
-        loss: float,
-    ) -> Computed:
-        """What is pushed. gradients: of every trainable parameter by name; None was not used. changes: of
-        buffers, by name.
+        self, worker: int, chunks: Sequence[Chunk], gradients: Mapping[str, Tensor | None],
+        changes: Mapping[str, Tensor], loss: float,
+    ) -> Computed:  # fmt: skip
+        """What is pushed.
 
-        Raises `TrainingError` if a gradient is not finite: one such push would make the parameters of all
-        workers so.
+        gradients: of every trainable parameter by name; None was not used. changes: of buffers, by name.
+        Raises `TrainingError` if a gradient is not finite: its push would make all parameters so.
         """
         norm = float(sum_of_squares(list(gradients.values()), self._device).sqrt())
         if not math.isfinite(norm):
-            broken = [
-                name
-                for name, each in gradients.items()
-                if each is not None and not bool(each.isfinite().all())
-            ]
-            if broken:
+            named = ((name, each) for name, each in gradients.items() if each is not None)
+            if broken := [name for name, each in named if not bool(each.isfinite().all())]:
                 raise TrainingError(
                     f"The gradient of worker {worker}'s share of batch {chunks[0].step} is not finite, although its loss is {loss:g}: first that of {broken[0]}. "
                     "It was not pushed. Look at what the loss does there (a root or a norm of 0, a division, an overflow), or at this share."
                 )
+
+        def part(of: Slice) -> Tensor | None:
+            gradient = gradients[of.name]
+            return None if gradient is None else gradient.reshape(-1)[of.start : of.stop]
+
         return Computed(
-            gradients=[
-                [_part(gradients[each.name], each.start, each.stop) for each in slices]
-                for slices in self.division
-            ],
+            gradients=[[part(each) for each in slices] for slices in self.division],
             changes=dict(changes),
             loss=loss,
             norm=norm if self._clips else math.nan,
         )
-
-
-def _part(gradient: Tensor | None, start: int, stop: int) -> Tensor | None:
-    return None if gradient is None else gradient.reshape(-1)[start:stop]

@@ -1,5 +1,4 @@
-"""A worker's replica: it computes the gradient of a share and updates nothing, on one rank or on several
-along pp and tp.
+"""A worker's replica, of one rank or several along pp and tp: it computes gradients and updates nothing.
 
     first rank        the others
     load              -                 whole parameters from the servers stay on the first rank's host
@@ -107,8 +106,7 @@ class WorkerReplica:
         self.whole_model.load(values, buffers)
 
     def compute(self, worker: int, chunks: Sequence[Chunk]) -> Computed:
-        """Mean gradient of a share at the loaded values. Raises `TrainingError` if its loss or a gradient is
-        not finite."""
+        """Mean gradient of a share at the loaded values. Raises `TrainingError` if it is not finite."""
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         try:
             answer = self._do(_Command(what="compute", chunks=chunks))
@@ -173,16 +171,12 @@ class WorkerReplica:
         return _Answer(what=command.what, loss=loss, gradients=gradients, buffers=buffers, metrics=metrics)
 
     def _take(self, replica: Replica, group: Group) -> Steps[None]:
-        """Parameters and buffers of the first rank's whole model, this rank's parts of them, one tensor at a
-        time."""
-        for (name, mine), value in zip(
-            state_of(replica.model).items(), state_of(self.model).values(), strict=True
-        ):
-            whole = (
-                value.detach().contiguous()
-                if group.rank == 0
-                else torch.empty_like(value, memory_format=torch.contiguous_format)
-            )
+        """This rank's parts of the parameters and buffers of the first rank's model, one tensor at a time."""
+        mine_of, values = state_of(replica.model), state_of(self.model).values()
+        for (name, mine), value in zip(mine_of.items(), values, strict=True):
+            whole = value.detach().contiguous()
+            if group.rank != 0:
+                whole = torch.empty_like(value, memory_format=torch.contiguous_format)
             work = group.broadcast(whole, 0)
             yield
             work.wait()

@@ -42,8 +42,8 @@ class ServerConnection:
     """To the server at `address`. Appends to `events`; each connection takes its number from `numbers`."""
 
     def __init__(
-        self, context: zmq.Context[Any], address: str, key: WorkerKey, limits: FrameLimits, patience: SocketLimits,
-        events: deque[Event], numbers: Iterator[int],
+        self, context: zmq.Context[Any], address: str, key: WorkerKey, limits: FrameLimits,
+        patience: SocketLimits, events: deque[Event], numbers: Iterator[int],
     ) -> None:  # fmt: skip
         self.address = address
         self.peer: int | None = None  # the connection's number, once the server has accepted the key

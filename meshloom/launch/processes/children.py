@@ -21,8 +21,7 @@ from meshloom.launch.processes.rank_process import RankProcess
 
 
 class Children:
-    """guard: ends them if this process is killed; the caller enters and exits it. processes: in the order of
-    their start."""
+    """guard: ends them if this process is killed; the caller enters and exits it. processes: as started."""
 
     def __init__(self, guard: Guard) -> None:
         self.processes: list[RankProcess] = []
@@ -30,13 +29,9 @@ class Children:
         self._selector = selectors.DefaultSelector()
 
     def start(
-        self,
-        name: str,
-        prefix: str | None,
-        command: Sequence[str],
-        environment: Mapping[str, str],
+        self, name: str, prefix: str | None, command: Sequence[str], environment: Mapping[str, str],
         passed: Sequence[int] = (),
-    ) -> RankProcess:
+    ) -> RankProcess:  # fmt: skip
         """Start one more; arguments as for `RankProcess`. Raises `OSError`."""
         process = RankProcess(name, prefix, command, environment, passed)
         self.processes.append(process)
@@ -85,21 +80,17 @@ class Children:
 def rank_environments(
     mesh: Mesh, devices: str, plan_text: str, transport: str = "auto"
 ) -> tuple[dist.Store, list[dict[str, str]]]:
-    """The store in this process in which the ranks of `mesh` meet, and the environment of each. The store
-    goes when nobody holds it any more."""
+    """The store in this process in which the ranks meet, as long as it is held; the environment of each."""
     secret = secrets.token_hex(32)
     # the store takes over a socket that is bound already, to this machine alone
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
+        descriptor = os.dup(listener.fileno())
         store = dist.TCPStore(
-            "127.0.0.1",
-            port,
-            None,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=os.dup(listener.fileno()),
+            "127.0.0.1", port, None, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
         )
-    return store, [
-        rank_environment(rank, mesh.size, port, secret, devices, plan_text, transport)
-        for rank in range(mesh.size)
+    size = mesh.size
+    environments = [
+        rank_environment(rank, size, port, secret, devices, plan_text, transport) for rank in range(size)
     ]
+    return store, environments

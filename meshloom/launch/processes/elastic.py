@@ -1,5 +1,4 @@
-"""Starts the servers and workers of an asynchronous run on this machine, restarts killed servers, and ends
-all of them.
+"""Starts servers and workers of an asynchronous run on this machine, restarts killed servers, and ends them.
 
     launcher     holds the sockets that servers listen on, so that a restarted server keeps its address, and receives reports
     server 0     has the head too
@@ -42,8 +41,7 @@ _WILDCARDS = ("0.0.0.0", "::", "[::]")
 
 @dataclass(frozen=True, kw_only=True)
 class RoleCommand:
-    """The module that all processes run, and its arguments: the job's FILE.py:NAME, its sys.argv after its
-    name, the plan and the settings as text."""
+    """The module that all processes run, the job's FILE.py:NAME, and `words`: its sys.argv after its name."""
 
     module: str
     target: str
@@ -53,8 +51,7 @@ class RoleCommand:
 
 
 class ServerSockets:
-    """The sockets on which servers listen: the launcher holds them, so that a server that is started again
-    has its address. A context manager.
+    """The sockets on which servers listen, held by the launcher for restarted servers. A context manager.
 
     addresses: of the servers, as `listen` names the host. reached: the same as this machine reaches them.
     head: where server 0 listens for the others; "" if there are none.
@@ -92,29 +89,20 @@ class ServerSockets:
 
 
 class ElasticProcesses:
-    """A context manager. directory: of this run alone. listen: HOST:PORT of server 0; server k has the k-th
-    port after it, if that is not 0.
+    """A context manager.
 
+    directory: of this run alone.
+    listen: HOST:PORT of server 0; server k has the k-th port after it, if that is not 0.
     ranks_per_worker: processes of a worker, which it starts itself if there are several.
     Raises `EndpointError` for an address that cannot be bound.
     """
 
     def __init__(
-        self,
-        program: RoleCommand,
-        directory: Path,
-        listen: str,
-        *,
-        num_servers: int,
-        num_workers: int,
+        self, program: RoleCommand, directory: Path, listen: str, *, num_servers: int, num_workers: int,
         ranks_per_worker: int = 1,
-    ) -> None:
-        self._program, self._directory, self._num_workers, self._ranks_per_worker = (
-            program,
-            directory,
-            num_workers,
-            ranks_per_worker,
-        )
+    ) -> None:  # fmt: skip
+        self._program, self._directory = program, directory
+        self._num_workers, self._ranks_per_worker = num_workers, ranks_per_worker
         self._command = [sys.executable, "-m", program.module, str(directory)]
         self._stack = ExitStack()
         guard = self._stack.enter_context(Guard())
@@ -144,11 +132,8 @@ class ElasticProcesses:
         for number in range(len(self.addresses)):
             self._start_server(number)
         for number in range(self._num_workers):
-            self._workers.append(
-                self._start(
-                    "a worker", "[worker]", self._role("worker", number, 1, self._sockets.reached, ""), ()
-                )
-            )
+            role = self._role("worker", number, 1, self._sockets.reached, "")
+            self._workers.append(self._start("a worker", "[worker]", role, ()))
 
     @property
     def worker_key(self) -> Path:
@@ -164,8 +149,10 @@ class ElasticProcesses:
         self._since_update.clear()
 
     def poll(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
-        """Reports, each with the name of its process, after waiting for the first at most this long. Raises
-        `EndedError` when a process has failed."""
+        """Reports, each with the name of its process, after waiting for the first at most this long.
+
+        Raises `EndedError` when a process has failed.
+        """
         self._children.listen(seconds)
         self._kill_stopped_servers()
         ended = self._children.reap_ended()
@@ -254,13 +241,8 @@ class ElasticProcesses:
         )  # fmt: skip
 
     def _start(self, name: str, prefix: str, role: Role, passed: Sequence[int]) -> RankProcess:
-        return self._children.start(
-            name,
-            prefix,
-            self._command,
-            role_environment(role, self._num_workers * self._ranks_per_worker),
-            passed,
-        )
+        environment = role_environment(role, self._num_workers * self._ranks_per_worker)
+        return self._children.start(name, prefix, self._command, environment, passed)
 
     def _handle_ended(self, ended: Sequence[RankProcess]) -> None:
         for process in ended:
@@ -269,14 +251,12 @@ class ElasticProcesses:
             failure = process.failure
             if failure is not None and failure.kind and not failure.consequence:
                 raise EndedError(str(failure.of(process.name)), failure.exit_code)
-            if process in self._workers:
-                self._notes += (
-                    [f"{process.name} {process.how_it_ended}; the run goes on"] if process.exit_code else []
-                )
-            else:
+            if process not in self._workers:
                 self._restart(
-                    next(number for number, server in self._servers.items() if server is process), process
+                    next(each for each, server in self._servers.items() if server is process), process
                 )
+            elif process.exit_code:
+                self._notes.append(f"{process.name} {process.how_it_ended}; the run goes on")
 
     def _restart(self, number: int, server: RankProcess) -> None:
         if self._since_update[number] >= MOST_STARTS:
@@ -290,23 +270,19 @@ class ElasticProcesses:
 
 
 def _write_keys(directory: Path) -> None:
-    server, worker = make_keys()
-    write_key(directory / SERVER_KEY, server)
-    write_key(directory / WORKER_KEY, worker)
-    head, other = make_keys()
-    write_key(directory / HEAD_KEYS[0], head)
-    write_key(directory / HEAD_KEYS[1], other)
+    for names in ((SERVER_KEY, WORKER_KEY), HEAD_KEYS):
+        for name, key in zip(names, make_keys(), strict=True):
+            write_key(directory / name, key)
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    six = host.startswith("[")
-    family = socket.AF_INET6 if six else socket.AF_INET
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     try:
-        made = socket.create_server((host.strip("[]"), port), family=family)
+        listening = socket.create_server((host.strip("[]"), port), family=family)
     except (OSError, OverflowError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise EndpointError(
             f"Cannot listen at {host}:{port}: {why}. Give an address of this machine and a free port, or port 0."
         ) from None
-    made.setblocking(False)
-    return made
+    listening.setblocking(False)
+    return listening

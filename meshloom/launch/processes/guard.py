@@ -44,16 +44,17 @@ class Guard:
 
     def tell(self, sign: Literal["+", "-"], group: int) -> None:
         """Add a process group to those that end with this process, or remove it."""
-        assert self._process.stdin
-        with suppress(BrokenPipeError):  # somebody has killed the guard
-            self._process.stdin.write(f"{sign}{group}\n".encode())
-            self._process.stdin.flush()
+        self._write(f"{sign}{group}\n")
 
     def removes(self, directory: Path) -> None:
         """Remove this directory when this process ends."""
-        assert self._process.stdin and directory.is_absolute()
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(f"/{os.fsencode(directory).hex()}\n".encode())
+        assert directory.is_absolute()
+        self._write(f"/{os.fsencode(directory).hex()}\n")
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin
+        with suppress(BrokenPipeError):  # somebody has killed the guard
+            self._process.stdin.write(line.encode())
             self._process.stdin.flush()
 
     def __exit__(self, *_: object) -> None:

@@ -1,5 +1,4 @@
-"""Finds the rank that hangs: it computes far longer than ever before, or is stopped, and the others wait for
-it.
+"""Finds the rank that hangs: it computes far longer than ever before, or is stopped, and the others wait.
 
 The launcher looks a few times a second at each rank's activity (`comm/liveness/activity.py`) and at the state
 of its process. Slow runs, loaded machines and pauses of the launcher itself are no hangs. A rank hangs only
@@ -63,8 +62,7 @@ class _Watched:
 
 
 class HangWatch:
-    """Watches the ranks of `mesh`. seconds: how long a rank may take for an action that usually takes less
-    than a tenth of it."""
+    """Watches the ranks of `mesh`. seconds: what an action that usually takes less than a tenth may take."""
 
     def __init__(self, mesh: Mesh, seconds: float) -> None:
         self._mesh = mesh
@@ -76,8 +74,7 @@ class HangWatch:
     def look(
         self, now: float, doing: Sequence[ActivitySnapshot | None], processes: Sequence[ProcessState]
     ) -> Hang | None:
-        """The rank that hangs; None if there is none. now: of the monotonic clock. doing, processes: by
-        rank."""
+        """The rank that hangs, if one does. now: of the monotonic clock. doing, processes: by rank."""
         gap = min(now - self._looked, LONGEST_GAP_SECONDS) if self._looked is not None else 0.0
         self._looked = now
         for rank, (snapshot, process) in enumerate(zip(doing, processes, strict=True)):
@@ -102,12 +99,9 @@ class HangWatch:
 
     def _stopped(self, rank: int, doing: Sequence[ActivitySnapshot | None]) -> str | None:
         watched = self._watched.get(rank)
-        if (
-            watched is None
-            or not watched.stopped
-            or watched.seconds < self._seconds
-            or all(each.stopped for each in self._watched.values())
-        ):
+        if watched is None or not watched.stopped or watched.seconds < self._seconds:
+            return None
+        if all(each.stopped for each in self._watched.values()):
             return None
         name = capital(rank_name(rank, self._mesh))
         return (
@@ -123,13 +117,9 @@ class HangWatch:
         processes: Sequence[ProcessState],
     ) -> str | None:
         snapshot, watched = doing[rank], self._watched.get(rank)
-        if (
-            snapshot is None
-            or watched is None
-            or snapshot.phase != "computing"
-            or snapshot.waits
-            or not snapshot.longest_seconds
-        ):
+        if snapshot is None or watched is None or snapshot.phase != "computing":
+            return None
+        if snapshot.waits or not snapshot.longest_seconds:
             return None
         limit = max(self._seconds, TIMES_LONGER * snapshot.longest_seconds)
         starved = processes[rank].starved_seconds - watched.starved_before

@@ -27,13 +27,9 @@ GRACE_SECONDS = 2.0  # between asking ranks to end and killing them
 
 
 def run_ranks(
-    command: list[str],
-    mesh: Mesh,
-    devices: str,
-    plan_text: str,
-    hang_seconds: float = DEFAULT_SECONDS,
+    command: list[str], mesh: Mesh, devices: str, plan_text: str, hang_seconds: float = DEFAULT_SECONDS,
     transport: str = "auto",
-) -> int:
+) -> int:  # fmt: skip
     """Run `command` once per rank, as processes of this machine, until all have ended; the exit code.
 
     devices: "cuda" or "cpu", by `choose_devices`; passed to ranks in their environment, with the plan.
@@ -46,9 +42,8 @@ def run_ranks(
     with noted_signals() as signals:
         with Guard() as guard, _Ranks(guard) as ranks:
             hang = HangWatch(mesh, hang_seconds) if hang_seconds else None
-            outcome = ranks.start(command, mesh, devices, plan_text, transport, signals) or ranks.watch(
-                signals, hang
-            )
+            outcome = ranks.start(command, mesh, devices, plan_text, transport, signals)
+            outcome = outcome or ranks.watch(signals, hang)
             ranks.end(signals)
         if outcome.text:
             with suppress(OSError):  # the terminal is gone; there is still the exit code
@@ -63,11 +58,9 @@ class _Outcome:
 
 
 def _stopped(signals: list[int]) -> _Outcome | None:
-    return (
-        _Outcome(128 + signals[0], f"Stopped by {signal.Signals(signals[0]).name}; all ranks have ended.")
-        if signals
-        else None
-    )
+    if not signals:
+        return None
+    return _Outcome(128 + signals[0], f"Stopped by {signal.Signals(signals[0]).name}; all ranks have ended.")
 
 
 class _Ranks:
@@ -99,13 +92,9 @@ class _Ranks:
         for number, environment in enumerate(environments):
             if outcome := _stopped(signals):
                 return outcome
+            name, prefix = rank_name(number, mesh), f"[rank {number}]" if number else None
             try:
-                self._children.start(
-                    rank_name(number, mesh),
-                    f"[rank {number}]" if number else None,
-                    command,
-                    {**environment, SCRATCH: self._scratch},
-                )
+                self._children.start(name, prefix, command, {**environment, SCRATCH: self._scratch})
             except OSError as error:
                 return _Outcome(1, f"Rank {number} could not be started: {error}.")
         return None
@@ -120,24 +109,17 @@ class _Ranks:
                 return outcome
             if all(rank.exit_code == 0 for rank in self._ranks):
                 return _Outcome(0)
-            if (
-                hang
-                and time.monotonic() >= looked + LOOK_SECONDS
-                and not any(rank.failure for rank in self._ranks)
-            ):
+            failing = any(rank.failure for rank in self._ranks)
+            if hang and not failing and time.monotonic() >= looked + LOOK_SECONDS:
                 looked = time.monotonic()
-                if hung := hang.look(
-                    looked,
-                    [rank.doing() for rank in self._ranks],
-                    [process_state(rank.group) for rank in self._ranks],
-                ):
+                states = [process_state(rank.group) for rank in self._ranks]
+                if hung := hang.look(looked, [rank.doing() for rank in self._ranks], states):
                     if not hung.is_stopped:
                         self._show_stack(self._ranks[hung.rank])
                     return _Outcome(1, hung.text)
 
     def _heed(self, signals: list[int]) -> _Outcome | None:
-        """Forward a first signal to ranks that save their state; the run is over after a second one, or if
-        they do not save."""
+        """Forward a first signal if all ranks save their state; otherwise, or at a second, the run ends."""
         if not signals:
             return None
         now = time.monotonic()
@@ -147,13 +129,10 @@ class _Ranks:
             for rank in self._ranks:
                 rank.ask_to_stop(signals[0])
             self._handed_on = now
+            name = signal.Signals(signals[0]).name
+            text = f"{name}: the ranks finish their step and save; a second signal ends them at once."
             with suppress(OSError):
-                name = signal.Signals(signals[0]).name
-                print(  # noqa: T201
-                    f"{name}: the ranks finish their step and save; a second signal ends them at once.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(text, file=sys.stderr, flush=True)  # noqa: T201
         if now < self._handed_on + ONE_REQUEST_SECONDS:
             self._heeded = len(signals)
         return _stopped(signals) if len(signals) > self._heeded else None
@@ -171,46 +150,32 @@ class _Ranks:
             for rank in self._ranks
         ):
             return _stopped(signals)  # its training had just ended
-        failures = [
-            failure
-            for rank in sorted(self._ranks, key=lambda rank: rank.failed_at)
-            if (failure := rank.failure)
-        ]
-        causes = [failure for failure in failures if not failure.consequence]
-        if causes:
-            return _Outcome(causes[0].exit_code, str(causes[0]))
+        in_order = sorted(self._ranks, key=lambda rank: rank.failed_at)
+        failures = [(rank.failed_at, rank.failure) for rank in in_order if rank.failure]
+        for _, failure in failures:
+            if not failure.consequence:
+                return _Outcome(failure.exit_code, str(failure))
         gone = [rank for rank in self._ranks if rank.exit_code == 0]
+        who = capital(gone[0].name) if gone else ""
         if gone and not gone[0].joined and any(rank.joining and not rank.joined for rank in self._ranks):
-            return _Outcome(
-                1, f"{capital(gone[0].name)} ended before it joined the others, which wait for it."
-            )
-        if (
-            not failures
-            or time.monotonic() < min(rank.failed_at for rank in self._ranks if rank.failure) + CAUSE_SECONDS
-        ):
+            return _Outcome(1, f"{who} ended before it joined the others, which wait for it.")
+        if not failures or time.monotonic() < failures[0][0] + CAUSE_SECONDS:
             return None
         # the rank whose timeout expired has aborted; the others report only that
-        first = min(failures, key=lambda failure: ABORTED in failure.message)
+        _, first = min(failures, key=lambda each: ABORTED in each[1].message)
         if gone:
-            return _Outcome(
-                1,
-                f"{capital(gone[0].name)} ended without an error while {first.who} was still working together with it: {first.message}",
-            )
+            together = f"while {first.who} was still working together with it: {first.message}"
+            return _Outcome(1, f"{who} ended without an error {together}")
         return _Outcome(first.exit_code, "\n".join([str(first), *self._still_at_work()]))
 
     def _still_at_work(self) -> list[str]:
-        """The ranks that compute while the others' timeouts expired: these waited for them, directly or
-        through others."""
-        doing = [
-            (rank, rank.doing())
-            for rank in self._ranks
-            if rank.joined and rank.failure is None and rank.exit_code is None
-        ]
-        busy = [
-            f"{capital(rank.name)} is still {snapshot}."
-            for rank, snapshot in doing
-            if snapshot and not snapshot.waits
-        ]
+        """The ranks that compute, for which the others waited until their timeouts expired."""
+        busy: list[str] = []
+        for rank in self._ranks:
+            if rank.joined and rank.failure is None and rank.exit_code is None:
+                snapshot = rank.doing()
+                if snapshot and not snapshot.waits:
+                    busy.append(f"{capital(rank.name)} is still {snapshot}.")
         return [f"  {' '.join(busy[:3])}"] if busy else []
 
     def end(self, signals: list[int]) -> None:
@@ -220,11 +185,9 @@ class _Ranks:
             rank.send(signal.SIGKILL if rank.saves else signal.SIGTERM)
             rank.send(signal.SIGCONT)  # a stopped process does not handle signals
         deadline = time.monotonic() + GRACE_SECONDS
-        while (
-            any(rank.exit_code is None for rank in self._ranks)
-            and time.monotonic() < deadline
-            and len(signals) < 2
-        ):
+        while time.monotonic() < deadline and len(signals) < 2:
+            if all(rank.exit_code is not None for rank in self._ranks):
+                break
             self._children.listen(0.02)
             self._children.reap_ended()
         self._children.kill()

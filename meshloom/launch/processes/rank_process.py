@@ -17,7 +17,7 @@ from typing import Any
 from meshloom.comm.liveness.activity import PAGE_BYTES, ActivitySnapshot, new_page, read
 from meshloom.launch.environment import with_report
 from meshloom.launch.events import STACK_SIGNAL
-from meshloom.launch.failure import Failure
+from meshloom.launch.failure import OUT_OF_MEMORY, Failure
 from meshloom.launch.processes.child import start_child
 
 CHUNK_BYTES = 1 << 16
@@ -30,21 +30,18 @@ class RankProcess:
     name: like "rank 1 (dp=1)", for messages.
     prefix: of its output, which goes to stderr line by line; None: it has the launcher's stdout and stderr.
     passed: descriptors that it inherits.
-    joining, joined, saves: whether it has reported so; the last, that it saves its state when a signal asks
-        it to end.
+    joining, joined: whether it has reported so.
+    saves: likewise, that it saves its state when a signal asks it to end.
     events: its other reports, until they are taken.
-    failure, failed_at: what ended it, once known, and when the launcher noticed. reported_failure: whether it
-        has reported that itself. exit_code: None until `reap_if_ended` has noticed its end.
+    failure, failed_at: what ended it, once known, and when the launcher noticed.
+    reported_failure: whether it has reported that itself.
+    exit_code: None until `reap_if_ended` has noticed its end.
     """
 
     def __init__(
-        self,
-        name: str,
-        prefix: str | None,
-        command: Sequence[str],
-        environment: Mapping[str, str],
+        self, name: str, prefix: str | None, command: Sequence[str], environment: Mapping[str, str],
         passed: Sequence[int] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name = name
         self.prefix = prefix
         self.events: list[dict[str, Any]] = []
@@ -96,16 +93,14 @@ class RankProcess:
         return [lines.descriptor for lines in (self._report, self._output) if lines]
 
     def read(self, descriptor: int) -> bool:
-        """Read at most `CHUNK_BYTES`, so that other processes have their turn. False when nothing can
-        follow."""
+        """Read at most `CHUNK_BYTES`: other processes have their turn. False when nothing can follow."""
         lines = self._report if descriptor == self._report.descriptor else self._output
         assert lines
         self._take(lines)
         return not lines.ended
 
     def send(self, number: int) -> None:
-        """Send a signal to the process and its children; nothing once it is reaped, since its number may be
-        reused."""
+        """Send a signal to the process and its children, until it is reaped: its number may be reused."""
         if self.exit_code is None:
             with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
                 os.killpg(self.group, number)
@@ -118,13 +113,10 @@ class RankProcess:
 
     def ask_for_stack(self) -> None:
         """Make the process print the stack of its main thread (`joining.py` has installed the handler)."""
-        if self.exit_code is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.group, STACK_SIGNAL)
+        self.ask_to_stop(STACK_SIGNAL)
 
     def reap_if_ended(self, wait: bool = False) -> bool:
-        """Whether it has ended since the last call; then its process group is killed too, and its last output
-        is read."""
+        """Whether it has ended since the last call; then kill its process group, read its last output."""
         if self.exit_code is not None or (self._process.wait() if wait else self._process.poll()) is None:
             return False
         self.send(signal.SIGKILL)
@@ -138,23 +130,9 @@ class RankProcess:
             doing = f" while {self.doing()}"
             message = f"ended with exit code {self.exit_code}{doing}, and did not say why"
             if self.exit_code < 0:
-                hint = (
-                    " (the system does that when memory runs out)"
-                    if -self.exit_code == signal.SIGKILL
-                    else ""
-                )
+                hint = OUT_OF_MEMORY if -self.exit_code == signal.SIGKILL else ""
                 message = f"was killed by {signal_name(-self.exit_code)}{hint}{doing}"
-            self._note(
-                Failure(
-                    who=self.name,
-                    kind="",
-                    message=f"{message}.",
-                    line="",
-                    traceback="",
-                    consequence=False,
-                    exit_code=1,
-                )
-            )
+            self._note(Failure(who=self.name, message=f"{message}."))
         return True
 
     def close(self) -> None:

@@ -1,5 +1,4 @@
-"""Signals that ask this process to end, noted instead of obeyed, so that children are ended or state is saved
-first."""
+"""Signals that ask this process to end, noted so that children are ended or state is saved first."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ ONE_REQUEST_SECONDS = 1.0
 
 @contextmanager
 def noted_signals() -> Generator[list[int]]:
-    """Collects the signals that ask this process to end in a list, in place of their usual effect. Ignored
-    signals (nohup) stay ignored."""
+    """Collects the signals that ask this process to end, but for ignored ones (nohup), instead of ending."""
     received: list[int] = []
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -34,24 +32,18 @@ def noted_signals() -> Generator[list[int]]:
 
 
 class StopRequests:
-    """The signals that ask a training loop to end, noted from its first step on; before that, and at a second
-    one, they have their usual effect.
+    """The signals that ask a training loop to end, noted from its first step on.
 
-    received: the first of them, once it has come. The user's own handlers stay, and ignored signals (nohup)
-        stay ignored.
+    Before that, and at a second one, they have their usual effect. The user's own handlers stay, and ignored
+    signals (nohup) stay ignored. received: the first, once it has come. armed: whether they are noted now.
     """
 
     def __init__(self) -> None:
         self.received: list[int] = []
         self._previous: dict[int, Any] = {}
         self._process = os.getpid()
-        self._armed = False
+        self.armed = False
         self._since = 0.0
-
-    @property
-    def armed(self) -> bool:
-        """Whether they are noted now."""
-        return self._armed
 
     def open(self) -> None:
         """Before data workers are started: Ctrl-C in a terminal is not for them."""
@@ -62,11 +54,11 @@ class StopRequests:
 
     def arm(self) -> None:
         """From now on there is state to save."""
-        self._armed = bool(self._previous)
+        self.armed = bool(self._previous)
 
     def close(self) -> None:
         """Restore the handlers."""
-        self._armed = False
+        self.armed = False
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, handler)
@@ -76,10 +68,10 @@ class StopRequests:
         if os.getpid() != self._process:  # a process that was forked
             if number != signal.SIGINT:
                 _obey(number, signal.SIG_DFL)
-        elif self._armed and not self.received:
+        elif self.armed and not self.received:
             self._since = time.monotonic()
             self.received.append(number)
-        elif not self._armed or time.monotonic() > self._since + ONE_REQUEST_SECONDS:
+        elif not self.armed or time.monotonic() > self._since + ONE_REQUEST_SECONDS:
             _obey(number, self._previous.get(number, signal.SIG_DFL))
 
 

@@ -77,20 +77,23 @@ class _Team:
                 self._ranks[0].send(signal.SIGTERM)
 
     def _pass_on(self) -> None:
-        told, self._ranks[0].events[:] = list(self._ranks[0].events), []
-        for event in told:
+        events = self._ranks[0].events
+        for event in events:
             send_event(event)
             if event["event"] == "number":  # it was admitted
                 send_event({"event": "joined"})
+        events.clear()
 
     def _end(self, first: RankProcess) -> None:
         """Report the reason, once: the cause if it is reported soon, else what was noticed first."""
-        for _ in range(round(CAUSE_SECONDS / 0.05)):
-            if any(rank.failure and not rank.failure.consequence for rank in self._ranks):
+        cause = first
+        for _ in range(round(CAUSE_SECONDS / 0.05) + 1):
+            causes = [rank for rank in self._ranks if rank.failure and not rank.failure.consequence]
+            if causes:
+                cause = causes[0]
                 break
             self._children.listen(0.05)
             self._children.reap_ended()
-        cause = next((rank for rank in self._ranks if rank.failure and not rank.failure.consequence), first)
         failure = cause.failure
         assert failure is not None
         if failure.kind and not failure.consequence:
