@@ -32,17 +32,10 @@ class AlgorithmChoice:
 
 
 def choose_algorithm(
-    num_bytes: int,
-    num_ranks: int,
-    num_hosts: int,
-    latency_seconds: float,
-    bytes_per_second: float,
-    *,
-    inside_latency_seconds: float | None = None,
-    inside_bytes_per_second: float | None = None,
-    own_seconds: float | None = None,
-    measured: Mapping[str, float] = MappingProxyType({}),
-) -> AlgorithmChoice:
+    num_bytes: int, num_ranks: int, num_hosts: int, latency_seconds: float, bytes_per_second: float, *,
+    inside_latency_seconds: float | None = None, inside_bytes_per_second: float | None = None,
+    own_seconds: float | None = None, measured: Mapping[str, float] = MappingProxyType({}),
+) -> AlgorithmChoice:  # fmt: skip
     """The fastest algorithm, of the explicit ones and the backend's own. Raises `MachineError`.
 
     latency_seconds, bytes_per_second: of a message over the slowest link: between hosts, or inside the only
@@ -61,25 +54,20 @@ def choose_algorithm(
             f"{num_ranks} ranks cannot be equally many on each of {num_hosts} hosts. Give a number of hosts that divides the ranks."
         )
     link = latency_seconds, bytes_per_second
-    candidates = {
-        name: seconds(num_bytes, num_ranks, *link)
-        for name, seconds in (("ring", ring_seconds), ("halving", halving_seconds), ("tree", tree_seconds))
-    }
+    formulas = {"ring": ring_seconds, "halving": halving_seconds, "tree": tree_seconds}
+    candidates = {name: seconds(num_bytes, num_ranks, *link) for name, seconds in formulas.items()}
     if 1 < num_hosts < num_ranks:
         inside = inside_latency_seconds or latency_seconds, inside_bytes_per_second or bytes_per_second
+        ranks_per_host = num_ranks // num_hosts
         candidates["hierarchical"] = hierarchical_seconds(
-            num_bytes, num_hosts, num_ranks // num_hosts, *link, *inside
+            num_bytes, num_hosts, ranks_per_host, *link, *inside
         )
     candidates |= measured
     if own_seconds is not None:
         candidates = {"all_reduce": own_seconds, **candidates}
-    best = min(candidates, key=lambda name: candidates[name])
-    others = ", ".join(
-        f"{format_seconds(candidates[name])} ({name})"
-        for name in sorted(candidates, key=lambda name: candidates[name])
-        if name != best
-    )
-    reason = f"{best}: {format_bytes(num_bytes)} over {num_ranks} ranks, {format_seconds(candidates[best])} against {others}"
+    best, *others = sorted(candidates, key=lambda name: candidates[name])
+    against = ", ".join(f"{format_seconds(candidates[name])} ({name})" for name in others)
+    reason = f"{best}: {format_bytes(num_bytes)} over {num_ranks} ranks, {format_seconds(candidates[best])} against {against}"
     return AlgorithmChoice(algorithm=best, seconds=candidates[best], reason=reason)
 
 
@@ -105,28 +93,21 @@ def tree_seconds(num_bytes: float, num_ranks: int, latency_seconds: float, bytes
 def halving_seconds(
     num_bytes: float, num_ranks: int, latency_seconds: float, bytes_per_second: float
 ) -> float:
-    """Seconds of recursive halving and doubling; ranks beyond a power of two take two more messages of all
-    bytes.
+    """Seconds of recursive halving and doubling; beyond a power of two with two more messages of all bytes.
 
     >>> halving_seconds(8, 4, 1.0, 1.0), halving_seconds(8, 5, 1.0, 1.0)
     (16.0, 34.0)
     """
     power = 1 << (num_ranks.bit_length() - 1)
     folding = 2 * (latency_seconds + num_bytes / bytes_per_second) if power < num_ranks else 0.0
-    return (
-        folding + 2 * _log2(power) * latency_seconds + 2 * (power - 1) / power * num_bytes / bytes_per_second
-    )
+    moving = 2 * (power - 1) / power * num_bytes / bytes_per_second
+    return folding + 2 * _log2(power) * latency_seconds + moving
 
 
 def hierarchical_seconds(
-    num_bytes: float,
-    num_hosts: int,
-    ranks_per_host: int,
-    latency_seconds: float,
-    bytes_per_second: float,
-    inside_latency_seconds: float,
-    inside_bytes_per_second: float,
-) -> float:
+    num_bytes: float, num_hosts: int, ranks_per_host: int, latency_seconds: float, bytes_per_second: float,
+    inside_latency_seconds: float, inside_bytes_per_second: float,
+) -> float:  # fmt: skip
     """Seconds of rings inside hosts, then between them for each rank's share; ranks of a host share its link.
 
     >>> hierarchical_seconds(8, 4, 1, 0.0, 1.0, 0.0, 1.0) == ring_seconds(8, 4, 0.0, 1.0)

@@ -30,8 +30,7 @@ _STALE_SECONDS = 3600.0  # age of an incomplete file that is removed
 class CacheEntry:
     """The result of a look-up.
 
-    content: None if there is no valid entry. why: the reason for that. refused: whether there was a file,
-    which is not trusted.
+    content: None if there is no valid entry. why: the reason. refused: whether a file is not trusted.
     """
 
     content: bytes | None
@@ -40,16 +39,14 @@ class CacheEntry:
 
 
 class Cache:
-    """The cache in one directory, which need not exist. max_bytes: of all entries; the least recently used
-    are evicted."""
+    """The cache in one directory, which need not exist. max_bytes: the least recently used are evicted."""
 
     def __init__(self, directory: Path, max_bytes: int = MAX_BYTES) -> None:
         self.directory = directory
         self._max_bytes = max_bytes
 
     def get(self, kind: str, place: str, parts: Mapping[str, str]) -> CacheEntry:
-        """The entry with equal dependencies. place: what it is of, as text. parts: name -> digest of each
-        dependency."""
+        """The entry with equal dependencies. place: what it is of, as text. parts: their digests by name."""
         path = self._path(kind, place, parts)
         try:
             if why := self._why_not_ours():
@@ -99,15 +96,10 @@ class Cache:
 
     def _what_changed(self, kind: str, place: str, parts: Mapping[str, str]) -> str:
         """The dependencies that differ from the newest entry of the same place, as a clause."""
+        entries = self.directory.glob(f"{kind}-{digest_of(place)[:16]}-*")
         try:
-            entries = sorted(
-                self.directory.glob(f"{kind}-{digest_of(place)[:16]}-*"),
-                key=lambda each: -each.stat().st_mtime,
-            )
-            there = _parts(_read(entries[0])) if entries else None
-        except (OSError, _ForeignError):
-            there = None
-        if there is None:
+            there = _parts(_read(max(entries, key=lambda each: each.stat().st_mtime)))
+        except (OSError, ValueError, _ForeignError):  # none, or no valid one
             return "no earlier run has stored it"
         names = [name for name in {**there, **parts} if there.get(name) != parts.get(name)]
         return f"changed since an earlier run: {', '.join(names)}"
@@ -158,9 +150,7 @@ def _read(path: Path) -> bytes:
 
 def _parts(body: bytes) -> dict[str, str]:
     try:
-        return json.loads(
-            body[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")]
-        )["parts"]
+        return json.loads(body[_LENGTH_BYTES : _content_start(body)])["parts"]
     except (ValueError, KeyError, TypeError) as error:
         raise _ForeignError(str(error)) from error
 
@@ -168,7 +158,11 @@ def _parts(body: bytes) -> dict[str, str]:
 def _content(body: bytes, parts: Mapping[str, str]) -> bytes:
     if _parts(body) != dict(parts):
         raise _ForeignError("its dependencies are not those of its name")
-    return body[_LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little") :]
+    return body[_content_start(body) :]
+
+
+def _content_start(body: bytes) -> int:
+    return _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -179,11 +173,10 @@ def _write(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             if not name:
+                link = f"/proc/self/fd/{file.fileno()}"
                 # Python follows the link in /proc only if it is also given a directory
                 with suppress(FileExistsError):
-                    os.link(
-                        f"/proc/self/fd/{file.fileno()}", path, src_dir_fd=file.fileno(), follow_symlinks=True
-                    )
+                    os.link(link, path, src_dir_fd=file.fileno(), follow_symlinks=True)
         if name:
             os.replace(name, path)
     except BaseException:
@@ -194,8 +187,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _new_file(directory: Path) -> tuple[int, str]:
-    """A new file and its name; "" for an anonymous file, which leaves nothing behind, where that is
-    possible."""
+    """A new file and its name; "" for an anonymous file, which leaves nothing behind, where possible."""
     if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
         with suppress(OSError):
             return os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600), ""

@@ -22,8 +22,7 @@ class JobError(MeshloomError):
 
 
 class CaptureError(MeshloomError):
-    """A loss that cannot be captured as a program: it depends on more than its tensors, or is not computed
-    with tensors."""
+    """A loss that cannot be captured as a program: it depends on more than its tensors, or on none."""
 
     exit_code = 2
 
@@ -63,8 +62,7 @@ class DataError(MeshloomError):
 
 
 class TrainingError(MeshloomError):
-    """A step that cannot continue: a loss that is not finite, a gradient that arrives twice, replicas that
-    drift apart."""
+    """A step that cannot continue: a loss that is not finite, a gradient that arrives twice, a drift."""
 
 
 class CollectiveError(MeshloomError):
@@ -72,8 +70,7 @@ class CollectiveError(MeshloomError):
 
 
 class EndpointError(MeshloomError):
-    """An address that cannot be listened on or joined, or a key that is missing, open to others, or of
-    another job."""
+    """An address that cannot be listened on or joined, or a key that is missing, open, or another job's."""
 
     exit_code = 2
 
@@ -82,9 +79,8 @@ class MessageError(MeshloomError):
     """A message between peers that is malformed, unexpected, or rejected by its peer."""
 
 
-ABORTED = (
-    "which has aborted"  # in a `PeerLostError` because of another rank's abort: that rank knows the cause
-)
+# in a `PeerLostError` because of another rank's abort: that rank knows the cause
+ABORTED = "which has aborted"
 
 
 class PeerLostError(MeshloomError):

@@ -61,12 +61,8 @@ def load_job(target: str) -> Job | None:
     found = getattr(module, name)
     if inspect.isfunction(found):
         parameters = inspect.signature(found).parameters.values()
-        needed = [
-            each.name
-            for each in parameters
-            if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        ]
-        if needed:
+        named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        if needed := [each.name for each in named if each.default is each.empty]:
             raise JobError(
                 f"{path}:{name} needs arguments ({', '.join(needed)}). Name a function that can be called without any and returns a Job."
             )
@@ -107,8 +103,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def _module_name(file: Path, root: Path) -> str | None:
-    """The name by which `python -m` would run the file from the directory `root`; None if it is in no package
-    there."""
+    """The name by which `python -m` would run the file from `root`; None if it is in no package there."""
     if root not in file.parents:
         return None
     *packages, last = file.relative_to(root).with_suffix("").parts

@@ -99,12 +99,9 @@ class Mesh:
         >>> Mesh(dp=2, pp=2, tp=1).teams()
         ((0, 2), (1, 3))
         """
+        places = [self.place(rank) for rank in range(self.size)]  # in order of pp, then of dp, then of tp
         return tuple(
-            tuple(
-                self.rank(MeshCoordinates(dp=replica, pp=pp, tp=tp))
-                for pp in range(self.pp)
-                for tp in range(self.tp)
-            )
+            tuple(rank for rank, place in enumerate(places) if place.dp == replica)
             for replica in range(self.dp)
         )
 

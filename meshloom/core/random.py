@@ -83,8 +83,7 @@ def preserved_draws() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a larger chunk that are computed on this rank: `start` to `start + count` of `total`
-    samples."""
+    """The rows of a larger chunk on this rank: `start` to `start + count` of `total` samples."""
 
     start: int
     count: int
@@ -166,8 +165,7 @@ def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows | N
     return tuple(cut(value) for value in full) if isinstance(full, tuple) else cut(full)
 
 
-# The number of values that these take from the generator depends on their arguments, so each row has its own
-# seed.
+# How many values these take from the generator depends on their arguments, so each row has its own seed.
 _TAKES_A_VARYING_COUNT = {
     torch.ops.aten.poisson.default,
     torch.ops.aten.binomial.default,
@@ -185,9 +183,8 @@ def _draw_row_by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any], row
     drawn = torch.empty_like(args[0])
     for row in range(num_rows):
         seed_torch(derive(chain, "row", first + row))
-        drawn[row : row + 1] = func(
-            *(value[row : row + 1] if isinstance(value, Tensor) else value for value in args), **kwargs
-        )
+        of_row = [value[row : row + 1] if isinstance(value, Tensor) else value for value in args]
+        drawn[row : row + 1] = func(*of_row, **kwargs)
     seed_torch(chain)
     # in place, through the rows
     return args[0] if func is torch.ops.aten.rrelu_with_noise_.default else drawn
@@ -195,11 +192,8 @@ def _draw_row_by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any], row
 
 def _digest(func: Any, args: Sequence[Any], drawn: Any) -> str:
     """A digest of the draw alone: of a dropout's mask and not of its output, which differs by rounding."""
-    outputs = [
-        value
-        for value in (drawn if isinstance(drawn, tuple | list) else [drawn])
-        if isinstance(value, Tensor)
-    ]
+    results = drawn if isinstance(drawn, tuple | list) else [drawn]
+    outputs = [value for value in results if isinstance(value, Tensor)]
     parts = [value for value in outputs if value.dtype == torch.bool] or outputs
     inputs = [value for value in args if isinstance(value, Tensor) and value.is_floating_point()]
     if parts is outputs and func not in _DRAWS_ALONE and any(value is not drawn for value in inputs):

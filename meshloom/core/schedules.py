@@ -63,9 +63,8 @@ def check_pipeline(plan: PipelineSettings, defaults: Mapping[str, Any]) -> None:
     """Raise `PlanError` for pipeline settings that contradict each other. defaults: of every setting."""
     check_known("schedule", plan.schedule, SCHEDULES)
     check_known("recompute", plan.recompute, RECOMPUTE)
-    if not all(
-        isinstance(each, str) and each and not any(mark in each for mark in ",+= ") for each in plan.cuts
-    ):  # pyright: ignore[reportUnnecessaryIsInstance]
+    cuts: tuple[Any, ...] = plan.cuts
+    if not all(isinstance(each, str) and each and not set(each) & set(",+= ") for each in cuts):
         raise PlanError(f"cuts={plan.cuts!r} must be names of modules, like cuts=blocks.4+blocks.8.")
     if plan.pp == 1:
         for name in ("schedule", "virtual_stages", "cuts"):
@@ -76,9 +75,8 @@ def check_pipeline(plan: PipelineSettings, defaults: Mapping[str, Any]) -> None:
     entry = SCHEDULES[plan.schedule]
     minimum = entry.stages_per_rank
     if plan.virtual_stages not in (0, minimum) and not (entry.any_number and plan.virtual_stages > minimum):
-        allowed, alternative = (
-            (f"{minimum} or more", "") if entry.any_number else (minimum, ", or use schedule=interleaved")
-        )
+        allowed = f"{minimum} or more" if entry.any_number else minimum
+        alternative = "" if entry.any_number else ", or use schedule=interleaved"
         raise PlanError(
             f"virtual_stages={plan.virtual_stages} does not go with schedule={plan.schedule}, which has {allowed} on each rank. "
             f"Leave virtual_stages out{alternative}."

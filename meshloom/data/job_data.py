@@ -33,15 +33,11 @@ def open_reader(
     dataset = build_dataset(job.data, job.seed)
     iterable = is_iterable(dataset, "Job(data=...)")
     num_samples = None if iterable else len(dataset)
-    yield from agree(
-        group,
-        {
-            "the kind of dataset": "iterable" if iterable else "map-style",
-            "the number of samples in the dataset": num_samples,
-        },
-        "Job(data=...) must build the same dataset on every rank.",
-        DataError,
-    )
+    built = {
+        "the kind of dataset": "iterable" if iterable else "map-style",
+        "the number of samples in the dataset": num_samples,
+    }
+    yield from agree(group, built, "Job(data=...) must build the same dataset on every rank.", DataError)
     shares = shares or Shares(plan)
     if num_samples is None:
         return StreamReader(dataset, job, plan, shares, group, start_step, stop_step)
@@ -56,15 +52,10 @@ def build_dataset(build: Callable[[], Any], seed: int) -> Any:
 
 
 def evaluation_chunks(
-    dataset: Any,
-    job: Job,
-    plan: Plan,
-    group: Group,
-    shares: Sequence[int] = (),
+    dataset: Any, job: Job, plan: Plan, group: Group, shares: Sequence[int] = (),
     num_batches: int | None = None,
-) -> Iterator[Chunk]:
-    """This replica's nonempty chunks of one pass over `dataset`, in batches of `job.batch_size` split as in
-    training.
+) -> Iterator[Chunk]:  # fmt: skip
+    """This replica's nonempty chunks of one pass over `dataset`, in batches that are split as in training.
 
     shares: as of `Plan.sizes`. num_batches: number of batches; None: all. The `step` of a chunk is the number
     of its batch. Draws during reading are the same in every evaluation. Replicas may get different numbers of
@@ -86,11 +77,10 @@ def is_iterable(dataset: Any, where: str) -> bool:
         raise JobError(
             f"{where} built a DataLoader. Return its dataset, and give batch_size, collate and num_workers to Job."
         )
-    if isinstance(dataset, IterableDataset) or (
-        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-    ):
+    has_items = hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_items):
         return True
-    if not hasattr(dataset, "__getitem__"):
+    if not has_items:
         raise JobError(
             f"{where} built {kind}, which is not a dataset. It needs __len__ and __getitem__ (map-style) or __iter__ (iterable)."
         )

@@ -52,8 +52,7 @@ class ChunkSource(Dataset[Any]):
 
 
 class Batches:
-    """The global batch of each step, as indices of a dataset of `num_samples`. Raises `DataError` if an epoch
-    has no batch."""
+    """The global batch of each step, as indices of a dataset. Raises `DataError` if an epoch has no batch."""
 
     def __init__(self, job: Job, num_samples: int) -> None:
         self._job = job
@@ -86,29 +85,17 @@ class MapReader(Reader):
     """The chunks of one replica, read by one loader."""
 
     def __init__(
-        self,
-        dataset: Any,
-        num_samples: int,
-        job: Job,
-        plan: Plan,
-        shares: Shares,
-        replica: int,
-        start_step: int,
-        stop_step: int,
-    ) -> None:
+        self, dataset: Any, num_samples: int, job: Job, plan: Plan, shares: Shares, replica: int,
+        start_step: int, stop_step: int,
+    ) -> None:  # fmt: skip
         self._source = ChunkSource(dataset, job)
         self._num_samples = num_samples
         self._batches = Batches(job, num_samples)
         self._num_workers = job.num_workers
-        self._plan = plan
-        self._shares = shares
-        self._replica = replica
-        self._stop_step = stop_step
+        self._plan, self._shares, self._replica, self._stop_step = plan, shares, replica, stop_step
+        per_epoch = self._batches.per_epoch
         # the first batch, and the last one of its epoch, which may be short
-        for step in (
-            start_step,
-            start_step + self._batches.per_epoch - 1 - start_step % self._batches.per_epoch,
-        ):
+        for step in (start_step, start_step + per_epoch - 1 - start_step % per_epoch):
             if step < stop_step:
                 plan.check_batch(self._batches.size(step))
         self._seek(start_step)
@@ -122,17 +109,11 @@ class MapReader(Reader):
         assert step < self._stop_step, f"step {step} of a run that ends before step {self._stop_step}"
         if step != self._next_step:
             self._seek(step)
-        cuts = self._ranges(step, self._batches.size(step))
-        chunks = [
-            Chunk(
-                step,
-                self._batches.size(step),
-                cut.index,
-                cut.samples,
-                next(self._items) if cut.samples else None,
-            )
-            for cut in cuts
-        ]
+        size = self._batches.size(step)
+        chunks: list[Chunk] = []
+        for cut in self._ranges(step, size):
+            data = next(self._items) if cut.samples else None
+            chunks.append(Chunk(step, size, cut.index, cut.samples, data))
         self._next_step = step + 1
         return chunks
 
@@ -154,24 +135,17 @@ class MapReader(Reader):
                     yield ReadRequest(step, cut.index, epoch, indices[cut.start : cut.stop])
 
     def _ranges(self, step: int, num_samples: int) -> list[ChunkRange]:
-        return share_of(
-            self._replica, split_batch(num_samples, self._plan, self._shares.of(step)), self._plan
-        )
+        ranges = split_batch(num_samples, self._plan, self._shares.of(step))
+        return share_of(self._replica, ranges, self._plan)
 
 
 EVALUATION = -1  # the epoch of draws while evaluation data is read
 
 
 def map_chunks(
-    dataset: Any,
-    job: Job,
-    plan: Plan,
-    replica: int,
-    shares: Sequence[int] = (),
-    num_batches: int | None = None,
+    dataset: Any, job: Job, plan: Plan, replica: int, shares: Sequence[int], num_batches: int | None
 ) -> Iterator[Chunk]:
-    """The nonempty chunks of `replica` of one pass over `dataset`, in order. Arguments: of
-    `evaluation_chunks`."""
+    """The nonempty chunks of `replica` of one pass, in order. Arguments: of `evaluation_chunks`."""
     starts = range(0, len(dataset), job.batch_size)[:num_batches]
     batches = [range(start, min(start + job.batch_size, len(dataset))) for start in starts]
     requests = [

@@ -2,7 +2,7 @@
 
 A rank's time per sample excludes its waits for other replicas:
 
-begin --- chunks ---(waits along dp: excluded)--- chunks --- end | exchange, update: excluded
+    begin --- chunks ---(waits along dp: excluded)--- chunks --- end | exchange, update: excluded
 """
 
 from __future__ import annotations
@@ -68,15 +68,12 @@ def remeasure(
     The change is from the first step that no reader has looked up. A replica is as slow as its slowest rank.
     batch_size: samples of a full batch. stop_step: the end of the run.
     """
-    measured: list[tuple[int, float | None, int]] = yield from collect(
-        context.world, [context.place.dp, pace.median(), shares.first_free]
-    )
+    mine = [context.place.dp, pace.median(), shares.first_free]
+    measured: list[tuple[int, float | None, int]] = yield from collect(context.world, mine)
     first_free = max(free for _, _, free in measured)
-    decision = (
-        _decide(measured, shares.sizes(first_free - 1, batch_size), first_free)
-        if context.rank == 0 and first_free < stop_step
-        else None
-    )
+    decision = None
+    if context.rank == 0 and first_free < stop_step:
+        decision = _decide(measured, shares.sizes(first_free - 1, batch_size), first_free)
     decided: tuple[list[int], str] | None = yield from share(context.world, decision)
     if decided is None:
         return ""
@@ -95,8 +92,7 @@ def _decide(
             return None
         seconds[replica] = max(seconds[replica], median)
     proposal = propose(sizes, seconds)
-    return (
-        (proposal.sizes, f"shares {'+'.join(map(str, proposal.sizes))} from step {step}: {proposal.reason}")
-        if proposal
-        else None
-    )
+    if not proposal:
+        return None
+    shares = "+".join(map(str, proposal.sizes))
+    return proposal.sizes, f"shares {shares} from step {step}: {proposal.reason}"

@@ -35,10 +35,8 @@ def fastest_sizes(num_samples: int, seconds_per_sample: Sequence[float]) -> tupl
     seconds = (num_samples - len(seconds_per_sample)) / sum(1 / each for each in seconds_per_sample)
     sizes = [max(1, int(seconds / each)) for each in seconds_per_sample]
     while sum(sizes) < num_samples:
-        next_replica = min(
-            range(len(sizes)), key=lambda replica: (sizes[replica] + 1) * seconds_per_sample[replica]
-        )
-        sizes[next_replica] += 1
+        finished = [(size + 1) * each for size, each in zip(sizes, seconds_per_sample, strict=True)]
+        sizes[finished.index(min(finished))] += 1
     return tuple(sizes)
 
 
@@ -56,9 +54,8 @@ def propose(sizes: Sequence[int], seconds_per_sample: Sequence[float]) -> Propos
         return None
     slow, fast = (seconds_per_sample.index(extreme(seconds_per_sample)) for extreme in (max, min))
     ratio = seconds_per_sample[slow] / seconds_per_sample[fast]
-    return Proposal(
-        sizes=best, reason=f"replica {slow} takes {ratio:.1f}x as long per sample as replica {fast}"
-    )
+    reason = f"replica {slow} takes {ratio:.1f}x as long per sample as replica {fast}"
+    return Proposal(sizes=best, reason=reason)
 
 
 def _slowest(sizes: Sequence[int], seconds_per_sample: Sequence[float]) -> float:

@@ -1,5 +1,4 @@
-"""Runs the job's dataset and `collate`, here or in worker processes, with defined seeds and described
-failures.
+"""Runs the job's dataset and `collate`, here or in worker processes, with defined seeds.
 
 Each sample and each `collate` has its own seed of the CPU generators of torch, `random` and numpy. An
 exception becomes a `ReadFailure` where it is raised, since one that crosses processes loses its traceback.
@@ -33,8 +32,7 @@ from meshloom.core.random import derive, preserved_draws
 
 
 def seed_draws(value: int) -> None:
-    """Seed the CPU generators. Takes 10 us; `torch.manual_seed`, which visits every kind of device, takes
-    200 us."""
+    """Seed the CPU generators. Takes 10 us; `torch.manual_seed` visits every kind of device in 200 us."""
     torch.default_generator.manual_seed(value)
     random.seed(value)
     numpy.random.seed(value % 2**32)
@@ -52,7 +50,8 @@ class ReadFailure:
     def of(what: str, error: Exception) -> ReadFailure:
         """The failure of `what`, which names the sample or the chunk; adds the user's source line."""
         frames = traceback.extract_tb(error.__traceback__)
-        frame = next((frame for frame in reversed(frames) if _is_users(frame.filename)), frames[-1])
+        users = [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)]
+        frame = (users or frames)[-1]
         text = "".join(traceback.format_exception(error))
         reason = " ".join(str(error).split())
         sentence = f"{what} failed at {frame.filename}:{frame.lineno} in {frame.name}: {type(error).__name__}: {reason}"
@@ -69,17 +68,11 @@ class WorkerError(Exception):
     """The traceback of an exception in a worker process, as text."""
 
 
-_NOT_USERS = tuple(
-    {
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        str(Path(__file__).parents[1]),
-        "<",
-    }
+_NOT_USERS = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+    "<",
 )
-
-
-def _is_users(filename: str) -> bool:
-    return not filename.startswith(_NOT_USERS)
 
 
 class Collation:
@@ -91,16 +84,14 @@ class Collation:
         self._sendable = False
 
     def __call__(self, samples: list[Any], step: int, index: int, names: Iterable[object]) -> Any:
-        """The batch of `samples`, for chunk `index` of `step`; or a `ReadFailure`. names: of the samples in
-        errors."""
+        """The batch of `samples` for chunk `index` of `step`, or a `ReadFailure` that has their `names`."""
         what = f"Collating chunk {index} of step {step} (samples {', '.join(map(str, names))})"
         seed_draws(derive(self._seed, "collate", step, index))
         try:
             data = self._collate(samples)
             if get_worker_info() is not None and not self._sendable:
-                pickle.dumps(
-                    data
-                )  # once per worker: the parent would wait forever for what cannot be pickled
+                # once per worker: the parent would wait forever for what cannot be pickled
+                pickle.dumps(data)
                 self._sendable = True
         except Exception as error:
             return ReadFailure.of(what, error)
@@ -110,11 +101,10 @@ class Collation:
 def read_ahead(
     source: Dataset[Any], num_workers: int, requests: Iterable[Any] | None = None
 ) -> Generator[Any, None, None]:
-    """`source[request]` of each request in order (all items of an iterable `source`), read by `num_workers`
-    forked processes, or here if that is 0.
+    """`source[request]` of each request in order (all items of an iterable `source`).
 
-    The caller's generators are restored. Raises the `DataError` of a `ReadFailure`. Closing the iterator ends
-    the processes.
+    num_workers: forked processes that read, which end when the iterator is closed; 0: read here. The caller's
+    generators are restored. Raises the `DataError` of a `ReadFailure`.
     """
     loader: DataLoader[Any] = DataLoader(
         source,
@@ -166,10 +156,9 @@ def _how_ended(iterator: Any) -> str:
     """A clause about a process of the loader that was killed; "" if none was."""
     for worker in getattr(iterator, "_workers", ()):
         if worker.exitcode is not None and worker.exitcode < 0:
-            hint = (
-                " (the system does that when memory runs out)" if -worker.exitcode == signal.SIGKILL else ""
-            )
-            return f"process {worker.pid} was killed by {signal.Signals(-worker.exitcode).name}{hint}."
+            killer = signal.Signals(-worker.exitcode)
+            hint = " (the system does that when memory runs out)" if killer == signal.SIGKILL else ""
+            return f"process {worker.pid} was killed by {killer.name}{hint}."
     return ""
 
 

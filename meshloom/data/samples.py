@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -18,9 +18,8 @@ from meshloom.data.reading import Collation, ReadFailure
 from meshloom.data.stream_data import stream_batches
 
 
-def first_batches(job: Job, count: int, size: int | None = None) -> list[Any]:
-    """The first `count` batches of `size` samples each (default: the global batch), collated, over as many
-    epochs as needed.
+def first_batches(job: Job, number: int, size: int | None = None) -> list[Any]:
+    """The first `number` batches of `size` samples (default: the global batch), collated, over enough epochs.
 
     Samples, their order and their draws are those of training; batches of the default size are too, up to the
     first short one, which is left out here. The data is built once more and read in this process; generators
@@ -30,13 +29,9 @@ def first_batches(job: Job, count: int, size: int | None = None) -> list[Any]:
     full_batches = replace(job, batch_size=size or job.batch_size, drop_last=True)
     dataset = build_dataset(job.data, job.seed)
     with preserved_draws():
-        read = (
-            _from_stream(dataset, full_batches)
-            if is_iterable(dataset, "Job(data=...)")
-            else _from_map(dataset, full_batches)
-        )
+        read = _from_stream if is_iterable(dataset, "Job(data=...)") else _from_map
         batches: list[Any] = []
-        for batch in islice(read, count):
+        for batch in islice(read(dataset, full_batches), number):
             if isinstance(batch, ReadFailure):
                 raise batch.to_error()
             batches.append(batch)
@@ -50,19 +45,14 @@ def _from_map(dataset: Any, job: Job) -> Iterator[Any]:
         )
     batches = Batches(job, len(dataset))
     source = ChunkSource(dataset, job)
-    step = 0
-    while True:
+    for step in count():
         epoch, indices = batches.of(step)
         yield source[ReadRequest(step, 0, epoch, indices)]
-        step += 1
 
 
 def _from_stream(dataset: Any, job: Job) -> Iterator[Any]:
-    if (
-        not isinstance(dataset, IterableDataset)
-        and iter(dataset) is dataset
-        and build_dataset(job.data, job.seed) is dataset
-    ):
+    once = not isinstance(dataset, IterableDataset) and iter(dataset) is dataset
+    if once and build_dataset(job.data, job.seed) is dataset:
         raise DataError(
             f"Job(data=...) returns the same {type(dataset).__name__} each time, which can be read only once: its first samples would be missing "
             "in training. Build it in the function, or make it an IterableDataset."

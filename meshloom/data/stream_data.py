@@ -10,7 +10,7 @@ sample under its own seed, since a stream has no other notion of position.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -36,10 +36,7 @@ class StepSource(IterableDataset[Any]):
     def __init__(
         self, dataset: Any, job: Job, plan: Plan, shares: Shares, start_step: int, stop_step: int
     ) -> None:
-        self._dataset = dataset
-        self._job = job
-        self._plan = plan
-        self._shares = shares
+        self._dataset, self._job, self._plan, self._shares = dataset, job, plan, shares
         self._steps = range(start_step, stop_step)
         self._collate = Collation(job)
 
@@ -132,10 +129,7 @@ class StreamReader(Reader):
             )
         plan.check_batch(job.batch_size)
         self._dataset = dataset if group.rank == 0 else None
-        self._job = job
-        self._plan = plan
-        self._shares = shares
-        self._group = group
+        self._job, self._plan, self._shares, self._group = job, plan, shares, group
         self._stop_step = stop_step
         self._seek(start_step)
 
@@ -153,29 +147,19 @@ class StreamReader(Reader):
             return share
         chunks = next(self._items)
         self._plan.check_batch(sum(chunk.samples for chunk in chunks))
-        shares = [
-            chunks[replica * self._plan.microbatches :][: self._plan.microbatches]
-            for replica in range(self._group.size)
-        ]
+        m = self._plan.microbatches
+        shares = [chunks[replica * m : (replica + 1) * m] for replica in range(self._group.size)]
         if self._group.size > 1:
             yield from scatter_objects(self._group, [None, *shares[1:]])
         return shares[0]
 
     def close(self) -> None:
-        self._items.close()
+        if hasattr(self, "_items"):
+            self._items.close()
 
     def _seek(self, step: int) -> None:
-        if hasattr(self, "_items"):
-            self.close()
+        self.close()
         self._next_step = step
         if self._group.rank == 0:
-            self._items = read_ahead(
-                StepSource(self._dataset, self._job, self._plan, self._shares, step, self._stop_step),
-                self._job.num_workers,
-            )
-        else:
-            self._items = _nothing()
-
-
-def _nothing() -> Generator[Any, None, None]:
-    yield from ()
+            source = StepSource(self._dataset, self._job, self._plan, self._shares, step, self._stop_step)
+            self._items = read_ahead(source, self._job.num_workers)

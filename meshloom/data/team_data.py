@@ -21,13 +21,10 @@ def open_team_reader(
     stop_step: int,
     shares: Shares | None = None,
 ) -> Steps[Reader]:
-    """`open_reader` for a rank of `team`, whose first rank reads. readers: the ranks at the same place of the
-    other replicas."""
-    reader = (
-        (yield from open_reader(job, plan, readers, start_step, stop_step, shares))
-        if team.rank == 0
-        else None
-    )
+    """`open_reader` for a rank of `team`, whose first rank reads. readers: its peers along dp."""
+    reader: Reader | None = None
+    if team.rank == 0:
+        reader = yield from open_reader(job, plan, readers, start_step, stop_step, shares)
     num_samples: int | None = yield from share(team, reader.num_samples if reader else None)
     return TeamReader(reader, num_samples, team)
 
@@ -36,9 +33,7 @@ class TeamReader(Reader):
     """The reader of a rank of `team`. reader: of the first rank; None on the others."""
 
     def __init__(self, reader: Reader | None, num_samples: int | None, team: Group) -> None:
-        self._reader = reader
-        self._num_samples = num_samples
-        self._team = team
+        self._reader, self._num_samples, self._team = reader, num_samples, team
 
     @property
     def num_samples(self) -> int | None:

@@ -22,11 +22,8 @@ def to_device(tree: Any, device: torch.device | str, dtype: torch.dtype | None =
     {'x': tensor([1., 1.], dtype=torch.float64), 'names': ['a', 'b']}
     """
     if isinstance(tree, Tensor):
-        return tree.to(
-            device=device,
-            dtype=dtype if dtype and tree.is_floating_point() else tree.dtype,
-            non_blocking=True,
-        )
+        kept = dtype if dtype and tree.is_floating_point() else tree.dtype
+        return tree.to(device=device, dtype=kept, non_blocking=True)
     if isinstance(tree, PackedSequence):
         packed: Any = tree
         packed = packed.to(device)

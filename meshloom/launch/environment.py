@@ -237,7 +237,7 @@ def rank_environment(
         "PYTHONUNBUFFERED": "1",  # what a rank printed before it was killed is not lost
         **({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}),
     }
-    told = {
+    launched = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -252,7 +252,7 @@ def rank_environment(
         "MESHLOOM_TRANSPORT": launched_transport(transport),
         "MESHLOOM_BEGAN": str(_began()),
     }
-    return {**replaceable, **os.environ, **told}
+    return {**replaceable, **os.environ, **launched}
 
 
 def role_environment(role: Role, num_workers: int) -> dict[str, str]:

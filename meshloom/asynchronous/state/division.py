@@ -16,14 +16,14 @@ def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
     """
     if num_servers == 1:
         return False
-    made = make_optimizers(job, named)
-    if "optimizer" in made.reaches:
-        kind = type(made.optimizers[made.reaches.index("optimizer")]).__name__
+    user = make_optimizers(job, named)
+    if "optimizer" in user.reaches:
+        kind = type(user.optimizers[user.reaches.index("optimizer")]).__name__
         raise PlanError(
             f"{kind} looks at all parameters at once, and with servers={num_servers} no server has them all. Use servers=1, an optimizer that updates "
             "each parameter independently, or Job(elementwise=True) if it does."
         )
-    whole = "parameter" in made.reaches
+    whole = "parameter" in user.reaches
     parts = len(named) if whole else sum(parameter.numel() for _, parameter in named)
     if parts < num_servers:
         raise PlanError(

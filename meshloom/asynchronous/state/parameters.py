@@ -90,14 +90,14 @@ class Parameters:
         self._slices = divide_over_servers(named, num_servers, whole=whole)[number]
         self._alone = simulated_groups(1)[0]
         here = {each.name for each in self._slices}
-        made = make_optimizers(job, named)
-        refuse_sparse_adam(made.optimizers, "in messages of exchange=async")
+        user = make_optimizers(job, named)
+        refuse_sparse_adam(user.optimizers, "in messages of exchange=async")
         self._updater = Updater(
             replace(job, clip_grad_norm=None),  # see `_scale`
             named,
             _Ownership(owned=self._slices, owners=self._alone if num_servers > 1 else None),
             local=[(name, each) for name, each in named if name in here],
-            user=made,
+            user=user,
         )
         self._first = number == 0
         buffers = model.named_buffers() if self._first else ()

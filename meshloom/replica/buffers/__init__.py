@@ -1,2 +1,1 @@
-"""Buffers that training writes: every chunk reads them as the step found them, and writes are merged in the
-chunks' order."""
+"""Buffers that training writes: chunks read them as the step found them; writes are merged in their order."""

@@ -26,8 +26,7 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 @contextmanager
 def synchronise_batch_norm(model: nn.Module, group: Group) -> Iterator[None]:
-    """While entered, every batch norm layer of `model` takes its training statistics over the ranks of
-    `group` together.
+    """While entered, batch norm layers take their training statistics over the ranks of `group` together.
 
     Classes, names and structure stay; each layer's `forward` is replaced on the instance. Running statistics
     become those of one device that runs the joined chunk, with the same bits on every rank. Evaluation mode
@@ -51,9 +50,8 @@ def synchronise_batch_norm(model: nn.Module, group: Group) -> Iterator[None]:
 
 @contextmanager
 def unsynchronised(model: nn.Module) -> Iterator[None]:
-    """While entered, batch norm layers that `synchronise_batch_norm` changed wait for nobody: they scale by
-    weight and bias only, and leave their statistics."""
-    kept = [
+    """While entered, synchronised batch norm layers wait for nobody: they scale by weight and bias only."""
+    changed = [
         (module, vars(module)["forward"])
         for module in model.modules()
         if isinstance(module, _BatchNorm) and "forward" in vars(module)
@@ -67,24 +65,20 @@ def unsynchronised(model: nn.Module) -> Iterator[None]:
         return forward
 
     try:
-        for module, _ in kept:
+        for module, _ in changed:
             module.forward = scale(module)
         yield
     finally:
-        for module, forward in kept:
+        for module, forward in changed:
             module.forward = forward
 
 
 def expected_bytes(model: nn.Module, num_chunks: int) -> ExpectedBytes:
-    """Of forward and backward of a step's chunks on a replica, if every layer runs once in each and its input
-    needs a gradient."""
+    """Of a step's chunks, if every layer runs once in each and its input needs a gradient."""
     channels = [module.num_features for module in model.modules() if isinstance(module, _BatchNorm)]
-    chunk = Traffic.along(
-        "dp",
-        all_gather=sum(8 * (1 + 2 * count) for count in channels),
-        all_reduce=sum(8 * 2 * count for count in channels),
-    )
-    return ExpectedBytes(per_step=chunk * num_chunks)
+    gathered = sum(8 * (1 + 2 * count) for count in channels)
+    reduced = sum(8 * 2 * count for count in channels)
+    return ExpectedBytes(per_step=Traffic.along("dp", all_gather=gathered, all_reduce=reduced) * num_chunks)
 
 
 def _forward(name: str, module: Any, group: Group) -> Any:
@@ -107,8 +101,7 @@ def _forward(name: str, module: Any, group: Group) -> Any:
 
 
 def _joined_statistics(x: Tensor, group: Group) -> tuple[int, Tensor, Tensor]:
-    """Values per channel, mean and biased variance [channels], float64, of all ranks' `x` [samples, channels,
-    ...]."""
+    """Count per channel, mean and biased variance [channels] (float64) of all ranks' x [n, channels, ...]."""
     channels = x.shape[1]
     count = x.numel() // channels if channels else 0
     part = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
@@ -131,49 +124,32 @@ def _joined_statistics(x: Tensor, group: Group) -> tuple[int, Tensor, Tensor]:
 
 
 def _update_running(module: Any, count: int, mean: Tensor, variance: Tensor) -> None:
-    """What torch's layer does after a batch of `count` values per channel, whose `variance` is the biased
-    one."""
+    """What torch's layer does after a batch of `count` values per channel, of this biased `variance`."""
     factor = 0.0 if module.momentum is None else module.momentum
     with torch.no_grad():
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)
             if module.momentum is None:
                 factor = 1.0 / float(module.num_batches_tracked)
-        for running, batch in (
-            (module.running_mean, mean),
-            (module.running_var, variance * (count / (count - 1))),
-        ):
+        unbiased = variance * (count / (count - 1))
+        for running, batch in ((module.running_mean, mean), (module.running_var, unbiased)):
             running.copy_((1.0 - factor) * running.double() + factor * batch)
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) * weight + bias, with the gradient through mean and variance of all
-    ranks' x."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias, with the gradient through all ranks' statistics."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        variance: Tensor,
-        count: int,
-        eps: float,
-        group: Group,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,
+        count: int, eps: float, group: Group,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.has_bias, ctx.count, ctx.eps, ctx.group = bias is not None, count, eps, group
         precision = _precision(x)
+        affine = _cast(weight, precision), _cast(bias, precision)
         # In evaluation mode torch's kernel normalises with what it is given.
-        return F.batch_norm(
-            x,
-            mean.to(precision),
-            variance.to(precision),
-            _cast(weight, precision),
-            _cast(bias, precision),
-            eps=eps,
-        )
+        return F.batch_norm(x, mean.to(precision), variance.to(precision), *affine, eps=eps)
 
     @staticmethod
     @once_differentiable
@@ -187,21 +163,16 @@ class _Normalise(torch.autograd.Function):
         normal = (x.to(precision) - mean.to(precision).view(shape)) * inverse.to(precision).view(shape)
         own = torch.stack([dy.sum(others).double(), (dy * normal).sum(others).double()])
         grad_weight = own[1].to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
-        grad_bias = (
-            own[0].to(grad.dtype if weight is None else weight.dtype)
-            if ctx.has_bias and ctx.needs_input_grad[2]
-            else None
-        )
-        grad_x = None
+        grad_x = grad_bias = None
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = own[0].to(grad.dtype if weight is None else weight.dtype)
         if ctx.needs_input_grad[0]:  # on all ranks or on none
             sums = own.clone()
             ctx.group.all_reduce(sums).wait()
             average = (sums / ctx.count).to(precision)
             scale = inverse if weight is None else inverse * weight.detach().double()
-            grad_x = (dy - average[0].view(shape) - normal * average[1].view(shape)) * scale.to(
-                precision
-            ).view(shape)
-            grad_x = grad_x.to(x.dtype)
+            centred = dy - average[0].view(shape) - normal * average[1].view(shape)
+            grad_x = (centred * scale.to(precision).view(shape)).to(x.dtype)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 

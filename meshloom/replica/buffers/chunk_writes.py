@@ -1,13 +1,11 @@
-"""Buffers that a training forward changes, over one step's chunks: each reads them as the step found them,
-and their writes are merged in order.
+"""Buffers that a training forward changes, over one step's chunks, whose writes are merged in order.
 
-    recurrence      b -> a * b + c, found once (`recurrence.py`): a replica's chunks together are one such map, and the replicas' maps are
-                    applied in order
+    recurrence      b -> a * b + c, found once (`recurrence.py`); the replicas' maps are applied in order
     otherwise       the value of the last chunk that changed it, element by element
-    tied            buffers that say how others are written (a queue and its pointer): all of them from the last chunk that changed any, whole
+    tied            buffers that say how others are written (a queue and its pointer): all of them from the
+                    last chunk that changed any, whole
 
-So no chunk waits for another, and no schedule and no plan makes a difference
-([docs/buffers.md](../../docs/buffers.md)).
+So no chunk waits for another, and no schedule and no plan makes a difference (docs/buffers.md).
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ LOOK_EVERY = 100
 class ChunkWrites:
     """The buffers of `model` that are not in `handled` (identities).
 
-    joined: all replicas' chunks with one number are one chunk, so that each replica's value is that of a part
-        of it.
+    joined: all replicas' chunks with one number are one chunk: each replica's value is that of a part of it.
     changing: names of the buffers that every chunk changes, if that is known; otherwise it is seen by their
         values. Ranks that run chunks together, each with parts of the buffers, have to know: by its values
         one would run a chunk again and another would not.
@@ -45,8 +42,8 @@ class ChunkWrites:
         handled: set[int],
         *,
         joined: bool,
-        changing: Collection[str] | None = None,
-        unite: Unite = lambda flags: flags,
+        changing: Collection[str] | None,
+        unite: Unite,
     ) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         self._joined = joined
@@ -64,19 +61,12 @@ class ChunkWrites:
             if buffer.layout != torch.strided or id(buffer) in handled:
                 continue
             if changing is None or name in changing:
-                number = len(self._buffers)
-                self._buffers.append(
-                    TrackedBuffer(
-                        number,
-                        name,
-                        modules[owner],
-                        key,
-                        buffer,
-                        buffer.detach().clone(),
-                        number,
-                        version=buffer._version,
-                    )  # pyright: ignore[reportPrivateUsage]
+                number, start = len(self._buffers), buffer.detach().clone()
+                version = buffer._version  # pyright: ignore[reportPrivateUsage]
+                tracked = TrackedBuffer(
+                    number, name, modules[owner], key, buffer, start, number, version=version
                 )
+                self._buffers.append(tracked)
 
     @property
     def length(self) -> int:
@@ -85,8 +75,7 @@ class ChunkWrites:
 
     @contextmanager
     def collecting(self, rerun: Callable[[], Any] | None) -> Iterator[None]:
-        """Around a chunk, which sees the buffers as they were before the step. rerun: runs its forward again
-        with the same draws and returns its loss."""
+        """Around a chunk, which sees the buffers as before the step. rerun: of `RunningStatistics.chunk`."""
         if not self._begun:
             self._begin()
         sparse = self._sparse.writes()
@@ -110,23 +99,15 @@ class ChunkWrites:
             self._tie(changed[one], changed[other])
 
     def facts(self) -> list[int]:
-        """Of every buffer: changed in this step, of another shape now, no recurrence, read by the loss, the
-        number of its group."""
-        return [
-            int(fact)
-            for each in self._buffers
-            for fact in (
-                each.changed,
-                each.reshaped is not None,
-                each.last,
-                each.read and each.changed,
-                each.group,
-            )
-        ]
+        """Of every buffer: `CHANGED` and `RESHAPED` in this step, `LAST` (no recurrence), `READ`, `GROUP`."""
+        facts: list[int] = []
+        for each in self._buffers:
+            reshaped, read = each.reshaped is not None, each.read and each.changed
+            facts += map(int, (each.changed, reshaped, each.last, read, each.group))
+        return facts
 
     def agree(self, facts: Sequence[Sequence[int]]) -> list[str]:
-        """Take the union of all replicas' facts; names of the buffers that training reads and changes, each
-        once."""
+        """Take the union of all replicas' facts; new names of buffers that training reads and changes."""
         width = GROUP + 1
         moving: list[TrackedBuffer] = []
         read: list[str] = []
@@ -149,16 +130,11 @@ class ChunkWrites:
         return 2 * sum(num_reals(buffer.start) for buffer in self._moving)
 
     def take(self) -> Tensor:
-        """This replica's maps of the buffers that changed anywhere: a, then c, of each. int64, or the bits of
-        float64."""
+        """This replica's maps of the changed buffers: a, then c, of each, int64 or the bits of float64."""
         parts: list[Tensor] = []
-        groups = [buffer.group for buffer in self._buffers]
         for buffer in self._moving:
-            tied = (
-                [other.name for other in self._buffers if other.group == buffer.group]
-                if groups.count(buffer.group) > 1
-                else []
-            )
+            group = [other.name for other in self._buffers if other.group == buffer.group]
+            tied = group if len(group) > 1 else []
             start = flat(buffer.start)
             decay, added = torch.ones_like(start), torch.zeros_like(start)
             for chunk in self._chunks:
@@ -168,9 +144,11 @@ class ChunkWrites:
         return torch.cat(parts)
 
     def apply(self, parts: Tensor) -> list[str]:
-        """Apply all replicas' maps [replicas, moving_length] in order, and start the next step; names of
-        buffers of which joined chunks have parts."""
-        found: list[str] = []
+        """Apply all replicas' maps [replicas, moving_length] in order, and start the next step.
+
+        Returns the names of buffers of which joined chunks have parts.
+        """
+        in_parts: list[str] = []
         at = 0
         for buffer in self._moving:
             n = num_reals(buffer.start)
@@ -180,12 +158,12 @@ class ChunkWrites:
                 for row in parts
             ]
             if self._joined:
-                found += [buffer.name] if not all(same(each, maps[0][1]) for _, each in maps) else []
+                if not all(same(each, maps[0][1]) for _, each in maps):
+                    in_parts.append(buffer.name)
                 maps = maps[-1:]
             for decay, added in maps:
-                value = torch.where(
-                    decay == 0, added, torch.where((decay == 1) & (added == 0), value, decay * value + added)
-                )
+                untouched = (decay == 1) & (added == 0)
+                value = torch.where(decay == 0, added, torch.where(untouched, value, decay * value + added))
             at += 2 * n
             buffer.start = unflat(value, buffer.start)
             with torch.no_grad():
@@ -196,13 +174,12 @@ class ChunkWrites:
             if buffer.reshaped is not None:
                 buffer.put(buffer.reshaped)
             elif buffer.changed and buffer.number not in moved:  # it has another shape elsewhere
-                buffer.put(
-                    [chunk.ends[buffer.name] for chunk in self._chunks if buffer.name in chunk.ends][-1]
-                )
+                ends = [chunk.ends[buffer.name] for chunk in self._chunks if buffer.name in chunk.ends]
+                buffer.put(ends[-1])
             buffer.changed, buffer.reshaped = False, None
         self._chunks, self._begun = [], False
         self._steps += 1
-        return found
+        return in_parts
 
     def _begin(self) -> None:
         """Take over what was loaded, or put in place, since the last step."""

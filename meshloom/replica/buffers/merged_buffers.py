@@ -1,10 +1,9 @@
-"""Buffers stay equal on all replicas: every chunk of a step reads them as the step found them, and writes are
-merged in the order of the chunks.
+"""Buffers stay equal on all replicas: every chunk reads them as the step found them, and writes are merged.
 
 Each replica reduces its chunks to one map per buffer, b -> decay * b + added; the maps are gathered once a
 step and applied in chunk order on every replica, in the same arithmetic, so that the results have the same
 bits. Of running statistics and other linear recurrences that is what one device has that runs all chunks in
-order; for the others see [docs/buffers.md](../../docs/buffers.md).
+order; for the others see docs/buffers.md.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
+from meshloom.core.units import plural
 from meshloom.replica.buffers.chunk_writes import ChunkWrites
 from meshloom.replica.buffers.norm_statistics import NormStatistics, norm_buffers, tracks
 from meshloom.replica.buffers.recurrence import Unite
@@ -40,22 +40,13 @@ class RunningStatistics:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        group: Group | None,
-        *,
-        several: bool = True,
-        synchronised: bool = False,
-        changing: Collection[str] | None = None,
-        followed: Collection[str] = (),
+        self, model: nn.Module, group: Group | None, *, several: bool = True, synchronised: bool = False,
+        changing: Collection[str] | None = None, followed: Collection[str] = (),
         unite: Unite = lambda flags: flags,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._group = group if group is not None and group.size > 1 else None
-        layers = [
-            (name, module)
-            for name, module in model.named_modules()
-            if tracks(module) and not synchronised and changing is None
-        ]
+        replaced = not synchronised and changing is None
+        layers = [each for each in model.named_modules() if tracks(each[1])] if replaced else []
         own = [module for module in model.modules() if isinstance(module, _BatchNorm)] if synchronised else []
         self._norms = NormStatistics(layers if self._group else [])
         handled = norm_buffers([module for _, module in layers] + own)
@@ -74,8 +65,7 @@ class RunningStatistics:
         """Around one chunk's forward and backward; this replica's chunks in order.
 
         rerun: runs the chunk's forward again with the same random draws and returns the loss. Called a few
-        times when a buffer other than running statistics is first seen to change. Without it such a buffer
-        counts as no recurrence.
+        times when a buffer other than running statistics first changes. Without it that is no recurrence.
         """
         if not self._active:
             yield
@@ -90,9 +80,8 @@ class RunningStatistics:
         if not self._active:
             return
         facts = torch.tensor(self._others.facts(), dtype=torch.int64, device=self._device)
-        parts = yield from self._gather(
-            torch.cat([self._norms.take().to(self._device).view(torch.int64), facts])
-        )
+        statistics = self._norms.take().to(self._device).view(torch.int64)
+        parts = yield from self._gather(torch.cat([statistics, facts]))
         split = self._norms.length
         with torch.no_grad():
             for name in self._norms.apply(parts[:, :split].contiguous().view(torch.float64)):
@@ -102,14 +91,10 @@ class RunningStatistics:
                 )
         read = self._others.agree(parts[:, split:].tolist())
         if read:
-            names = (
-                f"buffer {read[0]}"
-                if len(read) == 1
-                else f"buffers {', '.join(read[:3])}{f' and {len(read) - 3} more' if len(read) > 3 else ''}"
-            )
-            self._note(
-                f"Every chunk of a step reads {names} as the step found {'it' if len(read) == 1 else 'them'}; {RULE}"
-            )
+            more = f" and {len(read) - 3} more" if len(read) > 3 else ""
+            names = f"{plural('buffer', len(read))} {', '.join(read[:3])}{more}"
+            them = "it" if len(read) == 1 else "them"
+            self._note(f"Every chunk of a step reads {names} as the step found {them}; {RULE}")
         self._moving = self._others.moving_length
         maps = parts[:, :0]
         if self._moving:

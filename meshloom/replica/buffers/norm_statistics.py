@@ -26,23 +26,19 @@ _HEADER = 3  # calls, decay, calls in evaluation mode
 
 
 def tracks(module: nn.Module) -> bool:
-    """Whether a layer has running statistics that torch's own forward updates. One with a forward of its own
-    is not known."""
-    own_forward = type(module).forward in (
-        _BatchNorm.forward,
-        _InstanceNorm.forward,
-    ) and "forward" not in vars(module)
-    return own_forward and bool(module.track_running_stats) and module.running_mean is not None
+    """Whether a layer has running statistics that torch's own forward updates."""
+    if type(module).forward not in (_BatchNorm.forward, _InstanceNorm.forward) or "forward" in vars(module):
+        return False
+    return bool(module.track_running_stats) and module.running_mean is not None
 
 
 class NormStatistics:
-    """The running statistics of `modules` [name, layer] over one step's chunks, and how the replicas' parts
-    come together."""
+    """The running statistics of `modules` [name, layer] over one step's chunks of all replicas."""
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         self._layers = [_Layer(name, module) for name, module in modules]
         index = [number for number, layer in enumerate(self._layers) for _ in range(2 * layer.channels)]
-        device = self._layers[0].mean().device if self._layers else None
+        device = self._layers[0].module.running_mean.device if self._layers else None
         # of each element of a flat part
         self._layer_of = torch.tensor(index, dtype=torch.int64, device=device)
 
@@ -71,15 +67,12 @@ class NormStatistics:
         return torch.cat([torch.tensor(header, dtype=torch.float64, device=self._layer_of.device), *values])
 
     def apply(self, parts: Tensor) -> list[str]:
-        """Update the layers from all replicas' parts [replicas, length]; the names of layers that ran in
-        evaluation mode too."""
+        """Update layers from all replicas' parts [replicas, length]; names of those that evaluated too."""
         if not self._layers:
             return []
         split = _HEADER * len(self._layers)
         headers: list[list[float]] = parts[:, :split].tolist()
-        running = torch.cat(
-            [value.double() for layer in self._layers for value in (layer.mean(), layer.var())]
-        )
+        running = torch.cat([value.double() for layer in self._layers for value in layer.running()])
         tracked = [layer.tracked() for layer in self._layers]
         for header, added in zip(headers, parts[:, split:], strict=True):
             decays, scales = [1.0] * len(self._layers), [1.0] * len(self._layers)
@@ -95,16 +88,13 @@ class NormStatistics:
             running = self._spread(decays) * running + self._spread(scales) * added
         at = 0
         for layer, count in zip(self._layers, tracked, strict=True):
-            for value in (layer.mean(), layer.var()):
+            for value in layer.running():
                 value.copy_(running[at : at + layer.channels])
                 at += layer.channels
             layer.set_tracked(count)
         totals = parts[:, :split].sum(0).view(-1, _HEADER).tolist()
-        return [
-            layer.name
-            for layer, (calls, _, evaluated) in zip(self._layers, totals, strict=True)
-            if calls and evaluated
-        ]
+        named = zip(self._layers, totals, strict=True)
+        return [layer.name for layer, (calls, _, evaluated) in named if calls and evaluated]
 
     def _spread(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._layer_of.device)[self._layer_of]
@@ -129,11 +119,8 @@ class _Layer:
     def cumulative(self) -> bool:
         return self.module.momentum is None and self._counts
 
-    def mean(self) -> Tensor:
-        return self.module.running_mean
-
-    def var(self) -> Tensor:
-        return self.module.running_var
+    def running(self) -> tuple[Tensor, Tensor]:
+        return self.module.running_mean, self.module.running_var
 
     def tracked(self) -> int:
         count = self.module.num_batches_tracked
@@ -144,7 +131,7 @@ class _Layer:
             self.module.num_batches_tracked.fill_(count)
 
     def added(self) -> list[Tensor]:
-        sums = self._sums or {name: torch.zeros_like(self.mean()) for name in BUFFERS[:2]}
+        sums = self._sums or {name: torch.zeros_like(self.module.running_mean) for name in BUFFERS[:2]}
         return [sums[name] for name in BUFFERS[:2]]  # type: ignore[misc]  # only the counter can be None
 
     def install(self) -> None:

@@ -1,16 +1,16 @@
-"""Whether what a chunk writes to a buffer is a recurrence, found by running the chunk again on other values
-of its buffers.
+"""Whether what a chunk writes to a buffer is a recurrence, found by running it again on other values.
 
 A counter, a moving average, a flag: a chunk turns the buffer b into a * b + c, element by element, with an
 `a` that does not depend on the data. The shift that comes out is then a times the one that went in, for every
 shift. What is not of that form, and buffers that say where or how another one is written (the pointer of a
-queue), are merged in other ways ([docs/buffers.md]).
+queue), are merged in other ways (docs/buffers.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -72,26 +72,23 @@ class _Search:
 
     def find(self) -> Written:
         together, loss_moves = self._together()
-        found = Written(factors=together)
-        others = [name for name in self._names if name not in together]
+        written = Written(factors=together)
+        names, others = self._names, [name for name in self._names if name not in together]
         if not others and not loss_moves:
-            return found
-        for name in self._names:
+            return written
+        for name in names:
             self._shift_alone(name)
         recurs = self._flags([name in self._alone for name in others], invert=True)
-        found.factors |= {name: self._alone[name] for name, each in zip(others, recurs, strict=True) if each}
-        steered = self._flags([name in found.factors and self._is_steered(name) for name in others])
-        for name in (name for name, each in zip(others, steered, strict=True) if each):
-            steering = self._flags([name in self._influences[other] for other in self._names])
-            found.tied |= {(name, other) for other, each in zip(self._names, steering, strict=True) if each}
-        read = self._flags(
-            [
-                name in self._moves or bool(self._influences[name]) or name not in found.factors
-                for name in self._names
-            ]
-        )
-        found.read = {name for name, each in zip(self._names, read, strict=True) if each}
-        return found
+        written.factors |= {name: self._alone[name] for name in compress(others, recurs)}
+        steered = self._flags([name in written.factors and self._is_steered(name) for name in others])
+        for name in compress(others, steered):
+            steering = self._flags([name in self._influences[other] for other in names])
+            written.tied |= {(name, other) for other in compress(names, steering)}
+        influential = [name in self._moves or bool(self._influences[name]) for name in names]
+        pairs = zip(names, influential, strict=True)
+        read = self._flags([each or name not in written.factors for name, each in pairs])
+        written.read = set(compress(names, read))
+        return written
 
     def _together(self) -> tuple[dict[str, Tensor], bool]:
         """Factors of those that pass when all are shifted, and whether the loss depends on any."""
@@ -100,42 +97,30 @@ class _Search:
         for number in range(max(map(len, self._shifts.values()))):
             results, loss = self._shifted(self._names, number)
             if results is not None:
-                runs.append(
-                    {
-                        name: self._factor(name, results[name], self._base[name], number)
-                        for name in self._names
-                    }
-                )
+                pairs = {name: (results[name], self._base[name]) for name in self._names}
+                runs.append({name: self._factor(name, *pair, number) for name, pair in pairs.items()})
                 moves = moves or not equal(loss, self._loss)
         passed = self._flags(
-            [len(runs) < 2 or not self._agree(name, [each[name] for each in runs]) for name in self._names]
+            [len(runs) >= 2 and self._agree(name, [each[name] for each in runs]) for name in self._names],
+            invert=True,
         )
         moves = self._flags([moves])[0]
-        return {
-            name: runs[0][name] for name, failed in zip(self._names, passed, strict=True) if not failed
-        }, moves
+        return {name: runs[0][name] for name in compress(self._names, passed)}, moves
 
     def _shift_alone(self, name: str) -> None:
         factors: list[Tensor] = []
         influences = self._influences[name] = set[str]()
+        others = [other for other in self._names if other != name]
         for number in range(len(self._shifts[name])):
             results, loss = self._shifted([name], number)
             if results is None:
                 continue
             factors.append(self._factor(name, results[name], self._base[name], number))
-            influences |= {
-                other
-                for other in self._names
-                if other != name and not same(results[other], self._base[other])
-            }
+            influences |= {other for other in others if not same(results[other], self._base[other])}
             if not equal(loss, self._loss):
                 self._moves.add(name)
         if not factors:  # no other value will do: it may say where the others of its module are written
-            influences |= {
-                other
-                for other in self._names
-                if other != name and self._modules[other] is self._modules[name]
-            }
+            influences |= {other for other in others if self._modules[other] is self._modules[name]}
         if len(factors) > 1 and self._agree(name, factors):
             self._alone[name] = factors[0]
 
@@ -185,10 +170,8 @@ class _Search:
         if not mine:
             return []
         device = next(iter(self._values.values())).device
-        found = self._unite(
-            torch.tensor([each != invert for each in mine], dtype=torch.int64, device=device)
-        ).tolist()
-        return [bool(each) != invert for each in found]
+        flags = torch.tensor([each != invert for each in mine], dtype=torch.int64, device=device)
+        return [bool(each) != invert for each in self._unite(flags).tolist()]
 
 
 def finite(value: Tensor) -> Tensor:
@@ -228,9 +211,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def first_shift(value: Tensor, result: Tensor) -> Tensor:
-    """A shift [numel] of one value that is large beside it and its results, so that little precision is lost
-    in the difference.
-    """
+    """A shift [numel] of one value that is large beside it and its results: differences stay precise."""
     return _shifts(value, result, 0)[0]
 
 

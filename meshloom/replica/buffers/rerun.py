@@ -15,19 +15,16 @@ from meshloom.replica.buffers.tracked_buffer import TrackedBuffer, fits
 
 
 class Rerun:
-    """Runs a chunk again on other values of its buffers. ends: what came of it; where its forward alone gives
-    something else, its backward runs too."""
+    """Runs a chunk again on other values of its buffers.
+
+    ends: what came of it; where its forward alone gives something else, its backward runs too.
+    """
 
     def __init__(
-        self,
-        buffers: Iterable[TrackedBuffer],
-        rerun: Callable[[], Any],
-        model: nn.Module,
+        self, buffers: Iterable[TrackedBuffer], rerun: Callable[[], Any], model: nn.Module,
         ends: Mapping[str, Tensor] | None,
-    ) -> None:
-        self._buffers = list(buffers)
-        self._rerun = rerun
-        self._model = model
+    ) -> None:  # fmt: skip
+        self._buffers, self._rerun, self._model = list(buffers), rerun, model
         self._backward = False
         if ends is not None:
             results, _ = self({buffer.name: buffer.start for buffer in self._buffers})
@@ -42,14 +39,13 @@ class Rerun:
             if self._backward and isinstance(loss, Tensor) and loss.requires_grad:
                 loss_of = [each for each in self._model.parameters() if each.requires_grad]
                 torch.autograd.grad(loss, loss_of, allow_unused=True)
-        results = {buffer.name: buffer.now() for buffer in self._buffers}
-        if any(
-            result is None or not fits(result, buffer)
-            for result, buffer in zip(results.values(), self._buffers, strict=True)
-        ):
-            raise ValueError("a buffer took another shape")
-        loss = loss.detach() if isinstance(loss, Tensor) else loss
-        return {name: result.detach().clone() for name, result in results.items() if result is not None}, loss
+        results: dict[str, Tensor] = {}
+        for buffer in self._buffers:
+            result = buffer.now()
+            if result is None or not fits(result, buffer):
+                raise ValueError("a buffer took another shape")
+            results[buffer.name] = result.detach().clone()
+        return results, loss.detach() if isinstance(loss, Tensor) else loss
 
 
 @contextmanager
@@ -66,8 +62,7 @@ def restored(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for module, name, buffer, value in kept:
-                if (
-                    not buffer.is_meta and buffer.layout == torch.strided and not same(buffer, value)
-                ):  # a backward to come may want what did not change
+                # a backward to come may want what did not change
+                if not buffer.is_meta and buffer.layout == torch.strided and not same(buffer, value):
                     buffer.copy_(value)
                 module._buffers[name] = buffer  # pyright: ignore[reportPrivateUsage]

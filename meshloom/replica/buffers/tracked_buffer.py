@@ -15,8 +15,7 @@ from meshloom.replica.buffers.recurrence import same
 
 @dataclass
 class TrackedBuffer:
-    """A buffer. start: its value before the step. last: it is no recurrence. group: the smallest number of
-    those that it is tied to."""
+    """A buffer. start: before the step. last: it is no recurrence. group: lowest number of its tied ones."""
 
     number: int
     name: str
@@ -51,8 +50,7 @@ class TrackedBuffer:
 
 @dataclass
 class ChunkEnds:
-    """What a chunk made of the buffers that it changed, and where it changed them [numel]. rerun: runs it
-    once more."""
+    """What a chunk made of the buffers that it changed, and where [numel]. rerun: runs it once more."""
 
     rerun: Callable[[], Any] | None
     ends: dict[str, Tensor] = field(default_factory=dict[str, Tensor])

@@ -1,5 +1,4 @@
-"""How chunks write buffers: each write as a map b -> a * b + c, element by element, found by running a chunk
-again on other values."""
+"""How chunks write buffers: maps b -> a * b + c, elementwise, found by running a chunk on other values."""
 
 from __future__ import annotations
 
@@ -23,44 +22,33 @@ from meshloom.replica.buffers.tracked_buffer import ChunkEnds, TrackedBuffer
 
 
 class WriteMaps:
-    """Of the buffers of `model`. every_chunk: every chunk changes all of them, which a program says;
-    otherwise it is seen by their values. unite: among ranks that run chunks together (`find_recurrences`)."""
+    """Of the buffers of `model`. every_chunk: every chunk changes all, as a program says; else it is seen.
+
+    unite: among ranks that run chunks together (`find_recurrences`).
+    """
 
     def __init__(self, model: nn.Module, *, every_chunk: bool, unite: Unite) -> None:
         self._model, self._every_chunk, self._unite = model, every_chunk, unite
 
     def learn(self, changed: Sequence[TrackedBuffer], chunk: ChunkEnds) -> list[tuple[str, str]]:
-        """Find how the elements are written that this chunk is the first to change. changed: the buffers that
-        it changed.
+        """Find how the elements are written that this chunk is the first to change. changed: its buffers.
 
         Returns pairs of buffers of which one says how the other is written.
         """
-        fresh = [
-            buffer
-            for buffer in changed
-            if not buffer.last
-            and (buffer.known is None or bool((chunk.where[buffer.name] & ~buffer.known).any()))
-        ]
-        if self._every_chunk:
-            # the same on all ranks
-            fresh = [buffer for buffer in changed if buffer.known is None and not buffer.last]
+        where, ends = chunk.where, chunk.ends
+        if self._every_chunk:  # all elements count, so that all ranks do the same
+            where, ends = {name: torch.ones_like(each) for name, each in where.items()}, None
+        fresh = [each for each in changed if not each.last and self._has_new(each, chunk)]
         if not fresh:
             return []
-        where = chunk.where
-        if self._every_chunk:
-            where = {name: torch.ones_like(each) for name, each in where.items()}
         try:
             if chunk.rerun is None:
                 raise ValueError("it cannot be run again")
             with restored(self._model):
-                ends = chunk.ends if not self._every_chunk else None
                 run = Rerun(changed, chunk.rerun, self._model, ends)
-                found = find_recurrences(
-                    {buffer.name: buffer.start for buffer in changed},
-                    {buffer.name: buffer.module for buffer in changed},
-                    run,
-                    self._unite,
-                )
+                starts = {buffer.name: buffer.start for buffer in changed}
+                modules = {buffer.name: buffer.module for buffer in changed}
+                written = find_recurrences(starts, modules, run, self._unite)
         except PeerLostError:
             raise
         except Exception:  # a forward that runs only once
@@ -68,15 +56,21 @@ class WriteMaps:
                 buffer.last = buffer.read = True
             return []
         for buffer in changed:
-            buffer.read = buffer.read or buffer.name in found.read
-            factor = found.factors.get(buffer.name)
+            buffer.read = buffer.read or buffer.name in written.read
+            factor = written.factors.get(buffer.name)
             if factor is None:
                 buffer.last, buffer.factor, buffer.known = True, None, None
             elif not buffer.last:
                 new = where[buffer.name] if buffer.known is None else where[buffer.name] & ~buffer.known
                 buffer.factor = factor if buffer.factor is None else torch.where(new, factor, buffer.factor)
                 buffer.known = new if buffer.known is None else buffer.known | new
-        return list(found.tied)
+        return list(written.tied)
+
+    def _has_new(self, buffer: TrackedBuffer, chunk: ChunkEnds) -> bool:
+        """Whether the chunk has changed elements whose factor is not known; on all ranks or on none."""
+        if buffer.known is None or self._every_chunk:
+            return buffer.known is None
+        return bool((chunk.where[buffer.name] & ~buffer.known).any())
 
     def of_chunk(self, buffer: TrackedBuffer, chunk: ChunkEnds, tied: Sequence[str]) -> tuple[Tensor, Tensor]:
         """a and c [numel] of one chunk."""
@@ -94,8 +88,7 @@ class WriteMaps:
         return a, torch.where(a == 0, end, torch.where(kept, 0, end - a * start))
 
     def _factor(self, buffer: TrackedBuffer, start: Tensor) -> Tensor:
-        """Of elements that a chunk changed. A program that writes other rows in every chunk does to all what
-        it did to some."""
+        """Of elements that a chunk changed. A program that writes other rows each time treats all alike."""
         if buffer.factor is None:
             return torch.zeros_like(start)
         if self._every_chunk:
@@ -105,23 +98,18 @@ class WriteMaps:
         return buffer.factor
 
     def _untouched(self, buffer: TrackedBuffer, chunk: ChunkEnds, where: Tensor, start: Tensor) -> Tensor:
-        """Factors of elements that a chunk did not change: did it leave them alone, or make of them what they
-        were?
+        """Factors of elements that a chunk did not change: did it leave them alone, or write what they were?
 
         An element that overwrites, or decays towards, the value it has stays the same; only a run on a
-        shifted value can tell. A program does the same in every chunk: if all elements have one factor, to
-        all of them.
+        shifted value can tell. A program does the same in every chunk: one factor of all elements stays.
         """
         ones = torch.ones_like(start)
         if self._every_chunk:
             dense = buffer.factor is not None and bool((buffer.factor == buffer.factor[:1]).all())
             return buffer.factor if dense and buffer.factor is not None else ones
-        known = (
-            buffer.known & (buffer.factor == 1)
-            if buffer.known is not None and buffer.factor is not None
-            else torch.zeros_like(where)
-        )
-        unclear = torch.isfinite(start) & ~known & ~where
+        unclear = torch.isfinite(start) & ~where
+        if buffer.known is not None and buffer.factor is not None:
+            unclear &= ~(buffer.known & (buffer.factor == 1))
         if chunk.rerun is None or not bool(unclear.any()):
             return ones
         point = finite(buffer.start)
@@ -133,7 +121,5 @@ class WriteMaps:
             raise
         except Exception:  # it refuses a value that it would never see
             return ones
-        factor = factor_of(
-            flat(results[buffer.name]) - flat(point), flat(shifted) - flat(point), buffer.start.dtype
-        )
-        return torch.where(unclear, factor, ones)
+        out, shift = flat(results[buffer.name]) - flat(point), flat(shifted) - flat(point)
+        return torch.where(unclear, factor_of(out, shift, buffer.start.dtype), ones)
