@@ -8,7 +8,7 @@ take    a a a b b b                          a a a            b b b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -114,17 +114,22 @@ class Shards:
         """
 
         def part_of(names: list[str], whole: Tensor) -> Tensor | None:
-            known = next((name for name in names if name in self.pieces), None)
-            if known is None:
-                return None
-            assert tuple(whole.shape) == self.pieces[known].shape, (
-                f"{known} is {tuple(whole.shape)}, its pieces are of {self.pieces[known].shape}"
-            )
-            self.pieces.update(dict.fromkeys(names, self.pieces[known]))
-            self._first.update(dict.fromkeys(names, names[0]))
-            return self.take(known, whole.detach())
+            return None if self.pieces_of(names, whole) is None else self.take(names[0], whole.detach())
 
         replace_tensors(model, part_of)
+
+    def pieces_of(self, names: Sequence[str], whole: Tensor) -> Pieces | None:
+        """Which rank holds what of a tensor of the full shape, which is known under all its names from now
+        on; None: it is replicated."""
+        known = next((name for name in names if name in self.pieces), None)
+        if known is None:
+            return None
+        assert tuple(whole.shape) == self.pieces[known].shape, (
+            f"{known} is {tuple(whole.shape)}, its pieces are of {self.pieces[known].shape}"
+        )
+        self.pieces.update(dict.fromkeys(names, self.pieces[known]))
+        self._first.update(dict.fromkeys(names, names[0]))
+        return self.pieces[known]
 
     def weights(self, model: nn.Module) -> Stream:
         """The `state_dict` of a sharded model with full shapes, without tensors on the meta device; on the

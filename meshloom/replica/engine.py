@@ -26,6 +26,7 @@ from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Emit, Exchange
 from meshloom.optimizer.sparse_parameters import Sparse
 from meshloom.parameters.shards import Shards
+from meshloom.parameters.unfilled_model import UnfilledModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.replica.chunk_scope import ChunkScope
@@ -47,9 +48,12 @@ class Engine(ABC):
     division: Division | None = None
 
     @abstractmethod
-    def open(self, model: nn.Module, scope: ChunkScope) -> Steps[None]:
+    def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None) -> Steps[None]:
         """Take this rank's share of the full `model` and release the rest; register in `scope` the buffers
-        that training writes here."""
+        that training writes here.
+
+        unfilled: gives memory and values to the share, as `model` has none yet; None: it has.
+        """
 
     @property
     @abstractmethod

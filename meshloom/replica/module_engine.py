@@ -21,6 +21,7 @@ from meshloom.exchange.exchange import Emit, Exchange
 from meshloom.optimizer.sparse_parameters import Sparse, sparse_parameters
 from meshloom.parameters.model import trainable
 from meshloom.parameters.shards import Shards
+from meshloom.parameters.unfilled_model import UnfilledModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.replica.buffers.batch_norm import unsynchronised
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
@@ -40,7 +41,9 @@ class ModuleEngine(Engine):
         self._parameters: NamedParameters = []
         self._exchange: Exchange
 
-    def open(self, model: nn.Module, scope: ChunkScope) -> Steps[None]:
+    def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None) -> Steps[None]:
+        if unfilled is not None:
+            unfilled.fill()
         self._model, self._parameters = model, trainable(model)
         several, joined = self._plan.num_chunks > 1, self._plan.sync_batch_norm
         scope.statistics[0] = RunningStatistics(

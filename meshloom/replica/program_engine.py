@@ -35,6 +35,7 @@ from meshloom.optimizer.sparse_parameters import Sparse, refuse_sparse_adam
 from meshloom.parameters.pipeline_ownership import PipelineOwnership
 from meshloom.parameters.replica_check import first_difference_in_replica
 from meshloom.parameters.shards import Shards
+from meshloom.parameters.unfilled_model import UnfilledModel
 from meshloom.pipeline.runtime.microbatches import Around, Microbatches
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.runtime.run import BothListeners
@@ -92,11 +93,11 @@ class ProgramEngine(Engine):
         self._outside: dict[LossFunction, Outside] = {}
         self._parameters: dict[str, nn.Parameter] = {}
 
-    def open(self, model: nn.Module, scope: ChunkScope) -> Steps[None]:
+    def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None) -> Steps[None]:
         with self._timings.of("parts and waiting"):
-            yield from self._open(model, scope)
+            yield from self._open(model, scope, unfilled)
 
-    def _open(self, model: nn.Module, scope: ChunkScope) -> Steps[None]:
+    def _open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None) -> Steps[None]:
         self._compiled = without_compilation(model)
         size = self.plan.largest_share(self.job.batch_size)[0]
         with self._timings.of("first batches"):
@@ -116,7 +117,10 @@ class ProgramEngine(Engine):
         self.ownership = PipelineOwnership(self.cutter.holders, self.pp)
         self.ownership.release(model)
         self.shards = Shards(self.programs.pieces, self.tp)
-        self.shards.divide(model)
+        if unfilled is None:
+            self.shards.divide(model)
+        else:
+            unfilled.fill(self.shards)
         self._model = model
         self._outside[self.job.loss] = Outside(self.job.loss, model)
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}

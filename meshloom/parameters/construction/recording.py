@@ -179,6 +179,8 @@ class ConstructionRecording(TorchDispatchMode):
         placed: Any = tree_map(self._placed, (tuple(args), kwargs))
         results = [self._placed_if_new(each) for each in tree_leaves(result)]
         new = [each.storage for each in results if each is not None]
+        for each in writes:
+            self.tape.keep_constant(each.storage)
         whole = [each.storage for each in writes if each.covers(self.tape.num_bytes[each.storage])]
         self.tape.append(
             TapeOperator(

@@ -146,6 +146,11 @@ class Tape:
         for storage in operator.writes:
             self._writers[storage].append(index)
 
+    def keep_constant(self, storage: int) -> None:
+        """Before the first operator that writes a storage: if it is a constant, a copy keeps its values."""
+        if storage in self.constants and not self.is_written(storage):
+            self.constants[storage] = self.constants[storage].clone()
+
     def is_written(self, storage: int) -> bool:
         """Whether an operator writes it."""
         return bool(self._writers[storage])
