@@ -117,10 +117,7 @@ class ProgramEngine(Engine):
         self.ownership = PipelineOwnership(self.cutter.holders, self.pp)
         self.ownership.release(model)
         self.shards = Shards(self.programs.pieces, self.tp)
-        if unfilled is None:
-            self.shards.divide(model)
-        else:
-            unfilled.fill(self.shards)
+        unfilled.fill(self.shards) if unfilled else self.shards.divide(model)
         self._model = model
         self._outside[self.job.loss] = Outside(self.job.loss, model)
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}

@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.group import Group
@@ -36,10 +37,9 @@ from meshloom.optimizer.sparse_parameters import make_dense
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
 from meshloom.parameters.file_weights import agree_on_weights
-from meshloom.parameters.model import build_model, copy_from_first, facts, state_of, trainable
+from meshloom.parameters.model import facts, trainable
 from meshloom.parameters.shards import Shards
-from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
-from meshloom.parameters.value_reads import ValueReads
+from meshloom.parameters.starting_model import StartingModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.spans import SpanKind
 from meshloom.program.store.program_cache import ProgramCache
@@ -116,7 +116,8 @@ class Replica:
             Pace([self.replicas, context.statistics], context.device) if plan.shares == "measured" else None
         )
         with self.timings.of("building the model"):
-            self.model, self._unfilled, note = self._build()
+            self._start = StartingModel(job, plan, context, dtype)
+        self.model = self._start.model
         self.modes = Modes(self.model)
         if plan.captures:
             make_dense(self.model)  # programs' gradients are
@@ -135,7 +136,7 @@ class Replica:
         self.scope = ChunkScope(job, plan, context, self.model, dtype=dtype)
         self.frozen: NamedParameters = []
         self.copied = Traffic()  # parameters and buffers, at the start
-        self._notes = [note] if note else []
+        self._notes = list(self._start.notes)
         self.saved = Traffic()  # the exchange's state in checkpoints so far
         self.exchange: Exchange
         self.updater: Updater
@@ -146,21 +147,9 @@ class Replica:
         with self.timings.of("copying values"):  # includes waiting for ranks that build more slowly
             yield from agree(self.context.world, facts(self.job, self.plan, self.model))
             weights = yield from agree_on_weights(self.job, self.model, self.context.world)
-            in_files = weights.names if weights else ()
-            num_bytes = sum(
-                each.numel() * each.element_size()
-                for name, each in state_of(self.model).items()
-                if name not in in_files
-            )
-            is_equal = yield from self._fills_alone()
-            for axis in ("tp", "dp", "pp"):
-                group = self.context.groups.get(axis)
-                if group is not None and group.size > 1 and not is_equal:
-                    yield from copy_from_first(self.model, group, in_files)
-                    self.copied += Traffic.along(axis, broadcast=num_bytes)
+            self.copied += yield from self._start.settle(weights.names if weights else ())
         whole = self.named
-        waiting = self._unfilled if self._unfilled and not self._unfilled.is_filled else None
-        yield from self.engine.open(self.model, self.scope, waiting)
+        yield from self.engine.open(self.model, self.scope, self._start.unfilled)
         if weights:
             with self.timings.of("reading weights"):
                 yield from check_together(
@@ -174,7 +163,7 @@ class Replica:
             if not each.requires_grad and not each.is_meta
         ]
         with self.timings.of("optimizer and buffers"):
-            made = self._make_optimizers(whole, waiting) if self.updates else None
+            made = self._start.given(whole, partial(make_optimizers, self.job)) if self.updates else None
             self.exchange = self._open_exchange(made)
             if made:
                 self.updater = Updater(
@@ -270,38 +259,6 @@ class Replica:
 
     def _span(self, kind: SpanKind) -> AbstractContextManager[None]:
         return self.recorder.span(kind) if self.recorder else nullcontext()
-
-    def _build(self) -> tuple[nn.Module, UnfilledModel | None, str | None]:
-        """The model, without memory where this rank is to hold a part of it."""
-        device, is_part = self.context.device, self.plan.tp > 1 or self.plan.pp > 1
-        if is_part and device.type == "cpu":
-            return build_unfilled(self.job, self.dtype)
-        return build_model(self.job, device, self.dtype), None, None
-
-    def _fills_alone(self) -> Steps[bool]:
-        """Whether every rank fills what it holds by itself, as all have recorded the same construction. The
-        rank that captures the loss needs all values at once; otherwise every rank does."""
-        if self.plan.tp == 1 and self.plan.pp == 1:
-            return False
-        mine = self._unfilled.values.digest() if self._unfilled else None
-        digests: list[str | None] = yield from collect(self.context.world, mine)
-        is_equal = mine is not None and len(set(digests)) == 1
-        if self._unfilled and (not is_equal or self.context.world.rank == 0):
-            self._unfilled.fill()
-        return is_equal
-
-    def _make_optimizers(self, whole: NamedParameters, waiting: UnfilledModel | None) -> UserOptimizers:
-        """What the job's optimizer function returns for the full parameters. They have no values here, unless
-        it reads them or updates them as a whole."""
-        if waiting is None:
-            return make_optimizers(self.job, whole)
-        empty = waiting.empty(whole)
-        with ValueReads(each for _, each in empty) as reads:
-            made = make_optimizers(self.job, whole)
-        if reads.found or any(each != "element" for each in made.reaches):
-            waiting.fill_parameters(empty)
-            made = make_optimizers(self.job, whole)
-        return made
 
     def _open_exchange(self, made: UserOptimizers | None) -> Exchange:
         if made is None:
