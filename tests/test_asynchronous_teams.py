@@ -53,6 +53,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.usefixtures("dear_memory")  # so that tp shards
 @pytest.mark.parametrize(
     ("plan", "model"), [*COVERED, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
 )
