@@ -3,6 +3,7 @@ so, and never a wrong number."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -258,9 +259,9 @@ def test_too_little_memory_is_told_with_both_sizes(ranks: WarmRanks, small_direc
         *(message[1] for _, message in answers),
         next(window[1] for window, _ in answers if "are needed" in window[1]),
     ):
-        assert (
-            " MiB are needed, and " in text and " MiB are free there" in text and "--transport gloo" in text
-        ), text
+        # nothing is free when the other rank has just taken its part
+        assert re.search(r" MiB are needed, and [\d.]+ (B|KiB|MiB) are free there", text), text
+        assert "--transport gloo" in text, text
 
 
 def _nearly_all(warm: WarmRank, directory: str) -> bool | None:
