@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.checkpoint.checksums import shares_of
 from meshloom.checkpoint.format import Piece
 from meshloom.checkpoint.weights import open_weights
 from meshloom.checkpoint.writing.file_layout import HeldSpan, division_of
-from meshloom.checkpoint.writing.parallel import intervals_as_boxes, parallel, shares_of
+from meshloom.checkpoint.writing.parallel import intervals_as_boxes, parallel
 from meshloom.checkpoint.writing.saving import save
 from meshloom.comm import pieces as blocks
 from meshloom.comm.pieces import Pieces

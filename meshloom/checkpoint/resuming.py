@@ -1,13 +1,14 @@
-"""Resuming on all ranks: rank 0 alone reads the checkpoint's files, each byte once, and broadcasts their
-tensors one at a time.
+"""Resuming on all ranks: each reads the slices that it needs, or, if some do not see the directory, rank 0
+reads all files and broadcasts their tensors one at a time.
 
     files                        rank 0                          every rank
     model         ------------>  embed.weight  -- broadcast -->  its shard of embed.weight
     state-0, -1   ------------>  its momentum  -- broadcast -->  its elements of that
 
-So a rank needs memory for its own state and one full tensor, and only rank 0 needs access to the directory.
-Checksums are computed from the bytes as they are read, so damage is detected only after everything has been
-sent; every rank then raises the error and discards what it has loaded.
+Where all see it, checksums come first: each rank computes those of its share of all bytes. In a broadcast
+they are computed from the bytes as rank 0 reads them, each once, so damage is detected only after everything
+has been sent; every rank then raises the error and discards what it has loaded. Either way a rank needs
+memory for its own state and one full tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 
 from meshloom.checkpoint.checkpoint import Checkpoint
-from meshloom.checkpoint.format import META, MODEL, piece_name
+from meshloom.checkpoint.checksums import Sum, of_files, sum_of_share
+from meshloom.checkpoint.format import META, piece_name, read_meta, weight_files
 from meshloom.checkpoint.tensor_file import DTYPES, TensorEntry, tensor_bytes
 from meshloom.checkpoint.tensor_reading import NAMED_DTYPES, TensorReader, empty_bytes
 from meshloom.comm.group import Group
@@ -35,11 +37,12 @@ from meshloom.core.errors import CheckpointError
 class Loader:
     """What a rank does with the tensors that it receives. It keeps no reference to them; it copies.
 
-    weight: a parameter or buffer by name. state: a key's tensor. finish: called after the last one.
+    weight: a parameter or buffer by name, in full shape; what it does not touch is not read. state: a key,
+    its full shape, and what reads elements of it from start to stop, flat. finish: called after the last one.
     """
 
     weight: Callable[[str, Tensor], None]
-    state: Callable[[str, Tensor], None]
+    state: Callable[[str, Sequence[int], Callable[[int, int], Tensor]], None]
     finish: Callable[[], None]
 
 
@@ -56,17 +59,53 @@ def check_together(group: Group, check: Callable[[], None]) -> Steps[None]:
     yield from _raise_first(group, _attempt(check))
 
 
-def hand_over(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group) -> Steps[None]:
+def load_together(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group) -> Steps[None]:
     """Passes all weights and the state of `keys`, equal on all ranks, to every rank's `loader`.
 
     Raises the same error on every rank if a file is damaged, or else if some rank cannot load.
     """
+    seen = yield from collect(group, read_meta(checkpoint.path) == checkpoint.meta)
+    yield from (read_slices if all(seen) else hand_over)(checkpoint, keys, loader, group)
+
+
+def read_slices(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group) -> Steps[None]:
+    """`load_together` where all ranks see the files."""
+    facts = checkpoint.meta["files"]
+    sizes = {name: each["bytes"] for name, each in facts.items()}
+    sums: list[Sum] = []
+    problem = _attempt(lambda: sums.extend(sum_of_share(checkpoint.path, sizes, group.rank, group.size)))
+    yield from _raise_first(group, problem)
+    everyone = yield from collect(group, sums)
+    found = of_files(tuple(each) for theirs in everyone for each in theirs)
+    wrong = next((name for name in sorted(facts) if found.get(name, 0) != facts[name]["crc32"]), None)
+    damage: str | None = yield from share(
+        group, checkpoint.damaged(wrong) if wrong and not group.rank else None
+    )
+    if damage:
+        raise CheckpointError(damage)
+    yield from _raise_first(group, _attempt(lambda: _read(checkpoint, keys, loader)))
+
+
+def _read(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader) -> None:
+    weights = checkpoint.stored_weights()
+    for name in checkpoint.meta["fingerprint"]:
+        if name not in weights.entries:
+            raise _absent(checkpoint, name)
+    for name in weights.entries:
+        loader.weight(name, weights.tensor(name))
+    for key in keys:
+        loader.state(key, checkpoint.shape(key), partial(checkpoint.read, key))
+    loader.finish()
+
+
+def hand_over(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group) -> Steps[None]:
+    """`load_together` where only rank 0 need see the files."""
     files = yield from on_rank_0(group, lambda: _Files(checkpoint), CheckpointError)
     told: list[Any] = yield from share(group, files.table(keys) if files else None)
     problem: Exception | None = None
     for kind, name, shape, dtype in told:
         entry = TensorEntry(name, tuple(shape), NAMED_DTYPES[dtype])
-        take = loader.weight if kind == "weight" else loader.state
+        take = loader.weight if kind == "weight" else partial(_take_state, loader)
         read = partial(files.read, kind, entry) if files else None
         problem = (yield from _bring(entry, read, take, group, pass_over=problem is not None)) or problem
     damage: str | None = yield from share(group, files.damage() if files else None)
@@ -96,11 +135,20 @@ def _bring(
     return _attempt(lambda: take(entry.name, flat.view(entry.dtype).view(entry.shape)))
 
 
+def _take_state(loader: Loader, key: str, whole: Tensor) -> None:
+    loader.state(key, whole.shape, lambda start, stop: whole.reshape(-1)[start:stop])
+
+
+def _absent(checkpoint: Checkpoint, what: str) -> CheckpointError:
+    return CheckpointError(f"{checkpoint.path} has no tensor {what}, of which its {META} speaks.")
+
+
 class _Files:
     """All files of a checkpoint, on the one rank that reads them."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self._weights = weight_files(checkpoint.meta)
         self._facts: dict[str, Any] = checkpoint.meta["files"]
         self._absent: str | None = None  # what meta.json speaks of and no file has
         self._readers = {
@@ -110,7 +158,7 @@ class _Files:
     def table(self, keys: Sequence[str]) -> list[list[Any]]:
         """The tensors to be sent: kind, name, shape and dtype of each. What cannot be read from a damaged
         file is left out."""
-        weights = self._entries(MODEL)
+        weights = {name: entry for file in self._weights for name, entry in self._entries(file).items()}
         table = [["weight", each.name, list(each.shape), DTYPES[each.dtype]] for each in weights.values()]
         self._absent = next(
             (name for name in self._checkpoint.meta["fingerprint"] if name not in weights), None
@@ -127,7 +175,8 @@ class _Files:
         """Fills `flat` with the bytes of a tensor."""
         into = tensor_bytes(flat)
         if kind == "weight":
-            self._readers[MODEL].read(entry.name, into)
+            file = next(file for file in self._weights if entry.name in self._entries(file))
+            self._readers[file].read(entry.name, into)
             return
         size, position = entry.dtype.itemsize, 0  # elements so far
         for file, start, stop in self._checkpoint.parts(entry.name):
@@ -163,11 +212,7 @@ class _Files:
                 return str(error)
             if not intact:
                 return self._checkpoint.damaged(name)
-        return (
-            f"{self._checkpoint.path} has no tensor {self._absent}, of which its {META} speaks."
-            if self._absent
-            else None
-        )
+        return str(_absent(self._checkpoint, self._absent)) if self._absent else None
 
     def _entries(self, file: str) -> Mapping[str, TensorEntry]:
         return self._readers[file].entries if file in self._readers else {}

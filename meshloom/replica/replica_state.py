@@ -3,14 +3,15 @@ these functions together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
 
 from meshloom.checkpoint.checkpoint import Checkpoint, Piece
-from meshloom.checkpoint.resuming import Loader, check_together, hand_over, open_together
+from meshloom.checkpoint.resuming import Loader, check_together, load_together, open_together
 from meshloom.checkpoint.tensor_file import Stream, TensorEntry
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError, TrainingError
@@ -104,9 +105,10 @@ def optimizer_state(
 
 
 def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None]) -> Steps[Checkpoint]:
-    """Load the checkpoint in `directory`, which rank 0 reads for all, unless `check` raises on some rank.
+    """Load the checkpoint in `directory`, unless `check` raises on some rank: each rank its slices, or what
+    rank 0 reads for all.
 
-    The bytes go over the world's own group and are not counted as the plan's.
+    Bytes that are sent go over the world's own group and are not counted as the plan's.
     """
     world = replica.context.world
     checkpoint = yield from open_together(directory, world)
@@ -114,7 +116,7 @@ def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None
     found: list[Loader] = []
     yield from check_together(world, lambda: found.append(_loader(replica, checkpoint)))
     wanted = (STATE, OUTER) if replica.exchange.state is not None else (STATE,)
-    yield from hand_over(
+    yield from load_together(
         checkpoint,
         [key for key in checkpoint.keys() if key.startswith(wanted)],  # noqa: SIM118
         found[0],
@@ -186,9 +188,10 @@ def _loader(replica: Replica, checkpoint: Checkpoint) -> Loader:
     momentum: dict[str, Tensor] = {}
     take_outer = outer_loader(replica.named, replica.shards, momentum)
 
-    def state(key: str, whole: Tensor) -> None:
-        take(key, whole.shape, lambda _, start, stop: whole.reshape(-1)[start:stop])
-        take_outer(key, whole)
+    def state(key: str, shape: Sequence[int], read: Callable[[int, int], Tensor]) -> None:
+        take(key, shape, lambda _, start, stop: read(start, stop))
+        if key.startswith(OUTER):
+            take_outer(key, read(0, math.prod(shape)).view(tuple(shape)))
 
     def finish() -> None:
         finish_updater()

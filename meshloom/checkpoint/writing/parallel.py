@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from meshloom.checkpoint.checksums import joined
+from meshloom.checkpoint.checksums import Sum, of_files, sum_of_share
 from meshloom.checkpoint.format import Piece
 from meshloom.checkpoint.mapped_tensors import map_bytes
 from meshloom.checkpoint.tensor_file import tensor_bytes
@@ -39,9 +37,7 @@ from meshloom.comm.pieces import Interval, Pieces, Runs
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 
-_BLOCK = 1 << 20  # bytes that are read at once
 Part = tuple[HeldSpan, Tensor]  # and its elements, flat
-Sum = tuple[str, int, int, int]  # file, start, stop, CRC-32
 
 
 def parallel(weights: Sequence[Piece], pieces: Sequence[Piece], *, file_bytes: int = FILE_BYTES) -> Write:
@@ -56,18 +52,20 @@ def parallel(weights: Sequence[Piece], pieces: Sequence[Piece], *, file_bytes: i
         if isinstance(agreed, WrittenFiles):
             return agreed
         layout, parts = agreed
+        sizes = {each.name: each.num_bytes for each in layout.files}
         rank, needed = group.rank, sum(span.num_bytes for span, _ in parts)
         problem = attempt(rank, directory, needed, lambda: write_parts(temporary, layout, parts))
         problem = first_problem((yield from collect(group, {"problem": problem})))
         sums: list[Sum] = []
         if problem is None:
             problem = attempt(
-                rank, directory, 0, lambda: sums.extend(sums_of_share(temporary, layout, rank, group.size))
+                rank, directory, 0, lambda: sums.extend(sum_of_share(temporary, sizes, rank, group.size))
             )
             if rank == 0:
                 problem = problem or attempt(rank, directory, needed, lambda: flush(temporary, layout))
         everyone = yield from collect(group, sums)
-        facts = facts_of(layout, [tuple(each) for theirs in everyone for each in theirs])
+        found = of_files([tuple(each) for theirs in everyone for each in theirs])
+        facts = {name: {"bytes": size, "crc32": found.get(name)} for name, size in sizes.items()}
         return WrittenFiles(
             problem=problem,
             files=facts if rank == 0 and problem is None else {},
@@ -145,58 +143,11 @@ def write_parts(temporary: Path, layout: CheckpointLayout, parts: Sequence[Part]
                 blocks.put(Pieces(span.shape, (held,)), 0, elements.view(block), target)
 
 
-def sums_of_share(temporary: Path, layout: CheckpointLayout, rank: int, num_ranks: int) -> list[Sum]:
-    """The checksums of one rank's share of all files' bytes, read back."""
-    sizes = {each.name: each.num_bytes for each in layout.files}
-    return [
-        (name, start, stop, sum_of(temporary / name, start, stop))
-        for name, start, stop in shares_of(sizes, rank, num_ranks)
-    ]
-
-
-def shares_of(sizes: Mapping[str, int], rank: int, num_ranks: int) -> Iterator[tuple[str, int, int]]:
-    """One rank's share of the bytes of files: file, start and stop of each part."""
-    total = sum(sizes.values())
-    first, last = total * rank // num_ranks, total * (rank + 1) // num_ranks
-    position = 0
-    for name, size in sizes.items():
-        start, stop = max(first - position, 0), min(last - position, size)
-        if start < stop:
-            yield name, start, stop
-        position += size
-
-
-def sum_of(path: Path, start: int, stop: int) -> int:
-    """The CRC-32 of some of a file's bytes. Raises `CheckpointError` if it ends earlier."""
-    checksum, buffer = 0, bytearray(_BLOCK)
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while start < stop:
-            block = memoryview(buffer)[: min(_BLOCK, stop - start)]
-            count = file.readinto(block)
-            if not count:
-                raise CheckpointError(f"{path} ends before byte {stop}")
-            checksum = zlib.crc32(block[:count], checksum)
-            start += count
-    return checksum
-
-
 def flush(temporary: Path, layout: CheckpointLayout) -> None:
     """Brings what any rank has written to the disk."""
     for each in layout.files:
         with (temporary / each.name).open("rb") as file:
             os.fsync(file.fileno())
-
-
-def facts_of(layout: CheckpointLayout, sums: Sequence[Sum]) -> dict[str, Any]:
-    """Size and checksum of each file, of the sums of its parts."""
-    facts: dict[str, Any] = {}
-    for each in layout.files:
-        checksum = 0
-        for _, start, stop, theirs in sorted(part for part in sums if part[0] == each.name):
-            checksum = joined(checksum, theirs, stop - start)
-        facts[each.name] = {"bytes": each.num_bytes, "crc32": checksum}
-    return facts
 
 
 def _check_same(temporary: Path, node: int | None) -> None:
