@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="What follows -- is for the job file, which finds it in sys.argv: meshloom train job.py --plan dp=2 -- --lr 0.5",
     )
     verbs = built.add_subparsers(
-        dest="verb", required=True, metavar="train | verify | plan | describe | calibrate | report"
+        dest="verb", required=True, metavar="train | verify | plan | describe | calibrate | report | export"
     )
     _add_runs(
         verbs.add_parser("train", help="train a job under a plan"),
@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     _add_report(
         verbs.add_parser("report", help="list what a run has written to its directory, or draw a step of it")
     )
+    _add_export(verbs.add_parser("export", help="write the weights of a checkpoint for other programs"))
     return built
 
 
@@ -180,6 +181,16 @@ def _add_report(report: argparse.ArgumentParser) -> None:
         "--step", type=int, metavar="N", help="the timeline of step N (default: the newest that was recorded)"
     )
     _add_common(report)
+
+
+def _add_export(export: argparse.ArgumentParser) -> None:
+    export.add_argument("run", metavar="RUN", help="a run's directory, or one of its checkpoints")
+    export.add_argument(
+        "--to", required=True, choices=("safetensors", "torch", "dcp"),
+        help="safetensors: a directory that transformers reads; torch: a file for torch.load; dcp: a directory of torch.distributed.checkpoint",
+    )  # fmt: skip
+    export.add_argument("--out", required=True, metavar="PATH", help="the file or directory to write")
+    export.add_argument("--overwrite", action="store_true", help="replace weights that PATH holds")
 
 
 def _add_common(

@@ -47,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from meshloom.cli.verb_report import report
 
             return report(arguments)
+        if arguments.verb == "export":
+            from meshloom.cli.verb_export import export
+
+            return export(arguments)
         check_target(arguments.target)
         if getattr(arguments, "hang_seconds", 0) < 0:
             raise PlanError(
