@@ -15,6 +15,7 @@ from meshloom import Trainer
 from meshloom.comm.pieces import take
 from meshloom.core.job import Job, NamedParameters
 from meshloom.parameters.model import build_model, state_of
+from meshloom.parameters.unfilled_model import build_unfilled
 from meshloom.telemetry.traffic import Traffic
 from tests.jobs import make_job
 
@@ -37,7 +38,14 @@ def assert_ranks_start_as_one_device(trainer: Trainer, job: Job) -> None:
     assert held == whole.keys()
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2,microbatches=2,zero=1"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "tp=2",
+        pytest.param("pp=2,microbatches=2", marks=pytest.mark.slow),
+        "dp=2,pp=2,tp=2,microbatches=2,zero=1",
+    ],
+)
 @pytest.mark.parametrize("model", ["gpt", pytest.param("cnn", marks=pytest.mark.slow)])
 def test_ranks_fill_what_they_hold_and_nothing_is_sent(plan: str, model: str):
     job = make_job(model, "adamw")
@@ -66,6 +74,18 @@ def resized() -> Callable[[], nn.Module]:
     return model
 
 
+def array_written() -> Callable[[], nn.Module]:
+    """A model function that writes a tensor through its numpy array."""
+    build = make_job("gpt", "adamw").model
+
+    def model() -> nn.Module:
+        made = build()
+        next(made.parameters()).detach().numpy()[0] = 0.5
+        return made
+
+    return model
+
+
 def different() -> Callable[[], nn.Module]:
     """A model function that draws something else each time."""
     build, numbers = make_job("gpt", "adamw").model, itertools.count()
@@ -77,7 +97,10 @@ def different() -> Callable[[], nn.Module]:
     return model
 
 
-@pytest.mark.parametrize(("model", "note"), [(resized(), "builds the whole model"), (different(), None)])
+@pytest.mark.parametrize(
+    ("model", "note"),
+    [(resized(), "builds the whole model"), (array_written(), "read-only"), (different(), None)],
+)
 def test_where_ranks_cannot_fill_alone_they_receive_the_first_ones_values(
     model: Callable[[], nn.Module], note: str | None
 ):
@@ -92,6 +115,21 @@ def test_where_ranks_cannot_fill_alone_they_receive_the_first_ones_values(
                     found.setdefault(name, []).append(each)
         assert any(len(each) > 1 for each in found.values())
         assert all(torch.equal(each, copies[0]) for copies in found.values() for each in copies)
+
+
+@pytest.mark.parametrize(("times", "is_long"), [(5, False), (1000, True)])
+def test_a_start_that_takes_minutes_says_so(times: int, is_long: bool):
+    """Nothing is drawn here: a matrix of 256 MiB is drawn again and again, as the tape has it."""
+
+    def model() -> nn.Module:
+        made = nn.Linear(8192, 8192, bias=False)
+        for _ in range(times):
+            nn.init.normal_(made.weight)
+        return made
+
+    _, unfilled, note = build_unfilled(replace(make_job("mlp", "sgd"), model=model), None)
+    assert unfilled is not None and (note is not None) == is_long
+    assert note is None or "on every rank" in note
 
 
 def test_an_optimizer_function_may_read_values():

@@ -6,12 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.job import Job, NamedParameters
-from meshloom.core.units import format_bytes
+from meshloom.core.units import format_bytes, format_seconds
+from meshloom.parameters.construction.draw_stream import seconds_to_draw
 from meshloom.parameters.construction.recording import RecordedTensors, record
-from meshloom.parameters.construction.tape import NotRecordableError
+from meshloom.parameters.construction.tape import NotRecordableError, Tape
 from meshloom.parameters.initial_values import HeldTensor, InitialValues, Recorded
 from meshloom.parameters.model import build_model, replace_tensors, state_of
 from meshloom.parameters.shards import Shards
+
+LONG_SECONDS = 60.0
+MANY_DRAWS = 10**9  # fewer take no minute anywhere
 
 
 class UnfilledModel:
@@ -70,16 +74,28 @@ class UnfilledModel:
 
 
 def build_unfilled(job: Job, dtype: torch.dtype | None) -> tuple[nn.Module, UnfilledModel | None, str | None]:
-    """The job's model on the CPU, without memory; where its construction cannot be recorded, as it is, None, and a note for
-    the user."""
+    """The job's model on the CPU, without memory; where its construction cannot be recorded, as it is, None, and
+    a note for the user."""
     cpu = torch.device("cpu")
     try:
         model, recorded = record(lambda: build_model(job, cpu, dtype))
-    except NotRecordableError as reason:
+    except Exception as error:  # whatever it is, if building as usual fails too that error is the one to see
         model = build_model(job, cpu, dtype)
+        reason = str(error) if isinstance(error, NotRecordableError) else repr(error)
         num_bytes = sum(each.nbytes for each in state_of(model).values())
         return model, None, (
             f"Every rank builds the whole model ({format_bytes(num_bytes)}) before it lets go of what it does not hold: the model function cannot be "
-            f"recorded, because {reason}."
+            f"recorded ({reason})."
         )  # fmt: skip
-    return model, UnfilledModel(model, recorded, Recorded(recorded)), None
+    return model, UnfilledModel(model, recorded, Recorded(recorded)), _slow(recorded.tape)
+
+
+def _slow(tape: Tape) -> str | None:
+    """A note for the user where the start takes long."""
+    if sum(tape.operators[index].drawn.numel for index in tape.draws) < MANY_DRAWS:
+        return None
+    seconds = seconds_to_draw(tape)
+    return None if seconds < LONG_SECONDS else (
+        f"The model's initial values take about {format_seconds(seconds)} on every rank: to have one device's values, each draws all random numbers of the "
+        "model function and keeps those of the parameters that it holds."
+    )  # fmt: skip
