@@ -11,15 +11,20 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from safetensors import safe_open
 
 JOBS = Path(__file__).with_name("bits_jobs.py")
 STEPS = 5
+PIECE = re.compile(r"(.*)\[(\d+):\d+\]")
 # Name of the job in `bits_jobs.py`, plan, devices.
 PAIRS = [
     ("gpt", "dp=2,keyed_draws=true", "cpu"),
@@ -65,13 +70,19 @@ def digest_of(job: str, plan: str, devices: str) -> str:
 
 
 def _digest(checkpoint: Path) -> str:
-    found = hashlib.sha256()
+    """By name, whatever the files are and however state is divided among them."""
+    parts: defaultdict[tuple[bool, str], dict[int, np.ndarray[Any, Any]]] = defaultdict(dict)
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, framework="numpy") as tensors:
-            for name in sorted(tensors.keys()):
-                value = tensors.get_tensor(name)
-                found.update(f"{file.name} {name} {value.dtype} {value.shape}\n".encode())
-                found.update(value.tobytes())
+            for name in tensors.keys():  # noqa: SIM118  it is no mapping
+                piece = PIECE.fullmatch(name) if file.name.startswith("state") else None
+                key, start = (piece[1], int(piece[2])) if piece else (name, 0)
+                parts[piece is not None, key][start] = tensors.get_tensor(name)
+    found = hashlib.sha256()
+    for key, pieces in sorted(parts.items()):
+        value = np.concatenate([pieces[start].reshape(-1) for start in sorted(pieces)])
+        found.update(f"{key} {value.dtype} {value.shape}\n".encode())
+        found.update(value.tobytes())
     return found.hexdigest()[:16]
 
 
