@@ -256,3 +256,13 @@ def test_waiting_pays_with_even_workers_and_not_with_a_slow_one(tmp_path: Path):
         waiting = [loss[2] for (of, name), loss in losses.items() if of == speeds and name != "asynchronous"]
         assert (max(waiting) < losses[speeds, "asynchronous"][2]) == (speeds == "even")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@alone
+def test_a_fine_tuned_model_loads_back_into_transformers_with_equal_outputs(tmp_path: Path):
+    lines = run(str(ROOT / "examples/11_fine_tuning.py"), cwd=tmp_path).stdout.splitlines()
+    before, after = (float(each) for each in lines[0].removeprefix("loss ").split(" -> "))
+    assert after < before - 0.5
+    assert lines[1].startswith("from_pretrained('runs/fine_tuned/step-00000020')")
+    assert lines[1].endswith("largest difference of its logits 0")
+    assert (tmp_path / "runs/gpt2_bytes/model.safetensors").exists()
