@@ -41,6 +41,7 @@ ORDER = [
         "checkpoint.writing",
         "comm.shm",
         "exchange.buckets",
+        "exchange.units",
         "parameters",
         "program.trace",
         "tensor_parallel.rules",

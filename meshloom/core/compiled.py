@@ -30,13 +30,17 @@ def named_as_written(model: nn.Module) -> nn.Module:
 
 def without_compilation(model: nn.Module) -> list[str]:
     """Undo the compilation of modules that are `named_as_written`; the names of those that were compiled."""
-    names: list[str] = []
-    for name, module in model.named_modules():
-        each: Any = module
-        if each._compiled_call_impl is not None:
-            each._compiled_call_impl = None
-            names.append(name)
+    names = compiled_names(model)
+    for name in names:
+        each: Any = model.get_submodule(name)
+        each._compiled_call_impl = None
     return names
+
+
+def compiled_names(model: nn.Module) -> list[str]:
+    """The names of the modules whose compiled code is called."""
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    return [name for name, module in modules if module._compiled_call_impl is not None]
 
 
 def _inside(module: Any) -> nn.Module:

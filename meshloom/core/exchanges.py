@@ -158,7 +158,7 @@ COMPRESSIONS: Mapping[str, CompressionEntry] = {
 
 # What a rank holds only its slices of, along dp, under zero=1, 2, 3; each in addition to those before.
 ZERO_SLICES = ("the optimizer's state", "gradients", "parameters")
-_ZERO_NOT_YET = (2, 3)
+_ZERO_NOT_YET = (2,)
 
 
 def check_zero(zero: int) -> None:

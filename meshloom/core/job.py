@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -89,6 +89,8 @@ class Job:
     weight_names: the name in these files of each tensor of the model, as a mapping or a function; names that
         a mapping lacks are equal. None: no counterpart. A tensor of the model keeps the value that `model`
         gave it; a tensor of the files, looked up in the same way, is not used.
+    units: names or types of the modules whose parameters zero=3 gathers together; () gathers all at once. None:
+        blocks that repeat, and modules with large parameters.
     rules: sharding rules of custom operators: operator -> its dims, like
         `{"mylib::swiglu": "b* f, b* f -> b* f"}` (docs/rules.md).
 
@@ -130,6 +132,7 @@ class Job:
     elementwise: bool | None = None
     weights: str | PathLike[str] | None = None
     weight_names: Mapping[str, str | None] | Callable[[str], str | None] | None = None
+    units: Sequence[str | type[nn.Module]] | None = None
     rules: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -164,6 +167,7 @@ class Job:
         if self.evaluate is not None and not isinstance(self.evaluate, Evaluate):
             raise JobError("Job(evaluate=...) must be an Evaluate(data, metrics, every).")
         self._check_weights()
+        _check_units(self.units)
         if not isinstance(self.rules, Mapping) or not all(
             isinstance(each, str) for pair in self.rules.items() for each in pair
         ):
@@ -193,6 +197,19 @@ class Job:
             raise JobError(
                 'Job(weight_names=...) must be names by name, like weight_names={"head.weight": "lm_head.weight"}, or a function from name to name.'
             )
+
+
+def _check_units(units: Any) -> None:
+    if units is not None and (
+        isinstance(units, str)
+        or not all(
+            isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module))
+            for each in units
+        )
+    ):
+        raise JobError(
+            'Job(units=...) must be names or types of modules, like units=[Block] or units=["encoder", "decoder"].'
+        )
 
 
 def as_sum(

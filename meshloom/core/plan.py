@@ -131,7 +131,7 @@ class Plan:
         check_exchange(self, DEFAULTS)
         object.__setattr__(self, "shares", complete_shares(self.shares))
         check_shares(self)
-        _check_batch_norm(self)
+        _check_modules(self)
 
     @property
     def mesh(self) -> Mesh:
@@ -254,10 +254,18 @@ def _check_computation(plan: Plan) -> None:
     check_pipeline(plan, DEFAULTS)
 
 
-def _check_batch_norm(plan: Plan) -> None:
-    if plan.sync_batch_norm and plan.captures:
-        name = next(name for name in ("tp", "pp", "recompute") if getattr(plan, name) not in (1, "none"))
-        setting = f"{name}={getattr(plan, name)}"
+def _check_modules(plan: Plan) -> None:
+    """Raise `PlanError` for settings of plans that run the user's modules, where a captured program runs."""
+    if not plan.captures:
+        return
+    name = next(name for name in ("tp", "pp", "recompute") if getattr(plan, name) not in (1, "none"))
+    setting = f"{name}={getattr(plan, name)}"
+    if plan.zero == 3:
+        raise PlanError(
+            f"zero=3 gathers the parameters of modules, and {setting} runs a captured program, for which it is not available yet. "
+            f"Leave {setting} out (torch.utils.checkpoint in the model recomputes under zero=3, too), or use zero=1."
+        )
+    if plan.sync_batch_norm:
         raise PlanError(
             f"sync_batch_norm=true works on modules, and {setting} runs a captured program. Leave {setting} out, or use sync_batch_norm=false."
         )

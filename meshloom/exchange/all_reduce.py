@@ -18,6 +18,7 @@ from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
+from meshloom.exchange.zero_three import open_zero_three
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes
 
@@ -31,6 +32,8 @@ def open_all_reduce(setup: Setup) -> Exchange:
     if windows is not None and setup.may_share():
         copies = partial(OneForAll, windows=windows, frozen=setup.frozen)
         return ZeroOne(setup.dense, setup.group, windows=windows, copies=copies, **settings)
+    if plan.zero == 3:
+        return open_zero_three(setup)
     return (ZeroOne if plan.zero else AllReduce)(setup.dense, setup.group, windows=windows, **settings)
 
 

@@ -40,6 +40,7 @@ class Slice:
     parameter: nn.Parameter
     start: int
     stop: int
+    kept: Tensor | None = None  # the elements, where the parameter itself is not kept
 
     @property
     def is_full(self) -> bool:
@@ -47,8 +48,8 @@ class Slice:
         return self.stop - self.start == self.parameter.numel()
 
     def data(self) -> Tensor:
-        """The elements, flat; they share memory with the parameter."""
-        return self.parameter.data.view(-1)[self.start : self.stop]
+        """The elements, flat; they share memory with the parameter, where that is kept."""
+        return self.kept if self.kept is not None else self.parameter.data.view(-1)[self.start : self.stop]
 
 
 class Ownership(Protocol):
@@ -62,6 +63,8 @@ class Ownership(Protocol):
     def num_owners(self) -> int: ...
     @property
     def one_copy(self) -> bool: ...
+    @property
+    def only_slices(self) -> bool: ...
 
 
 class Exchange(ABC):
@@ -90,6 +93,11 @@ class Exchange(ABC):
     def one_copy(self) -> bool:
         """Whether `owners` share one copy of the parameters in memory, so that a write on one rank is visible
         on all."""
+        return False
+
+    @property
+    def only_slices(self) -> bool:
+        """Whether this rank keeps only its slices of the parameters (zero=3)."""
         return False
 
     def open(self) -> Steps[None]:

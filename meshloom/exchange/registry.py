@@ -17,6 +17,7 @@ from meshloom.exchange.alone import Alone
 from meshloom.exchange.buckets.reduction import Reduction
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.sparse_gradients import WithSparse
+from meshloom.exchange.units.unit_slices import UnitParameters
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -28,7 +29,8 @@ class Setup:
     named, frozen: the trainable and the other parameters that this rank holds. group: the replicas.
         replicated: as
     for `GradientBuckets`. windows: the group, if its ranks can share memory. may_share: whether they may then
-    share one copy of the parameters. sparse: names of the parameters with sparse gradients; kept,
+    share one copy of the parameters. units: of all parameters, for zero=3. control: the replicas' group for
+    messages that are not counted. sparse: names of the parameters with sparse gradients; kept,
     sparse_only:
     some of these, as for `WithSparse`.
     """
@@ -40,6 +42,8 @@ class Setup:
     replicated: Collection[str] = ()
     windows: Windows | None = None
     may_share: Callable[[], bool] = lambda: False
+    units: Callable[[], Sequence[UnitParameters]] = tuple[UnitParameters]
+    control: Group | None = None
     sparse: Collection[str] = ()
     kept: Collection[str] = ()
     sparse_only: Collection[str] = ()

@@ -111,7 +111,8 @@ def assign_parts(
     from_slices: FullFromSlices | None = None
     if full and owners is not None:
         from_slices = FullFromSlices(
-            [local[name] for name in full], [keepers[name][0] for name in full], exchange.owned, owners, one_copy=one_copy
+            [local[name] for name in full], [keepers[name][0] for name in full], exchange.owned, owners, one_copy=one_copy,
+            only_slices=exchange.only_slices,
         )  # fmt: skip
         kept += [local[name] for name in full if here in keepers[name][0] and name in shards.pieces]
     elif full:

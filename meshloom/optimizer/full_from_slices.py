@@ -14,7 +14,7 @@ parameters together, every rank keeps all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,7 +59,8 @@ class FullFromSlices:
     parameters: in the same order on all ranks. keepers: for each, the ranks of `group` that update it: one,
         or all.
     owned: what this rank owns of any parameter. one_copy: the parameters are the same memory on all ranks, so
-        no values are sent back.
+        no values are sent back. only_slices: a rank keeps the values of its slices alone, so keepers get
+        those of full parameters with the gradients, until `give_back`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class FullFromSlices:
         group: Group,
         *,
         one_copy: bool = False,
+        only_slices: bool = False,
     ) -> None:
         self._parameters = list(parameters)
         self._keepers = [tuple(ranks) for ranks in keepers]
@@ -82,6 +84,8 @@ class FullFromSlices:
         ]
         self._parts: list[list[_Part]] | None = None  # of every rank, once known
         self._dtypes = sorted({parameter.dtype for parameter in parameters}, key=str)
+        self._only_slices = only_slices
+        self._emptied: list[tuple[nn.Parameter, Tensor]] = []  # and their values between updates
         self._sends_back = not one_copy and any(len(ranks) < group.size for ranks in self._keepers)
 
     def prepare(self) -> Steps[None]:
@@ -111,37 +115,20 @@ class FullFromSlices:
             used, 0 not.
         """
         yield from self.prepare()
-        works: list[Work] = []
-        received: list[Tensor] = []
-        for dtype in self._dtypes:
-            pieces: list[Tensor] = []
-            for keeper in range(self._group.size):
-                for part, position in zip(self._mine, self._positions, strict=True):
-                    if (
-                        keeper in self._keepers[part.parameter]
-                        and self._parameters[part.parameter].dtype == dtype
-                    ):
-                        pieces.append(
-                            _flagged(gradients[position], part.length, self._parameters[part.parameter])
-                        )
-            sizes = [
-                sum(part.length + 1 for part in self._sent(self._group.rank, keeper, dtype))
-                for keeper in range(self._group.size)
-            ]
-            expected = [
-                sum(part.length + 1 for part in self._sent(owner, self._group.rank, dtype))
-                for owner in range(self._group.size)
-            ]
-            received.append(self._parameters[0].new_empty(sum(expected), dtype=dtype))
-            works.append(self._group.all_to_all(received[-1], _join(pieces, received[-1]), expected, sizes))
-        yield
-        for work in works:
-            work.wait()
+        here = self._group.rank
+        found = {part: gradients[at] for part, at in zip(self._mine, self._positions, strict=True)}
+        received = yield from self._move(
+            lambda keeper, dtype: [
+                _flagged(found[part], part.length, self._parameters[part.parameter])
+                for part in self._sent(here, keeper, dtype)
+            ],
+            lambda owner, dtype: sum(part.length + 1 for part in self._sent(owner, here, dtype)),
+        )
         whole: dict[int, Tensor] = {}
         for dtype, flat in zip(self._dtypes, received, strict=True):
             at = 0
             for owner in range(self._group.size):
-                for part in self._sent(owner, self._group.rank, dtype):
+                for part in self._sent(owner, here, dtype):
                     if part.parameter not in whole:
                         whole[part.parameter] = torch.zeros_like(
                             self._parameters[part.parameter].detach(), memory_format=torch.contiguous_format
@@ -152,40 +139,74 @@ class FullFromSlices:
                         at + 1 : at + 1 + part.length
                     ]
                     at += part.length + 1
+        if self._only_slices:
+            yield from self._fetch_values()
 
     def give_back(self) -> Steps[None]:
         """Write the keepers' new values into the slices that this rank owns."""
-        if not self._sends_back:
-            return
+        here, mine = self._group.rank, dict(zip(self._mine, self._slices, strict=True))
+        if self._only_slices:
+            for part, slice_ in mine.items():
+                if here in self._keepers[part.parameter]:
+                    slice_.data().copy_(self._values(part))
+        if self._sends_back:
+            received = yield from self._move(
+                lambda owner, dtype: [self._values(part) for part in self._returned(here, owner, dtype)],
+                lambda keeper, dtype: sum(part.length for part in self._returned(keeper, here, dtype)),
+            )
+            for dtype, flat in zip(self._dtypes, received, strict=True):
+                at = 0
+                for keeper in range(self._group.size):
+                    for part in self._returned(keeper, here, dtype):
+                        mine[part].data().copy_(flat[at : at + part.length])
+                        at += part.length
+        for parameter, nothing in self._emptied:
+            parameter.data = nothing
+        self._emptied.clear()
+
+    def _fetch_values(self) -> Steps[None]:
+        """Fill every parameter that this rank keeps with its owners' values."""
+        here, mine = self._group.rank, dict(zip(self._mine, self._slices, strict=True))
+        received = yield from self._move(
+            lambda keeper, dtype: [mine[part].data() for part in self._sent(here, keeper, dtype)],
+            lambda owner, dtype: sum(part.length for part in self._sent(owner, here, dtype)),
+        )
+        filled: set[int] = set()
+        for dtype, flat in zip(self._dtypes, received, strict=True):
+            at = 0
+            for owner in range(self._group.size):
+                for part in self._sent(owner, here, dtype):
+                    parameter = self._parameters[part.parameter]
+                    if part.parameter not in filled:
+                        filled.add(part.parameter)
+                        self._emptied.append((parameter, parameter.data))
+                        parameter.data = parameter.data.new_empty(parameter.shape)
+                    self._values(part).copy_(flat[at : at + part.length])
+                    at += part.length
+
+    def _values(self, part: _Part) -> Tensor:
+        return self._parameters[part.parameter].data.view(-1)[part.start : part.stop]
+
+    def _move(
+        self,
+        pieces_for: Callable[[int, torch.dtype], list[Tensor]],
+        elements_from: Callable[[int, torch.dtype], int],
+    ) -> Steps[list[Tensor]]:
+        """Send flat pieces to every rank; what came from all ranks, in their order, for each dtype."""
         works: list[Work] = []
         received: list[Tensor] = []
+        ranks = range(self._group.size)
         for dtype in self._dtypes:
-            pieces: list[Tensor] = []
-            sizes: list[int] = []
-            for owner in range(self._group.size):
-                parts = self._returned(self._group.rank, owner, dtype)
-                pieces += [
-                    self._parameters[part.parameter].detach().view(-1)[part.start : part.stop]
-                    for part in parts
-                ]
-                sizes.append(sum(part.length for part in parts))
-            expected = [
-                sum(part.length for part in self._returned(keeper, self._group.rank, dtype))
-                for keeper in range(self._group.size)
-            ]
+            pieces = [pieces_for(rank, dtype) for rank in ranks]
+            sizes = [sum(piece.numel() for piece in each) for each in pieces]
+            expected = [elements_from(rank, dtype) for rank in ranks]
             received.append(self._parameters[0].new_empty(sum(expected), dtype=dtype))
-            works.append(self._group.all_to_all(received[-1], _join(pieces, received[-1]), expected, sizes))
+            sent = _join([piece for each in pieces for piece in each], received[-1])
+            works.append(self._group.all_to_all(received[-1], sent, expected, sizes))
         yield
         for work in works:
             work.wait()
-        for dtype, flat in zip(self._dtypes, received, strict=True):
-            at = 0
-            for keeper in range(self._group.size):
-                for part in self._returned(keeper, self._group.rank, dtype):
-                    self._parameters[part.parameter].data.view(-1)[part.start : part.stop] = flat[
-                        at : at + part.length
-                    ]
-                    at += part.length
+        return received
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes that this rank hands to `group`. Those of `prepare` and of `give_back` are known after
@@ -193,7 +214,7 @@ class FullFromSlices:
         here = self._group.rank
         there = list(range(self._group.size))
         total = sum(
-            (part.length + 1)
+            (part.length * (2 if self._only_slices else 1) + 1)
             * len(self._keepers[part.parameter])
             * self._parameters[part.parameter].element_size()
             for part in self._mine

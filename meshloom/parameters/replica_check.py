@@ -3,8 +3,10 @@ between replicas and between the ranks of one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
@@ -17,10 +19,9 @@ from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
-def first_difference(model: nn.Module, replicas: Group) -> Steps[tuple[str, int] | None]:
+def first_difference(tensors: Mapping[str, Tensor], replicas: Group) -> Steps[tuple[str, int] | None]:
     """The first parameter or buffer that differs on a replica from the first replica's, and that replica. All
-    replicas hold the same ones, and call it."""
-    tensors = held(state_of(model).items())
+    replicas hold the same ones, `tensors`, and call it."""
     mine = torch.stack(
         [digest(tensor) for tensor in tensors.values()] or [torch.zeros((), dtype=torch.int64)]
     )
@@ -36,9 +37,9 @@ def first_difference(model: nn.Module, replicas: Group) -> Steps[tuple[str, int]
     return None
 
 
-def expected_bytes(model: nn.Module) -> ExpectedBytes:
+def expected_bytes(tensors: Mapping[str, Tensor]) -> ExpectedBytes:
     """Bytes of `first_difference`."""
-    num_hashes = max(1, len(held(state_of(model).items())))
+    num_hashes = max(1, len(tensors))
     return ExpectedBytes(per_check=Traffic.along("dp", all_gather=8 * num_hashes))
 
 

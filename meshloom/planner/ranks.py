@@ -18,6 +18,7 @@ from meshloom.pipeline.stages.stages import Stage, users_of
 from meshloom.planner.divided import Divided
 from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
 from meshloom.planner.memory.stage_kept import kept_bytes_of
+from meshloom.planner.memory.unit_bytes import unit_bytes
 from meshloom.planner.readings import Readings
 from meshloom.planner.rehearsal.rehearsal import HeldBytes
 from meshloom.planner.staged_plan import StagePlan
@@ -139,12 +140,18 @@ def _share(
         if len(ownership[name]) > 1
     )
     exchanged = (owned + per_replica if plan.zero else owned) if plan.dp > 1 else 0
+    parameters = sum(meta.num_bytes for meta in held.values())
+    gradients = sum(trained.values()) + (per_replica if plan.zero and plan.dp > 1 else 0)
+    if plan.zero == 3 and plan.dp > 1:
+        units = unit_bytes(held, plan.bucket_bytes)
+        parameters, gradients = units.held_parameters(plan.dp), units.held_gradients(plan.dp)
+        exchanged = units.sent(plan.dp, plan.microbatches)
     sent: dict[Axis, int] = {"dp": exchanged, "pp": over_pp + lent, "tp": over_tp}
     return RankShare(
         pp=rank,
         held=HeldBytes(
-            parameters=sum(meta.num_bytes for meta in held.values()),
-            gradients=sum(trained.values()) + (per_replica if plan.zero and plan.dp > 1 else 0),
+            parameters=parameters,
+            gradients=gradients,
             optimizer=round(factor * per_replica),
             buffers=sum(
                 each.meta.num_bytes for name, each in program.buffers.items() if rank in ownership[name]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -120,6 +120,11 @@ class Engine(ABC):
     def check_replicated(self) -> Steps[str | None]:
         """Describes a difference between ranks of the replica that hold the same parameter or buffer; None if
         there is none."""
+
+    def computing(self, kind: str, *, idle: bool = False) -> AbstractContextManager[None]:
+        """Context of evaluations (and of this engine's own passes): what they need is gathered, where it is
+        not kept. All ranks enter and leave it together. kind: of the pass; idle: without computation here."""
+        return nullcontext()
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes that this rank hands over along pp and tp."""

@@ -6,6 +6,7 @@ from meshloom.parameters import replica_check
 from meshloom.replica import metrics
 from meshloom.replica.buffers import batch_norm
 from meshloom.replica.replica import Replica
+from meshloom.replica.replica_state import replicated_state
 from meshloom.telemetry.traffic import ExpectedBytes
 
 
@@ -20,7 +21,7 @@ def expected_bytes(replica: Replica) -> ExpectedBytes:
     if replica.updates:
         parts.append(replica.updater.expected_bytes())
     if replica.plan.dp > 1:
-        parts += [replica.sums.expected_bytes(), replica_check.expected_bytes(replica.model)]
+        parts += [replica.sums.expected_bytes(), replica_check.expected_bytes(replicated_state(replica))]
         if replica.job.evaluate:
             parts.append(metrics.expected_bytes(replica.job.evaluate.metrics))
         if replica.plan.sync_batch_norm:

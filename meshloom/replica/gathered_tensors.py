@@ -4,6 +4,7 @@ pp."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from meshloom.checkpoint.tensor_file import Stream, TensorEntry, widest_first
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.exchange.exchange import Emit
+from meshloom.exchange.units.unit_slices import UnitFlat
+from meshloom.exchange.zero_three import ZeroThree
 from meshloom.parameters.model import state_of
 from meshloom.parameters.pipeline_ownership import PipelineOwnership
 from meshloom.parameters.shards import Shards
@@ -117,3 +120,45 @@ class GatheredTensors:
                     take(each.name, whole)
 
         return Stream(entries=entries if first else [], run=run)
+
+
+def weights_of_units(model: nn.Module, exchange: ZeroThree) -> Stream:
+    """As `Engine.weights`, where a rank keeps slices of the parameters; one flat tensor of a unit is gathered
+    at a time."""
+    names: dict[int, list[str]] = {}
+    buffers: list[tuple[str, Any]] = []
+    for name, each in model.state_dict(keep_vars=True).items():
+        if exchange.keeps(each):
+            names.setdefault(id(each), []).append(name)
+        else:
+            buffers.append((name, each.detach() if isinstance(each, Tensor) else each))
+    parts: list[UnitFlat | tuple[str, Any]] = [part for unit in exchange.units for part in unit.parts]
+    parts = sorted([*parts, *buffers], key=_width)  # as `widest_first`
+    entries: list[TensorEntry] = []
+    for each in parts:
+        if isinstance(each, UnitFlat):
+            entries += [
+                TensorEntry.of(name, entry.parameter)
+                for entry in each.entries
+                for name in names.get(id(entry.parameter), ())
+            ]
+        else:
+            entries.append(TensorEntry.of(*each))
+    first = exchange.owners.rank == 0
+
+    def run(take: Callable[[str, Tensor], None]) -> Steps[None]:
+        for each in parts:
+            if not isinstance(each, UnitFlat):
+                take(*each) if first else None
+                continue
+            flat = yield from exchange.gather(each, each.kept)
+            for entry in each.entries:
+                for name in names.get(id(entry.parameter), ()) if first else ():
+                    take(name, flat[entry.start : entry.stop].view(entry.parameter.shape))
+
+    return Stream(entries=entries if first else [], run=run)
+
+
+def _width(each: UnitFlat | tuple[str, Any]) -> int:
+    tensor = each.kept if isinstance(each, UnitFlat) else each[1]
+    return -tensor.itemsize if isinstance(tensor, Tensor) else 0

@@ -42,7 +42,7 @@ def _evaluate(replica: Replica, chunks: Iterable[Chunk]) -> Steps[dict[str, floa
     assert replica.job.evaluate
     metrics = replica.job.evaluate.metrics
     sums = MetricSums(metrics, replica.context.device)
-    with replica.modes.evaluation(), torch.no_grad():
+    with replica.modes.evaluation(), torch.no_grad(), replica.engine.computing("evaluate"):
         for chunk in chunks:
             if not chunk.samples:
                 continue

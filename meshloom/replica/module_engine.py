@@ -4,13 +4,15 @@ holds the full model."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job, LossFunction, NamedParameters, as_sum
@@ -18,6 +20,9 @@ from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Emit, Exchange
+from meshloom.exchange.units.unit_access import UnitAccess
+from meshloom.exchange.units.unit_gathering import STEP
+from meshloom.exchange.zero_three import ZeroThree
 from meshloom.optimizer.sparse_parameters import Sparse, sparse_parameters
 from meshloom.parameters.model import trainable
 from meshloom.parameters.shards import Shards
@@ -27,6 +32,7 @@ from meshloom.replica.buffers.batch_norm import unsynchronised
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine, TakeTensor
+from meshloom.replica.gathered_tensors import weights_of_units
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.not_finite import find_not_finite
 
@@ -40,6 +46,7 @@ class ModuleEngine(Engine):
         self._model: nn.Module
         self._parameters: NamedParameters = []
         self._exchange: Exchange
+        self._units: UnitAccess | None = None  # zero=3
 
     def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None) -> Steps[None]:
         if unfilled is not None:
@@ -66,6 +73,9 @@ class ModuleEngine(Engine):
     def connect(self, exchange: Exchange) -> ExitStack:
         self._exchange = exchange
         undo = ExitStack()
+        if isinstance(exchange, ZeroThree):
+            self._units = UnitAccess(exchange.gathering)
+            undo.enter_context(self._units.connect())
         for _, parameter in self._parameters:
             undo.callback(parameter.register_post_accumulate_grad_hook(exchange.gradient_ready).remove)
         return undo
@@ -77,23 +87,33 @@ class ModuleEngine(Engine):
         loss_sums: LossSums,
         recorder: Recorder | None = None,
     ) -> Steps[None]:
-        for chunk in chunks:
-            self._context.activity.enter("chunk", chunk.step, chunk.index)
-            data = scope.data(chunk)
-            with scope.forward(chunk, partial(self._rerun_alone, chunk, data)):
-                root, loss, weight = loss_sums.add(self._job.loss(self._model, data), chunk)
-                if chunk is chunks[-1]:  # communication overlaps with its backward
-                    self._complete(loss_sums)
-                    self._exchange.begin_last_chunk()
-                root.backward()
-            scope.done(chunk, weight, loss)
-        if not chunks:
+        with self.computing(STEP, idle=not chunks):
+            for chunk in chunks:
+                self._context.activity.enter("chunk", chunk.step, chunk.index)
+                data = scope.data(chunk)
+                with scope.forward(chunk, partial(self._rerun_alone, chunk, data)):
+                    root, loss, weight = loss_sums.add(self._job.loss(self._model, data), chunk)
+                    if chunk is chunks[-1] and not self._units:  # communication overlaps with its backward
+                        self._complete(loss_sums)
+                        self._exchange.begin_last_chunk()
+                    torch.autograd.backward(root)
+                del root
+                scope.done(chunk, weight, loss.detach())
+                del loss
+                if self._units:
+                    self._units.chunk_ended()
+        if self._units or not chunks:
             self._complete(loss_sums)
         return
         yield
 
+    def computing(self, kind: str, *, idle: bool = False) -> AbstractContextManager[None]:
+        return self._units.computing(kind, idle=idle) if self._units else nullcontext()
+
     def evaluate(self, batch: Any, metric: LossFunction, take: Callable[[Any], None]) -> Steps[None]:
         take(metric(self._model, batch))
+        if self._units:
+            self._units.chunk_ended()
         return
         yield
 
@@ -113,7 +133,9 @@ class ModuleEngine(Engine):
 
         yield from mine(emit)
 
-    def weights(self) -> dict[str, Any]:
+    def weights(self) -> Stream | dict[str, Any]:
+        if isinstance(self._exchange, ZeroThree):
+            return weights_of_units(self._model, self._exchange)
         return self._model.state_dict()
 
     def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
@@ -121,7 +143,15 @@ class ModuleEngine(Engine):
             with scope.draws(chunk):
                 return self._rerun(chunk, scope.data(chunk))
 
-        where = find_not_finite(self._model, chunks, loss_of)
+        exchange = self._exchange
+        sliced = exchange.each_slice() if isinstance(exchange, ZeroThree) else None
+        values = (
+            [(each.name, each.data()) for each in sliced]
+            if sliced is not None
+            else self._model.named_parameters()
+        )
+        with self.computing("rerun", idle=not chunks):
+            where = find_not_finite(self._model, values, chunks, loss_of)
         return [0, where] if where else None
         yield
 

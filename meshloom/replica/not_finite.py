@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -21,11 +21,14 @@ from meshloom.replica.chunk_scope import ChunkScope
 
 
 def find_not_finite(
-    model: nn.Module, chunks: Sequence[Chunk], loss_of: Callable[[Chunk], Tensor]
+    model: nn.Module,
+    parameters: Iterable[tuple[str, Tensor]],
+    chunks: Sequence[Chunk],
+    loss_of: Callable[[Chunk], Tensor],
 ) -> str | None:
-    """In words; None: it was not in these chunks. loss_of: runs a chunk once more, from the same draws; a
+    """In words; None: it was not in these chunks. parameters: what this rank keeps of them. loss_of: runs a chunk once more, from the same draws; a
     scalar."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         if not bool(torch.isfinite(parameter).all()):
             return f"whose parameter {name} was not finite before the step"
     for chunk in chunks:

@@ -33,6 +33,7 @@ from meshloom.data.measured_shares import Pace
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
+from meshloom.exchange.units.find_units import units_of
 from meshloom.optimizer.sparse_parameters import make_dense
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
@@ -268,6 +269,6 @@ class Replica:
             plan=self.plan, named=self.named, frozen=self.frozen, group=self.replicas, replicated=self.engine.replicated,
             windows=windows_of(self.replicas) if self.context.device.type == "cpu" else None,
             may_share=lambda: self._share and not sparse.names and not why_separate(made, self.named),
-            sparse=sparse.names, kept=sparse.kept, sparse_only=sparse.sparse_only,
+            units=partial(units_of, self.job, self.plan, self.model), control=self.context.readers, sparse=sparse.names, kept=sparse.kept, sparse_only=sparse.sparse_only,
         )  # fmt: skip
         return setup.open()

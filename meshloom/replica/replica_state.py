@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from meshloom.checkpoint.checkpoint import Checkpoint, Piece
 from meshloom.checkpoint.resuming import Loader, check_together, load_together, open_together
@@ -16,6 +17,7 @@ from meshloom.checkpoint.tensor_file import Stream, TensorEntry
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.exchange.exchange import Emit
+from meshloom.exchange.zero_three import ZeroThree
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
 from meshloom.optimizer.state_pieces import STATE
 from meshloom.parameters.model import state_of
@@ -50,16 +52,24 @@ def check_consistent(replica: Replica) -> None:
 
 def held_weights(replica: Replica) -> list[Piece]:
     """What this rank holds of the model's `state_dict` and saves: parameters that several ranks hold on each
-    of them, buffers on one. Raises `CheckpointError` as `weights` does, and for what is no tensor."""
+    of them, slices where it holds no more, buffers on one. Raises `CheckpointError` as `weights` does, and for what is no tensor."""
     check_consistent(replica)
     model, shards, holders = replica.model, replica.shards, replica.engine.holders
     state = model.state_dict(keep_vars=True)
     # of tied tensors one name is known
     owners = {id(each): holders[name][0] for name, each in state.items() if holders and name in holders}
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    sliced = replica.exchange if isinstance(replica.exchange, ZeroThree) else None
     found: list[Piece] = []
     for name, tensor in state.items():
         TensorEntry.of(name, tensor)
+        if sliced is not None and tensor.numel() and sliced.keeps(tensor):
+            found += [
+                Piece(name, each.data(), each.start, each.stop, tuple(tensor.shape))
+                for each in sliced.each_slice()
+                if each.parameter is tensor
+            ]
+            continue
         divided = name in shards.pieces
         if tensor.is_meta or (replica.stage_group and owners[id(tensor)] != replica.stage_group.rank):
             continue
@@ -130,10 +140,18 @@ def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Step
     on the replica's first rank."""
 
     def mine(emit: Emit) -> Steps[None]:
-        for name, tensor in held(state_of(replica.model).items()).items():
+        for name, tensor in replicated_state(replica).items():
             yield from emit(name, tensor.detach())
+        if isinstance(replica.exchange, ZeroThree):
+            yield from replica.exchange.each_parameter(emit)
 
     yield from replica.engine.gather(mine, cast(Any, take))
+
+
+def replicated_state(replica: Replica) -> dict[str, Tensor]:
+    """The parameters and buffers of which every replica has a copy on this rank, tied ones once."""
+    sliced = isinstance(replica.exchange, ZeroThree)
+    return held(dict(replica.model.named_buffers()).items() if sliced else state_of(replica.model).items())
 
 
 def full_state(replica: Replica) -> Steps[dict[str, Tensor]]:
@@ -164,7 +182,7 @@ def full_gradients(replica: Replica, found: Gradients) -> Steps[dict[str, Tensor
 
 def check_identical(replica: Replica, step: int) -> Steps[None]:
     """Raise `TrainingError` naming the first parameter or buffer that differs between replicas."""
-    found = yield from first_difference(replica.model, replica.replicas)
+    found = yield from first_difference(replicated_state(replica), replica.replicas)
     if found is not None:
         name, number = found
         raise TrainingError(
@@ -198,4 +216,20 @@ def _loader(replica: Replica, checkpoint: Checkpoint) -> Loader:
         if replica.exchange.state is not None:
             replica.exchange.load(momentum)
 
-    return Loader(weight=replica.shards.weights_loader(replica.model), state=state, finish=finish)
+    weight = replica.shards.weights_loader(replica.model)
+    if isinstance(replica.exchange, ZeroThree):
+        weight = _loader_of_slices(replica.model, replica.exchange)
+    return Loader(weight=weight, state=state, finish=finish)
+
+
+def _loader_of_slices(model: nn.Module, exchange: ZeroThree) -> Callable[[str, Tensor], None]:
+    state = {
+        name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)
+    }
+
+    def take(name: str, whole: Tensor) -> None:
+        with torch.no_grad():
+            if name in state and not exchange.keep(state[name], whole):
+                state[name].copy_(whole)
+
+    return take

@@ -98,8 +98,9 @@ class LocalReplicas:
         if len(self.all) == 1:
             return run_in_steps([steps(self.all[0])])
         ranks = [_naming(steps(replica), replica.context) for replica in self.all]
-        # programs talk in forward and backward, and when they are read, and not all ranks alike
-        if self._plan.captures:
+        # programs talk in forward and backward, and when they are read, and not all ranks alike; units of
+        # parameters are gathered there
+        if self._plan.captures or self._plan.zero == 3:
             return turns.run_steps(ranks)
         # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over
         # there.

@@ -25,10 +25,9 @@ from meshloom.data.to_device import to_device
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.parameters.digest import digest
 from meshloom.parameters.file_weights import build_filled_model
-from meshloom.parameters.model import check_dense_buffers, state_of
-from meshloom.parameters.pipeline_ownership import held
+from meshloom.parameters.model import check_dense_buffers
 from meshloom.replica.replica import Replica, StepResult
-from meshloom.replica.replica_state import each_gradient, each_of_state
+from meshloom.replica.replica_state import each_gradient, each_of_state, replicated_state
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.comparison_run import ComparisonRun
@@ -232,7 +231,7 @@ def _owned(replica: Replica) -> Steps[list[float]]:
 def _digests(replica: Replica) -> Steps[list[list[int]]]:
     """For every replica, hashes of all state on its ranks: equal for equal replicas."""
     of_ranks = yield from collect(
-        replica.context.world, [int(digest(each)) for each in held(state_of(replica.model).items()).values()]
+        replica.context.world, [int(digest(each)) for each in replicated_state(replica).values()]
     )
     return [[each for rank in ranks for each in of_ranks[rank]] for ranks in replica.plan.mesh.teams()]
 

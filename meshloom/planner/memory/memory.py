@@ -19,7 +19,9 @@ from typing import Any
 
 from meshloom.core.errors import PlanError
 from meshloom.core.job import NamedParameters
+from meshloom.core.plan import Plan
 from meshloom.planner.memory.fake_step import FakeStep
+from meshloom.planner.memory.unit_bytes import unit_bytes
 from meshloom.program.ir.program import Program
 
 PHASES = ("forward", "backward", "update", "publish")
@@ -76,18 +78,20 @@ def predict_memory(
     dp: int = 1,
     zero: int = 0,
     one_copy: bool = False,
+    large_bytes: int = Plan.bucket_bytes,
 ) -> Memory:
     """Memory of a step of `program`, which is that of one chunk, on each of `dp` devices.
 
     optimizer: the job's function, given parameters without values. microbatches: chunks per device and step.
     zero: 1 divides the optimizer's state over the devices, which is exact for optimizers that update each
-    element by itself. Of the exchange, the flat buckets of gradients and parameters are counted (without
+    element by itself; 3 also gradients and parameters, of which a few units are full at a time (large_bytes:
+    as for `unit_bytes`). Of the exchange, the flat buckets of gradients and parameters are counted (without
     their padding), not what the transport itself needs. one_copy: the devices are ranks of one host that have
     the parameters and the optimizer's state once; each is counted its share of them.
     """
-    if microbatches < 1 or dp < 1 or zero not in (0, 1):
+    if microbatches < 1 or dp < 1 or zero not in (0, 1, 3):
         raise PlanError(
-            f"Memory is predicted for microbatches >= 1, dp >= 1 and zero 0 or 1, not microbatches={microbatches}, dp={dp}, zero={zero}."
+            f"Memory is predicted for microbatches >= 1, dp >= 1 and zero 0, 1 or 3, not microbatches={microbatches}, dp={dp}, zero={zero}."
         )
     # from the second on they are all equal
     step = FakeStep(program, optimizer, microbatches=min(microbatches, 2), bucketed=dp > 1)
@@ -97,13 +101,16 @@ def predict_memory(
         -(-step.trainable_bytes // dp) if zero and dp > 1 and not one_copy else 0
     )
     parameters = -(-step.parameter_bytes // dp) if one_copy else step.parameter_bytes
+    if zero == 3 and dp > 1 and not one_copy:
+        units = unit_bytes({name: each.meta for name, each in program.parameters.items()}, large_bytes)
+        buckets, parameters = units.held_gradients(dp), units.held_parameters(dp)
     state = -(-step.optimizer_bytes // divided)
     # other devices get one chunk at a time
     held = program.inputs if program.device.type != "cpu" else program.inputs * microbatches
     batch = sum(_num_bytes(each.meta) for each in held)
     standing = parameters + step.buffer_bytes + step.constant_bytes + state + batch + buckets
     peaks = {phase: standing + num_bytes for phase, num_bytes in step.peaks.items()}
-    if divided > 1 and not one_copy:
+    if divided > 1 and not one_copy and zero != 3:
         peaks["publish"] = standing + -(-step.parameter_bytes // dp)  # each rank's part is copied to be sent
     phase = max(peaks, key=lambda each: peaks[each])
     return Memory(

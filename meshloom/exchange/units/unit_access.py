@@ -1,0 +1,211 @@
+"""Where the user's code uses parameters of units: gathers each unit before, and lets go of it after.
+
+    forward of the unit's module     a hook before it, a hook after it
+    backward                         what autograd saves of a unit's values is where to find them; the unit is
+                                     gathered when the first of it is wanted back, and dropped after the last
+    anywhere else                    whatever torch function gets a parameter finds it gathered; it then stays
+                                     until the chunk ends (a loss that reads weights, calls of parts of a unit)
+
+A recomputation in backward (`torch.utils.checkpoint`) is a forward like any other; what it saves refers to the
+values themselves, which stay as long as it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshloom.core.errors import TrainingError
+from meshloom.exchange.units.unit_gathering import UnitGathering
+from meshloom.exchange.units.unit_slices import Unit
+
+
+class UnitAccess:
+    """Of the model's units on one rank."""
+
+    def __init__(self, gathering: UnitGathering) -> None:
+        self._units, self._gathering = gathering.units, gathering
+        self._computing = False
+        self._here: dict[int, tuple[Unit, int]] = {}  # storage -> the unit and the part whose values it holds
+        self._written: str | None = None
+
+    def connect(self) -> ExitStack:
+        """Hooks on the units' modules, until the returned stack is closed."""
+        undo = ExitStack()
+        for unit in self._units:
+            if unit.module is not None:
+                before = unit.module.register_forward_pre_hook(self._before(unit), prepend=True)
+                after = unit.module.register_forward_hook(self._after(unit), always_call=True)
+                undo.callback(before.remove)
+                undo.callback(after.remove)
+        return undo
+
+    @contextmanager
+    def computing(self, kind: str, *, idle: bool = False) -> Iterator[None]:
+        """Context of forwards and backwards; all ranks enter and leave it together. kind: of the pass, which
+        is like others of its kind. idle: this rank will not compute."""
+        self._gathering.begin_pass(kind)
+        self._computing, self._written = True, None
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), _Uses(self._use):
+                for unit in self._units if not idle else ():
+                    if unit.module is None:
+                        unit.stays = True
+                        self._need([unit])
+                yield
+                self.chunk_ended()
+            self._gathering.end_pass()
+        finally:
+            self._computing = False
+            for unit in self._units:
+                unit.stays, unit.num_running = False, 0
+                self._drop(unit)
+        if self._written is not None:
+            raise TrainingError(
+                f"{self._written} was changed in a forward or backward. With zero=3 its values are a copy that is let go of, so the change would be lost. "
+                "Leave it to the optimizer, compute the changed value anew in forward, or use zero=1."
+            )
+
+    def chunk_ended(self) -> None:
+        """After a chunk's backward."""
+        self._gathering.chunk_ended()
+        for unit in self._units:
+            if unit.module is not None:
+                unit.stays = False
+                self._drop(unit)
+
+    def _before(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
+        def before(module: nn.Module, inputs: Any) -> None:
+            if not self._computing:
+                raise TrainingError(
+                    f"{unit.name} was called between steps. With zero=3 its parameters are gathered only in steps and evaluations. Use zero=1 to call it."
+                )
+            unit.num_running += 1
+            self._need([unit])
+
+        return before
+
+    def _after(self, unit: Unit) -> Callable[[nn.Module, Any, Any], None]:
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            unit.num_running = max(unit.num_running - 1, 0)
+            if not unit.num_running and not unit.stays:
+                self._drop(unit)  # what is saved for backward is gathered again there
+
+        return after
+
+    def _need(self, units: Iterable[Unit]) -> None:
+        missing = [unit for unit in units if unit.values is None]
+        self._gathering.need(missing)
+        for unit in missing:
+            for number, values in enumerate(unit.values or ()):
+                self._here[values.untyped_storage()._cdata] = unit, number  # pyright: ignore[reportPrivateUsage]
+
+    def _drop(self, unit: Unit) -> None:
+        for values in unit.values or ():
+            self._here.pop(values.untyped_storage()._cdata, None)  # pyright: ignore[reportPrivateUsage]
+        self._written = unit.empty() or self._written
+
+    def _use(self, parameters: Iterable[Tensor]) -> None:
+        """Some parameters are used."""
+        units = [self._gathering.unit_of(each) for each in parameters]
+        missing = {unit.number: unit for unit in units if unit is not None and unit.values is None}
+        for unit in missing.values():
+            unit.stays = True
+        if missing:
+            self._need(missing.values())
+
+    def _pack(self, tensor: Tensor) -> Any:
+        found = self._here.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None  # pyright: ignore[reportPrivateUsage]
+        return tensor if found is None else _Saved(self, *found, tensor)
+
+    def saved(self, unit: Unit) -> None:
+        """One more tensor is saved for backward."""
+        unit.num_saved += 1
+
+    def wanted_back(self, unit: Unit, part: int) -> Tensor:
+        """The unit's values, for a tensor that was saved."""
+        self._need([unit])
+        assert unit.values is not None
+        return unit.values[part]
+
+    def forgotten(self, unit: Unit) -> None:
+        """One saved tensor is not needed any more."""
+        unit.num_saved -= 1
+        if not unit.is_needed:
+            self._drop(unit)
+
+
+class _Saved:
+    """A tensor that autograd has saved, as a place in its unit's values."""
+
+    def __init__(self, access: UnitAccess, unit: Unit, part: int, tensor: Tensor) -> None:
+        self._access, self._unit, self._part = access, unit, part
+        self._layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self._dtype = tensor.dtype
+        access.saved(unit)
+
+    def __del__(self) -> None:
+        self._access.forgotten(self._unit)
+
+    def tensor(self) -> Tensor:
+        """The tensor that was saved."""
+        values = self._access.wanted_back(self._unit, self._part)
+        flat = values if values.dtype == self._dtype else values.view(self._dtype)
+        return flat.as_strided(*self._layout)
+
+
+def _unpack(saved: Any) -> Tensor:
+    return saved.tensor() if isinstance(saved, _Saved) else saved
+
+
+class _Uses(TorchFunctionMode):
+    """Tells `use` of parameters that torch functions get."""
+
+    def __init__(self, use: Callable[[list[Tensor]], None]) -> None:
+        super().__init__()
+        self._use = use
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _READ_NO_VALUES:
+            found = list(_parameters((*args, *kwargs.values())))
+            if found:
+                self._use(found)
+        return func(*args, **kwargs)
+
+
+def _parameters(values: Iterable[Any]) -> Iterator[Tensor]:
+    for each in values:
+        if isinstance(each, nn.Parameter):
+            yield each
+        elif type(each) in (list, tuple):
+            yield from _parameters(each)
+        elif type(each) is dict:
+            yield from _parameters(each.values())
+
+
+# What torch functions get of a parameter without reading its values.
+_PROPERTIES = (
+    "shape dtype device layout requires_grad is_leaf grad grad_fn ndim itemsize nbytes is_cuda is_cpu is_sparse "
+    "is_meta is_quantized is_nested is_mkldnn _backward_hooks _version"
+)
+_METHODS = (
+    "size dim ndimension numel nelement element_size stride is_floating_point is_complex is_contiguous is_same_size "
+    "get_device requires_grad_ register_hook __hash__ __len__ backward"
+)
+_FUNCTIONS = "numel is_floating_point is_complex zeros_like ones_like empty_like full_like"
+_READ_NO_VALUES = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
+        *(getattr(Tensor, name) for name in _METHODS.split()),
+        *(getattr(torch, name) for name in _FUNCTIONS.split()),
+        torch.autograd.grad,
+        Tensor.grad.__set__,  # type: ignore[attr-defined]
+        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    }
+)

@@ -1,0 +1,196 @@
+"""Gathers units and reduces their gradients, in an order that ranks agree on as they go.
+
+Which unit a rank needs next depends on its data: a branch is taken here and not there, a share has no chunk.
+So ranks talk in rounds. In each, every rank says which units it needs, and of which the gradient is complete;
+then all of them take part in gathering what any of them needs, and in adding up what any of them has:
+
+    rank 0    needs 3, has 5   gather 3, gather 4, add up 5     computes with 3
+    rank 1    needs 4          gather 3, gather 4, add up 5     computes with 4, drops 3, has added zeros to 5
+
+A rank that has nothing left to compute takes part until all are so far. What a round says is a few bytes over
+the ranks' control group. Every rank knows what all have said, so all of them foresee the same unit from the
+order of the pass before, and gather it ahead, while they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group, Work
+from meshloom.exchange.units.unit_slices import Unit, UnitEntry, UnitFlat
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
+
+STEP = "step"  # the kind of pass that is a step's forwards and backwards
+
+
+@dataclass(kw_only=True)
+class _Gather:
+    number: int
+    values: list[Tensor]
+    works: list[Work]
+
+    def wait(self) -> list[Tensor]:
+        for work in self.works:
+            work.wait()
+        return self.values
+
+
+@dataclass
+class _Order:
+    """The units that the first rank in need has needed, in the pass before and in this one."""
+
+    before: list[int] = field(default_factory=list[int])
+    now: list[int] = field(default_factory=list[int])
+    at: int = -1  # the position in `before` that the pass has come to
+
+    def begin(self) -> None:
+        self.before, self.now, self.at = self.now or self.before, [], -1
+
+    def came_to(self, number: int) -> int | None:
+        """The next unit, if the pass goes on as the one before did."""
+        self.now.append(number)
+        if number in self.before[self.at + 1 :]:
+            self.at = self.before.index(number, self.at + 1)
+            return self.before[self.at + 1] if self.at + 1 < len(self.before) else None
+        return None
+
+
+class UnitGathering:
+    """Of `units`, over `group`. control: the same ranks, for what a round says.
+
+    ahead: whether the next unit is gathered while the rank computes with one.
+    """
+
+    def __init__(self, units: Sequence[Unit], group: Group, control: Group, *, ahead: bool) -> None:
+        self.units = units
+        # parameter -> where it is
+        self.places: dict[int, tuple[Unit, UnitFlat, UnitEntry]] = {
+            id(entry.parameter): (unit, part, entry)
+            for unit in units
+            for part in unit.parts
+            for entry in part.entries
+        }
+        self._traffic = Traffic()  # of this pass
+        self._kind = ""
+        self._first_step: Traffic | None = None
+        self._others = Traffic()  # of all passes that are not steps
+        self._group, self._control, self._looks_ahead = group, control, ahead
+        self._complete: set[int] = set()
+        self._ahead: _Gather | None = None
+        self._summing: list[tuple[Work, UnitFlat, Tensor, Tensor]] = []
+        self._orders: dict[str, _Order] = {}
+        self._order = _Order()
+
+    def begin_pass(self, kind: str) -> None:
+        """From now on units are needed in the order of the last pass of this kind."""
+        self._order = self._orders.setdefault(kind, _Order())
+        self._order.begin()
+        self._kind, self._traffic = kind, Traffic()
+
+    def need(self, units: Collection[Unit]) -> None:
+        """Returns when the units' values are here."""
+        missing = [unit for unit in units if unit.values is None]
+        if missing:
+            self._round([unit.number for unit in missing], done=False)
+
+    def complete(self, unit: Unit) -> None:
+        """The unit's gradient is added up over the ranks, in the next round."""
+        self._complete.add(unit.number)
+
+    def chunk_ended(self) -> None:
+        """All gradients of a chunk that will come have come."""
+        for unit in self.units:
+            if unit.has_gradients:
+                self.complete(unit)
+
+    def unit_of(self, parameter: Tensor) -> Unit | None:
+        """The parameter's unit."""
+        place = self.places.get(id(parameter))
+        return place[0] if place else None
+
+    def end_pass(self) -> None:
+        """Returns when all ranks have ended the pass, and all gradients are added up."""
+        while not self._round([], done=True):
+            pass
+        self._drop_ahead()
+        self._finish_sums()
+        if self._kind != STEP:
+            self._others += self._traffic
+        elif self._first_step is None:
+            self._first_step = self._traffic
+
+    def expected_bytes(self) -> ExpectedBytes:
+        """Bytes handed to `group`: of every step as many as of the first, which shows what each chunk uses."""
+        return ExpectedBytes(per_step=self._first_step or Traffic(), so_far=self._others)
+
+    def _round(self, needed: Sequence[int], *, done: bool) -> bool:
+        """Whether all ranks are done."""
+        everyone = self._say(needed, done)
+        num = len(self.units)
+        anyone = [any(row) for row in zip(*everyone, strict=True)]
+        wanted = [number for number in range(num) if anyone[number]]
+        first = next((row.index(1) for row in everyone if any(row[:num])), None)
+        self._finish_sums()
+        if wanted and self._ahead is not None and self._ahead.number not in wanted:
+            self._drop_ahead()
+        started: list[_Gather] = []
+        for number in wanted:
+            if self._ahead is not None and self._ahead.number == number:
+                started.append(self._ahead)
+                self._ahead = None
+            else:
+                started.append(self._gather(number))
+        for number in range(num):
+            if anyone[num + number]:
+                self._add_up(self.units[number])
+        next_one = self._order.came_to(first) if first is not None else None
+        if next_one is not None and self._looks_ahead:
+            self._ahead = self._gather(next_one)
+        for each in started:
+            values, unit = each.wait(), self.units[each.number]
+            if each.number in needed and unit.values is None:
+                unit.fill(values)
+        return all(row[-1] for row in everyone)
+
+    def _say(self, needed: Sequence[int], done: bool) -> list[list[int]]:
+        """What every rank says: for every unit whether it is needed, whether its gradient is complete; and
+        whether the rank is done."""
+        num = len(self.units)
+        mine = torch.zeros(2 * num + 1, dtype=torch.uint8)
+        mine[list(needed)] = 1
+        mine[[num + number for number in self._complete]] = 1
+        mine[-1] = done
+        everyone = torch.empty(self._control.size * len(mine), dtype=torch.uint8)
+        self._control.all_gather(everyone, mine).wait()
+        return everyone.view(self._control.size, -1).tolist()
+
+    def _gather(self, number: int) -> _Gather:
+        parts = self.units[number].parts
+        values = [part.full() for part in parts]
+        works = [self._group.all_gather(flat, part.kept) for part, flat in zip(parts, values, strict=True)]
+        self._traffic += Traffic.along("dp", all_gather=sum(part.kept.nbytes for part in parts))
+        return _Gather(number=number, values=values, works=works)
+
+    def _add_up(self, unit: Unit) -> None:
+        self._complete.discard(unit.number)
+        for part in unit.trainable_parts:
+            gradient = part.take_gradient()
+            output = torch.empty_like(part.kept)
+            work = self._group.reduce_scatter(output, gradient)
+            self._traffic += Traffic.along("dp", reduce_scatter=gradient.nbytes)
+            self._summing.append((work, part, output, gradient))
+
+    def _finish_sums(self) -> None:
+        for work, part, output, _ in self._summing:
+            work.wait()
+            part.summed = output if part.summed is None else part.summed.add_(output)
+        self._summing.clear()
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.wait()  # nobody may free what is being written
+            self._ahead = None

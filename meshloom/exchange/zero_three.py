@@ -1,0 +1,151 @@
+"""ZeRO-3: a replica keeps one dp-th of parameters, gradients and optimizer state. A unit's parameters are
+gathered before they are used, and let go of afterwards; its gradients are added up chunk by chunk.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
+    stage 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.group import Group
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import JobError
+from meshloom.exchange.exchange import Emit, Exchange, Slice
+from meshloom.exchange.registry import Setup
+from meshloom.exchange.units.unit_gathering import UnitGathering
+from meshloom.exchange.units.unit_slices import Unit, UnitFlat, UnitParameters, UnitSlice
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
+
+
+def open_zero_three(setup: Setup) -> Exchange:
+    """Raises `JobError` for parameters that cannot be gathered in units."""
+    if setup.sparse:
+        raise JobError(
+            f"{min(setup.sparse)} gets sparse gradients (sparse=True), which zero=3 does not divide. Use zero=1, or sparse=False."
+        )
+    assert setup.control is not None
+    return ZeroThree(setup.units(), setup.group, setup.control, overlap=setup.plan.overlap)
+
+
+class ZeroThree(Exchange):
+    """Over `group`. units: all parameters, frozen ones too. control: the same ranks, for messages that are
+    not counted. overlap: whether units are gathered ahead."""
+
+    def __init__(
+        self, units: Sequence[UnitParameters], group: Group, control: Group, *, overlap: bool
+    ) -> None:
+        self._group = group
+        self.units = [Unit(number, each, group.rank, group.size) for number, each in enumerate(units)]
+        self.gathering = UnitGathering(self.units, group, control, ahead=overlap)
+        self._trained = [(unit, part) for unit in self.units for part in unit.trainable_parts]
+        self._mine = [(part, each) for _, part in self._trained for each in part.slices()]
+        self._entries = [entry for _, part in self._trained for entry in part.entries]
+        device = self._entries[0].parameter.device
+        self._used = torch.zeros(len(self._entries), dtype=torch.uint8, device=device)
+        self._inspected = Traffic()
+
+    @property
+    def owned(self) -> Sequence[Slice]:
+        return [_slice(part, each) for part, each in self._mine]
+
+    @property
+    def owners(self) -> Group:
+        return self._group
+
+    @property
+    def only_slices(self) -> bool:
+        return True
+
+    def begin_step(self) -> None:
+        for _, part in self._trained:
+            part.summed = part.gradient = None
+            for entry in part.entries:
+                entry.parameter.grad = None
+                entry.used = entry.waits = False
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:
+            return
+        unit, part, entry = self.gathering.places[id(parameter)]
+        part.add_gradient(entry)
+        if unit.is_complete:
+            self.gathering.complete(unit)
+
+    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+        self._used.copy_(torch.tensor([entry.used for entry in self._entries], dtype=torch.uint8))
+        work = self._group.all_reduce(self._used, "max")
+        yield
+        work.wait()
+        for entry, used in zip(self._entries, self._used.tolist(), strict=True):
+            entry.used = bool(used)
+        divisor = float(weight)
+        for _, part in self._trained:
+            if part.summed is not None and divisor != 1.0:
+                part.summed.div_(divisor)
+        return [
+            each.of(part.summed) if each.entry.used and part.summed is not None else None
+            for part, each in self._mine
+        ]
+
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
+        found = {id(each.entry): gradient for (_, each), gradient in zip(self._mine, gradients, strict=True)}
+        for _, part in self._trained:
+            share = torch.zeros_like(part.kept)
+            for each in part.slices():
+                gradient = found[id(each.entry)]
+                if gradient is not None:
+                    each.of(share).copy_(gradient)
+            flat = yield from self.gather(part, share)
+            for entry in part.entries:
+                whole = flat[entry.start : entry.stop].view(entry.parameter.shape)
+                yield from emit(entry.name, whole if entry.used else None)
+
+    def each_parameter(
+        self, emit: Callable[[str, Tensor], Steps[None]], wanted: Callable[[str], bool] = lambda name: True
+    ) -> Steps[None]:
+        """Passes the full value of every parameter to `emit` on every rank; one flat tensor is gathered at a
+        time."""
+        for unit in self.units:
+            for part in unit.parts:
+                if any(wanted(entry.name) for entry in part.entries):
+                    flat = yield from self.gather(part, part.kept)
+                    for entry in part.entries:
+                        whole = flat[entry.start : entry.stop].view(entry.parameter.shape)
+                        yield from emit(entry.name, whole)
+
+    def each_slice(self) -> list[Slice]:
+        """What this rank keeps of all parameters, frozen ones too."""
+        return [_slice(part, each) for unit in self.units for part in unit.parts for each in part.slices()]
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Whether ranks keep slices of it."""
+        return self.gathering.unit_of(parameter) is not None
+
+    def keep(self, parameter: Tensor, whole: Tensor) -> bool:
+        """Takes this rank's slice of a parameter's new value; False if the parameter is in no unit."""
+        place = self.gathering.places.get(id(parameter))
+        if place is not None:
+            place[1].keep(place[2], whole)
+        return place is not None
+
+    def expected_bytes(self) -> ExpectedBytes:
+        flags = ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self._used.numel()))
+        return flags + self.gathering.expected_bytes() + ExpectedBytes(so_far=self._inspected)
+
+    def gather(self, part: UnitFlat, share: Tensor) -> Steps[Tensor]:
+        """The full flat tensor of all ranks' shares."""
+        flat = part.full()
+        self._inspected += Traffic.along("dp", all_gather=share.nbytes)
+        work = self._group.all_gather(flat, share)
+        yield
+        work.wait()
+        return flat
+
+
+def _slice(part: UnitFlat, mine: UnitSlice) -> Slice:
+    return Slice(mine.entry.name, mine.entry.parameter, mine.start, mine.stop, mine.of(part.kept))

@@ -1,0 +1,311 @@
+"""zero=3: a replica keeps a dp-th of every unit, and computes what one device does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from meshloom.checkpoint.checkpoint import Checkpoint, find
+from meshloom.core.errors import JobError, PlanError, TrainingError
+from meshloom.core.job import Evaluate
+from meshloom.core.plan import Plan
+from meshloom.exchange.units.find_units import find_units
+from meshloom.exchange.units.unit_slices import UnitFlat
+from meshloom.exchange.zero_three import ZeroThree
+from meshloom.planner.memory.unit_bytes import unit_bytes
+from meshloom.program.ir.nodes import Meta
+from meshloom.replica.replica_state import full_state
+from meshloom.train.trainer import Trainer
+from meshloom.verify.run import verify
+from tests.jobs import MODELS, OPTIMIZERS, images, make_job, texts, vectors
+from tests.processes import on_ranks
+from tests.zero_three_jobs import KINDS, Blocks, Part, unit_job
+
+DATA = {"cnn": images, "gpt": texts}
+Case = tuple[int, int, str, str, int]
+
+
+def equal(case: Case) -> bool:
+    """Whether verification passes in float64. Batches are uneven; small ones leave ranks without a chunk."""
+    dp, microbatches, model, optimizer, batch = case
+    plan = Plan(dp=dp, microbatches=microbatches, zero=3, bucket_bytes=600)
+    data = partial(DATA.get(model, vectors), 3 * batch - 1)
+    report = verify(
+        make_job(model, optimizer, batch_size=batch, data=data),
+        plan,
+        devices="simulated",
+        steps=3,
+        dtype=torch.float64,
+    )
+    assert report
+    return report.passed
+
+
+CASES = list(product((2, 3, 4), (1, 3), MODELS, OPTIMIZERS, (13,)))
+EMPTY = list(product((3,), (1, 3), MODELS, OPTIMIZERS[:2], (2,)))
+
+
+def in_turns(cases: list[Case]) -> list[Any]:
+    """The first in every ten is in `make test`."""
+    return [
+        pytest.param(case, marks=pytest.mark.long if number % 10 == 0 else pytest.mark.slow)
+        for number, case in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize("case", in_turns(CASES + EMPTY), ids=str)
+def test_a_plan_equals_one_device(case: Case) -> None:
+    assert equal(case)
+
+
+QUICK = ("shuffled", "decayed")
+LONG = ("recomputed_reentrant", "again", "inside")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            kind, marks=() if kind in QUICK else pytest.mark.long if kind in LONG else pytest.mark.slow
+        )
+        for kind in KINDS
+    ],
+)
+def test_parameters_are_there_wherever_a_loss_uses_them(kind: str) -> None:
+    for plan in ("dp=2,zero=3,microbatches=2",) + (
+        ("dp=3,zero=3,bucket_bytes=200",) if kind not in QUICK else ()
+    ):
+        report = verify(unit_job(kind), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+        assert report and report.passed, report
+
+
+def trained(plan: str, kind: str = "blocks", **settings: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Summary of the run and parameters at its end."""
+    overrides = {name: settings.pop(name) for name in ("steps", "evaluate", "units") if name in settings}
+    job = unit_job(kind, settings.pop("optimizer", "adamw"), **overrides)
+    with Trainer(job, plan, **{"devices": "simulated", "dtype": torch.float64, **settings}) as trainer:
+        summary = trainer.fit()
+        return summary, trainer.together(full_state)[0]
+
+
+def loss(model: Any, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+EVALUATE = Evaluate(data=partial(vectors, 11), metrics={"loss": loss}, every=2)
+
+
+def test_bytes_are_as_predicted_and_evaluation_is_one_devices() -> None:
+    summary, ours = trained("dp=2,zero=3,microbatches=2", steps=4, evaluate=EVALUATE)
+    one, theirs = trained("dp=1", steps=4, evaluate=EVALUATE)
+    assert summary.predicted == summary.counted
+    assert summary.evaluation == pytest.approx(one.evaluation, rel=1e-12)
+    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-10, atol=1e-12) for name in theirs)
+    # each of 2 chunks adds up every gradient; units are padded to the number of ranks
+    num_bytes = 8 * sum(each.numel() for each in theirs.values())
+    in_steps = summary.counted.bytes["dp"]["reduce_scatter"]
+    assert 4 * 2 * num_bytes <= in_steps <= 4 * 2 * 1.01 * num_bytes
+
+
+def test_nobody_holds_more_than_slices_the_rest_and_two_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every full tensor is counted, of values and of gradients, as long as anything refers to its memory."""
+    made: list[tuple[StorageWeakRef, int]] = []
+    most = 0
+    full = UnitFlat.full
+
+    def counted(part: UnitFlat) -> Tensor:
+        nonlocal most
+        flat = full(part)
+        if part._rank == 0:
+            made[:] = [each for each in made if not each[0].expired()]
+            made.append((StorageWeakRef(flat.untyped_storage()), flat.nbytes))
+            most = max(most, sum(size for _, size in made))
+        return flat
+
+    with Trainer(unit_job("blocks"), "dp=2,zero=3,microbatches=2", devices="simulated") as trainer:
+        (replica, _) = trainer.replicas
+        exchange = replica.exchange
+        assert isinstance(exchange, ZeroThree)
+        rest, *blocks = [sum(part.num_bytes for part in unit.parts) for unit in exchange.units]
+        assert len(blocks) == 4 and rest < min(blocks)
+        monkeypatch.setattr(UnitFlat, "full", counted)
+        for batch in trainer.batches():
+            trainer.step(batch)
+        # values and gradients of the rest and of two units each
+        assert 2 * max(blocks) + rest < most <= 2 * (rest + 2 * max(blocks))
+        made[:] = [each for each in made if not each[0].expired()]
+        assert not made
+        stored = {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+            for each in replica.model.parameters()
+        }
+        assert sum(stored.values()) == 4 * len(stored)  # one number each
+        assert sum(part.kept.nbytes for unit in exchange.units for part in unit.parts) < 0.51 * (
+            rest + sum(blocks)
+        )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "plan"),
+    [
+        ("adamw", "dp=3,zero=3"),
+        pytest.param("adamw", "dp=1", marks=pytest.mark.long),
+        pytest.param("muon", "dp=2,zero=1", marks=pytest.mark.long),
+        pytest.param("adafactor", "dp=4,zero=3", marks=pytest.mark.slow),
+        pytest.param("sgd", "dp=2,pp=2,microbatches=2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_goes_on_under_another_plan_and_back(optimizer: str, plan: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"devices": "simulated", "dtype": torch.float64}
+    job = unit_job("frozen", optimizer, steps=4)
+    ours = "dp=2,zero=3,microbatches=2"
+    _, before = trained(ours, "frozen", optimizer=optimizer, steps=2, out=tmp_path / "a")
+    states: list[Any] = []
+    for at, directory, under in (("a", "b", plan), ("b", "c", ours)):
+        with Trainer(job, under, resume=tmp_path / at, out=tmp_path / directory, **settings) as trainer:
+            there = trainer.together(full_state)[0]
+            assert list(there) == list(before)
+            assert all(torch.equal(there[name], before[name]) for name in before)
+            trainer.save()
+        checkpoint = Checkpoint.open(find(tmp_path / directory))
+        sizes = {key: math.prod(checkpoint.shape(key)) for key in checkpoint.keys()}  # noqa: SIM118
+        states.append({key: checkpoint.read(key, 0, size) for key, size in sizes.items()})
+    assert states[0].keys() == states[1].keys() and states[0]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_blocks_that_repeat_large_parts_and_the_rest_are_units() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(50, 4)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+            self.odd = nn.ModuleList([nn.Linear(4, 3), nn.Linear(3, 4)])
+            self.blocks[2][0].bias = self.odd[0].bias = nn.Parameter(torch.zeros(4))
+
+    model = Model()
+    units = {unit.name: [name for name, _ in unit.named] for unit in find_units(model, large_bytes=500)}
+    assert units == {
+        "the rest": ["blocks.2.0.bias", "odd.0.weight", "odd.1.weight", "odd.1.bias"],  # one of them is tied
+        "blocks.0": ["blocks.0.0.weight", "blocks.0.0.bias"],
+        "blocks.1": ["blocks.1.0.weight", "blocks.1.0.bias"],
+        "blocks.2": ["blocks.2.0.weight"],
+        "embed": ["embed.weight"],
+    }
+    chosen = find_units(model, chosen=[nn.Embedding, "odd.1"], large_bytes=1)
+    assert [unit.name for unit in chosen] == ["the rest", "embed", "odd.1"]
+    assert [unit.name for unit in find_units(model, chosen=(), large_bytes=1)] == ["the rest"]
+    with pytest.raises(
+        JobError, match=r"Job\(units=...\) names module 'even', and the model has none. It has embed, blocks"
+    ):
+        find_units(model, chosen=["even"], large_bytes=1)
+
+
+def test_units_are_the_users() -> None:
+    _, chosen = trained("dp=2,zero=3", kind="again", units=["blocks.1", nn.LayerNorm])
+    _, none = trained("dp=2,zero=3", kind="again", units=())
+    assert all(torch.allclose(chosen[name], none[name], rtol=1e-12) for name in none)
+
+
+class Clipping(Blocks):
+    def through(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.head.weight.clamp_(-1, 1)
+            self.blocks[1].up.weight.data = self.blocks[1].up.weight * 1  # type: ignore[union-attr]
+        return super().through(x)
+
+
+def test_what_would_be_lost_or_is_not_there_is_an_error() -> None:
+    job = unit_job("blocks")
+    with (
+        pytest.raises(
+            TrainingError,
+            match="head.weight was changed in a forward or backward. With zero=3 its values are a copy",
+        ),
+        Trainer(replace(job, model=Clipping), "dp=2,zero=3", devices="simulated") as trainer,
+    ):
+        trainer.fit()
+    with Trainer(job, "dp=2,zero=3", devices="simulated") as trainer:
+        model = trainer.replicas[0].model
+        with pytest.raises(TrainingError, match="blocks.0 was called between steps"):
+            model(torch.ones(1, 7))
+        assert model.get_parameter("blocks.0.up.weight").isnan().all()
+    compiled: Any = lambda: torch.compile(Blocks(), backend="eager")  # noqa: E731
+    with pytest.raises(JobError, match="is compiled"):
+        Trainer(replace(job, model=compiled), "dp=2,zero=3", devices="simulated").close()
+    for setting in ("pp=2", "tp=2", "recompute=full"):
+        with pytest.raises(
+            PlanError,
+            match=f"zero=3 gathers the parameters of modules, and {setting} runs a captured program",
+        ):
+            Plan.parse(f"dp=2,zero=3,{setting}")
+
+
+def test_where_a_loss_became_nan_is_found() -> None:
+    class Overflowing(Part):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * float("inf")
+
+    class Bad(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[2].__class__ = Overflowing
+
+    there = pytest.raises(TrainingError, match=r"the first module whose output is not finite is blocks\.2")
+    job = replace(unit_job("blocks"), model=Bad)
+    with there, Trainer(job, "dp=2,zero=3", devices="simulated") as trainer:
+        trainer.fit()
+
+
+def runs(plans: list[str], kinds: list[str], **where: Any) -> list[list[float]]:
+    """Losses of each on this rank; bytes are as predicted."""
+    found: list[list[float]] = []
+    for plan, kind in zip(plans, kinds, strict=True):
+        with Trainer(unit_job(kind, evaluate=EVALUATE), plan, dtype=torch.float64, **where) as trainer:
+            found.append([trainer.step(batch) for batch in trainer.batches()])
+            found[-1] += trainer.evaluate().values()
+            summary = trainer.summary(0.0, {}, None)
+            if kind != "shuffled":
+                assert summary.predicted == summary.counted, plan
+    return found
+
+
+def on_gloo(plans: list[str], kinds: list[str]) -> list[list[float]]:
+    return runs(plans, kinds, devices="cpu", transport="gloo")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_processes_that_share_nothing_compute_what_simulated_ranks_do(size: int) -> None:
+    plans = [
+        f"dp={size},zero=3,microbatches=2",
+        f"dp={size},zero=3",
+        f"dp={size},zero=3,sync_batch_norm=true",
+    ]
+    kinds = ["shuffled", "recomputed", "tied"]
+    found = on_ranks(on_gloo, size, plans, kinds, timeout_seconds=120.0)
+    for ours, theirs in zip(found[0], runs(plans, kinds, devices="simulated"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9)  # float64; sums over ranks have no order
+
+
+def test_units_are_found_in_the_names_of_parameters_too() -> None:
+    model = Blocks()
+    (rest, *units) = find_units(model, large_bytes=2**20)
+    metas = {
+        name: Meta(shape=tuple(each.shape), dtype=each.dtype, stride=each.stride(), requires_grad=True)
+        for name, each in model.named_parameters()
+    }
+    found = unit_bytes(metas, 2**20)
+    sizes = [sum(each.nbytes for _, each in unit.named) for unit in (rest, *units)]
+    assert (found.parameters, found.rest, found.full) == (sum(sizes), sizes[0], sizes[0] + 2 * sizes[1])
+    # all gradients once, the blocks' values twice and the rest's once, from each of 2 ranks, in a chunk
+    assert found.sent(2, 1) == sum(sizes) + (sizes[0] + 2 * sum(sizes[1:])) / 2
