@@ -28,6 +28,7 @@ def export(run: Path, kind: str, out: Path, *more: str) -> int:
     return main(["export", str(run), "--to", kind, "--out", str(out), *more])
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process reads
 def test_torch_and_safetensors_and_dcp_read_what_is_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -27,6 +27,10 @@ from meshloom.comm.pieces import Pieces
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError
+from meshloom.telemetry.progress import QUIET
+from meshloom.train import run_checkpoints
+from meshloom.train.trainer import Trainer
+from tests.jobs import make_job
 from tests.saving_jobs import names_in, weights_of, written_in_parallel
 
 
@@ -67,6 +71,7 @@ def divided(draw: st.DrawFn) -> tuple[Pieces, int]:
     return Pieces(shape, tuple(map(tuple, rows))), draw(st.integers(1, 3))
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(divided(), st.sampled_from([torch.float32, torch.int8, torch.bfloat16]))
 def test_blocks_and_slices_of_blocks_are_written_to_their_places(
@@ -175,3 +180,32 @@ def test_checksums_are_of_the_files_as_they_are(tmp_path: Path) -> None:
     for name, facts in files.items():
         text = (held / name).read_bytes()
         assert facts == {"bytes": len(text), "crc32": zlib.crc32(text)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2", "dp=2,zero=1"])
+def test_ranks_of_several_hosts_save_the_same_tensors_in_files_of_their_own(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job("mlp", "adamw", steps=3)
+    opened: list[Checkpoint] = []
+    for name in ("one", "several"):
+        if name == "several":
+            hosts = itertools.count()
+            monkeypatch.setattr(run_checkpoints, "host_identity", lambda hosts=hosts: f"host {next(hosts)}")
+        with Trainer(job, plan, devices="simulated", steps=2, out=tmp_path / name, listener=QUIET) as trainer:
+            trainer.fit()
+        opened.append(Checkpoint.open(tmp_path / name))
+    together, streamed = opened
+    assert names_in(together.path) == ["meta.json", "model.safetensors", "state-00000-of-00001.safetensors"]
+    assert names_in(streamed.path)[2:] == [f"state-0000{rank}-of-00002.safetensors" for rank in range(2)]
+    assert all(torch.equal(streamed.weights()[name], each) for name, each in together.weights().items())
+    assert sorted(together.keys()) == sorted(streamed.keys())
+    for key in together.keys():  # noqa: SIM118
+        size = math.prod(together.shape(key))
+        assert torch.equal(together.read(key, 0, size), streamed.read(key, 0, size)), key
+    losses = []
+    for each in opened:
+        with Trainer(job, "tp=2", devices="simulated", resume=each.path, listener=QUIET) as trainer:
+            losses.append([trainer.step(batch) for batch in trainer.batches()])
+    assert losses[0] == losses[1]
