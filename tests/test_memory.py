@@ -11,9 +11,12 @@ from jobs import make_job
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from meshloom.comm.simulated import simulated_groups
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.exchange.buckets.buckets import GradientBuckets
+from meshloom.exchange.buckets.rounds import pool_extents
+from meshloom.exchange.buckets.scattered import ScatteredBuckets
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import predict_memory
 from meshloom.program.capture.capture import capture
@@ -193,11 +196,28 @@ def test_buckets_of_a_data_parallel_plan_and_divided_state(dp: int, zero: int):
     assert ("publish" in memory.peaks) == bool(zero)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("one_copy", [False, True])
+def test_slices_of_gradients_and_buckets_on_their_way(one_copy: bool):
+    job, batches = job_and_batches("gpt", "adamw")
+    program = read(job, batches)
+    settings: dict[str, Any] = {"dp": 3, "bucket_bytes": 2**10, "one_copy": one_copy}
+    one, two = (predict_memory(program, job.optimizer, zero=zero, **settings) for zero in (1, 2))
+    named = list(job.model().named_parameters())
+    buckets = ScatteredBuckets(named, simulated_groups(3)[0], rounds=1, bucket_bytes=2**10, overlap=True)
+    (pool,) = pool_extents([each.extent for each in buckets.buckets], 2**10).values()
+    slices = sum(each.sum.nbytes for each in buckets.buckets)
+    # both are padded, and aligned in the pool
+    assert two.gradients == pytest.approx(slices + pool.num_elements, abs=80 * len(buckets.buckets))
+    assert two.gradients < one.gradients and two.optimizer == one.optimizer
+    assert ("publish" in two.peaks) != one_copy
+
+
 def test_a_plan_that_is_not_predicted_is_refused():
     job = wide()
     program = read(job, [torch.randn(5, 64), torch.randn(5, 64)])
-    with pytest.raises(PlanError, match="zero 0 or 1, not microbatches=1, dp=2, zero=3"):
-        predict_memory(program, job.optimizer, dp=2, zero=3)
+    with pytest.raises(PlanError, match="zero 0 to 3, not microbatches=1, dp=2, zero=4"):
+        predict_memory(program, job.optimizer, dp=2, zero=4)
 
 
 def test_the_table_lists_every_case():

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
         "pp=2,tp=2,microbatches=4,tp_placements=*:column",
         "dp=2,tp=2,zero=1,tp_placements=*:row",
         "pp=2,microbatches=2,schedule=interleaved,virtual_stages=2",
+        "dp=2,pp=2,microbatches=3,zero=2,bucket_bytes=2000",
     ],
 )
 def test_what_a_rank_holds_and_sends_is_what_it_held_and_sent(text: str):

@@ -158,7 +158,6 @@ COMPRESSIONS: Mapping[str, CompressionEntry] = {
 
 # What a rank holds only its slices of, along dp, under zero=1, 2, 3; each in addition to those before.
 ZERO_SLICES = ("the optimizer's state", "gradients", "parameters")
-_ZERO_NOT_YET = (2,)
 
 
 def check_zero(zero: int) -> None:
@@ -166,11 +165,6 @@ def check_zero(zero: int) -> None:
     known = "zero=0 (replicated), zero=1 (the optimizer's state sharded over dp), zero=2 (gradients too) or zero=3 (parameters too)"
     if not 0 <= zero <= len(ZERO_SLICES):
         raise PlanError(f"zero={zero} is not known. Use {known}.")
-    if zero in _ZERO_NOT_YET:
-        raise PlanError(
-            f"zero={zero} (a rank holds only its slices of {ZERO_SLICES[zero - 1]}) is not available yet. "
-            "Use zero=0 (replicated) or zero=1 (the optimizer's state sharded over dp)."
-        )
 
 
 def check_exchange(plan: ExchangeSettings, defaults: Mapping[str, Any]) -> None:

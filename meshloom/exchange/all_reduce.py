@@ -19,22 +19,26 @@ from meshloom.exchange.registry import Setup
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
 from meshloom.exchange.zero_three import open_zero_three
+from meshloom.exchange.zero_two import ZeroTwo
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes
 
 
 def open_all_reduce(setup: Setup) -> Exchange:
-    """The all-reduce of gradients or, with zero=1 and where replicas share one copy of the parameters, the
+    """The all-reduce of gradients or, with zero=1, 2 and where replicas share one copy of the parameters, the
     reduce-scatter to the owner of each slice."""
     plan, windows, settings = setup.plan, setup.windows, setup.bucket_settings
+    zero: Callable[..., Exchange] = ZeroOne
+    if plan.zero == 2:
+        zero = partial(ZeroTwo, rounds=plan.microbatches, late=setup.late)
     if plan.compress != "none":
         return AllReduce(setup.dense, setup.group, reduction=setup.reduction(), **settings)
     if windows is not None and setup.may_share():
         copies = partial(OneForAll, windows=windows, frozen=setup.frozen)
-        return ZeroOne(setup.dense, setup.group, windows=windows, copies=copies, **settings)
+        return zero(setup.dense, setup.group, windows=windows, copies=copies, **settings)
     if plan.zero == 3:
         return open_zero_three(setup)
-    return (ZeroOne if plan.zero else AllReduce)(setup.dense, setup.group, windows=windows, **settings)
+    return (zero if plan.zero else AllReduce)(setup.dense, setup.group, windows=windows, **settings)
 
 
 class AllReduce(Exchange):

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.comm.windows import Extent
-from meshloom.exchange.buckets.buckets import Bucket
+from meshloom.exchange.buckets.buckets import BucketLayout
 from meshloom.exchange.slices import flatten_parameters, share_of
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -53,7 +52,7 @@ class ParameterCopies(ABC):
 class OneEach(ParameterCopies):
     """A copy for every replica; slices of other owners are all-gathered."""
 
-    def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:
+    def __init__(self, buckets: Sequence[BucketLayout], group: Group) -> None:
         self._group = group
         self._flats = [flatten_parameters(bucket) for bucket in buckets]
 
@@ -86,11 +85,14 @@ class OneEach(ParameterCopies):
         return ExpectedBytes(per_step=Traffic.along("dp", all_gather=num_bytes))
 
 
-def extent_of(bucket: Bucket) -> Extent:
-    """Of a flat tensor like the bucket's."""
-    return Extent(num_elements=bucket.flat.numel(), dtype=bucket.flat.dtype, device=bucket.flat.device)
-
-
 def segment(flat: Tensor, group: Group) -> Tensor:
     """This rank's share [n] of a bucket [size * n]."""
     return share_of(flat, group.rank, group.size)
+
+
+def gather_shares(whole: Tensor, share: Tensor | None, group: Group) -> Steps[None]:
+    """Fills a tensor [size * n] with the ranks' shares [n], of which this rank's is `share`."""
+    assert share is not None
+    work = group.all_gather(whole, share)
+    yield
+    work.wait()

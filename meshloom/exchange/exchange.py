@@ -4,6 +4,7 @@ One rank's step, in order. A `Steps` generator yields where it waits for other r
 
     begin_step()
     for each chunk:  backward -> gradient_ready(parameter), as gradients are computed; some are computed into grad_buffer(parameter)
+    end_chunks()
     yield from finish(weight)   -> gradients of what this rank owns, averaged
     (the updater clips and updates what this rank owns)
     yield from publish()        -> all parameters are up to date on all ranks
@@ -11,13 +12,15 @@ One rank's step, in order. A `Steps` generator yields where it waits for other r
 
 Before the first step: `yield from open()`.
 
-`begin_step` and `gradient_ready` never wait, so ranks that run in lockstep cannot deadlock.
+`begin_step` never waits, and the others do so only if `each_chunk`; simulated ranks then need threads (`Turns`). Otherwise ranks
+that run in lockstep cannot deadlock.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,6 +111,24 @@ class Exchange(ABC):
     @abstractmethod
     def begin_step(self) -> None:
         """Discards the gradients of the previous step."""
+
+    @property
+    def each_chunk(self) -> bool:
+        """Whether it sends each chunk's gradients: `gradient_ready` is then called for every chunk, also for
+        parameters without gradient."""
+        return False
+
+    def wait_for_nothing(self) -> None:  # noqa: B027
+        """Called after `begin_step` where replicas' pipelines differ in this step, so that waits for other
+        replicas inside backwards could deadlock."""
+
+    def chunk(self) -> AbstractContextManager[None]:
+        """The context of a chunk's backward where chunks are computed one after another: at its end all of
+        the chunk's gradients are complete."""
+        return nullcontext()
+
+    def end_chunks(self) -> None:  # noqa: B027
+        """Called after this rank's last backward of the step, before it waits for other replicas."""
 
     def begin_last_chunk(self) -> None:  # noqa: B027
         """Called before this rank's last backward of the step: from now on complete gradients may be sent."""

@@ -28,7 +28,8 @@ class Setup:
 
     named, frozen: the trainable and the other parameters that this rank holds. group: the replicas.
         replicated: as
-    for `GradientBuckets`. windows: the group, if its ranks can share memory. may_share: whether they may then
+    for `GradientBuckets`. late: names of parameters whose gradients are complete at the end of a step only.
+        windows: the group, if its ranks can share memory. may_share: whether they may then
     share one copy of the parameters. units: of all parameters, for zero=3. control: the replicas' group for
     messages that are not counted. sparse: names of the parameters with sparse gradients; kept,
     sparse_only:
@@ -40,6 +41,7 @@ class Setup:
     frozen: Named = ()
     group: Group
     replicated: Collection[str] = ()
+    late: Collection[str] = ()
     windows: Windows | None = None
     may_share: Callable[[], bool] = lambda: False
     units: Callable[[], Sequence[UnitParameters]] = tuple[UnitParameters]

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.exchange.buckets.buckets import Bucket
+from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
+from meshloom.exchange.copies import ParameterCopies
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.sharded import Sharded
@@ -48,10 +49,16 @@ class Server(Sharded):
         overlap: bool,
         replicated: Collection[str] = (),
     ) -> None:
-        super().__init__(
-            named, group, num_servers, bucket_bytes=bucket_bytes, overlap=overlap, replicated=replicated
+        gradients = GradientBuckets(
+            named,
+            bucket_bytes=bucket_bytes,
+            start=self._start,
+            overlap=overlap,
+            multiple=num_servers,
+            replicated=replicated,
         )
-        buckets = self._buckets.buckets
+        buckets = gradients.buckets
+        super().__init__(gradients, group, num_servers, _FromServers(buckets, group, num_servers))
         is_server = group.rank < num_servers
         # [ranks, n] per bucket: where a server receives its share of everybody's gradients.
         self._pushed = [
@@ -59,10 +66,7 @@ class Server(Sharded):
             for bucket in buckets
             if is_server
         ]
-        self._parameters = [flatten_parameters(bucket) for bucket in buckets]
-
-    def publish(self) -> Steps[None]:
-        yield from self._pull(self._parameters)
+        self._num_bytes = sum(bucket.num_bytes for bucket in buckets)
 
     def _start(self, bucket: Bucket) -> None:
         bucket.flat[bucket.length :].zero_()
@@ -73,8 +77,7 @@ class Server(Sharded):
             )
 
     def _expected_bytes(self) -> ExpectedBytes:
-        total = sum(bucket.num_bytes for bucket in self._buckets.buckets)
-        return ExpectedBytes(per_step=Traffic.along("dp", gather=total, broadcast=total))
+        return ExpectedBytes(per_step=Traffic.along("dp", gather=self._num_bytes))
 
     def _add_up(self) -> list[Tensor]:
         for pushed in self._pushed:
@@ -85,16 +88,44 @@ class Server(Sharded):
     def _gather(self, whole: Tensor, share: Tensor | None) -> Steps[None]:
         if share is not None:
             share_of(whole, self._group.rank, self._num_owners).copy_(share)
-        yield from self._pull([whole])
+        yield from _pull([whole], self._group, self._num_owners)
 
-    def _pull(self, flats: Sequence[Tensor]) -> Steps[None]:
-        """Every rank receives each server's share of tensors that have the buckets' layout."""
-        servers = range(self._num_owners)
-        works = [
-            self._group.broadcast(share_of(flat, server, self._num_owners), server)
-            for flat in flats
-            for server in servers
-        ]
+
+class _FromServers(ParameterCopies):
+    """A copy for every replica, of which each server sends its share."""
+
+    def __init__(self, buckets: Sequence[Bucket], group: Group, num_servers: int) -> None:
+        self._group, self._num_servers = group, num_servers
+        self._flats = [flatten_parameters(bucket) for bucket in buckets]
+
+    @property
+    def is_shared(self) -> bool:
+        return False
+
+    def open(self) -> Steps[None]:
+        return
         yield
-        for work in works:
-            work.wait()
+
+    def begin_step(self) -> None:
+        pass
+
+    def computed(self) -> None:
+        pass
+
+    def publish(self) -> Steps[None]:
+        yield from _pull(self._flats, self._group, self._num_servers)
+
+    def expected_bytes(self) -> ExpectedBytes:
+        num_bytes = sum(each.nbytes for each in self._flats)
+        return ExpectedBytes(per_step=Traffic.along("dp", broadcast=num_bytes))
+
+
+def _pull(flats: Sequence[Tensor], group: Group, num_servers: int) -> Steps[None]:
+    """Every rank receives each server's share of tensors that have the buckets' layout."""
+    servers = range(num_servers)
+    works = [
+        group.broadcast(share_of(flat, server, num_servers), server) for flat in flats for server in servers
+    ]
+    yield
+    for work in works:
+        work.wait()

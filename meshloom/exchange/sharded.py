@@ -1,19 +1,20 @@
 """Exchanges in which each element has one owner, split evenly by bytes: all replicas own a share under
-zero=1, the servers own all under exchange=server."""
+zero=1 and 2, the servers own all under exchange=server."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 
-import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
-from meshloom.comm.windows import Extent, separate
-from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
+from meshloom.comm.windows import separate
+from meshloom.exchange.buckets.buckets import GradientBuckets
+from meshloom.exchange.buckets.scattered import ScatteredBuckets
+from meshloom.exchange.copies import ParameterCopies
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.slices import OwnedSlices, UsedFlags, emit_bucket
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
@@ -21,34 +22,24 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class Sharded(Exchange):
-    """The first `num_owners` ranks of `group` own an even share of each bucket."""
+    """The first `num_owners` ranks of `group` own an even share of each bucket. `copies` says where parameters
+    lie and how updates become visible."""
 
     def __init__(
         self,
-        named: Sequence[tuple[str, nn.Parameter]],
+        buckets: GradientBuckets | ScatteredBuckets,
         group: Group,
         num_owners: int,
-        *,
-        bucket_bytes: int,
-        overlap: bool,
-        replicated: Collection[str],
-        allocate: Callable[[Sequence[Extent]], list[Tensor]] = separate,
+        copies: ParameterCopies,
     ) -> None:
         self._group = group
         self._num_owners = num_owners
+        self._copies = copies
         self._works: list[Work] = []
-        self._buckets = GradientBuckets(
-            named,
-            bucket_bytes=bucket_bytes,
-            start=self._start,
-            overlap=overlap,
-            multiple=num_owners,
-            replicated=replicated,
-            allocate=allocate,
-        )
-        self._used = UsedFlags(self._buckets.buckets, group)
+        self._buckets = buckets
+        self._used = UsedFlags(buckets.buckets, group)
         self._is_used: list[bool] = []
-        self._mine = OwnedSlices(self._buckets.buckets, group.rank, num_owners)
+        self._mine = OwnedSlices(buckets.buckets, group.rank, num_owners)
         self._sums: list[Tensor] = []  # this rank's share of each bucket's sum, of the newest step
 
     @property
@@ -63,9 +54,17 @@ class Sharded(Exchange):
     def num_owners(self) -> int:
         return self._num_owners
 
+    @property
+    def one_copy(self) -> bool:
+        return self._copies.is_shared
+
+    def open(self) -> Steps[None]:
+        yield from self._copies.open()
+
     def begin_step(self) -> None:
         self._works.clear()
         self._buckets.begin_step()
+        self._copies.begin_step()
 
     def begin_last_chunk(self) -> None:
         self._buckets.begin_last_chunk()
@@ -78,7 +77,7 @@ class Sharded(Exchange):
 
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
         self._buckets.start_rest()
-        self._computed()
+        self._copies.computed()
         # Not started earlier: a rank that has waited for it knows that no rank computes with the old
         # parameters any more.
         self._works.append(self._used.start())
@@ -93,28 +92,24 @@ class Sharded(Exchange):
         yield from self._buckets.share_order(self._group)
         return self._mine.gradients(self._sums, self._is_used)
 
+    def publish(self) -> Steps[None]:
+        yield from self._copies.publish()
+
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
         is_used = iter(self._is_used)
         # a rank that owns nothing has no shares
         for bucket, share in zip_longest(self._buckets.buckets, self._mine.shares(gradients, self._sums)):
-            whole = torch.zeros_like(bucket.flat)
+            whole = separate([bucket.extent])[0]
             yield from self._gather(whole, share)
             yield from emit_bucket(bucket, whole, is_used, emit)
 
     def expected_bytes(self) -> ExpectedBytes:
         flags = ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self._used.num_bytes))
-        return flags + self._buckets.expected_bytes() + self._expected_bytes()
-
-    @abstractmethod
-    def _start(self, bucket: Bucket) -> None:
-        """A bucket is complete on this rank: starts to send its shares to their owners. Never waits."""
-
-    def _computed(self) -> None:
-        """This rank has computed its chunks; no rank has updated parameters yet."""
+        return flags + self._buckets.expected_bytes() + self._copies.expected_bytes() + self._expected_bytes()
 
     @abstractmethod
     def _expected_bytes(self) -> ExpectedBytes:
-        """Bytes of gradients and parameters."""
+        """Bytes of gradients."""
 
     @abstractmethod
     def _add_up(self) -> list[Tensor]:

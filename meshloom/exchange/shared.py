@@ -25,8 +25,8 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, Windows, in_window, window_bytes
 from meshloom.core.errors import TrainingError
-from meshloom.exchange.buckets.buckets import Bucket
-from meshloom.exchange.copies import ParameterCopies, extent_of
+from meshloom.exchange.buckets.buckets import BucketLayout
+from meshloom.exchange.copies import ParameterCopies
 from meshloom.telemetry.traffic import ExpectedBytes
 
 BITS_EVERY = 100  # steps between comparisons of all bits before and after a step's chunks
@@ -43,13 +43,13 @@ class OneForAll(ParameterCopies):
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[BucketLayout],
         group: Group,
         windows: Windows,
         frozen: Sequence[tuple[str, nn.Parameter]] = (),
     ) -> None:
         self._group = group
-        extents = [extent_of(bucket) for bucket in buckets]
+        extents = [bucket.extent for bucket in buckets]
         extents += [
             Extent(num_elements=each.numel(), dtype=each.dtype, device=each.device) for _, each in frozen
         ]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
-from meshloom.exchange.buckets.buckets import Bucket
+from meshloom.comm.windows import separate
+from meshloom.exchange.buckets.buckets import BucketLayout
 from meshloom.exchange.exchange import Emit, Slice
 
 
@@ -21,14 +22,14 @@ class OwnedSlices:
     """The slices that one owner has of buckets whose lengths are multiples of `num_owners`; none if `owner`
     is not one of them."""
 
-    def __init__(self, buckets: Sequence[Bucket], owner: int, num_owners: int) -> None:
+    def __init__(self, buckets: Sequence[BucketLayout], owner: int, num_owners: int) -> None:
         self.slices: list[Slice] = []
         self._positions: list[
             tuple[int, int, int, int]
         ] = []  # (bucket, start and stop within the owner's share of it, number of the entry among all)
         number = 0
         for index, bucket in enumerate(buckets):
-            length = bucket.flat.numel() // num_owners
+            length = bucket.extent.num_elements // num_owners
             first = owner * length
             for entry in bucket.entries:
                 start, stop = max(entry.start, first), min(entry.stop, first + length)
@@ -60,10 +61,10 @@ class OwnedSlices:
 class UsedFlags:
     """Which parameters of some buckets were used on any rank in a step."""
 
-    def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:
+    def __init__(self, buckets: Sequence[BucketLayout], group: Group) -> None:
         self._entries = [entry for bucket in buckets for entry in bucket.entries]
         self._group = group
-        self._flags = torch.zeros(len(self._entries), dtype=torch.uint8, device=buckets[0].flat.device)
+        self._flags = torch.zeros(len(self._entries), dtype=torch.uint8, device=buckets[0].extent.device)
 
     def start(self) -> Work:
         """Starts to sum the flags of the gradients that have arrived here."""
@@ -86,7 +87,7 @@ def share_of(flat: Tensor, owner: int, num_owners: int) -> Tensor:
     return flat[owner * length : (owner + 1) * length]
 
 
-def emit_bucket(bucket: Bucket, flat: Tensor, is_used: Iterator[bool], emit: Emit) -> Steps[None]:
+def emit_bucket(bucket: BucketLayout, flat: Tensor, is_used: Iterator[bool], emit: Emit) -> Steps[None]:
     """Passes the gradients in a flat tensor with the layout of `bucket` to `emit`. is_used: an iterator over
     all entries, at the first one of this bucket."""
     for entry in bucket.entries:
@@ -95,10 +96,10 @@ def emit_bucket(bucket: Bucket, flat: Tensor, is_used: Iterator[bool], emit: Emi
         )
 
 
-def flatten_parameters(bucket: Bucket) -> Tensor:
+def flatten_parameters(bucket: BucketLayout) -> Tensor:
     """A flat tensor of the values of a bucket's parameters, which become views of it. Their shapes, names and
     identity stay."""
-    flat = torch.zeros_like(bucket.flat)
+    flat = separate([bucket.extent])[0]
     for entry in bucket.entries:
         view = flat[entry.start : entry.stop].view(entry.parameter.shape)
         view.copy_(entry.parameter.data)

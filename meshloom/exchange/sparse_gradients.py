@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,16 @@ class WithSparse(Exchange):
         self._arrived = {id(parameter): [] for _, parameter in self._named}
         for _, parameter in self._named:
             parameter.grad = None
+
+    @property
+    def each_chunk(self) -> bool:
+        return self._inner.each_chunk
+
+    def chunk(self) -> AbstractContextManager[None]:
+        return self._inner.chunk()
+
+    def end_chunks(self) -> None:
+        self._inner.end_chunks()
 
     def begin_last_chunk(self) -> None:
         self._inner.begin_last_chunk()

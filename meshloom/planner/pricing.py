@@ -189,8 +189,7 @@ class Pricer:
         program = self._readings.of(chunk_sizes(self._job.batch_size, plan.num_chunks)[0]).program
         try:
             return predict_memory(
-                program, self._job.optimizer, microbatches=plan.microbatches, dp=plan.dp, zero=plan.zero, one_copy=one_copy,
-                large_bytes=plan.bucket_bytes,
+                program, self._job.optimizer, microbatches=plan.microbatches, dp=plan.dp, zero=plan.zero, bucket_bytes=plan.bucket_bytes, one_copy=one_copy,
             )  # fmt: skip
         except Exception:  # the user's optimizer may do anything; then memory is measured
             return None

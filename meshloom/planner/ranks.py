@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshloom.core.errors import PlanError
 from meshloom.core.exchanges import holds_only_buckets
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
+from meshloom.exchange.buckets.gradient_bytes import held_gradients
 from meshloom.pipeline.schedules.check import held_by_stage
 from meshloom.pipeline.stages.choose_cuts import CutChoice
 from meshloom.pipeline.stages.plan_cuts import schedule_of
@@ -111,6 +112,9 @@ def rank_shares(
     between = traffic_of_ranks(
         [[each for stage in stages for each in stage.incoming]] * num_microbatches, schedule.ranks
     )
+    at_the_end = {name for name, ranks in ownership.items() if len(ranks) > 1} | {
+        *(part.summed if part else ())
+    }
     shares: list[RankShare] = []
     for rank in range(plan.pp):
         own = [stage for stage in stages if schedule.ranks[stage.number] == rank]
@@ -122,12 +126,15 @@ def rank_shares(
             over_tp = num_microbatches * sum(sent_over_tp(own, 0).values())
             over_tp += sum(each.num_bytes for each in sent_at_step_end(part, owned))
         over_pp = sent_by_rank(between, rank)
-        shares.append(_share(rank, own, most, ownership, plan, optimizer_factor, over_pp, over_tp))
+        shares.append(
+            _share(rank, own, most, ownership, plan, optimizer_factor, over_pp, over_tp, at_the_end)
+        )
     return tuple(shares)
 
 
 def _share(
-    rank: int, stages: Sequence[Stage], kept: int, ownership: Mapping[str, Sequence[int]], plan: Plan, factor: float, over_pp: int, over_tp: int
+    rank: int, stages: Sequence[Stage], kept: int, ownership: Mapping[str, Sequence[int]], plan: Plan, factor: float, over_pp: int, over_tp: int,
+    at_the_end: Collection[str],
 ) -> RankShare:  # fmt: skip
     program = stages[0].program  # all of a rank's stages know all parameters
     held = {name: each.meta for name, each in program.parameters.items() if rank in ownership[name]}
@@ -139,9 +146,13 @@ def _share(
         for name, size in trained.items()
         if len(ownership[name]) > 1
     )
-    exchanged = (owned + per_replica if plan.zero else owned) if plan.dp > 1 else 0
+    late = sum(size for name, size in trained.items() if ownership[name][0] == rank and name in at_the_end)
+    # zero=2 sends the gradients of every chunk
+    sent_gradients = late + (owned - late) * (plan.microbatches if plan.zero == 2 else 1)
+    exchanged = (sent_gradients + per_replica if plan.zero else owned) if plan.dp > 1 else 0
     parameters = sum(meta.num_bytes for meta in held.values())
-    gradients = sum(trained.values()) + (per_replica if plan.zero and plan.dp > 1 else 0)
+    own = [name for name in trained if ownership[name][0] == rank]
+    gradients = held_gradients(plan, trained, own, at_the_end)
     if plan.zero == 3 and plan.dp > 1:
         units = unit_bytes(held, plan.bucket_bytes)
         parameters, gradients = units.held_parameters(plan.dp), units.held_gradients(plan.dp)

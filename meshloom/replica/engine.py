@@ -65,6 +65,11 @@ class Engine(ABC):
     def replicated(self) -> Sequence[str]:
         """Names of the parameters that other ranks of the replica hold, too."""
 
+    @property
+    def late(self) -> Sequence[str]:
+        """Names of the parameters whose gradients are complete at the end of a step, not of a chunk."""
+        return ()
+
     @abstractmethod
     def sparse(self, optimizers: Sequence[Optimizer]) -> Sparse:
         """The parameters that get sparse gradients."""

@@ -96,7 +96,8 @@ class ModuleEngine(Engine):
                     if chunk is chunks[-1] and not self._units:  # communication overlaps with its backward
                         self._complete(loss_sums)
                         self._exchange.begin_last_chunk()
-                    torch.autograd.backward(root)
+                    with self._exchange.chunk():
+                        torch.autograd.backward(root)
                 del root
                 scope.done(chunk, weight, loss.detach())
                 del loss
@@ -104,6 +105,7 @@ class ModuleEngine(Engine):
                     self._units.chunk_ended()
         if self._units or not chunks:
             self._complete(loss_sums)
+        self._exchange.end_chunks()
         return
         yield
 
@@ -161,7 +163,8 @@ class ModuleEngine(Engine):
 
     def _complete(self, loss_sums: LossSums) -> None:
         loss_sums.close()
-        loss_sums.start(self._context.groups["dp"])
+        # Replicas with fewer chunks have started fewer collectives of gradients if each chunk's are sent.
+        loss_sums.start(self._context.statistics if self._exchange.each_chunk else self._context.groups["dp"])
 
     def _rerun(self, chunk: Chunk, data: Any) -> Tensor:
         return as_sum(self._job.loss(self._model, data), chunk.samples, needs_gradient=False)[0]

@@ -147,6 +147,10 @@ class ProgramEngine(Engine):
     def replicated(self) -> Sequence[str]:
         return [name for name, _ in self.parameters if name not in self.shards.pieces]
 
+    @property
+    def late(self) -> Sequence[str]:
+        return [*self.ownership.lent, *self.programs.summed]
+
     def sparse(self, optimizers: Sequence[Optimizer]) -> Sparse:
         refuse_sparse_adam(optimizers, "in models that are read, as tp, pp and recompute do")
         return Sparse()
@@ -167,6 +171,7 @@ class ProgramEngine(Engine):
             self.context.device,
             self._completion.backward_ended,
             accumulator,
+            each_microbatch=exchange.each_chunk,
         )
         return self._completion.watch(self.microbatches.arrived)
 
@@ -178,6 +183,8 @@ class ProgramEngine(Engine):
         recorder: Recorder | None = None,
     ) -> Steps[None]:
         self._exchange.begin_last_chunk()
+        if chunks and stages_may_run_differently(self.plan, chunks[0].batch):
+            self._exchange.wait_for_nothing()
         activity = self.context.activity
         activity.follow(self.cutter.schedule(len(chunks)).actions[self.pp.rank] if chunks else ())
         self._outside[self.job.loss].check_step()
@@ -192,7 +199,7 @@ class ProgramEngine(Engine):
                 self.microbatches.train(
                     batches,
                     finish=finish_of(chunks, scope, loss_sums),
-                    around=self._around(chunks, scope),
+                    around=around_of(self.plan, chunks, scope),
                     listener=listener,
                 )
             )
@@ -204,6 +211,7 @@ class ProgramEngine(Engine):
         yield from self._sums.add_up("pp", loss_sums.sums)
         # On a communicator of its own: replicas may have started different numbers of gradient all-reduces.
         loss_sums.start(self.context.statistics)
+        self._exchange.end_chunks()
 
     def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
         yield from self._sums.add_up(axis, sums)
@@ -253,13 +261,24 @@ class ProgramEngine(Engine):
     def schedule(self, num_microbatches: int) -> Schedule | None:
         return self.cutter.schedule(num_microbatches)
 
-    def _around(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Around:
-        def around(stage: int, microbatch: int, rerun: Callable[[], Any]) -> AbstractContextManager[None]:
-            return scope.forward(
-                chunks[microbatch], rerun, stage=stage, observed=stage == self.plan.num_stages - 1
-            )
 
-        return around
+def stages_may_run_differently(plan: Plan, batch: int) -> bool:
+    """Whether replicas may run a rank's stages in different orders in a step on `batch` samples: several
+    stages a rank, and different numbers of chunks."""
+    if plan.num_stages == plan.pp:
+        return False
+    sizes, m = plan.sizes(batch), plan.microbatches
+    counts = {sum(map(bool, sizes[start : start + m])) for start in range(0, len(sizes), m)}
+    return plan.shares == "measured" or len(counts) > 1
+
+
+def around_of(plan: Plan, chunks: Sequence[Chunk], scope: ChunkScope) -> Around:
+    """The context of a stage's forward of a microbatch."""
+
+    def around(stage: int, microbatch: int, rerun: Callable[[], Any]) -> AbstractContextManager[None]:
+        return scope.forward(chunks[microbatch], rerun, stage=stage, observed=stage == plan.num_stages - 1)
+
+    return around
 
 
 def finish_of(

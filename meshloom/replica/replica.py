@@ -267,6 +267,7 @@ class Replica:
         sparse = self.engine.sparse(made.optimizers)
         setup = Setup(
             plan=self.plan, named=self.named, frozen=self.frozen, group=self.replicas, replicated=self.engine.replicated,
+            late=self.engine.late,
             windows=windows_of(self.replicas) if self.context.device.type == "cpu" else None,
             may_share=lambda: self._share and not sparse.names and not why_separate(made, self.named),
             units=partial(units_of, self.job, self.plan, self.model), control=self.context.readers, sparse=sparse.names, kept=sparse.kept, sparse_only=sparse.sparse_only,

@@ -102,9 +102,9 @@ class LocalReplicas:
         # parameters are gathered there
         if self._plan.captures or self._plan.zero == 3:
             return turns.run_steps(ranks)
-        # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over
-        # there.
-        in_turns = self._plan.sync_batch_norm
+        # Synchronised batch statistics wait inside forward, and exchanges of each chunk's gradients inside
+        # backward, so simulated ranks must be able to hand over there.
+        in_turns = self._plan.sync_batch_norm or self._plan.zero >= 2
         return run_in_steps(
             ranks,
             (lambda each: turns.run([partial(advance_one, rank) for rank in each])) if in_turns else None,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +39,20 @@ class BucketEntry:
     counted: bool = False  # it arrived in the last chunk
 
 
+class BucketLayout(Protocol):
+    """Which gradients lie where in a flat tensor of `extent`, whether or not there is one. number: its index
+    among all. length: elements before the padding."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def entries(self) -> Sequence[BucketEntry]: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def extent(self) -> Extent: ...
+
+
 @dataclass
 class Bucket:
     """A flat tensor of gradients: `length` elements, padded with zeros to the length of `flat`. number: its
@@ -58,6 +74,11 @@ class Bucket:
     @property
     def num_bytes(self) -> int:
         return self.flat.numel() * self.flat.element_size()
+
+    @property
+    def extent(self) -> Extent:
+        """Of `flat`."""
+        return Extent(num_elements=self.flat.numel(), dtype=self.flat.dtype, device=self.flat.device)
 
 
 class GradientBuckets:
@@ -84,11 +105,11 @@ class GradientBuckets:
         replicated: Collection[str] = (),
         allocate: Callable[[Sequence[Extent]], list[Tensor]] = separate,
     ) -> None:
-        grouped = _group(named, bucket_bytes, replicated)
-        flats = allocate([_extent(entries, multiple, num_extra(len(entries))) for entries in grouped])
+        grouped = group_parameters(named, bucket_bytes, replicated)
+        flats = allocate([extent_of(each, multiple, num_extra(len(each))) for each in grouped])
         self.buckets = [
-            _bucket(number, entries, flat)
-            for number, (entries, flat) in enumerate(zip(grouped, flats, strict=True))
+            Bucket(number, entries := entries_of(each), flat, entries[-1].stop)
+            for number, (each, flat) in enumerate(zip(grouped, flats, strict=True))
         ]
         self._place = {
             id(entry.parameter): (bucket, entry, view)
@@ -134,7 +155,7 @@ class GradientBuckets:
                     f"The gradient of {entry.name} arrived again after it had been sent (re-entrant checkpointing does this). "
                     "Use overlap=false in the plan."
                 )
-            _add(parameter.grad, view, to_what_arrived=entry.arrived)
+            add_gradient(parameter.grad, view, to_what_arrived=entry.arrived)
             parameter.grad = None
             entry.arrived = True
         if self._last_chunk and entry.arrived and not entry.counted:
@@ -187,7 +208,8 @@ class GradientBuckets:
         self._start(bucket)
 
 
-def _add(gradient: Tensor, view: Tensor, *, to_what_arrived: bool) -> None:
+def add_gradient(gradient: Tensor, view: Tensor, *, to_what_arrived: bool) -> None:
+    """Adds a gradient to its place in a bucket, or overwrites what is there."""
     # Gradients require no gradient, so autograd records nothing here.
     if gradient is view:
         return  # it was accumulated in place
@@ -199,34 +221,52 @@ def _add(gradient: Tensor, view: Tensor, *, to_what_arrived: bool) -> None:
         view.zero_().add_(gradient)
 
 
-def _group(
-    named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int, replicated: Collection[str]
+def group_parameters(
+    named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int, *apart: Collection[str]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters in reverse order, in buckets of one dtype and device each."""
-    kinds: dict[tuple[torch.dtype, torch.device, bool], list[list[tuple[str, nn.Parameter]]]] = {}
-    filled: dict[tuple[torch.dtype, torch.device, bool], int] = {}
+    """The parameters in reverse order, in buckets of one dtype and device each. apart: sets of names that
+    share no bucket with others."""
+    kinds: dict[tuple[torch.dtype, torch.device, tuple[bool, ...]], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in reversed(named):
-        kind = (parameter.dtype, parameter.device, name in replicated)
-        groups = kinds.setdefault(kind, [])
-        limit = min(bucket_bytes, FIRST_BUCKET_BYTES) if len(groups) == 1 else bucket_bytes
-        if not groups or filled[kind] >= limit:
-            groups.append([])
-            filled[kind] = 0
-        groups[-1].append((name, parameter))
-        filled[kind] += parameter.numel() * parameter.element_size()
-    return [group for groups in kinds.values() for group in groups]
+        kind = (parameter.dtype, parameter.device, tuple(name in names for names in apart))
+        kinds.setdefault(kind, []).append((name, parameter))
+    groups: list[list[tuple[str, nn.Parameter]]] = []
+    for alike in kinds.values():
+        ends = accumulate(bucket_lengths([each.nbytes for _, each in alike], bucket_bytes), initial=0)
+        groups += [alike[start:stop] for start, stop in pairwise(ends)]
+    return groups
 
 
-def _extent(named: Sequence[tuple[str, nn.Parameter]], multiple: int, num_extra: int) -> Extent:
+def bucket_lengths(sizes: Sequence[int], bucket_bytes: int) -> list[int]:
+    """The number of consecutive parameters in each bucket, if they have these sizes in bytes.
+
+    >>> bucket_lengths([3, 3, 3, 9, 1], 5)
+    [2, 2, 1]
+    """
+    lengths: list[int] = []
+    filled = 0
+    for size in sizes:
+        limit = min(bucket_bytes, FIRST_BUCKET_BYTES) if len(lengths) == 1 else bucket_bytes
+        if not lengths or filled >= limit:
+            lengths.append(0)
+            filled = 0
+        lengths[-1] += 1
+        filled += size
+    return lengths
+
+
+def extent_of(named: Sequence[tuple[str, nn.Parameter]], multiple: int, num_extra: int = 0) -> Extent:
+    """Of a bucket of these parameters."""
     length = num_extra + sum(parameter.numel() for _, parameter in named)
     first = named[0][1]
     return Extent(num_elements=-(-length // multiple) * multiple, dtype=first.dtype, device=first.device)
 
 
-def _bucket(number: int, named: Sequence[tuple[str, nn.Parameter]], flat: Tensor) -> Bucket:
+def entries_of(named: Sequence[tuple[str, nn.Parameter]]) -> list[BucketEntry]:
+    """Of a bucket of these parameters, one after another."""
     entries: list[BucketEntry] = []
     length = 0
     for name, parameter in named:
         entries.append(BucketEntry(name, parameter, length, length + parameter.numel()))
         length += parameter.numel()
-    return Bucket(number=number, entries=entries, flat=flat, length=length)
+    return entries

@@ -55,7 +55,7 @@ class Microbatches:
 
     parameters, buffers: this rank's, by name. pp, tp: the ranks along these axes; tp None: there is one.
     ready: called for a parameter whose gradient is complete. accumulator: accumulates the weight gradients of
-        linear layers; None: autograd.
+        linear layers; None: autograd. each_microbatch: as for `Readiness`.
     """
 
     def __init__(
@@ -68,8 +68,11 @@ class Microbatches:
         device: torch.device,
         ready: Callable[[nn.Parameter], None],
         accumulator: GradAccumulator | None = None,
+        *,
+        each_microbatch: bool = False,
     ) -> None:
         self._accumulator = accumulator
+        self._each_microbatch = each_microbatch
         self._programs = programs
         self._parameters = parameters
         self._buffers = LiveBuffers(model)
@@ -181,7 +184,9 @@ class Microbatches:
         return _Runs(
             run=PipelineRun(schedule, self._pp, runs, crossings, self._device),
             stages=runs,
-            readiness=Readiness(schedule, self._pp.rank, used, self._ready),
+            readiness=Readiness(
+                schedule, self._pp.rank, used, self._ready, each_microbatch=self._each_microbatch
+            ),
             sent={"pp": {"send": over_pp}, "tp": over_tp},
         )
 

@@ -48,7 +48,8 @@ class FakeStep:
             parameters = fake_parameters(program)
             trainable = [(name, each) for name, each in parameters.items() if each.requires_grad]
             self.parameter_bytes = _bytes_of(parameters.values())
-            self.trainable_bytes = _bytes_of(each for _, each in trainable)
+            # of each, in the model's order
+            self.trainable_bytes = [each.nbytes for _, each in trainable]
             self.buffer_bytes = _bytes_of(fake_buffers(program).values())
             self.constant_bytes = _bytes_of(fake_constants(program).values())
             lives = list(chunks_of(program, microbatches, bucketed=bucketed).values())

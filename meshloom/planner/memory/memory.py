@@ -19,7 +19,8 @@ from typing import Any
 
 from meshloom.core.errors import PlanError
 from meshloom.core.job import NamedParameters
-from meshloom.core.plan import Plan
+from meshloom.core.plan import DEFAULTS
+from meshloom.exchange.buckets.gradient_bytes import gradient_bytes
 from meshloom.planner.memory.fake_step import FakeStep
 from meshloom.planner.memory.unit_bytes import unit_bytes
 from meshloom.program.ir.program import Program
@@ -77,32 +78,32 @@ def predict_memory(
     microbatches: int = 1,
     dp: int = 1,
     zero: int = 0,
+    bucket_bytes: int = DEFAULTS["bucket_bytes"],
     one_copy: bool = False,
-    large_bytes: int = Plan.bucket_bytes,
 ) -> Memory:
     """Memory of a step of `program`, which is that of one chunk, on each of `dp` devices.
 
     optimizer: the job's function, given parameters without values. microbatches: chunks per device and step.
     zero: 1 divides the optimizer's state over the devices, which is exact for optimizers that update each
-    element by itself; 3 also gradients and parameters, of which a few units are full at a time (large_bytes:
-    as for `unit_bytes`). Of the exchange, the flat buckets of gradients and parameters are counted (without
-    their padding), not what the transport itself needs. one_copy: the devices are ranks of one host that have
-    the parameters and the optimizer's state once; each is counted its share of them.
+    element by itself; 2 also the gradients, but for those on their way; 3 parameters, too, of which a few
+    units are full at a time (`unit_bytes`). Of the exchange, the flat buckets of gradients and parameters are
+    counted (without their padding), not what the transport itself needs. bucket_bytes: as of a plan.
+    one_copy: the devices are ranks of one host that have the parameters and the optimizer's state once; each
+    is counted its share of them.
     """
-    if microbatches < 1 or dp < 1 or zero not in (0, 1, 3):
+    if microbatches < 1 or dp < 1 or zero not in (0, 1, 2, 3):
         raise PlanError(
-            f"Memory is predicted for microbatches >= 1, dp >= 1 and zero 0, 1 or 3, not microbatches={microbatches}, dp={dp}, zero={zero}."
+            f"Memory is predicted for microbatches >= 1, dp >= 1 and zero 0 to 3, not microbatches={microbatches}, dp={dp}, zero={zero}."
         )
     # from the second on they are all equal
     step = FakeStep(program, optimizer, microbatches=min(microbatches, 2), bucketed=dp > 1)
     divided = dp if zero or one_copy else 1
-    # Where parameters are one copy, a rank's sums lie in its bucket.
-    buckets = (step.trainable_bytes if dp > 1 else 0) + (
-        -(-step.trainable_bytes // dp) if zero and dp > 1 and not one_copy else 0
+    buckets = gradient_bytes(
+        step.trainable_bytes, dp=dp, zero=zero, bucket_bytes=bucket_bytes, one_copy=one_copy
     )
     parameters = -(-step.parameter_bytes // dp) if one_copy else step.parameter_bytes
     if zero == 3 and dp > 1 and not one_copy:
-        units = unit_bytes({name: each.meta for name, each in program.parameters.items()}, large_bytes)
+        units = unit_bytes({name: each.meta for name, each in program.parameters.items()}, bucket_bytes)
         buckets, parameters = units.held_gradients(dp), units.held_parameters(dp)
     state = -(-step.optimizer_bytes // divided)
     # other devices get one chunk at a time

@@ -27,6 +27,7 @@ from meshloom.core.units import format_bytes
 from meshloom.data.chunks import Chunk
 from meshloom.data.job_data import open_reader
 from meshloom.data.team_data import open_team_reader
+from meshloom.exchange.buckets.gradient_bytes import held_gradients
 from meshloom.launch.one_process import simulated_ranks
 from meshloom.launch.world import CARRIES_TENSORS, LocalRank, Use
 from meshloom.pipeline.runtime.recorder import Recorder
@@ -207,13 +208,18 @@ def _timed_step(rank: _Rank, number: int, chunks: Sequence[Chunk]) -> Steps[Rank
 def _held(replica: Replica, kept: int, optimizer_factor: float) -> HeldBytes:
     plan = replica.plan
     parameters = [each for each in replica.model.parameters() if not each.is_meta]
-    trained = sum(each.nbytes for each in parameters if each.requires_grad)
+    trained = {
+        name: each.nbytes
+        for name, each in replica.model.named_parameters()
+        if each.requires_grad and not each.is_meta
+    }
+    owned_names = {name for name, _ in replica.named}
     owned = sum((each.stop - each.start) * each.parameter.itemsize for each in replica.exchange.owned)
     one_copy = replica.exchange.one_copy
     whole = sum(each.nbytes for each in parameters)
     return HeldBytes(
         parameters=-(-whole // plan.dp) if one_copy else whole,
-        gradients=trained + (-(-trained // plan.dp) if plan.zero and plan.dp > 1 and not one_copy else 0),
+        gradients=held_gradients(plan, trained, owned_names, replica.engine.late, one_copy=one_copy),
         optimizer=round(optimizer_factor * owned),
         buffers=sum(each.nbytes for each in replica.model.buffers() if not each.is_meta),
         kept=kept,
