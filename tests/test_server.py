@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from meshloom.core.plan import Plan
+from meshloom.exchange import server
 from meshloom.exchange.server import Server
 from meshloom.exchange.slices import OwnedSlices
 from meshloom.train.trainer import Trainer
@@ -186,15 +187,11 @@ def a_slice_has_two_owners(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def values_of_a_server_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    pull = Server._pull
+    def of_the_first_only(self: Any) -> Any:
+        views = [flat[: flat.numel() // self._num_servers] for flat in self._flats]
+        yield from server._pull(views, self._group, 1)
 
-    def of_the_first_only(self: Server, flats: Any) -> Any:
-        self._num_owners, servers = 1, self._num_owners
-        views = [flat[: flat.numel() // servers] for flat in flats]
-        yield from pull(self, views)
-        self._num_owners = servers
-
-    monkeypatch.setattr(Server, "publish", lambda self: of_the_first_only(self, self._parameters))
+    monkeypatch.setattr(server._FromServers, "publish", of_the_first_only)
 
 
 @pytest.mark.parametrize(
