@@ -131,7 +131,7 @@ def test_bytes_are_as_predicted(plan: str, tmp_path: Path):
     with Trainer(job, text, devices="simulated", dtype=torch.float64, steps=3, out=tmp_path) as trainer:
         summary = trainer.fit()
         for replica in trainer.replicas:
-            groups = replica.seat.groups
+            groups = replica.context.groups
             counted = Traffic.of({axis: each.counts for axis, each in groups.items()})
             scattered = counted.bytes["dp"]["reduce_scatter"]
             assert scattered == expected_bytes(replica).after(steps=3).bytes["dp"]["reduce_scatter"]

@@ -22,7 +22,7 @@ POOL_BUCKETS = 4  # of the size that a plan names: one is filled while others ar
 
 
 @dataclass
-class Place:
+class BucketPlace:
     """A parameter in its bucket. chunks: those of which its gradient is complete. filled: whether the memory
     that the bucket has now contains a gradient of it."""
 
@@ -57,7 +57,7 @@ class ScatteredBucket:
     missing: int = 0
     flat: Tensor | None = None
     views: list[Tensor] = field(default_factory=list[Tensor])
-    places: list[Place] = field(default_factory=list[Place])
+    places: list[BucketPlace] = field(default_factory=list[BucketPlace])
 
     @property
     def num_bytes(self) -> int:

@@ -25,7 +25,7 @@ from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, Windows, separate
 from meshloom.core.errors import TrainingError
 from meshloom.exchange.buckets.buckets import add_gradient, entries_of, extent_of, group_parameters
-from meshloom.exchange.buckets.rounds import Place, RoundsUnderWay, ScatteredBucket
+from meshloom.exchange.buckets.rounds import BucketPlace, RoundsUnderWay, ScatteredBucket
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -52,7 +52,7 @@ class ScatteredBuckets:
     ) -> None:
         self._group, self._overlap = group, overlap
         self.buckets: list[ScatteredBucket] = []
-        self._place: dict[int, Place] = {}
+        self._place: dict[int, BucketPlace] = {}
         for number, part in enumerate(group_parameters(named, bucket_bytes, replicated, late)):
             self._add_bucket(number, part, rounds, part[0][0] in late)
         self._rounds = RoundsUnderWay(self.buckets, group, windows, bucket_bytes)
@@ -175,11 +175,11 @@ class ScatteredBuckets:
             rounds=1 if late else rounds,
             late=late,
         )
-        bucket.places = [Place(bucket, index, entry) for index, entry in enumerate(entries)]
+        bucket.places = [BucketPlace(bucket, index, entry) for index, entry in enumerate(entries)]
         self._place |= {id(place.entry.parameter): place for place in bucket.places}
         self.buckets.append(bucket)
 
-    def _count(self, place: Place, chunks: int) -> None:
+    def _count(self, place: BucketPlace, chunks: int) -> None:
         """So many chunks' gradients of a parameter are complete."""
         bucket, before = place.bucket, place.chunks
         place.chunks = max(before, min(chunks, bucket.rounds))
@@ -188,7 +188,7 @@ class ScatteredBuckets:
             if not bucket.missing:
                 self._completed.append(bucket.number)
 
-    def _move(self, place: Place) -> None:
+    def _move(self, place: BucketPlace) -> None:
         parameter = place.entry.parameter
         assert parameter.grad is not None
         self._rounds.open(place.bucket)
@@ -223,7 +223,7 @@ class ScatteredBuckets:
             self._rounds.end()
 
 
-def _again(place: Place) -> TrainingError:
+def _again(place: BucketPlace) -> TrainingError:
     return TrainingError(
         f"The gradient of {place.entry.name} arrived again after it had been sent (re-entrant checkpointing does this). "
         "Use overlap=false in the plan."
