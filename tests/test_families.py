@@ -69,7 +69,15 @@ def test_a_step_is_finite_and_repeats_itself(family: Family):
 @every
 @pytest.mark.parametrize(
     ("plan", "batch_size", "dropout"),
-    few([("dp=2,microbatches=2,zero=1", 6, True), ("dp=2", 3, False)], 1, pytest.mark.slow),
+    few(
+        [
+            ("dp=2,microbatches=2,zero=1", 6, True),
+            ("dp=2", 3, False),
+            ("dp=2,microbatches=2,zero=3", 6, True),
+        ],
+        1,
+        pytest.mark.slow,
+    ),
 )
 def test_a_data_parallel_plan_equals_one_device(family: Family, plan: str, batch_size: int, dropout: bool):
     # Chunks of 2, 2, 1 and 1 samples; of 2 and 1.
