@@ -68,6 +68,7 @@ class _Ownership:
     owners: Group | None
     num_owners: int = 1
     one_copy: bool = False
+    only_slices: bool = False
 
 
 class Parameters:
