@@ -86,7 +86,6 @@ def copy_from_first(model: nn.Module, group: Group, skip: Collection[str] = ()) 
     """Sets all replicas' parameters and buffers to those of the first one, except those named in `skip`."""
     if group.size == 1:
         return
-    check_dense_buffers(model, f"{group.size} ranks keep only dense buffers equal")
     works = []
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

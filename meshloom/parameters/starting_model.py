@@ -17,7 +17,7 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.plan import Plan
-from meshloom.parameters.model import build_model, copy_from_first, state_of
+from meshloom.parameters.model import build_model, check_dense_buffers, copy_from_first, state_of
 from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
 from meshloom.parameters.value_reads import ValueReads
 from meshloom.telemetry.traffic import Traffic
@@ -48,6 +48,9 @@ class StartingModel:
         """Makes sure that all ranks start with equal values, by copying those of rank 0 where they may differ.
         Returns the bytes copied. in_files: names of what is read from files."""
         copied = Traffic()
+        num_ranks = self._context.world.size
+        if num_ranks > 1:
+            check_dense_buffers(self.model, f"{num_ranks} ranks keep only dense buffers equal")
         if self._is_part and (yield from self._fills_alone()):
             return copied
         num_bytes = sum(
