@@ -85,11 +85,12 @@ def ready_too_early(patch: Patch) -> None:
     """Gradients leave after the first microbatch's backward."""
     init = Readiness.__init__
 
-    def early(self: Readiness, schedule: Any, rank: int, parameters: Any, ready: Any) -> None:
-        init(self, schedule, rank, parameters, ready)
-        for action in reversed(schedule.actions[rank]):
-            if action.kind == "B":
-                self._last[action.stage] = action
+    def early(
+        self: Readiness, schedule: Any, rank: int, parameters: Any, ready: Any, **settings: Any
+    ) -> None:
+        init(self, schedule, rank, parameters, ready, **settings)
+        backwards = [action for action in schedule.actions[rank] if action.kind == "B"]
+        self._last = set({action.stage: action for action in reversed(backwards)}.values())
 
     patch.setattr(Readiness, "__init__", early)
 

@@ -390,7 +390,7 @@ def test_a_second_description_reads_and_chooses_nothing_and_says_the_same(
     ]
     with monkeypatch.context() as patched:
         for name in kept:
-            patched.setattr(f"meshloom.{name}", None)
+            patched.setattr(f"meshloom.{name}", pytest.fail)
         second, taken = described()
     assert taken.keys() == anew.keys() - {"axes", "dividing"}
     events = [record["event"] for record in first]
