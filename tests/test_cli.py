@@ -36,7 +36,7 @@ def test_training_prints_plan_progress_bytes_and_time(
     text = capsys.readouterr().out
     assert text.startswith("plan dp=2 on simulated: 2 ranks in this process")
     assert "MLP, 246 parameters; batches of 12 samples over 2 replicas x 1 chunk; 4 steps" in text
-    assert re.search(r"step 4/4  loss \d\.\d{4}  \S+ samples/s  \S+ tokens/s  0:00 left  \d+ MiB", text)
+    assert re.search(r"step 4/4  loss \d\.\d{4}  \S+ samples/s  \S+ tokens/s  0:00 left  \S+ [MG]iB", text)
     assert "step 4  evaluation: loss " in text
     assert f"step 4  checkpoint: {tmp_path}/run/step-00000004" in text
     assert re.search(r"dp +all_reduce +([\d,]+) +\1 +none", text)
