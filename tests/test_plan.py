@@ -180,7 +180,7 @@ def test_a_plan_knows_its_ranks_and_chunks():
         (
             "zero=3,pp=2",
             "zero=3 gathers the parameters of modules, and pp=2 runs a captured program, for which it is not available yet. "
-            "Leave pp=2 out (torch.utils.checkpoint in the model recomputes under zero=3, too), or use zero=1.",
+            "Leave pp=2 out (torch.utils.checkpoint in the model recomputes under zero=3, too), or use zero=2.",
         ),
         (
             "zero=4",

@@ -263,7 +263,7 @@ def _check_modules(plan: Plan) -> None:
     if plan.zero == 3:
         raise PlanError(
             f"zero=3 gathers the parameters of modules, and {setting} runs a captured program, for which it is not available yet. "
-            f"Leave {setting} out (torch.utils.checkpoint in the model recomputes under zero=3, too), or use zero=1."
+            f"Leave {setting} out (torch.utils.checkpoint in the model recomputes under zero=3, too), or use zero=2."
         )
     if plan.sync_batch_norm:
         raise PlanError(

@@ -28,7 +28,7 @@ def units_of(job: Job, plan: Plan, model: nn.Module) -> list[UnitParameters]:
     if compiled:
         raise JobError(
             f"{compiled[0] or 'The model'} is compiled (torch.compile), and zero=3 gathers parameters between its operators. "
-            "Use zero=1, or leave torch.compile out."
+            "Use zero=2, or leave torch.compile out."
         )
     return find_units(model, chosen=job.units, large_bytes=plan.bucket_bytes)
 

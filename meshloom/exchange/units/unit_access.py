@@ -68,7 +68,7 @@ class UnitAccess:
         if self._written is not None:
             raise TrainingError(
                 f"{self._written} was changed in a forward or backward. With zero=3 its values are a copy that is let go of, so the change would be lost. "
-                "Leave it to the optimizer, compute the changed value anew in forward, or use zero=1."
+                "Leave it to the optimizer, compute the changed value anew in forward, or use zero=2."
             )
 
     def chunk_ended(self) -> None:
@@ -83,7 +83,7 @@ class UnitAccess:
         def before(module: nn.Module, inputs: Any) -> None:
             if not self._computing:
                 raise TrainingError(
-                    f"{unit.name} was called between steps. With zero=3 its parameters are gathered only in steps and evaluations. Use zero=1 to call it."
+                    f"{unit.name} was called between steps. With zero=3 its parameters are gathered only in steps and evaluations. Use zero=2 to call it."
                 )
             unit.num_running += 1
             self._need([unit])
