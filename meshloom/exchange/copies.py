@@ -20,23 +20,25 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class ParameterCopies(ABC):
-    """One copy of the parameters for each replica, or one for several."""
+    """One copy of the parameters for each replica, or one for several.
+
+    The methods that are not abstract are those of one copy for each.
+    """
 
     @property
-    @abstractmethod
     def is_shared(self) -> bool:
         """Whether all ranks share the memory, so that a rank's writes are visible on all."""
+        return False
 
-    @abstractmethod
     def open(self) -> Steps[None]:
         """Called once, before the parameters are first read."""
+        return
+        yield
 
-    @abstractmethod
-    def begin_step(self) -> None:
+    def begin_step(self) -> None:  # noqa: B027
         """Called before chunks are computed, here or on other ranks."""
 
-    @abstractmethod
-    def computed(self) -> None:
+    def computed(self) -> None:  # noqa: B027
         """This rank has computed its chunks; no rank has updated parameters yet. Raises `TrainingError` if
         parameters have changed since `begin_step`."""
 
@@ -55,20 +57,6 @@ class OneEach(ParameterCopies):
     def __init__(self, buckets: Sequence[BucketLayout], group: Group) -> None:
         self._group = group
         self._flats = [flatten_parameters(bucket) for bucket in buckets]
-
-    @property
-    def is_shared(self) -> bool:
-        return False
-
-    def open(self) -> Steps[None]:
-        return
-        yield
-
-    def begin_step(self) -> None:
-        pass
-
-    def computed(self) -> None:
-        pass
 
     def publish(self) -> Steps[None]:
         own = [segment(flat, self._group) for flat in self._flats]

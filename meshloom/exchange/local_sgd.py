@@ -79,8 +79,7 @@ class LocalSGD(Exchange):
     end of a round.
 
     named: the trainable parameters. replicated: names of those that are replicated over other groups. They
-        are
-    averaged in messages of their own, so that the results have the same bits in all groups.
+    are averaged in messages of their own, so that the results have the same bits in all groups.
     """
 
     def __init__(

@@ -27,13 +27,11 @@ class Setup:
     """What an exchange is opened with.
 
     named, frozen: the trainable and the other parameters that this rank holds. group: the replicas.
-        replicated: as
-    for `GradientBuckets`. late: names of parameters whose gradients are complete at the end of a step only.
-        windows: the group, if its ranks can share memory. may_share: whether they may then
-    share one copy of the parameters. units: of all parameters, for zero=3. control: the replicas' group for
-    messages that are not counted. sparse: names of the parameters with sparse gradients; kept,
-    sparse_only:
-    some of these, as for `WithSparse`.
+    replicated: as for `GradientBuckets`. late: names of parameters whose gradients are complete at the end of
+    a step only. windows: the group, if its ranks can share memory. may_share: whether they may then share one
+    copy of the parameters. units: of all parameters, for zero=3. control: the replicas' group for messages
+    that are not counted. sparse: names of the parameters with sparse gradients; kept, sparse_only: some of
+    these, as for `WithSparse`.
     """
 
     plan: Plan

@@ -98,20 +98,6 @@ class _FromServers(ParameterCopies):
         self._group, self._num_servers = group, num_servers
         self._flats = [flatten_parameters(bucket) for bucket in buckets]
 
-    @property
-    def is_shared(self) -> bool:
-        return False
-
-    def open(self) -> Steps[None]:
-        return
-        yield
-
-    def begin_step(self) -> None:
-        pass
-
-    def computed(self) -> None:
-        pass
-
     def publish(self) -> Steps[None]:
         yield from _pull(self._flats, self._group, self._num_servers)
 

@@ -91,6 +91,9 @@ class WithSparse(Exchange):
     def each_chunk(self) -> bool:
         return self._inner.each_chunk
 
+    def wait_for_nothing(self) -> None:
+        self._inner.wait_for_nothing()
+
     def chunk(self) -> AbstractContextManager[None]:
         return self._inner.chunk()
 
@@ -161,16 +164,11 @@ class WithSparse(Exchange):
                 f"The gradient of {name} is dense, and its optimizer (SparseAdam) takes sparse ones only. Give it a dense optimizer such as Adam, or use "
                 "the parameter in nn.Embedding(sparse=True) alone, not also as another layer's weight."
             )
+        if not arrived:
+            return None
         sparse = [_of_rows(each) for each in arrived]
-        return (
-            _coalesced(
-                torch.cat([each.indices()[0] for each in sparse]),
-                torch.cat([each.values() for each in sparse]),
-                parameter,
-            )
-            if sparse
-            else None
-        )
+        indices = torch.cat([each.indices()[0] for each in sparse])
+        return _coalesced(indices, torch.cat([each.values() for each in sparse]), parameter)
 
     def _sum(self, mine: Sequence[Tensor | None], group: Group) -> Steps[list[Tensor | None]]:
         """The sum over all ranks, with the same bits on each."""
@@ -221,8 +219,7 @@ class WithSparse(Exchange):
         inside = (at >= owned.start) & (at < owned.stop)
         values = total.values().reshape(-1)[inside]
         # Not marked as coalesced, although it is: when adding such a tensor of one dim to a view, torch 2.13
-        # writes
-        # beyond the view (twice its offset).
+        # writes beyond the view (twice its offset).
         return torch.sparse_coo_tensor(
             (at[inside] - owned.start)[None], values, (owned.stop - owned.start,), check_invariants=False
         )

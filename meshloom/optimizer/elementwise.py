@@ -224,8 +224,8 @@ def _copy(optimizer: Optimizer, held: Sequence[tuple[_Piece, nn.Parameter]]) -> 
                 key: _shrink(value, piece) for key, value in optimizer.state[piece.toy.model].items()
             }
     # The memo makes every reference inside the copy consistent: an optimizer that wraps another shares its
-    # groups, one that keeps
-    # a list of parameters of its own finds bystanders there, does not move the toys, and is found out.
+    # groups, one that keeps a list of parameters of its own finds bystanders there, does not move the toys,
+    # and is found out.
     memo: dict[int, Any] = {id(optimizer): stand_in, id(optimizer.state): state}
     for group in optimizer.param_groups:
         memo.update(

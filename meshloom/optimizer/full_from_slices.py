@@ -115,94 +115,79 @@ class FullFromSlices:
             used, 0 not.
         """
         yield from self.prepare()
-        here = self._group.rank
         found = {part: gradients[at] for part, at in zip(self._mine, self._positions, strict=True)}
         received = yield from self._move(
-            lambda keeper, dtype: [
-                _flagged(found[part], part.length, self._parameters[part.parameter])
-                for part in self._sent(here, keeper, dtype)
-            ],
-            lambda owner, dtype: sum(part.length + 1 for part in self._sent(owner, here, dtype)),
+            self._sent,
+            lambda part: _flagged(found[part], part.length, self._parameters[part.parameter]),
+            num_extra=1,
         )
         whole: dict[int, Tensor] = {}
-        for dtype, flat in zip(self._dtypes, received, strict=True):
-            at = 0
-            for owner in range(self._group.size):
-                for part in self._sent(owner, here, dtype):
-                    if part.parameter not in whole:
-                        whole[part.parameter] = torch.zeros_like(
-                            self._parameters[part.parameter].detach(), memory_format=torch.contiguous_format
-                        )
-                        used = bool(flat[at])
-                        self._parameters[part.parameter].grad = whole[part.parameter] if used else None
-                    whole[part.parameter].view(-1)[part.start : part.stop] = flat[
-                        at + 1 : at + 1 + part.length
-                    ]
-                    at += part.length + 1
+        for part, flagged in received:
+            if part.parameter not in whole:
+                parameter = self._parameters[part.parameter]
+                whole[part.parameter] = torch.zeros_like(
+                    parameter.detach(), memory_format=torch.contiguous_format
+                )
+                parameter.grad = whole[part.parameter] if bool(flagged[0]) else None
+            whole[part.parameter].view(-1)[part.start : part.stop] = flagged[1:]
         if self._only_slices:
             yield from self._fetch_values()
 
     def give_back(self) -> Steps[None]:
         """Write the keepers' new values into the slices that this rank owns."""
-        here, mine = self._group.rank, dict(zip(self._mine, self._slices, strict=True))
+        mine = dict(zip(self._mine, self._slices, strict=True))
         if self._only_slices:
             for part, slice_ in mine.items():
-                if here in self._keepers[part.parameter]:
+                if self._group.rank in self._keepers[part.parameter]:
                     slice_.data().copy_(self._values(part))
         if self._sends_back:
-            received = yield from self._move(
-                lambda owner, dtype: [self._values(part) for part in self._returned(here, owner, dtype)],
-                lambda keeper, dtype: sum(part.length for part in self._returned(keeper, here, dtype)),
-            )
-            for dtype, flat in zip(self._dtypes, received, strict=True):
-                at = 0
-                for keeper in range(self._group.size):
-                    for part in self._returned(keeper, here, dtype):
-                        mine[part].data().copy_(flat[at : at + part.length])
-                        at += part.length
+            for part, values in (yield from self._move(self._returned, self._values)):
+                mine[part].data().copy_(values)
         for parameter, nothing in self._emptied:
             parameter.data = nothing
         self._emptied.clear()
 
     def _fetch_values(self) -> Steps[None]:
         """Fill every parameter that this rank keeps with its owners' values."""
-        here, mine = self._group.rank, dict(zip(self._mine, self._slices, strict=True))
-        received = yield from self._move(
-            lambda keeper, dtype: [mine[part].data() for part in self._sent(here, keeper, dtype)],
-            lambda owner, dtype: sum(part.length for part in self._sent(owner, here, dtype)),
-        )
+        mine = dict(zip(self._mine, self._slices, strict=True))
         filled: set[int] = set()
-        for dtype, flat in zip(self._dtypes, received, strict=True):
-            at = 0
-            for owner in range(self._group.size):
-                for part in self._sent(owner, here, dtype):
-                    parameter = self._parameters[part.parameter]
-                    if part.parameter not in filled:
-                        filled.add(part.parameter)
-                        self._emptied.append((parameter, parameter.data))
-                        parameter.data = parameter.data.new_empty(parameter.shape)
-                    self._values(part).copy_(flat[at : at + part.length])
-                    at += part.length
+        for part, values in (yield from self._move(self._sent, lambda part: mine[part].data())):
+            parameter = self._parameters[part.parameter]
+            if part.parameter not in filled:
+                filled.add(part.parameter)
+                self._emptied.append((parameter, parameter.data))
+                parameter.data = parameter.data.new_empty(parameter.shape)
+            self._values(part).copy_(values)
 
     def _values(self, part: _Part) -> Tensor:
         return self._parameters[part.parameter].data.view(-1)[part.start : part.stop]
 
     def _move(
         self,
-        pieces_for: Callable[[int, torch.dtype], list[Tensor]],
-        elements_from: Callable[[int, torch.dtype], int],
-    ) -> Steps[list[Tensor]]:
-        """Send flat pieces to every rank; what came from all ranks, in their order, for each dtype."""
+        parts: Callable[[int, int, torch.dtype], list[_Part]],
+        piece: Callable[[_Part], Tensor],
+        *,
+        num_extra: int = 0,
+    ) -> Steps[list[tuple[_Part, Tensor]]]:
+        """Send every rank flat pieces; what came from all ranks, in their order, by dtype.
+
+        parts: which ones a rank sends another. piece: the elements of one [length + num_extra].
+        """
+        here, ranks = self._group.rank, range(self._group.size)
         works: list[Work] = []
-        received: list[Tensor] = []
-        ranks = range(self._group.size)
+        received: list[tuple[_Part, Tensor]] = []
         for dtype in self._dtypes:
-            pieces = [pieces_for(rank, dtype) for rank in ranks]
-            sizes = [sum(piece.numel() for piece in each) for each in pieces]
-            expected = [elements_from(rank, dtype) for rank in ranks]
-            received.append(self._parameters[0].new_empty(sum(expected), dtype=dtype))
-            sent = _join([piece for each in pieces for piece in each], received[-1])
-            works.append(self._group.all_to_all(received[-1], sent, expected, sizes))
+            out = [parts(here, rank, dtype) for rank in ranks]
+            into = [parts(rank, here, dtype) for rank in ranks]
+            sizes, expected = (
+                [sum(part.length + num_extra for part in each) for each in both] for both in (out, into)
+            )
+            flat = self._parameters[0].new_empty(sum(expected), dtype=dtype)
+            sent = _join([piece(part) for each in out for part in each], flat)
+            works.append(self._group.all_to_all(flat, sent, expected, sizes))
+            coming = [part for each in into for part in each]
+            pieces = flat.split([part.length + num_extra for part in coming])
+            received += zip(coming, pieces, strict=True)
         yield
         for work in works:
             work.wait()

@@ -16,7 +16,7 @@ from meshloom.checkpoint.resuming import Loader, check_together, load_together, 
 from meshloom.checkpoint.tensor_file import Stream, TensorEntry
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError, TrainingError
-from meshloom.exchange.exchange import Emit
+from meshloom.exchange.exchange import Emit, Slice
 from meshloom.exchange.zero_three import ZeroThree
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
 from meshloom.optimizer.state_pieces import STATE
@@ -52,7 +52,8 @@ def check_consistent(replica: Replica) -> None:
 
 def held_weights(replica: Replica) -> list[Piece]:
     """What this rank holds of the model's `state_dict` and saves: parameters that several ranks hold on each
-    of them, slices where it holds no more, buffers on one. Raises `CheckpointError` as `weights` does, and for what is no tensor."""
+    of them, slices where it holds no more, buffers on one. Raises `CheckpointError` as `weights` does, and
+    for what is no tensor."""
     check_consistent(replica)
     model, shards, holders = replica.model, replica.shards, replica.engine.holders
     state = model.state_dict(keep_vars=True)
@@ -60,14 +61,16 @@ def held_weights(replica: Replica) -> list[Piece]:
     owners = {id(each): holders[name][0] for name, each in state.items() if holders and name in holders}
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     sliced = replica.exchange if isinstance(replica.exchange, ZeroThree) else None
+    slices: dict[int, list[Slice]] = {}
+    for each in sliced.each_slice() if sliced is not None else ():
+        slices.setdefault(id(each.parameter), []).append(each)
     found: list[Piece] = []
     for name, tensor in state.items():
         TensorEntry.of(name, tensor)
         if sliced is not None and tensor.numel() and sliced.keeps(tensor):
             found += [
                 Piece(name, each.data(), each.start, each.stop, tuple(tensor.shape))
-                for each in sliced.each_slice()
-                if each.parameter is tensor
+                for each in slices.get(id(tensor), [])
             ]
             continue
         divided = name in shards.pieces

@@ -67,18 +67,22 @@ class FileLayout:
     name: str
     entries: tuple[TensorEntry, ...]
 
-    @cached_property
+    @property
     def header(self) -> bytes:
-        return header_of(self.entries)[0]
+        return self._header_and_starts[0]
 
-    @cached_property
+    @property
     def starts(self) -> Mapping[str, int]:
         """The byte at which each entry's tensor starts."""
-        return header_of(self.entries)[1]
+        return self._header_and_starts[1]
 
     @property
     def num_bytes(self) -> int:
         return len(self.header) + sum(each.num_bytes for each in self.entries)
+
+    @cached_property
+    def _header_and_starts(self) -> tuple[bytes, Mapping[str, int]]:
+        return header_of(self.entries)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,10 +151,7 @@ class GradientBuckets:
         bucket, entry, view = self._place[id(parameter)]
         if parameter.grad is not None:
             if bucket.started:
-                raise TrainingError(
-                    f"The gradient of {entry.name} arrived again after it had been sent (re-entrant checkpointing does this). "
-                    "Use overlap=false in the plan."
-                )
+                raise arrived_again(entry)
             add_gradient(parameter.grad, view, to_what_arrived=entry.arrived)
             parameter.grad = None
             entry.arrived = True
@@ -184,11 +181,7 @@ class GradientBuckets:
             *self._completed,
             *(index for index in range(len(self.buckets)) if index not in self._completed),
         ]
-        decided = torch.tensor(order, dtype=torch.int64, device=self.buckets[0].flat.device)
-        work = group.broadcast(decided, 0)
-        yield
-        work.wait()
-        self._order = decided.tolist()
+        self._order = yield from order_of_rank_0(order, group, self.buckets[0].flat.device)
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes of `share_order`."""
@@ -206,6 +199,23 @@ class GradientBuckets:
                 view.zero_()
         bucket.started = True
         self._start(bucket)
+
+
+def arrived_again(entry: BucketEntry) -> TrainingError:
+    """A gradient that can no longer be sent in this step."""
+    return TrainingError(
+        f"The gradient of {entry.name} arrived again after it had been sent (re-entrant checkpointing does this). "
+        "Use overlap=false in the plan."
+    )
+
+
+def order_of_rank_0(order: Sequence[int], group: Group, device: torch.device) -> Steps[list[int]]:
+    """What rank 0 of the group passes; as many numbers on all ranks."""
+    decided = torch.tensor(order, dtype=torch.int64, device=device)
+    work = group.broadcast(decided, 0)
+    yield
+    work.wait()
+    return decided.tolist()
 
 
 def add_gradient(gradient: Tensor, view: Tensor, *, to_what_arrived: bool) -> None:

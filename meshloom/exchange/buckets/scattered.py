@@ -17,14 +17,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, Windows, separate
-from meshloom.core.errors import TrainingError
-from meshloom.exchange.buckets.buckets import add_gradient, entries_of, extent_of, group_parameters
+from meshloom.exchange.buckets.buckets import (
+    add_gradient,
+    arrived_again,
+    entries_of,
+    extent_of,
+    group_parameters,
+    order_of_rank_0,
+)
 from meshloom.exchange.buckets.rounds import BucketPlace, RoundsUnderWay, ScatteredBucket
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -104,7 +109,7 @@ class ScatteredBuckets:
         self.end_chunks()
         late = next((each for each in self._place.values() if each.entry.parameter.grad is not None), None)
         if late is not None:
-            raise _again(late)
+            raise arrived_again(late.entry)
 
     def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
         """The parameter's place in the memory that its bucket has now; None if it has none, or all has been
@@ -124,7 +129,7 @@ class ScatteredBuckets:
             return
         if has_gradient:
             if place.bucket.sent >= (place.bucket.rounds if self._chunk is None else self._chunk + 1):
-                raise _again(place)
+                raise arrived_again(place.entry)
             self._move(place)
         if self._chunk is None:
             self._count(place, place.chunks + 1)
@@ -145,11 +150,7 @@ class ScatteredBuckets:
         order, rest = list(self._completed), list(self._order)
         for number in order:
             rest.remove(number)
-        decided = torch.tensor([*order, *rest], dtype=torch.int64, device=self.buckets[0].extent.device)
-        work = group.broadcast(decided, 0)
-        yield
-        work.wait()
-        self._order = decided.tolist()
+        self._order = yield from order_of_rank_0([*order, *rest], group, self.buckets[0].extent.device)
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes of all rounds, and of `share_order`."""
@@ -221,10 +222,3 @@ class ScatteredBuckets:
             self._completed.append(bucket.number)
         if not self._overlap:
             self._rounds.end()
-
-
-def _again(place: BucketPlace) -> TrainingError:
-    return TrainingError(
-        f"The gradient of {place.entry.name} arrived again after it had been sent (re-entrant checkpointing does this). "
-        "Use overlap=false in the plan."
-    )

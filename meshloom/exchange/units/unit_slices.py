@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshloom.exchange.buckets.buckets import add_gradient
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitParameters:
@@ -119,18 +121,15 @@ class UnitFlat:
         found = entry.parameter.grad
         assert found is not None
         if self.gradient is None:
-            self.gradient = torch.zeros_like(self.full())
+            self.gradient = self.full().zero_()
         view = self.gradient[entry.start : entry.stop].view(entry.parameter.shape)
-        if entry.waits or found.layout != torch.strided:
-            view.add_(found)
-        else:
-            view.copy_(found)
+        add_gradient(found, view, to_what_arrived=entry.waits)
         entry.parameter.grad = None
         entry.used = entry.waits = True
 
     def take_gradient(self) -> Tensor:
         """The full gradient of what has arrived, zeros elsewhere; from now on another one is filled."""
-        taken = self.gradient if self.gradient is not None else torch.zeros_like(self.full())
+        taken = self.gradient if self.gradient is not None else self.full().zero_()
         self.gradient = None
         for entry in self.entries:
             entry.waits = False
