@@ -6,8 +6,10 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from rehearsals import machine
 from test_cli import FILE, records
 
@@ -61,6 +63,30 @@ def test_one_plan_is_priced_by_itself(measured: Path, capsys: pytest.CaptureFixt
     assert text.startswith("plan ")
     assert "dp=3: each of 3 replicas trains on a third of the batch" in text
     assert "Amdahl" not in text
+
+
+def test_a_second_start_captures_nothing(
+    measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Every plan that was priced used to capture the loss anew, and every start all of them."""
+    exports: list[object] = []
+    export = torch.export.export
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        exports.append(args)
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+
+    def start() -> int:
+        exports.clear()
+        words = ["plan", FILE, "--plan", "tp=2", "--cache", str(tmp_path / "cache"), "--json", "-"]
+        assert main(words) == 0
+        assert records(capsys.readouterr().out)[-1]["plan"] == "dp=1,tp=2"
+        return len(exports)
+
+    assert start() > 0
+    assert start() == 0
 
 
 def test_what_does_not_fit_is_said_and_1(measured: Path, capsys: pytest.CaptureFixture[str]):

@@ -123,6 +123,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--try", type=int, metavar="N", help="train a few steps under the N plans that look fastest, and recommend by what they took"
     )  # fmt: skip
+    plan.add_argument("--cache", default="auto", metavar="DIR", help=CACHE_HELP)
     # for our own ranks: where rank 0 writes what a step took
     plan.add_argument("--trial", help=argparse.SUPPRESS)
     plan.add_argument("--trial-steps", type=int, default=1, help=argparse.SUPPRESS)

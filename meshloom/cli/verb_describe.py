@@ -12,10 +12,9 @@ import torch
 from rich.console import Console
 
 from meshloom.cli.plan_lines import LOG_WIDTH, plan_of
-from meshloom.core.cache import Cache
 from meshloom.core.job import Job
 from meshloom.launch.devices import check_ranks
-from meshloom.launch.environment import cache_directory
+from meshloom.launch.environment import opened_cache
 from meshloom.machine.machine import load, machine_file
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
@@ -37,8 +36,7 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
     given = load(Path(arguments.machine)) if arguments.machine else None
     known = [machine_file(device) for device in (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])]
     here = next((each for each in known if each.is_file()), None)
-    directory = cache_directory(arguments.cache)
-    readings = Readings(job, Cache(directory) if directory else None)
+    readings = Readings(job, opened_cache(arguments.cache))
     description = describe(
         readings, batch_size=arguments.batch, machine=given or (load(here) if here else None)
     )

@@ -14,6 +14,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.units import parse_bytes
 from meshloom.launch.devices import check_ranks
+from meshloom.launch.environment import opened_cache
 from meshloom.measure.at_hand import Wish, devices_for
 from meshloom.measure.contention import advise_beside
 from meshloom.measure.trials import try_plans
@@ -46,7 +47,13 @@ def advise(arguments: argparse.Namespace, job: Job, records: Records) -> int:
         return devices
     with console.status("") as status:
         found = advise_beside(
-            job, arguments.target, devices, words=arguments.words, plans=plans, tell=status.update
+            job,
+            arguments.target,
+            devices,
+            words=arguments.words,
+            plans=plans,
+            tell=status.update,
+            cache=opened_cache(arguments.cache),
         )
         if tries:
             measured = try_plans(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from meshloom.core.cache import Cache
 from meshloom.core.errors import DeviceError
 from meshloom.launch.role import Role
 from meshloom.machine.cores import cores
@@ -104,6 +105,12 @@ def cache_directory(said: str) -> Path | None:
         return Path(wanted).expanduser()
     home = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "meshloom" / "readings"
+
+
+def opened_cache(said: str) -> Cache | None:
+    """The cache in `cache_directory`."""
+    directory = cache_directory(said)
+    return Cache(directory) if directory is not None else None
 
 
 def launching_seconds() -> float:

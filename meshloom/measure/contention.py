@@ -25,6 +25,7 @@ from typing import Self
 
 import torch
 
+from meshloom.core.cache import Cache
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -119,14 +120,14 @@ class Companions(AbstractContextManager["Companions"]):
 
 def advise_beside(
     job: Job, target: str, devices: Devices, *, words: Sequence[str] = (), plans: Sequence[Plan] | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str], None] = lambda text: None, cache: Cache | None = None,
 ) -> Advice:  # fmt: skip
     """`advise` for plans that run on this machine, with companions. target, words: the job's FILE.py:NAME,
     its sys.argv after its name."""
     keep_freed_memory()  # plans are rehearsed in this process as they run in others
     num_ranks = max((plan.mesh.size for plan in plans), default=1) if plans is not None else devices.num_ranks
     if devices.here is not None and devices.here.name != devices.machine.name:
-        return advise(job, devices, plans=plans, tell=tell)
+        return advise(job, devices, plans=plans, tell=tell, cache=cache)
     with Companions(target, num_ranks, devices.threads_of, words) as companions:
 
         def beside() -> dict[int, float]:
@@ -134,7 +135,8 @@ def advise_beside(
             return companions.factors(job)
 
         return replace(
-            advise(job, devices, plans=plans, tell=tell, beside=beside), not_beside=companions.failure
+            advise(job, devices, plans=plans, tell=tell, beside=beside, cache=cache),
+            not_beside=companions.failure,
         )
 
 

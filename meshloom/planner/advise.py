@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from meshloom.core.cache import Cache
 from meshloom.core.errors import CaptureError, MeshloomError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -60,16 +61,17 @@ def advise(
     plans: Iterable[Plan] | None = None,
     tell: Callable[[str], None] = lambda text: None,
     beside: Callable[[], Mapping[int, float]] = dict,
+    cache: Cache | None = None,
 ) -> Advice:
     """Prices `plans`, or those worth pricing on these devices. tell: receives a line for each plan.
 
     beside: how much longer ranks take when so many of them compute this job at the same time; default: as
-    measured of the machine.
+    measured of the machine. cache: of captured losses and choices, from earlier plans and runs.
 
     Raises `PlanError` if none of the plans can run the job, with the last one's error, and the job's own
     errors.
     """
-    pricer = Pricer(job, devices)
+    pricer = Pricer(job, devices, cache)
     factors = beside()
     pricer.heed(factors)
     limit = devices.memory_bytes if pricer.one_device.peak > devices.limit(1) else 0

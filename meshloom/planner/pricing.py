@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from meshloom.core.cache import Cache
 from meshloom.core.errors import CaptureError, MachineError
 from meshloom.core.exchanges import holds_only_buckets
 from meshloom.core.job import Job
@@ -96,13 +97,15 @@ class Pricer:
     """Prices plans of one job on some devices.
 
     one_device: memory of a step on one device: predicted from the program, or measured where the loss cannot
-    be captured or the optimizer needs values. unread: why the loss cannot be captured; "": it can.
+    be captured or the optimizer needs values. unread: why the loss cannot be captured; "": it can. cache: as
+    for `advise`.
     """
 
-    def __init__(self, job: Job, devices: Devices) -> None:
+    def __init__(self, job: Job, devices: Devices, cache: Cache | None = None) -> None:
         self._job = job
         self._devices = devices
-        self._readings = Readings(job)
+        self._cache = cache
+        self._readings = Readings(job, cache)
         self.unread = ""
         try:
             self._readings.of(job.batch_size)
@@ -162,7 +165,8 @@ class Pricer:
 
     def _rehearsed(self, plan: Plan, threads: int) -> Rehearsal:
         found = rehearse(
-            self._job, plan, threads=threads, common_memory=self._devices.common_memory, optimizer_factor=self.one_device.optimizer_factor
+            self._job, plan, threads=threads, common_memory=self._devices.common_memory, optimizer_factor=self.one_device.optimizer_factor,
+            cache=self._cache,
         )  # fmt: skip
         return at_speed(found, self._speed) if self._speed != 1.0 else found
 

@@ -12,11 +12,10 @@ import torch
 from meshloom.comm.liveness.activity import Phase
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps, advance_one, run_in_steps
-from meshloom.core.cache import Cache
 from meshloom.core.errors import JobError, MeshloomError, PeerLostError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.launch.environment import cache_directory
+from meshloom.launch.environment import opened_cache
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.launch.world import World
 from meshloom.program.store.program_cache import ProgramCache
@@ -113,8 +112,8 @@ class LocalReplicas:
 
 def _stored(cache: str, timings: Timings) -> ProgramCache | None:
     """For the rank that reads; in another precision than the job's own every reading is new."""
-    directory = cache_directory(cache)
-    return ProgramCache(Cache(directory), timings) if directory is not None else None
+    opened = opened_cache(cache)
+    return ProgramCache(opened, timings) if opened is not None else None
 
 
 def _naming(rank: Steps[T], context: RankContext) -> Steps[T]:

@@ -18,6 +18,7 @@ import torch
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps, Turns
+from meshloom.core.cache import Cache
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.mesh import Mesh
@@ -35,6 +36,7 @@ from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
 from meshloom.planner.memory.saved_bytes import SavedBytes
 from meshloom.planner.rehearsal.own_clock import CommonMemory, OwnClock, RehearsedGroup
 from meshloom.planner.rehearsal.rehearsal import HeldBytes, RankStep, Rehearsal
+from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.replica import Replica
 
 T = TypeVar("T")
@@ -54,12 +56,18 @@ def check_plan(job: Job, plan: Plan) -> None:
 
 
 def rehearse(
-    job: Job, plan: Plan, *, threads: int, common_memory: bool, optimizer_factor: float = OPTIMIZER_FACTOR
+    job: Job,
+    plan: Plan,
+    *,
+    threads: int,
+    common_memory: bool,
+    optimizer_factor: float = OPTIMIZER_FACTOR,
+    cache: Cache | None = None,
 ) -> Rehearsal:
     """Steps of `plan` on CPUs, each rank with so many threads.
 
     common_memory: ranks along dp are processes of one host that share memory. optimizer_factor: bytes of
-    optimizer state per byte of parameters.
+    optimizer state per byte of parameters. cache: of captured losses and choices, from earlier plans and runs.
 
     Raises `PlanError` if the plan cannot run this job or the ranks do not fit into this process, and the
     job's own errors.
@@ -68,7 +76,7 @@ def rehearse(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with preserved_draws(), _ranks(job, plan, common_memory) as ranks:
+        with preserved_draws(), _ranks(job, plan, common_memory, cache) as ranks:
             timed = [_Timed(cycle=plan.local_steps) for _ in ranks.all]
             ranks.run(lambda rank: _take_part(job, plan, rank, timed))
             replicas = [rank.replica for rank in ranks.all]
@@ -128,12 +136,13 @@ class _Ranks:
 
 
 @contextmanager
-def _ranks(job: Job, plan: Plan, common_memory: bool) -> Iterator[_Ranks]:
+def _ranks(job: Job, plan: Plan, common_memory: bool, cache: Cache | None) -> Iterator[_Ranks]:
     turns = Turns()
     ranks = _Ranks(_rehearsed_ranks(plan.mesh, turns, common_memory), turns)
     try:
         for rank in ranks.all:
-            rank.replica = Replica(job, plan, rank.context, share=True)
+            stored = ProgramCache(cache) if cache is not None and rank.context.rank == 0 else None
+            rank.replica = Replica(job, plan, rank.context, share=True, stored=stored)
             _check_room(rank.replica, plan.mesh.size - rank.context.rank)
         ranks.run(lambda rank: rank.replica.prepare())
         yield ranks
