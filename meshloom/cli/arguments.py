@@ -103,6 +103,9 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
     verify.add_argument(
         "--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)"
     )
+    verify.add_argument(
+        "--blocks", type=int, metavar="N", help="verify the same job with only the first N of its model's repeated blocks"
+    )  # fmt: skip
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from meshloom.core.units import format_count
 from meshloom.verify.compare import Comparison, TensorError
+from meshloom.verify.fewer_blocks import FewerBlocks
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.step_records import Cast
 from meshloom.verify.whole_batch import WholeBatch
@@ -25,7 +26,7 @@ class Report:
     devices: one line about what ran the plan. precision: of the parameters. casts: lower precisions in the
         reference.
     owned: the share of the trainable elements that each rank updates. whole: the comparison with the whole
-        batch, in the first step.
+        batch, in the first step. fewer: the blocks of the model that were verified, if not all.
     """
 
     plan: str
@@ -36,6 +37,7 @@ class Report:
     casts: Sequence[Cast]
     owned: Sequence[float]
     whole: WholeBatch | None
+    fewer: FewerBlocks | None = None
 
     @property
     def passed(self) -> bool:
@@ -81,6 +83,7 @@ class Report:
             "causes": [asdict(cause) for cause in self.causes],
             "casts": [asdict(cast) for cast in self.casts],
             "owned": list(self.owned),
+            "blocks": self.fewer.to_dict() if self.fewer else None,
             "worst": [_error_record(error) for error in self.worst()],
             "whole_batch": {
                 **asdict(self.whole),
@@ -101,6 +104,8 @@ def print_report(report: Report, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if report.fewer:
+        console.print(report.fewer.sentence, highlight=False, markup=False, soft_wrap=True)
     console.print(_losses(report))
     console.print(_errors(report))
     for text in _lines(report):
@@ -143,6 +148,7 @@ def _lines(report: Report) -> list[str]:
     else:
         lines.append(
             f"EQUAL to one device that runs the same chunks: {format_count(len(report.steps), 'step')}"
+            + (f", with {report.fewer.kept} of the repeated blocks each" if report.fewer else "")
         )
     lines += _moved_lines(report.steps)
     lines += _cast_lines(report.casts)

@@ -22,6 +22,7 @@ from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
+from meshloom.launch.environment import launched_rank
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.parameters.digest import digest
 from meshloom.parameters.file_weights import build_filled_model
@@ -31,6 +32,7 @@ from meshloom.replica.replica_state import each_gradient, each_of_state, replica
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.comparison_run import ComparisonRun
+from meshloom.verify.fewer_blocks import with_fewer_blocks
 from meshloom.verify.findings import Report
 from meshloom.verify.lockstep_check import first_wrong_operator
 from meshloom.verify.reference.mistakes import Cause
@@ -38,6 +40,7 @@ from meshloom.verify.reference.observers import ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import default_dtype
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.reference_size import check_reference_fits
 
 
 def verify(
@@ -50,13 +53,31 @@ def verify(
     timeout_seconds: float = 600.0,
     transport: str = "auto",
     oversubscribe: bool = False,
+    blocks: int | None = None,
 ) -> Report | None:
     """Run `steps` steps of `job` under `plan` and on one device, and compare. Returns None on ranks other
     than 0.
 
-    dtype: run both in this precision; float64 tells a mistake from rounding. Raises as the trainer does.
+    dtype: run both in this precision; float64 tells a mistake from rounding. blocks: how many of the model's
+    repeated blocks both run; None: all. Raises as the trainer does, and `DeviceError` if one device cannot
+    hold what the plan is compared with.
     """
     check_promised(plan)
+    if blocks is not None:
+        fewer = with_fewer_blocks(job, blocks)
+        try:
+            report = verify(
+                fewer.job, plan, devices=devices, steps=steps, dtype=dtype, timeout_seconds=timeout_seconds, transport=transport,
+                oversubscribe=oversubscribe,
+            )  # fmt: skip
+        except Exception as error:
+            error.add_note(fewer.sentence)  # it may be why
+            raise
+        return replace(report, fewer=fewer) if report else None
+    launched = launched_rank()
+    if launched is None or launched.rank == 0:  # the one that runs the reference
+        on_gpu = devices == "auto" and 0 < plan.mesh.size <= torch.cuda.device_count()
+        check_reference_fits(job, dtype, on_gpu=on_gpu or devices.endswith("cuda"))
     keyed = replace(plan, keyed_draws=True)
     shares = _varying_shares(plan, steps)
     quiet = Listener(started=lambda text: None)  # the report describes the run

@@ -1,0 +1,247 @@
+"""A job with fewer of the repeated blocks of its model, for models too large to be verified as they are.
+
+Blocks are modules of one ModuleList or Sequential, one behind another, of equal type, parts and shapes; also groups
+of several that take turns. The first ones are kept, with the values that they have in the whole model.
+
+    embed  [ block block block block block block ]  norm  head       --blocks 2
+    embed  [ block block ]                          norm  head
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
+
+from meshloom.core.compiled import named_as_written
+from meshloom.core.errors import JobError
+from meshloom.core.job import Job
+from meshloom.core.random import model_seed, preserved_draws, seed_everything
+from meshloom.parameters.construction.recording import record
+from meshloom.parameters.initial_values import Recorded
+from meshloom.parameters.unfilled_model import UnfilledModel
+
+CONTAINERS = (nn.ModuleList, nn.Sequential)
+MIN_SHARE = 20  # runs that hold less than one of so many elements of the model stay, unless no run holds more
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedBlocks:
+    """A run of equal blocks. path: of their container, "" the model. names: of the container's modules that
+    are in blocks; `period` of them make one block. elements: of their parameters."""
+
+    path: str
+    names: tuple[str, ...]
+    period: int
+    elements: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the run."""
+        return len(self.names) // self.period
+
+    def but(self, kept: int) -> tuple[str, ...]:
+        """The container's modules that are not in the first `kept` blocks."""
+        return self.names[kept * self.period :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewerBlocks:
+    """`job` as given, but that its model has the first `kept` blocks of every run. sentence: what was done,
+    for the user."""
+
+    job: Job
+    kept: int
+    runs: Sequence[RepeatedBlocks]
+
+    @property
+    def sentence(self) -> str:
+        """How many blocks of how many, and where."""
+        shown = [f"{each.num_blocks} in {each.path or 'the model'}" for each in self.runs[:4]]
+        more = f" and {len(self.runs) - 4} more runs" if len(self.runs) > 4 else ""
+        return (
+            f"NOT the whole model: of repeated blocks it has only the first {self.kept}, of {', '.join(shown)}{more}; all else is the job's own."
+        )  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"kept": self.kept, "of": {each.path: each.num_blocks for each in self.runs}}
+
+
+def with_fewer_blocks(job: Job, kept: int) -> FewerBlocks:
+    """`job` with the first `kept` of its model's repeated blocks. The blocks left out never get memory, where
+    the model's construction can be recorded.
+
+    Raises `JobError` where there are no more than `kept`.
+    """
+    if kept < 1:
+        raise JobError(f"--blocks {kept} must be 1 or more.")
+    model = unfilled(job)
+    all_runs = find_blocks(model)
+    runs = [each for each in all_runs if each.num_blocks > kept]
+    if not all_runs:
+        raise JobError(
+            f"--blocks {kept} takes the first {kept} of repeated blocks, and the model has none: no ModuleList or Sequential in it holds equal modules one "
+            "behind another. Verify it without --blocks."
+        )
+    if not runs:
+        most = max(all_runs, key=lambda each: each.num_blocks)
+        raise JobError(
+            f"--blocks {kept} leaves nothing out: {most.path or 'the model'} has {most.num_blocks} repeated blocks. Use --blocks {most.num_blocks - 1} or "
+            "less, or leave it out."
+        )
+    names = dict.fromkeys(model.state_dict())
+    new_names = {
+        old: new
+        for new, old in zip(cut(model, runs, kept).state_dict(), _kept_names(names, runs, kept), strict=True)
+    }
+    weight_names = _weight_names(job, names, new_names) if job.weights is not None else job.weight_names
+    shorter = replace(job, model=_ShorterModel(job.model, kept), weight_names=weight_names)
+    return FewerBlocks(job=shorter, kept=kept, runs=runs)
+
+
+def find_blocks(model: nn.Module) -> list[RepeatedBlocks]:
+    """The runs of equal blocks of a model, in its order, that are not within blocks themselves.
+
+    >>> block = lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    >>> [(run.path, run.num_blocks) for run in find_blocks(nn.ModuleDict({"body": nn.Sequential(*(block() for _ in range(5)))}))]
+    [('body', 5)]
+    """
+    runs = list(_runs_in("", model))
+    total = sum(each.numel() for each in model.parameters())
+    large = [each for each in runs if each.elements * MIN_SHARE >= total]
+    return large or sorted(runs, key=lambda each: -each.elements)[:1]
+
+
+def cut(model: nn.Module, runs: Sequence[RepeatedBlocks], kept: int) -> nn.Module:
+    """`model`, without all but the first `kept` blocks of these runs."""
+    for run in runs:
+        container = model.get_submodule(run.path)
+        modules: dict[str, nn.Module | None] = vars(container)["_modules"]
+        for name in run.but(kept):
+            del modules[name]
+        if isinstance(container, nn.ModuleList):  # it finds its modules by number
+            rest = list(modules.values())
+            modules.clear()
+            modules.update((str(index), each) for index, each in enumerate(rest))
+    return model
+
+
+def unfilled(job: Job) -> nn.Module:
+    """The job's model, whose tensors have no memory where its construction can be recorded."""
+    with preserved_draws():
+        seed_everything(model_seed(job.seed))
+        return named_as_written(_recorded(job.model)[0])
+
+
+@dataclass(frozen=True)
+class _ShorterModel:
+    """A job's model function, but that its model has fewer blocks."""
+
+    whole: Callable[[], nn.Module]
+    kept: int
+
+    def __call__(self) -> nn.Module:
+        model, rest = _recorded(self.whole)
+        model = named_as_written(model)
+        runs = [each for each in find_blocks(model) if each.num_blocks > self.kept]
+        cut(model, runs, self.kept)
+        if rest:
+            rest.fill()
+        return model
+
+
+def _recorded(build: Callable[[], nn.Module]) -> tuple[nn.Module, UnfilledModel | None]:
+    """What `build` returns, and what fills it; None: it has its values, or whoever records or fakes tensors here
+    already gives it some."""
+    if _get_current_dispatch_mode_stack() or torch.get_default_device().type != "cpu":
+        return build(), None
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    try:
+        model, recorded = record(build)
+    except Exception:  # whatever it is, if building as usual fails too that error is the one to see
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])
+        return build(), None
+    return model, UnfilledModel(model, recorded, Recorded(recorded))
+
+
+def _runs_in(path: str, module: nn.Module) -> Iterator[RepeatedBlocks]:
+    """Outermost runs inside `module`."""
+    children = {name: child for name, child in vars(module)["_modules"].items() if child is not None}
+    run = _longest_run(path, children) if isinstance(module, CONTAINERS) else None
+    if run:
+        yield run
+    for name, child in children.items():
+        if (not run or name not in run.names) and not isinstance(child, torch.jit.ScriptModule):
+            yield from _runs_in(f"{path}.{name}" if path else name, child)
+
+
+def _longest_run(path: str, children: Mapping[str, nn.Module]) -> RepeatedBlocks | None:
+    """The run with most parameters, of the shortest period; None: there is none."""
+    names, kinds = list(children), [_kind(child) for child in children.values()]
+    best: RepeatedBlocks | None = None
+    for period in range(1, len(kinds) // 2 + 1):
+        start = 0
+        while start + period < len(kinds):
+            end = start + period
+            while end < len(kinds) and kinds[end] == kinds[end - period]:
+                end += 1
+            num_blocks = (end - start) // period
+            inside = names[start : start + num_blocks * period]
+            elements = sum(each.numel() for name in inside for each in children[name].parameters())
+            if num_blocks > 1 and elements and (best is None or elements > best.elements):
+                best = RepeatedBlocks(path=path, names=tuple(inside), period=period, elements=elements)
+            start = max(start + 1, end - period + 1)
+    return best
+
+
+def _kind(module: nn.Module) -> Any:
+    """What equal modules have in common: types and shapes of all parts. Settings such as a layer's index may
+    differ."""
+    parts = tuple((name, type(each)) for name, each in module.named_modules(remove_duplicate=False))
+    tensors = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    return parts, tuple((name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors)
+
+
+def _kept_names(names: Mapping[str, None], runs: Sequence[RepeatedBlocks], kept: int) -> list[str]:
+    """Those of the tensors that stay, as they are called in the whole model."""
+    gone = tuple(f"{run.path}.{name}." if run.path else f"{name}." for run in runs for name in run.but(kept))
+    return [name for name in names if not name.startswith(gone)]
+
+
+def _weight_names(
+    job: Job, names: Mapping[str, None], new_names: Mapping[str, str]
+) -> Callable[[str], str | None]:
+    """`job.weight_names` for the shorter model: tensors keep their files' names, and those of blocks left out
+    are not used. new_names: of those that stay, by their names in the whole model."""
+    old_names = {new: old for old, new in new_names.items()}
+    moved = [new for new, old in old_names.items() if new != old]
+    if moved:
+        raise JobError(
+            f"--blocks numbers modules behind the blocks anew ({old_names[moved[0]]} would be {moved[0]}), so they cannot be found in {job.weights}. "
+            "Verify without Job(weights=...)."
+        )
+    given = job.weight_names
+
+    def in_files(name: str) -> str | None:
+        if callable(given):
+            return given(name)
+        return given.get(name, name) if given else name
+
+    unused = {in_files(name) for name in names if name not in new_names}
+
+    def name_in_files(name: str) -> str | None:
+        return in_files(name) if name in old_names or name not in unused else None
+
+    return name_in_files
