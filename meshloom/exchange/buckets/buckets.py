@@ -152,7 +152,7 @@ class GradientBuckets:
         if parameter.grad is not None:
             if bucket.started:
                 raise arrived_again(entry)
-            add_gradient(parameter.grad, view, to_what_arrived=entry.arrived)
+            GradBuffer(tensor=view, filled=entry.arrived).add(parameter.grad)
             parameter.grad = None
             entry.arrived = True
         if self._last_chunk and entry.arrived and not entry.counted:
@@ -216,19 +216,6 @@ def order_of_rank_0(order: Sequence[int], group: Group, device: torch.device) ->
     yield
     work.wait()
     return decided.tolist()
-
-
-def add_gradient(gradient: Tensor, view: Tensor, *, to_what_arrived: bool) -> None:
-    """Adds a gradient to its place in a bucket, or overwrites what is there."""
-    # Gradients require no gradient, so autograd records nothing here.
-    if gradient is view:
-        return  # it was accumulated in place
-    if to_what_arrived:
-        view.add_(gradient)
-    elif gradient.layout == torch.strided:
-        view.copy_(gradient)
-    else:
-        view.zero_().add_(gradient)
 
 
 def group_parameters(

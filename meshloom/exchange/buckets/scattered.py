@@ -23,7 +23,6 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, Windows, separate
 from meshloom.exchange.buckets.buckets import (
-    add_gradient,
     arrived_again,
     entries_of,
     extent_of,
@@ -193,7 +192,7 @@ class ScatteredBuckets:
         parameter = place.entry.parameter
         assert parameter.grad is not None
         self._rounds.open(place.bucket)
-        add_gradient(parameter.grad, place.view, to_what_arrived=place.filled)
+        GradBuffer(tensor=place.view, filled=place.filled).add(parameter.grad)
         parameter.grad = None
         place.filled = place.entry.arrived = True
 

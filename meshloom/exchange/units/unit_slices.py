@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshloom.exchange.buckets.buckets import add_gradient
+from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class UnitFlat:
         if self.gradient is None:
             self.gradient = self.full().zero_()
         view = self.gradient[entry.start : entry.stop].view(entry.parameter.shape)
-        add_gradient(found, view, to_what_arrived=entry.waits)
+        GradBuffer(tensor=view, filled=entry.waits).add(found)
         entry.parameter.grad = None
         entry.used = entry.waits = True
 

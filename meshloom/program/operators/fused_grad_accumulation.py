@@ -28,6 +28,18 @@ class GradBuffer:
     tensor: Tensor
     filled: bool
 
+    def add(self, gradient: Tensor) -> None:
+        """Adds a gradient, or overwrites what is there if that is not filled."""
+        # Gradients require no gradient, so autograd records nothing here.
+        if gradient is self.tensor:
+            return  # it was accumulated in place
+        if self.filled:
+            self.tensor.add_(gradient)
+        elif gradient.layout == torch.strided:
+            self.tensor.copy_(gradient)
+        else:
+            self.tensor.zero_().add_(gradient)
+
 
 class GradAccumulator(ABC):
     """Accumulates the gradients of linear layers' weights, called by their backward."""
