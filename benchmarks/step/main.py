@@ -2,13 +2,13 @@
 peers over Gloo.
 
     python benchmarks/step/main.py --mode dp --json -        # data parallel, against DDP and FSDP2, and one rank alone with half of the batch
+    python benchmarks/step/main.py --mode zero3 --json -     # zero=3 over Gloo, with and without communication during computation, against FSDP2
     python benchmarks/step/main.py --mode tp --json -        # tensor parallel, against DTensor's parallelize_module
     python benchmarks/step/main.py --mode pp --json -        # pipeline, 1F1B with 4 microbatches, against torch.distributed.pipelining
     python benchmarks/step/main.py --size gpt2 --mode tp --batches 2 --rounds 5 --steps 1 --json -     # GPT-2 (124 million), 1,024 tokens
 
 One pair of processes with one thread each hosts all systems, so that they meet the same machine. They are
-timed in
-turns: a round is a few steps of each, and the order of the systems is reversed from round to round.
+timed in turns: a round is a few steps of each, and the order of the systems is reversed from round to round.
 """
 
 from __future__ import annotations
@@ -46,9 +46,16 @@ from records import write_records
 
 RANKS = 2
 HALF = ("half alone", "half")  # no peer, but what any data parallel step has to take at least
-PLANS = {"dp": f"dp={RANKS}", "tp": f"tp={RANKS}", "pp": f"pp={RANKS},microbatches=4"}
+PLANS = {
+    "dp": f"dp={RANKS}",
+    "zero3": f"dp={RANKS},zero=3",
+    "tp": f"tp={RANKS}",
+    "pp": f"pp={RANKS},microbatches=4",
+}
+NOT_HIDDEN = ("meshloom, overlap=false", "not hidden")  # communication before and after computation
 BASE = {
     "dp": ("torch ddp", "ddp"),
+    "zero3": ("torch fsdp2", "fsdp2"),
     "tp": ("torch dtensor", "dtensor"),
     "pp": ("torch pipelining", "pipelining"),
 }  # mode -> the peer that ratios are taken to
@@ -171,6 +178,8 @@ def time_systems(
         prepare: dict[tuple[str, str], Prepare] = {
             ("meshloom", mode): open_meshloom(PLANS[mode], training, stack)
         }
+        if mode == "zero3" and not base_only:
+            prepare[NOT_HIDDEN] = open_meshloom(f"{PLANS[mode]},overlap=false", training, stack)
         if not dist.is_initialized():
             dist.init_process_group("gloo")
             stack.callback(dist.destroy_process_group)
@@ -183,6 +192,8 @@ def time_systems(
                     if dist.get_rank() == 0
                     else lambda: float
                 )
+        elif mode == "zero3":
+            prepare["torch fsdp2", "fsdp2"] = open_peer(wrap_fsdp2, training, shares(training))
         elif mode == "pp":
             prepare["torch pipelining", "pipelining"] = open_pipeline(training)
         else:
@@ -239,8 +250,11 @@ def open_meshloom(plan: str, training: Training, stack: ExitStack) -> Prepare:
         steps=training.steps,
         shuffle=False,
     )
-    # as `meshloom train` does
-    trainer = stack.enter_context(ml.Trainer(job, plan, devices="cpu", share=True, cache="off"))
+    # as `meshloom train` does; zero=3 as over a network, as ranks of one host share one copy anyway
+    transport = "gloo" if "zero=3" in plan else "auto"
+    trainer = stack.enter_context(
+        ml.Trainer(job, plan, devices="cpu", transport=transport, share=True, cache="off")
+    )
     batches = trainer.batches()
     stack.callback(batches.close)
 
