@@ -11,26 +11,29 @@ import pytest
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is known")
 
-# Prints whether memory is kept, and how many pages the system had to hand out in rounds that allocate, write
-# and free 80 MiB.
+# Prints whether memory is kept, and the fewest pages that the system had to hand out in a round that allocates,
+# writes and frees 80 MiB. The first round is not counted. In any other the process may come by a piece of memory
+# for something else, between two tensors, so that one of the next ones does not fit; not in all of them.
 PROGRAM = """
 import resource
 import torch
 from meshloom.launch.allocator import keep_freed_memory
 
 kept = keep_freed_memory()
+pages = []
 for number in range(6):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     tensors = [torch.zeros(5 << 20) for _ in range(4)]
     for each in tensors:
         each.add_(1)
     del each, tensors
-print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(kept, min(pages[1:]))
 """
 
 
 def run(**environment: str) -> tuple[bool, int]:
-    """Whether memory was kept, and the pages of the last round."""
+    """Whether memory was kept, and the fewest pages of a round but the first."""
     clean = {
         name: value
         for name, value in os.environ.items()
