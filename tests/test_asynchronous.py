@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import heapq
 import json
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -29,6 +31,7 @@ from meshloom.core.errors import CheckpointError, DataError, JobError, MeshloomE
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, sample_order, seed_everything
+from meshloom.launch.failure import EndedError
 from meshloom.telemetry.progress import QUIET, Listener, Progress
 from meshloom.train.contract import Batch, TrainingRun
 from meshloom.train.trainer import Trainer
@@ -334,6 +337,25 @@ def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
     job = make_job("cnn", "adamw", steps=11)
     Run(job, "dp=1,exchange=async,servers=2", steps=6, out=tmp_path)
     assert same(Run(job, "dp=1,exchange=async,servers=3", resume=tmp_path), Run(job, "dp=1"))
+
+
+def test_a_run_that_is_asked_to_end_is_saved_first(tmp_path: Path) -> None:
+    """At an update after which nothing is due; whoever resumes it goes on with the next one."""
+    job, signalled = make_job("cnn", "adamw", steps=11), 5
+
+    def step(progress: Progress) -> None:
+        if progress.step == signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    plan, listener = "dp=1,exchange=async,servers=2", replace(QUIET, step=step)
+    with (
+        Trainer(job, plan, devices="simulated", listener=listener, out=tmp_path) as trainer,
+        pytest.raises(EndedError, match=f"Stopped by SIGTERM after update {signalled} of 11") as ended,
+    ):
+        trainer.fit()
+    assert ended.value.exit_code == 143
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+    assert same(Run(job, "dp=1,exchange=async", resume=tmp_path), Run(job, "dp=1"))
 
 
 def test_what_was_under_way_at_a_checkpoint_is_not_forgotten(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ and leaves nothing."""
 from __future__ import annotations
 
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -180,6 +181,51 @@ def test_an_interrupt_ends_everything_with_130(tmp_path: Path) -> None:
         assert run.ended() == 130
         assert_nothing_left(directory, address)
     assert run.text().splitlines()[-1] == "Stopped by SIGINT; all processes have ended."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [None, 1])
+def test_a_run_that_is_asked_to_end_saves_its_newest_update_first(tmp_path: Path, killed: int | None) -> None:
+    """No checkpoint and no snapshot was due; then two servers put one together, even if one of them is killed
+    meanwhile. A resumed run does the rest."""
+    out, plan = tmp_path / "out", "dp=1,exchange=async,servers=2"
+    with ElasticRun("steady", plan, tmp_path, "--out", str(out), "--steps", "40") as run:
+        address, directory = run.address()[0], run.directory()
+        run.until_updates(5)
+        run.process.send_signal(signal.SIGTERM)
+        if killed is not None:
+            run.of("server", killed).kill()
+        assert run.ended() == 143
+        assert_nothing_left(directory, address)
+    said = re.fullmatch(
+        rf"Stopped by SIGTERM after update (\d+) of 40, which is saved. Go on with --resume {re.escape(str(out))}.",
+        run.text().splitlines()[-1],
+    )
+    assert said is not None, run.text()
+    update = int(said[1])
+    assert [path.name for path in out.iterdir()] == [f"step-{update:08d}"]
+    if killed is None:
+        assert 5 <= update < 40
+    (tmp_path / "again").mkdir()
+    with ElasticRun("steady", plan, tmp_path / "again", "--out", str(out), "--resume", str(out)) as run:
+        assert run.ended() == 0, run.text()
+    assert [record["step"] for record in run.records("step")] == list(range(update + 1, 41))
+
+
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait_for_the_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with ElasticRun("steady", "dp=1,exchange=async,servers=2", tmp_path, "--out", str(out)) as run:
+        run.until_updates(5)
+        for number in (0, 1):
+            run.of("server", number).suspend()  # nothing will be saved for ten seconds
+        run.process.send_signal(signal.SIGTERM)
+        time.sleep(1.5)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.ended() == 143
+    assert run.text().splitlines()[-1] == (
+        "Stopped by SIGTERM; all processes have ended, before a checkpoint was saved."
+    )
 
 
 @pytest.mark.slow

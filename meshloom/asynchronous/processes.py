@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,8 +28,14 @@ from meshloom.asynchronous.received_reports import ReceivedReports
 from meshloom.asynchronous.state.checkpoints import Start
 from meshloom.asynchronous.state.due_snapshots import DueSnapshots
 from meshloom.asynchronous.state.push_shares import PushShares
-from meshloom.asynchronous.state.settings import AsynchronousSettings, inner_plan, refuse_common_steps
+from meshloom.asynchronous.state.settings import (
+    AsynchronousSettings,
+    inner_plan,
+    refuse_common_steps,
+    stopped_and_saved,
+)
 from meshloom.asynchronous.state.snapshot_evaluation import Inspection
+from meshloom.asynchronous.state.snapshots import ASK_FOR_SNAPSHOT
 from meshloom.asynchronous.state.worker_replica import WorkerReplica
 from meshloom.core.errors import CheckpointError, PlanError, TrainingError
 from meshloom.core.job import Job
@@ -36,12 +43,24 @@ from meshloom.core.plan import Plan
 from meshloom.launch.failure import EndedError
 from meshloom.launch.one_process import world_in_one_process
 from meshloom.launch.processes.elastic import ElasticProcesses, RoleCommand
-from meshloom.launch.processes.signals import noted_signals
+from meshloom.launch.processes.signals import ONE_REQUEST_SECONDS, noted_signals
 from meshloom.telemetry.progress import Listener
 from meshloom.telemetry.summary import Summary
 
 _WORKERS_GO_SECONDS = 10.0  # after the last update: to finish what nobody needs any more
 _SERVERS_GO_SECONDS = 5.0
+
+
+@dataclass(kw_only=True)
+class _Ending:
+    """The run was asked to end, at a time: after a checkpoint of this update, or a later one.
+
+    num_signals: those that are one request.
+    """
+
+    update: int
+    at: float
+    num_signals: int = 1
 
 
 class ProcessRun:
@@ -76,6 +95,7 @@ class ProcessRun:
         self._account = RunAccount(job, plan, settings.steps)
         self._due = DueSnapshots(self._inspection, settings, job, listener, plan.servers, start.version)
         self._reports = ReceivedReports(plan, self._account, listener, start.version, self._due.add)
+        self._ending: _Ending | None = None
 
     @property
     def next_step(self) -> int:
@@ -115,12 +135,13 @@ class ProcessRun:
             seconds = time.monotonic() - self._account.began
             reports.receive(processes.dismiss(_WORKERS_GO_SECONDS, _SERVERS_GO_SECONDS))
             while self._due.advance(directory):  # their files go with the processes
-                _end_at(signals)
+                self._end_at(signals, directory)
                 time.sleep(0.02)
         late = reports.count("late")
         for line in self._account.lines(seconds, "processes", reports.ages, reports.computing(), late):
             self._listener.note(line)
-        return self.summary(seconds, self._due.evaluation, self._due.saved)
+        saved = self._due.saved[1] if self._due.saved else None
+        return self.summary(seconds, self._due.evaluation, saved)
 
     def batches(self) -> NoReturn:
         """There are none that all workers take together. Raises `PlanError`."""
@@ -141,7 +162,7 @@ class ProcessRun:
                 "Servers hold the state of this run, and no checkpoint of it is due yet. Give --out DIRECTORY: the last update is saved there, and what "
                 "Job(checkpoint_every=...) says."
             )
-        return self._due.saved
+        return self._due.saved[1]
 
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes of all workers together, and shares of their time."""
@@ -174,11 +195,34 @@ class ProcessRun:
                 processes.updated()
             for note in processes.take_notes():
                 self._listener.note(note)
-            _end_at(signals)
             self._due.advance(directory)
+            self._end_at(signals, directory)
             if reports.present or processes.starting():
                 alone = time.monotonic()
             self._check_alive(processes, alone)
+
+    def _end_at(self, signals: Sequence[int], directory: Path) -> None:
+        """Ends the run if a signal asks for it: once the newest update is saved, if there is an `out`; at a
+        second signal immediately."""
+        if not signals:
+            return
+        name, code = signal.Signals(signals[0]).name, 128 + signals[0]
+        if self._settings.out is None or not self._account.num_updates:
+            raise EndedError(f"Stopped by {name}; all processes have ended.", code)
+        if self._ending is None:
+            self._ending = _Ending(update=self.next_step, at=time.monotonic())
+            self._due.ending = True
+            (directory / ASK_FOR_SNAPSHOT).touch()
+        ending = self._ending
+        ending.update = min(ending.update, self.next_step)  # updates may be lost meanwhile
+        if self._due.saved is not None and self._due.saved[0] >= ending.update:
+            raise stopped_and_saved(signals[0], self._due.saved[0], self._settings)
+        if time.monotonic() < ending.at + ONE_REQUEST_SECONDS:
+            ending.num_signals = len(signals)
+        elif len(signals) > ending.num_signals:
+            raise EndedError(
+                f"Stopped by {name}; all processes have ended, before a checkpoint was saved.", code
+            )
 
     def _check_alive(self, processes: ElasticProcesses, alone: float) -> None:
         """alone: since when no worker is there."""
@@ -197,12 +241,6 @@ class ProcessRun:
                 f"After update {self.next_step} nothing has happened for {timeout:g} s: {who}. Give a longer --timeout if a share "
                 "takes that long, or go on from a checkpoint with --resume."
             )
-
-
-def _end_at(signals: Sequence[int]) -> None:
-    if signals:
-        name = signal.Signals(signals[0]).name
-        raise EndedError(f"Stopped by {name}; all processes have ended.", 128 + signals[0])
 
 
 @contextmanager

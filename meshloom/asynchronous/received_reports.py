@@ -22,7 +22,7 @@ _WHAT_HAPPENED = {
 
 
 class ReceivedReports:
-    """version: of the newest update. snapshot_taken: called with the version of one that all servers have.
+    """version: of the newest update. snapshot_due: called with the version of one that all servers have, and that is to be evaluated or saved.
 
     present: workers that take part. moved: when anything happened last.
     finished: whether the last update is done. ages: of the updates, once it is.
@@ -34,7 +34,7 @@ class ReceivedReports:
         account: RunAccount,
         listener: Listener,
         version: int,
-        snapshot_taken: Callable[[int], None],
+        snapshot_due: Callable[[int], None],
     ) -> None:
         self.version = version
         self.present: set[int] = set()
@@ -42,7 +42,7 @@ class ReceivedReports:
         self.finished = False
         self.ages: Counter[int] = Counter()
         self._plan, self._account, self._listener = plan, account, listener
-        self._snapshot_taken = snapshot_taken
+        self._snapshot_due = snapshot_due
         self._counts: dict[tuple[str, int], dict[str, int]] = {}  # of each start of a server
         self._starts: Counter[str] = Counter()
         self._worker_seconds: dict[int, dict[str, float]] = {}
@@ -55,8 +55,8 @@ class ReceivedReports:
                 case "update":
                     rates, memory_bytes = event.pop("rates"), event.pop("memory")
                     self._updated(Update(**event), rates, memory_bytes)
-                case "snapshot":
-                    self._snapshot_taken(event["version"])
+                case "due":
+                    self._snapshot_due(event["version"])
                 case "restored":
                     self._restored(event["version"], event["lost"])
                 case "worker":

@@ -23,7 +23,11 @@ from meshloom.asynchronous.protocol.worker import Computed, Task
 from meshloom.asynchronous.state.checkpoints import Start
 from meshloom.asynchronous.state.parameters import Content, Parameters
 from meshloom.asynchronous.state.push_shares import PushShares
-from meshloom.asynchronous.state.settings import AsynchronousSettings, refuse_common_steps
+from meshloom.asynchronous.state.settings import (
+    AsynchronousSettings,
+    refuse_common_steps,
+    stopped_and_saved,
+)
 from meshloom.asynchronous.state.snapshot_evaluation import Inspection
 from meshloom.asynchronous.state.worker_model import WorkerModel
 from meshloom.asynchronous.state.worker_replica import worker_replica_here
@@ -31,6 +35,7 @@ from meshloom.core.errors import DeviceError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.one_at_a_time import working_alone
+from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import World
 from meshloom.telemetry.progress import Listener
 from meshloom.telemetry.summary import Summary, TimeShares
@@ -82,8 +87,14 @@ class AsynchronousRun:
 
     def fit(self) -> Summary:
         """Train to the last update, evaluating and saving when due."""
+        requests = StopRequests()
         with working_alone():
-            return self._fit()
+            try:
+                if self._settings.out is not None:
+                    requests.open()
+                return self._fit(requests)
+            finally:
+                requests.close()
 
     def batches(self) -> NoReturn:
         """There are none that all workers take together. Raises `PlanError`."""
@@ -93,18 +104,26 @@ class AsynchronousRun:
         """Nor such steps. Raises `PlanError`."""
         refuse_common_steps()
 
-    def _fit(self) -> Summary:
+    def _fit(self, requests: StopRequests) -> Summary:
         self._account.began = time.monotonic()
         evaluation: dict[str, float] = {}
         saved: Path | None = None
+        ending = False
         for event in self.cluster.run():
             match event:
                 case Update():
                     self._updated(event)
+                    requests.arm()
+                    if requests.received and not ending:
+                        ending = True
+                        self.cluster.ask_for_snapshot()
                 case Restored():
                     self._restored(event)
-                case Snapshot() if event.version > self._newest[0]:
+                case Snapshot() if ending or event.version > self._newest[0]:
                     self._newest = event.version, event.state
+                    if ending:
+                        self._listener.saved(event.version, self.save())
+                        raise stopped_and_saved(requests.received[0], event.version, self._settings)
                     if self._settings.evaluates(self._job, event.version):
                         evaluation = self.evaluate()
                         self._listener.evaluated(event.version, evaluation)

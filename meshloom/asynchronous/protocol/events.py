@@ -50,17 +50,26 @@ Event = Update | Snapshot | Restored | Expelled
 
 
 class KeptSnapshots:
-    """complete: the newest version of which all `num_servers` servers have kept their parts; -1: none."""
+    """newest: the newest one of which all `num_servers` servers have kept their parts."""
 
-    def __init__(self, num_servers: int, complete: int = -1) -> None:
-        self.complete = complete
+    def __init__(self, num_servers: int, newest: Snapshot | None = None) -> None:
+        self.newest = newest
         self._num_servers = num_servers
         # version -> the head's state, and who has kept it
         self._pending: dict[int, tuple[Any, set[int]]] = {}
 
+    @property
+    def complete(self) -> int:
+        """The version of the newest; -1: none."""
+        return self.newest.version if self.newest else -1
+
     def begin(self, version: int, state: Any) -> None:
         """Servers are asked to keep their parts after update `version`. state: the head's."""
         self._pending[version] = state, set()
+
+    def has(self, version: int) -> bool:
+        """Whether servers have this snapshot, or have been asked to keep it."""
+        return version == self.complete or version in self._pending
 
     def kept(self, version: int, server: int) -> Snapshot | None:
         """A server has kept its part; the snapshot if it was the last."""
@@ -71,8 +80,8 @@ class KeptSnapshots:
         if len(servers) < self._num_servers:
             return None
         del self._pending[version]
-        self.complete = version
-        return Snapshot(version=version, state=state)
+        self.newest = Snapshot(version=version, state=state)
+        return self.newest
 
 
 def newest_common(reports: Mapping[int, ServerReport]) -> Snapshot:

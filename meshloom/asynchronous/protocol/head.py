@@ -25,6 +25,7 @@ from meshloom.asynchronous.protocol.events import (
     Expelled,
     KeptSnapshots,
     Restored,
+    Snapshot,
     Update,
     newest_common,
 )
@@ -100,6 +101,14 @@ class Head:
         """Whether all updates are done, and in a snapshot."""
         return self._reports is None and self._snapshots.complete == self._rules.steps
 
+    def ask_for_snapshot(self) -> Sent | None:
+        """Take a snapshot of the newest update, whatever is due. None: not now, as servers report."""
+        if self._reports is not None:
+            return None
+        newest = self._snapshots.newest
+        self._events += [newest] if newest and newest.version == self.version else []
+        return [] if self._snapshots.has(self.version) else self._keep()
+
     def take_events(self) -> list[Event]:
         """The events since the last call, in order."""
         events, self._events = self._events, []
@@ -134,11 +143,11 @@ class Head:
         self._joining.pop(worker, None)
         return [*self._remove(worker), (Address("worker", worker), Rejoin(ticket=None))]
 
-    def _clear(self, ledger: Ledger, complete: int = -1) -> None:
-        """No worker takes part. complete: the newest snapshot that all servers have."""
+    def _clear(self, ledger: Ledger, newest: Snapshot | None = None) -> None:
+        """No worker takes part. newest: the newest snapshot that all servers have."""
         self._leases = Leases(self._rules.staleness, ledger)
         self._joining: dict[int, None] = {}  # while servers are asked, in order
-        self._snapshots = KeptSnapshots(self._rules.num_servers, complete)
+        self._snapshots = KeptSnapshots(self._rules.num_servers, newest)
 
     # --- Workers.
 
@@ -175,8 +184,8 @@ class Head:
     def _give_out(self) -> Sent:
         sent: Sent = []
         for ticket, lease in self._leases.give_out(self.version, self._rules.steps):
-            send = SendParameters(incarnation=self.incarnation, ticket=ticket, **asdict(lease))
-            sent += self._to_servers(send)
+            of = {"incarnation": self.incarnation, "ticket": ticket}
+            sent += self._to_servers(SendParameters(**of, **asdict(lease)))
         return sent
 
     # --- Pushes.
@@ -263,16 +272,13 @@ class Head:
         # server 0 executes the head's decisions immediately; others may still be at an earlier history
         lost = reports[0].newest - version
         joining = list(self._joining)
-        self._clear(Ledger.of(state["ledger"]), version)
-        self._reports = None
-        self.version = version
+        self._clear(Ledger.of(state["ledger"]), snapshot)
+        self._reports, self.version = None, version
         self.ages = Counter({int(age): count for age, count in state["ages"].items()})
-        self._events.append(Restored(version=version, lost=lost, incarnation=self.incarnation))
-        self._events.append(snapshot)  # the head that took it may not have lived to hear so
+        # the head that took the snapshot may not have lived to hear so
+        self._events += [Restored(version=version, lost=lost, incarnation=self.incarnation), snapshot]
         sent = self._to_servers(Restore(incarnation=self.incarnation, version=version))
-        for worker in joining:
-            sent += self._join(worker)
-        return sent
+        return sent + [each for worker in joining for each in self._join(worker)]
 
     def _to_servers(self, message: Any) -> Sent:
         return [(Address("server", server), message) for server in range(self._rules.num_servers)]

@@ -72,6 +72,10 @@ class VirtualCluster:
         """Those that take part."""
         return list(self._workers.values())
 
+    def ask_for_snapshot(self) -> None:
+        """Have a snapshot taken of the newest update, whatever is due; to be called after an update."""
+        self._send(Address("server", 0), self.head.ask_for_snapshot() or [])
+
     def run(self) -> Iterator[Event]:
         """Until all updates are done and in a snapshot, and the workers have ended; yields events."""
         while self._queue:

@@ -38,6 +38,7 @@ class Reports:
     ) -> None:
         self._send_event, self._directory, self._num_servers = send_event, directory, num_servers
         self._job, self._settings = job, settings
+        self.asked = False  # whether every snapshot is due, as the run is to end
         self._present: set[int] = set()  # workers that have joined
         self._finished = False
         self._bytes = {"push": 0, "pull": 0}
@@ -78,9 +79,9 @@ class Reports:
                     now = {"rates": learning_rates, "memory": peak_memory_bytes()}
                     self._send_event({"event": "update", **asdict(event), **now})
                 case Snapshot():
-                    if self._settings.looks_at(self._job, event.version):
+                    if self.asked or self._settings.looks_at(self._job, event.version):
                         self._keep_due(event.version)
-                    self._send_event({"event": "snapshot", "version": event.version})
+                        self._send_event({"event": "due", "version": event.version})
                 case Expelled():
                     self.gone(event.worker, "expelled")
                 case Restored():

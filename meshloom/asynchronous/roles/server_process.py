@@ -47,7 +47,7 @@ from meshloom.asynchronous.roles.reports import Reports, SendEvent
 from meshloom.asynchronous.roles.served_job import ServedJob
 from meshloom.asynchronous.state.parameters import Content, Parameters, what_is_not_finite
 from meshloom.asynchronous.state.settings import AsynchronousSettings
-from meshloom.asynchronous.state.snapshots import MappedNumbers, SnapshotFiles
+from meshloom.asynchronous.state.snapshots import ASK_FOR_SNAPSHOT, MappedNumbers, SnapshotFiles
 from meshloom.comm.messaging.connections import Connections
 from meshloom.comm.messaging.endpoint import Endpoint
 from meshloom.comm.messaging.keys import read_server_key, read_worker_key
@@ -78,6 +78,7 @@ class ServerProcess:
         files = SnapshotFiles(directory, (served.start.version, *served.first))
         self._numbers = MappedNumbers(directory / "numbers")
         self._storage = Storage(snapshots=files, newest=max(served.start.version, self._numbers.newest))
+        self._asked_in = -1  # the incarnation of the head in which it was asked for a snapshot
         self._noted = False  # whether the launcher has the job's notes
         self._store = Store(self._number, self._storage, self._hold)
         first = self._number == 0
@@ -146,8 +147,18 @@ class ServerProcess:
         if self._storage.newest != self._numbers.newest:
             self._numbers.newest = self._storage.newest
         if self._head is not None:
+            self._ask_for_snapshot(self._head)
             self._reports.events(self._head, self._served.learning_rates)
         self._report_counts()
+
+    def _ask_for_snapshot(self, head: Head) -> None:
+        """Once the launcher wants one; again if updates were lost meanwhile."""
+        self._reports.asked = self._reports.asked or (self._role.path / ASK_FOR_SNAPSHOT).exists()
+        if not self._reports.asked or head.version <= self._served.start.version:
+            return
+        if self._asked_in != head.incarnation and (sent := head.ask_for_snapshot()) is not None:
+            self._asked_in = head.incarnation
+            self._send(sent)
 
     def _report_counts(self, now: bool = False) -> None:
         late = self._head.refused if self._head is not None else 0

@@ -15,14 +15,18 @@ from meshloom.telemetry.progress import Listener
 
 
 class DueSnapshots:
-    """evaluation, saved: the newest results. newest: the version of the start, which is not due."""
+    """evaluation, saved: the newest results. newest: the version of the start, which is not due.
+
+    ending: whether the run is to end with a checkpoint of the next snapshot, and evaluates no more.
+    """
 
     def __init__(
         self, inspection: Inspection, settings: AsynchronousSettings, job: Job, listener: Listener,
         num_servers: int, newest: int,
     ) -> None:  # fmt: skip
         self.evaluation: dict[str, float] = {}
-        self.saved: Path | None = None
+        self.saved: tuple[int, Path] | None = None
+        self.ending = False
         self._inspection, self._settings, self._job, self._listener = inspection, settings, job, listener
         self._num_servers = num_servers
         self._newest = newest
@@ -30,8 +34,8 @@ class DueSnapshots:
         self._running: _InspectionThread | None = None
 
     def add(self, version: int) -> None:
-        """All servers have this snapshot."""
-        if version > self._newest and self._settings.looks_at(self._job, version):
+        """All servers have this snapshot, which is to be evaluated or saved."""
+        if version > self._newest:
             self._newest = version
             self._waiting.append(version)
 
@@ -46,12 +50,14 @@ class DueSnapshots:
                 self.evaluation = ended.evaluation
                 self._listener.evaluated(ended.version, ended.evaluation)
             if ended.saved is not None:
-                self.saved = ended.saved
+                self.saved = ended.version, ended.saved
                 self._listener.saved(ended.version, ended.saved)
         if self._running is None and self._waiting:
             version = self._waiting.popleft()
             paths = [due_path(directory, version, server) for server in range(self._num_servers)]
-            self._running = _InspectionThread(self._inspection, self._settings, self._job, version, paths)
+            evaluates = self._settings.evaluates(self._job, version) and not self.ending
+            saves = self._settings.saves(self._job, version) or self.ending
+            self._running = _InspectionThread(self._inspection, version, paths, evaluates, saves)
             self._running.start()
         return self._running is not None
 
@@ -60,27 +66,23 @@ class _InspectionThread(threading.Thread):
     """Of the snapshot of update `version`. paths: of its files, by server; they are removed."""
 
     def __init__(
-        self,
-        inspection: Inspection,
-        settings: AsynchronousSettings,
-        job: Job,
-        version: int,
-        paths: Sequence[Path],
+        self, inspection: Inspection, version: int, paths: Sequence[Path], evaluates: bool, saves: bool
     ) -> None:
         super().__init__(daemon=True)  # a run that ends early does not wait for it
         self.version = version
         self.evaluation: dict[str, float] | None = None
         self.saved: Path | None = None
         self.error: BaseException | None = None
-        self._inspection, self._settings, self._job, self._paths = inspection, settings, job, paths
+        self._inspection, self._paths = inspection, paths
+        self._evaluates, self._saves = evaluates, saves
 
     def run(self) -> None:
         try:
             snapshots = [read_snapshot(path) for path in self._paths]
             contents = [content for _, content in snapshots]
-            if self._settings.evaluates(self._job, self.version):
+            if self._evaluates:
                 self.evaluation = self._inspection.evaluate(contents)
-            if self._settings.saves(self._job, self.version):
+            if self._saves:
                 self.saved = self._inspection.save(self.version, contents, snapshots[0][0].state)
             for path in self._paths:
                 path.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from meshloom.asynchronous.protocol.head import Rules
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.launch.failure import EndedError
 
 DEFAULT_SNAPSHOT_EVERY = 100
 DEFAULT_LISTEN = "127.0.0.1:0"
@@ -79,6 +81,15 @@ class AsynchronousSettings:
             num_servers=plan.servers, staleness=plan.staleness, steps=self.steps, keep_every=periods,
             rate_by_age=plan.rate_by_age,
         )  # fmt: skip
+
+
+def stopped_and_saved(signal_number: int, update: int, settings: AsynchronousSettings) -> EndedError:
+    """What ends a run that a signal has asked to end, once `update` is saved."""
+    name = signal.Signals(signal_number).name
+    return EndedError(
+        f"Stopped by {name} after update {update} of {settings.steps}, which is saved. Go on with --resume {settings.out}.",
+        128 + signal_number,
+    )
 
 
 def refuse_common_steps() -> NoReturn:

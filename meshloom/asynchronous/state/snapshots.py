@@ -3,6 +3,7 @@
     DIRECTORY/server-0/     00000100.safetensors    parameters, buffers, the optimizer's state, and what kind of snapshot it is
                             numbers                 newest update, next worker's number: a memory-mapped page
     DIRECTORY/due/          00000100-0.safetensors  a second name of a snapshot that is to be evaluated or saved as a checkpoint
+    DIRECTORY/ask-for-snapshot                      the run is to end: server 0 has a snapshot taken of the newest update
 
 A snapshot is written under another name, synced, and renamed: it exists complete or not at all.
 """
@@ -25,6 +26,7 @@ from meshloom.asynchronous.state.parameters import Content
 from meshloom.checkpoint.format import Piece, sync_directory
 from meshloom.checkpoint.tensor_file import write_tensors
 
+ASK_FOR_SNAPSHOT = "ask-for-snapshot"
 _SUFFIX = ".safetensors"
 _NUMBERS = struct.Struct("<QQ")
 
