@@ -178,9 +178,7 @@ def dictated(frames: int, words: int) -> Samples:
 
 def gpt2(layers: int = 12) -> ml.Job:
     """GPT-2 of 124 million parameters, at 1,024 tokens."""
-    return job_of(
-        partial(built, "GPT2LMHeadModel", n_layer=layers, use_cache=False), partial(next_words, 1024, 50_257)
-    )
+    return job_of(partial(built, "GPT2LMHeadModel", n_layer=layers), partial(next_words, 1024, 50_257))
 
 
 def gpt2_short() -> ml.Job:
@@ -219,16 +217,14 @@ def resnet() -> ml.Job:
 def t5() -> ml.Job:
     """T5-small, at 512 tokens."""
     return job_of(
-        partial(built, "T5ForConditionalGeneration", use_cache=False, decoder_start_token_id=0),
+        partial(built, "T5ForConditionalGeneration", decoder_start_token_id=0),
         partial(translations, 512, 32_128),
     )
 
 
 def whisper() -> ml.Job:
     """Whisper-tiny, at 3,000 frames."""
-    return job_of(
-        partial(built, "WhisperForConditionalGeneration", use_cache=False), partial(dictated, 3000, 64)
-    )
+    return job_of(partial(built, "WhisperForConditionalGeneration"), partial(dictated, 3000, 64))
 
 
 def wav2vec2() -> ml.Job:

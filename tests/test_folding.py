@@ -15,6 +15,7 @@ from meshloom.data.samples import first_batches
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.ir.program import Program
 from meshloom.program.store.captured_loss import CapturedLoss
+from meshloom.program.trace.block_calls import Shortcuts
 from meshloom.program.trace.folding import Folding
 from tests.covering import few
 from tests.families import FAMILIES
@@ -37,14 +38,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def whole(read: Callable[[bool], Program]) -> Program:
-    return read(False)
+def whole(read: Callable[[Shortcuts], Program]) -> Program:
+    return read(Shortcuts(fold=False))
 
 
 def both_readings(monkeypatch: pytest.MonkeyPatch, job: Job, batch: Any) -> tuple[Program, Program]:
     folded = capture_shapes(job, batch, small=2**22)
     with monkeypatch.context() as patched:
-        patched.setattr("meshloom.program.capture.shapes.folded", whole)
+        patched.setattr("meshloom.program.capture.shapes.with_shortcuts", whole)
         return folded, capture_shapes(job, batch, small=2**22)
 
 
@@ -329,3 +330,69 @@ def test_what_is_not_eager_is_read_anew(counted: list[str]) -> None:
         for node in program.nodes
         if node.operator == "mul.Tensor" and not hasattr(node.args[1], "name")
     ] == [1, 2, 3]
+
+
+# --- Caches for generating text.
+
+
+def language_model(loss: Callable[[nn.Module, Tensor], Tensor], **settings: Any) -> Job:
+    """A GPT-2 of three layers; as its configuration is by default, it fills a cache of keys and values."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=31, n_embd=24, n_layer=3, n_head=3, n_positions=8, **settings)
+    return Job(
+        model=lambda: transformers.GPT2LMHeadModel(config).eval(),
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named),
+        data=lambda: [torch.ones(8, dtype=torch.long)],
+        batch_size=1,
+        steps=1,
+    )
+
+
+def own_loss(model: Any, words: Tensor) -> Tensor:
+    return model(input_ids=words, labels=words).loss
+
+
+def test_layers_are_read_once_although_each_fills_its_place_in_a_cache(counted: list[str]) -> None:
+    """Found at real sizes: with `use_cache=True`, the default, LLaMA-70B took 40 s to read instead of 7."""
+    words = torch.ones(2, 8, dtype=torch.long)
+    job = language_model(own_loss)
+    config = job.model().config
+    program = capture_shapes(job, words)
+    assert counted.count("GPT2Block") == 2
+    assert config.use_cache
+    assert program.digest() == capture_shapes(language_model(own_loss, use_cache=False), words).digest()
+
+
+def test_a_loss_that_looks_at_the_cache_has_one() -> None:
+    def loss(model: Any, words: Tensor) -> Tensor:
+        result = model(input_ids=words, labels=words)
+        return result.loss + result.past_key_values.layers[1].keys.square().mean()
+
+    job = language_model(loss)
+    words = [torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    program = CapturedLoss(job).capture(words)
+    assert program.digest() != CapturedLoss(language_model(own_loss)).capture(words).digest()
+
+
+def test_a_model_that_computes_something_else_with_a_cache_is_found_out() -> None:
+    """Only the comparison with eager can know."""
+
+    class Config:
+        use_cache = True
+
+        def __init__(self) -> None:
+            self.use_cache = True
+
+    class Doubling(Block):
+        def __init__(self, number: int) -> None:
+            super().__init__(number)
+            self.config = Config()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2 if self.config.use_cache else 1)
+
+    job = job_of(lambda: Stack(Doubling))
+    program = CapturedLoss(job).capture([torch.randn(4, 6), torch.randn(4, 6)])
+    doubled = [node for node in program.nodes if node.operator == "mul.Tensor" and node.args[1] == 2]
+    assert len(doubled) == 3

@@ -96,7 +96,6 @@ def measure(layers: int, width: int, tokens: int, plan: Plan) -> dict[str, Any]:
         hidden_size=width,
         intermediate_size=width * 43 // 16,
         num_attention_heads=32,
-        use_cache=False,
     )
     job = Job(
         model=lambda: LlamaForCausalLM(config),

@@ -17,7 +17,6 @@ def _decoder(
     chunk: int = 1,
     huge: bool = False,
 ) -> Published:
-    settings = {"use_cache": False, **(settings or {})}
     size = f"{length:,} tokens"
     return from_transformers(
         name,
@@ -25,7 +24,7 @@ def _decoder(
         size,
         model,
         tokens(length),
-        settings,
+        settings or {},
         config=config,
         chunk=chunk,
         dense=True,

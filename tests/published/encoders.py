@@ -21,7 +21,7 @@ def _translator(name: str, model: str, length: int, settings: dict[str, Any]) ->
         size,
         model,
         tokens(length),
-        {"use_cache": False, **settings},
+        settings,
         chunk=4,
         dense=True,
     )

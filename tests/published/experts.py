@@ -16,7 +16,7 @@ def _experts(
         f"{length:,} tokens",
         model,
         tokens(length),
-        {"use_cache": False, **(settings or {})},
+        settings or {},
         chunk=1,
         huge=huge,
     )

@@ -125,7 +125,7 @@ def _mamba(name: str, model: str, settings: dict[str, Any] | None = None) -> Pub
         "1,024 tokens",
         model,
         tokens(1024),
-        {"use_cache": False, **(settings or {})},
+        settings or {},
         chunk=1,
     )
 

@@ -52,7 +52,7 @@ SPEECH = [
         "3,000 frames",
         "WhisperForConditionalGeneration",
         _spectrum,
-        {"use_cache": False},
+        {},
         chunk=4,
     ),
 ]

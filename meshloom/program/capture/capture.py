@@ -16,6 +16,7 @@ from meshloom.program.ir.batch_values import read_values
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import strides_of
+from meshloom.program.trace.block_calls import Shortcuts
 from meshloom.program.trace.build import build
 from meshloom.program.trace.export import Exported, context_of
 from meshloom.program.trace.frozen import check_equal, equal_bits
@@ -26,8 +27,8 @@ from meshloom.program.trace.repeated_export import (
     device_of,
     export_once,
     export_twice,
-    folded,
     one_thread,
+    with_shortcuts,
 )
 
 
@@ -38,18 +39,18 @@ def capture(
     training: bool = True,
     dtype: torch.dtype | None = None,
     numbers: bool = True,
-    fold: bool = True,
+    shortcuts: Shortcuts | None = None,
 ) -> Program:
     """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if none exists.
 
     The loss is exported twice, with different data and seeds; differences would be frozen, so they are
     refused.
-    dtype: convert the model and the batches to it first. fold: export identical modules once (`folding.py`).
+    dtype: convert the model and the batches to it first. shortcuts: those to take; None: as many as possible.
     numbers: whether numbers in a batch may be inputs; else the program is specialized to them.
     """
     with one_thread():
         model = build_model(job, dtype, training=training, beside=batches[0])
-        return capture_module(model, job.loss, batches, dtype=dtype, numbers=numbers, fold=fold)
+        return capture_module(model, job.loss, batches, dtype=dtype, numbers=numbers, shortcuts=shortcuts)
 
 
 def capture_module(
@@ -59,7 +60,7 @@ def capture_module(
     *,
     dtype: torch.dtype | None = None,
     numbers: bool = True,
-    fold: bool = True,
+    shortcuts: Shortcuts | None = None,
     once: bool = False,
 ) -> Program:
     """`capture` of an existing module, which is unchanged afterwards, its tensors and plain attributes
@@ -71,13 +72,13 @@ def capture_module(
     given = leaves_of(batches[0]), leaves_of(batches[1])
     _check_shapes(*given)
 
-    def read(leaves: Sequence[Leaves], fold: bool) -> Program:
+    def read(leaves: Sequence[Leaves], shortcuts: Shortcuts) -> Program:
         def built(exported: Exported, number: int) -> Program:
             return build(exported, model, leaves[number].tensors, device_of(model, leaves[0]), dtype)
 
         if once:
-            return built(export_once(model, loss, leaves[0], fold=fold), 0)
-        first, second = export_twice(model, loss, (leaves[0], leaves[1]), fold=fold)
+            return built(export_once(model, loss, leaves[0], shortcuts), 0)
+        first, second = export_twice(model, loss, (leaves[0], leaves[1]), shortcuts)
         same = _same(first, second) and all(
             one.stride() == leaves[1].tensors[name].stride() for name, one in leaves[0].tensors.items()
         )
@@ -86,11 +87,11 @@ def capture_module(
             check_equal(program, built(second, 1))
         return program
 
-    def read_folded(leaves: Sequence[Leaves]) -> Program:
-        return folded(partial(read, leaves)) if fold else read(leaves, False)
+    def read_shortly(leaves: Sequence[Leaves]) -> Program:
+        return read(leaves, shortcuts) if shortcuts else with_shortcuts(partial(read, leaves))
 
     with capturing(dtype):
-        program, others = read_values(given, read_folded, numbers=numbers)
+        program, others = read_values(given, read_shortly, numbers=numbers)
     return replace(program, others=others)
 
 

@@ -26,11 +26,18 @@ from meshloom.program.ir.lines import describe_line, line_of_error
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import empty_like
+from meshloom.program.trace.block_calls import Shortcuts
 from meshloom.program.trace.build import build
 from meshloom.program.trace.export_patches import replaced
 from meshloom.program.trace.on_cpu import fake_mode
 from meshloom.program.trace.precision import build_model
-from meshloom.program.trace.repeated_export import capturing, check_tensors, device_of, export_once, folded
+from meshloom.program.trace.repeated_export import (
+    capturing,
+    check_tensors,
+    device_of,
+    export_once,
+    with_shortcuts,
+)
 
 SMALL = 4096  # elements
 Built = tuple[nn.Module, FakeTensorMode]
@@ -72,11 +79,11 @@ def capture_shapes(
         )
 
         def read() -> Program:
-            def built(fold: bool) -> Program:
-                exported = export_once(model, job.loss, shapes, fold=fold)
+            def built(shortcuts: Shortcuts) -> Program:
+                exported = export_once(model, job.loss, shapes, shortcuts)
                 return build(exported, model, shapes.tensors, device_of(model, shapes), dtype)
 
-            program = folded(built)
+            program = with_shortcuts(built)
             constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
             return replace(moved_to(program, where), constants=constants, by_shapes=True)
 

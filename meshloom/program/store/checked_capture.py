@@ -22,6 +22,7 @@ from meshloom.program.ir.program import Program
 from meshloom.program.sizes.resized import resized
 from meshloom.program.sizes.smaller import Smaller, is_large, smaller
 from meshloom.program.store.program_cache import ProgramCache, ProgramCacheKey
+from meshloom.program.trace.block_calls import SHORTCUTS, Shortcuts
 from meshloom.program.trace.precision import build_model, default_precision
 from meshloom.program.trace.repeated_export import one_thread
 from meshloom.telemetry.timings import Timings
@@ -80,16 +81,35 @@ class CheckedCapture:
         outside = Outside(self._job.loss)  # state that the first forwards set up does no harm
         try:
             program = self._compared(program, read, fresh, training, model)
-        except CaptureError:
-            # Folding may have merged calls that differ, as where code outside of the model counts calls.
-            unfolded = self._capture(read, training, model, fold=False)
-            if unfolded.digest() == program.digest():
-                raise
-            program = self._compared(unfolded, read, fresh, training, model)
+        except CaptureError as error:
+            program = self._with_fewer_shortcuts(program, read, fresh, training, model, error)
         outside.check_read()
         if entry is not None and self._stored is not None:
             self._stored.keep(entry, program, self._compared_as.get(program.digest()))
         return program
+
+    def _with_fewer_shortcuts(
+        self,
+        refused: Program,
+        read: tuple[Any, Any],
+        fresh: Sequence[Any],
+        training: bool,
+        model: nn.Module | None,
+        error: CaptureError,
+    ) -> Program:
+        """The program where a shortcut made another one: calls that were folded may differ, as where code
+        outside of the model counts calls, or a cache may matter. error: of the one with all of them."""
+        tried = {refused.digest()}
+        for shortcuts in SHORTCUTS[1:]:
+            program = self._capture(read, training, model, shortcuts=shortcuts)
+            if program.digest() in tried:
+                continue
+            tried.add(program.digest())
+            try:
+                return self._compared(program, read, fresh, training, model)
+            except CaptureError as other:
+                error = other
+        raise error
 
     def _cached(self, entry: ProgramCacheKey, model: nn.Module, batch: Any, training: bool) -> Program | None:
         """The cached program of an earlier run, if its forward still equals eager's, at the smaller sizes
@@ -133,9 +153,9 @@ class CheckedCapture:
         model: nn.Module | None,
         *,
         numbers: bool = True,
-        fold: bool = True,
+        shortcuts: Shortcuts | None = None,
     ) -> Program:
-        how: Any = {"dtype": self._dtype, "numbers": numbers, "fold": fold}
+        how: Any = {"dtype": self._dtype, "numbers": numbers, "shortcuts": shortcuts}
         with self._timings.of("reading"):
             if model is None:
                 program = capture(self._job, batches, training=training, **how)

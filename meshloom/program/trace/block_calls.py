@@ -8,6 +8,7 @@ y = repeat(inputs, state, 3, path, ...)     a call of another module, identical 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,25 @@ from meshloom.core.errors import CaptureError
 from meshloom.program.ir.nodes import Node
 
 
-class FoldingError(CaptureError):
-    """Folded calls turned out to differ: the loss must be exported without folding."""
+@dataclass(frozen=True, kw_only=True)
+class Shortcuts:
+    """What an export leaves out, as the program is the same without it; if it is not, it is exported anew.
+
+    fold: identical calls of modules are exported once (`folding.py`).
+    no_cache: models of transformers fill no cache of keys and values (`config.use_cache`), which is for
+        generating text: it makes each layer's call one of its own.
+    """
+
+    fold: bool = True
+    no_cache: bool = True
+
+
+# In the order in which they are tried.
+SHORTCUTS = (Shortcuts(), Shortcuts(fold=False), Shortcuts(fold=False, no_cache=False))
+
+
+class ShortcutError(CaptureError):
+    """A shortcut may have made the export another one: the loss must be exported with fewer of them."""
 
 
 _AS = "str path, int[] ranks, int[] sizes, int[] strides, ScalarType[] dtypes"

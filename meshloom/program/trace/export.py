@@ -27,8 +27,8 @@ from meshloom.core.errors import CaptureError
 from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, SourcePlace, place_here, place_of_error
 from meshloom.program.trace.attributes import Changed, attributes_restored, plain_attributes, plain_values
-from meshloom.program.trace.block_calls import FoldingError
-from meshloom.program.trace.export_patches import ctc_loss_without_values, patched_for_export
+from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcuts
+from meshloom.program.trace.export_patches import ctc_loss_without_values, patched_for_export, without_cache
 from meshloom.program.trace.folding import Folding
 from meshloom.program.trace.inner_gradients import InnerGradients, transforms_ended
 
@@ -60,19 +60,23 @@ class Exported:
 
 
 def export(
-    model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor], *, fold: bool = False
+    model: nn.Module,
+    loss: Callable[[nn.Module], Any],
+    leaves: Sequence[Tensor],
+    shortcuts: Shortcuts = SHORTCUTS[-1],
 ) -> Exported:
-    """Export `loss(model, leaves)`. fold: export identical calls once (`folding.py`).
+    """Export `loss(model, leaves)`.
 
-    Raises `CaptureError`; `FoldingError` if something was folded, as that may be the cause.
+    Raises `CaptureError`; `ShortcutError` if a shortcut was taken, as that may be the cause.
     """
-    folding = Folding() if fold else None
-    try:
-        return _exported(model, loss, leaves, folding)
-    except CaptureError as error:
-        if folding is not None and folding.count:
-            raise FoldingError(str(error)) from error
-        raise
+    folding = Folding() if shortcuts.fold else None
+    with without_cache(model) if shortcuts.no_cache else nullcontext(False) as switched:
+        try:
+            return _exported(model, loss, leaves, folding)
+        except CaptureError as error:
+            if switched or (folding is not None and folding.count):
+                raise ShortcutError(str(error)) from error
+            raise
 
 
 def _exported(

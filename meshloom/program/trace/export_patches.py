@@ -1,7 +1,7 @@
 """Patches of torch during an export, which change no values.
 
 Checkpointed blocks are traced through, autograd functions become operators, distributions do not check their
-arguments, and the CTC loss has a shape.
+arguments, the CTC loss has a shape, and caches for generating text are not filled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import fake_impls
 from torch.distributions import Distribution
 from torch.utils import checkpoint
@@ -50,6 +50,20 @@ def ctc_loss_without_values() -> Iterator[None]:
         for operator in added:
             del table[operator]
         table.update(before)
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[bool]:
+    """Switches `config.use_cache` off wherever it is on in the model; whether it was."""
+    configs = {id(each): each for each in (vars(module).get("config") for module in model.modules())}
+    on = [vars(each) for each in configs.values() if getattr(each, "__dict__", {}).get("use_cache") is True]
+    try:
+        for each in on:
+            each["use_cache"] = False
+        yield bool(on)
+    finally:
+        for each in on:
+            each["use_cache"] = True
 
 
 @contextmanager

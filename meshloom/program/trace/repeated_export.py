@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.trace.attributes import Changed
-from meshloom.program.trace.block_calls import FoldingError
+from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcuts
 from meshloom.program.trace.export import Exported, export
 from meshloom.program.trace.frozen import check_draws, line_that_changes
 from meshloom.program.trace.precision import default_precision
@@ -40,26 +40,26 @@ def capturing(dtype: torch.dtype | None) -> Iterator[None]:
         yield
 
 
-def folded(read: Callable[[bool], T]) -> T:
-    """The result of `read(fold=True)`; of `read(fold=False)` if folded calls differ."""
-    try:
-        return read(True)
-    except FoldingError:
-        return read(False)
+def with_shortcuts(read: Callable[[Shortcuts], T]) -> T:
+    """The result of `read` with all shortcuts, or with as many as it allows."""
+    for shortcuts in SHORTCUTS[:-1]:
+        with suppress(ShortcutError):
+            return read(shortcuts)
+    return read(SHORTCUTS[-1])
 
 
 def export_twice(
-    model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, fold: bool
+    model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], shortcuts: Shortcuts
 ) -> tuple[Exported, Exported]:
     """Both exports, the first with plain attributes as a forward leaves them: it may set something up."""
-    steady, second = _export_until_steady(model, loss, leaves, always=True, fold=fold)
+    steady, second = _export_until_steady(model, loss, leaves, always=True, shortcuts=shortcuts)
     assert second is not None
     return steady, second
 
 
-def export_once(model: nn.Module, loss: LossFunction, leaves: Leaves, *, fold: bool) -> Exported:
+def export_once(model: nn.Module, loss: LossFunction, leaves: Leaves, shortcuts: Shortcuts) -> Exported:
     """One export, and more only if the first forward changes attributes."""
-    return _export_until_steady(model, loss, (leaves, leaves), always=False, fold=fold)[0]
+    return _export_until_steady(model, loss, (leaves, leaves), always=False, shortcuts=shortcuts)[0]
 
 
 def device_of(model: nn.Module, leaves: Leaves) -> torch.device:
@@ -82,10 +82,10 @@ def check_tensors(leaves: Leaves) -> None:
 
 
 def _export_until_steady(
-    model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, always: bool, fold: bool
+    model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, always: bool, shortcuts: Shortcuts
 ) -> tuple[Exported, Exported | None]:
     def read(number: int) -> Exported:
-        return export(model, _loss_of(loss, leaves[number]), list(leaves[number].tensors.values()), fold=fold)
+        return export(model, _loss_of(loss, leaves[number]), list(leaves[number].tensors.values()), shortcuts)
 
     def read_seeded(number: int) -> Exported:
         seed_everything(derive("capture", number))

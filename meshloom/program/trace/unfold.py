@@ -25,7 +25,7 @@ from meshloom.program.trace.block_calls import (
     LEAVE,
     REPEAT,
     REPEAT_SEVERAL,
-    FoldingError,
+    ShortcutError,
     path_of_call,
 )
 
@@ -35,7 +35,7 @@ SMALL = 4096  # elements of a constant that is compared with others
 def unfolded(program: Program) -> Program:
     """The program with all nodes. Names, draws and autocast regions are numbered in their order.
 
-    Raises `FoldingError`.
+    Raises `ShortcutError`.
     """
     constants, instead = _distinct(program.constants)
     unfolding = _Unfolding(program, instead)
@@ -123,7 +123,7 @@ class _Unfolding:
         if len(given) != len(block.given) or any(
             names.setdefault(one, other) != other for one, other in zip(block.given, given, strict=True)
         ):
-            raise FoldingError(
+            raise ShortcutError(
                 f"{path_of_call(stand_in)} and {block.path} share their tensors in different ways."
             )
         nodes, path = self.nodes[block.start : block.stop], path_of_call(stand_in)
@@ -155,7 +155,7 @@ class _Unfolding:
         known = {*block.given, *self._there, *(node.name for node in nodes)}
         for node in nodes:
             if any(ref.name not in known for ref in node.operands()):
-                raise FoldingError(
+                raise ShortcutError(
                     f"{node.operator} in {block.path} uses a value that is no input of the call."
                 )
 
@@ -170,7 +170,7 @@ class _Unfolding:
             updated = self.of(self.updates[name]) if name in self.updates else None
             if updated is not None and updated.name in names:
                 if self._buffers[other] in self.updates:
-                    raise FoldingError(f"{self._buffers[other]} is written more than once.")
+                    raise ShortcutError(f"{self._buffers[other]} is written more than once.")
                 self.updates[self._buffers[other]] = Ref(names[updated.name])
 
     def _context(
@@ -192,7 +192,7 @@ class _Unfolding:
             if any(ref.name in inside for node in outside for ref in node.operands()) or any(
                 ref.name in inside for ref in refs_in(self.of(self._program.outputs))
             ):
-                raise FoldingError(f"A value inside {block.path} is used outside of it.")
+                raise ShortcutError(f"A value inside {block.path} is used outside of it.")
 
     def _drop_unused(self) -> None:
         """Drop unused inputs of calls; nodes that draw or update a buffer stay."""
