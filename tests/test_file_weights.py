@@ -73,7 +73,7 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 # --- Under every plan.
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2,zero=1", "dp=3,exchange=diloco"])
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2,zero=1", "dp=2,zero=3", "dp=3,exchange=diloco"])
 @pytest.mark.parametrize("model", ["cnn", "gpt", "unused_twice"])
 def test_a_run_of_whole_models_starts_from_the_file(model: str, plan: str, tmp_path: Path) -> None:
     job = other_weights(
@@ -163,7 +163,7 @@ def _on_a_rank(file: str, plan: str) -> tuple[dict[str, Tensor], list[str], floa
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("plan", ["dp=2", "pp=2"])
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2", "dp=2,zero=3"])
 def test_processes_read_what_they_hold_and_broadcast_nothing(plan: str, tmp_path: Path) -> None:
     job = other_weights(make_job("gpt", "sgd"), tmp_path / "x.safetensors", without="head.weight")
     (first, *read), (_, *others_read) = on_ranks(_on_a_rank, 2, str(job.weights), plan)
@@ -206,7 +206,6 @@ def test_of_a_sharded_tensor_only_its_part_is_read(tmp_path: Path) -> None:
         files=files,
         identities=(),
         sources={"weight": ("weight",)},
-        names=("weight",),
         notes=(),
     )
     pieces = Pieces((4096, 1024), tuple((((1024 * rank, 1024 * rank + 1024),), None) for rank in range(4)))

@@ -4,20 +4,27 @@ part of the model."""
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from meshloom import Trainer
 from meshloom.comm.pieces import take
 from meshloom.core.job import Job, NamedParameters
+from meshloom.exchange.zero_three import ZeroThree
 from meshloom.parameters.model import build_model, state_of
 from meshloom.parameters.unfilled_model import build_unfilled
+from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.traffic import Traffic
+from tests.families import FAMILIES, Family
 from tests.jobs import make_job
+from tests.processes import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -27,21 +34,31 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_m
 def assert_ranks_start_as_one_device(trainer: Trainer, job: Job) -> None:
     """Bit for bit, each rank what it holds; all of the model is held."""
     whole, held = state_of(build_model(job, CPU, None)), set[str]()
+    elements = 0  # of slices
     for replica in trainer.replicas:
+        exchange = replica.exchange
+        sliced = exchange.each_slice() if isinstance(exchange, ZeroThree) else ()
+        for each in sliced:
+            assert torch.equal(each.data(), whole[each.name].reshape(-1)[each.start : each.stop]), each.name
+            elements += each.stop - each.start
         for name, each in state_of(replica.model).items():
-            if each.is_meta:
+            if each.is_meta or (isinstance(exchange, ZeroThree) and exchange.keeps(each)):
+                assert each.is_meta or each.untyped_storage().nbytes() == each.element_size()
                 continue
             pieces = replica.shards.pieces.get(name)
             expected = take(pieces, replica.shards.rank, whole[name]) if pieces else whole[name]
             assert torch.equal(each, expected), name
             held.add(name)
+        held |= {each.name for each in sliced}
     assert held == whole.keys()
+    assert elements in (0, sum(each.numel() for each in whole.values() if isinstance(each, nn.Parameter)))
 
 
 @pytest.mark.parametrize(
     "plan",
     [
         "tp=2",
+        "dp=3,zero=3",
         pytest.param("pp=2,microbatches=2", marks=pytest.mark.slow),
         "dp=2,pp=2,tp=2,microbatches=2,zero=1",
     ],
@@ -52,7 +69,7 @@ def test_ranks_fill_what_they_hold_and_nothing_is_sent(plan: str, model: str):
     with Trainer(job, plan, devices="simulated") as trainer:
         assert_ranks_start_as_one_device(trainer, job)
         assert all(replica.copied == Traffic() for replica in trainer.replicas)
-        for replica in trainer.replicas[1:] if "zero" not in plan else ():  # else they lie in buckets
+        for replica in trainer.replicas[1:] if "zero=1" not in plan else ():  # else they lie in buckets
             sizes = {
                 id(each): each.untyped_storage().nbytes()
                 for each in replica.model.parameters()
@@ -60,6 +77,61 @@ def test_ranks_fill_what_they_hold_and_nothing_is_sent(plan: str, model: str):
             }
             full = sum(each.nbytes for each in build_model(job, CPU, None).parameters())
             assert sum(sizes.values()) < 0.8 * full
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(each, id=each.name, marks=() if each.name in ("lstm", "u_net") else pytest.mark.slow)
+        for each in FAMILIES.values()
+    ],
+)
+def test_families_start_as_one_device_in_slices(family: Family):
+    job = family.make_job(False)
+    with Trainer(job, "dp=2,zero=3", devices="simulated") as trainer:
+        assert_ranks_start_as_one_device(trainer, job)
+        assert not any("builds the whole" in each for each in trainer.replicas[0].notes())
+
+
+def wide() -> nn.Module:
+    """64 MiB in 16 matrices."""
+    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) ** 2).mean()
+
+
+def wide_job() -> Job:
+    return replace(make_job("mlp", "adamw"), model=wide, data=lambda: torch.ones(64, 1024), loss=squares)
+
+
+def _start_on_a_rank(plan: str, transport: str) -> tuple[dict[str, Tensor], int]:
+    """The starting parameters, and by how many bytes this process's memory grows at most before the first step."""
+    torch.set_num_threads(1)
+    status = Path("/proc/self/status")
+
+    def kib(key: str) -> int:
+        return int(re.findall(rf"{key}:\s+(\d+)", status.read_text())[0])
+
+    nn.Linear(1024, 1024)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+    before = kib("VmRSS") - kib("RssFile")  # libraries are loaded meanwhile
+    with Trainer(wide_job(), plan, devices="cpu", share=True, transport=transport) as trainer:
+        grown = kib("VmHWM") - kib("RssFile") - before
+        return {name: each.clone() for name, each in trainer.together(full_state)[0].items()}, grown << 10
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_rank_of_processes_never_holds_the_whole_model_before_the_first_step(transport: str):
+    """With one copy for both a rank fills half of it, with slices its half of each unit."""
+    expected = {name: each.clone() for name, each in build_model(wide_job(), CPU, None).named_parameters()}
+    for found, grown in on_ranks(_start_on_a_rank, 2, "dp=2,zero=3", transport):
+        assert found.keys() == expected.keys() and all(
+            torch.equal(found[name], expected[name]) for name in found
+        )
+        assert 32 << 20 <= grown <= 48 << 20
 
 
 def resized() -> Callable[[], nn.Module]:
@@ -127,12 +199,13 @@ def test_a_start_that_takes_minutes_says_so(times: int, is_long: bool):
             nn.init.normal_(made.weight)
         return made
 
-    _, unfilled, note = build_unfilled(replace(make_job("mlp", "sgd"), model=model), None)
+    _, unfilled, note = build_unfilled(replace(make_job("mlp", "sgd"), model=model), CPU, None)
     assert unfilled is not None and (note is not None) == is_long
     assert note is None or "on every rank" in note
 
 
-def test_an_optimizer_function_may_read_values():
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "pp=2,tp=2"])
+def test_an_optimizer_function_may_read_values(plan: str):
     """They are one device's on every rank, whatever it holds."""
     read: list[list[float]] = []
     job = make_job("gpt", "adamw")
@@ -142,8 +215,33 @@ def test_an_optimizer_function_may_read_values():
         return torch.optim.AdamW([each for _, each in named])
 
     expected = [float(each.detach().norm()) for each in build_model(job, CPU, None).parameters()]
-    with Trainer(replace(job, optimizer=optimizer), "pp=2,tp=2", devices="simulated"):
-        assert [each for each in read if each == expected] == [expected] * 4
+    with Trainer(replace(job, optimizer=optimizer), plan, devices="simulated") as trainer:
+        assert [each for each in read if each == expected] == [expected] * len(trainer.replicas)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "pp=2,tp=2"])
+@pytest.mark.parametrize("from_files", [False, True])
+def test_an_optimizer_function_may_draw(plan: str, from_files: bool, tmp_path: Path):
+    """It draws what it does on one device: after the construction or, where values come from files, after the
+    job's seed alone."""
+    job = make_job("gpt", "adamw")
+    if from_files:
+        save_file(
+            {name: each.clone() for name, each in job.model().state_dict().items()},
+            tmp_path / "x.safetensors",
+        )
+        job = replace(job, weights=tmp_path / "x.safetensors")
+    drawn: list[float] = []
+
+    def optimizer(named: NamedParameters) -> torch.optim.Optimizer:
+        drawn.append(float(torch.rand(())))
+        return torch.optim.AdamW([each for _, each in named])
+
+    with Trainer(replace(job, optimizer=optimizer), "dp=1", devices="simulated"):
+        expected = drawn[-1]
+    with Trainer(replace(job, optimizer=optimizer), plan, devices="simulated") as trainer:
+        assert [each for each in drawn[1:] if each == expected] == [expected] * len(trainer.replicas)
+        assert drawn[-1] == expected
 
 
 def test_a_model_that_was_built_before_is_taken_as_it_is():

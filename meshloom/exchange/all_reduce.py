@@ -32,12 +32,14 @@ def open_all_reduce(setup: Setup) -> Exchange:
     if plan.zero == 2:
         zero = partial(ZeroTwo, rounds=plan.microbatches, late=setup.late)
     if plan.compress != "none":
+        setup.fill_parameters()
         return AllReduce(setup.dense, setup.group, reduction=setup.reduction(), **settings)
     if windows is not None and setup.may_share():
-        copies = partial(OneForAll, windows=windows, frozen=setup.frozen)
+        copies = partial(OneForAll, windows=windows, frozen=setup.frozen, unfilled=setup.unfilled)
         return zero(setup.dense, setup.group, windows=windows, copies=copies, **settings)
     if plan.zero == 3:
         return open_zero_three(setup)
+    setup.fill_parameters()
     return (zero if plan.zero else AllReduce)(setup.dense, setup.group, windows=windows, **settings)
 
 

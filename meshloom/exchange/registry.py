@@ -18,6 +18,7 @@ from meshloom.exchange.buckets.reduction import Reduction
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.sparse_gradients import WithSparse
 from meshloom.exchange.units.unit_slices import UnitParameters
+from meshloom.parameters.unfilled_model import UnfilledModel
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -43,6 +44,7 @@ class Setup:
     windows: Windows | None = None
     may_share: Callable[[], bool] = lambda: False
     units: Callable[[], Sequence[UnitParameters]] = tuple[UnitParameters]
+    unfilled: UnfilledModel | None = None
     control: Group | None = None
     sparse: Collection[str] = ()
     kept: Collection[str] = ()
@@ -64,6 +66,7 @@ class Setup:
 
     def alone(self) -> Exchange:
         """The exchange of a single replica."""
+        self.fill_parameters()
         return self._with_sparse(Alone(self.dense), None)
 
     def open(self) -> Exchange:
@@ -73,7 +76,14 @@ class Setup:
         entry = EXCHANGES[self.plan.exchange]
         if entry.independent:
             return resolve_name(entry.factory)(self)
+        if self.sparse:
+            self.fill_parameters()
         return self._with_sparse(resolve_name(entry.factory)(self) if self.dense else Alone([]), self.group)
+
+    def fill_parameters(self) -> None:
+        """Gives values to parameters that have none, for exchanges that keep them whole on every rank."""
+        if self.unfilled and self.unfilled.lacks_parameters:
+            self.unfilled.fill_parameters()
 
     def reduction(self) -> Callable[[Group], Reduction]:
         """The reduction of a bucket that the plan's `compress` names."""

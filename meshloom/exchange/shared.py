@@ -27,6 +27,7 @@ from meshloom.comm.windows import Extent, Windows, in_window, window_bytes
 from meshloom.core.errors import TrainingError
 from meshloom.exchange.buckets.buckets import BucketLayout
 from meshloom.exchange.copies import ParameterCopies
+from meshloom.parameters.unfilled_model import UnfilledModel
 from meshloom.telemetry.traffic import ExpectedBytes
 
 BITS_EVERY = 100  # steps between comparisons of all bits before and after a step's chunks
@@ -38,7 +39,7 @@ class OneForAll(ParameterCopies):
 
     group: the replicas, for barriers; `windows` is the same group. frozen: parameters that are not trained,
     by name; they are stored there too. All ranks construct it together, with equal values, and each writes
-    its share of them.
+    its share of them. unfilled: the model, whose parameters may be without values so far.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class OneForAll(ParameterCopies):
         group: Group,
         windows: Windows,
         frozen: Sequence[tuple[str, nn.Parameter]] = (),
+        unfilled: UnfilledModel | None = None,
     ) -> None:
         self._group = group
         extents = [bucket.extent for bucket in buckets]
@@ -54,21 +56,30 @@ class OneForAll(ParameterCopies):
             Extent(num_elements=each.numel(), dtype=each.dtype, device=each.device) for _, each in frozen
         ]
         flats = in_window(windows.window(window_bytes(extents), owner=0), 0, extents)
+        lacking = unfilled if unfilled and unfilled.lacks_parameters else None
+        slices: list[tuple[str, int, int, Tensor]] = []  # without values
         for bucket, flat in zip(buckets, flats, strict=False):
             share = flat.numel() // group.size
             first, last = group.rank * share, (group.rank + 1) * share
             for entry in bucket.entries:
                 start, stop = max(entry.start, first), min(entry.stop, last)
                 if start < stop:
-                    flat[start:stop] = entry.parameter.data.reshape(-1)[
-                        start - entry.start : stop - entry.start
-                    ]
+                    within = start - entry.start, stop - entry.start
+                    if lacking:
+                        slices.append((entry.name, *within, flat[start:stop]))
+                    else:
+                        flat[start:stop] = entry.parameter.data.reshape(-1)[slice(*within)]
                 entry.parameter.data = flat[entry.start : entry.stop].view(entry.parameter.shape)
-        for number, ((_, parameter), flat) in enumerate(zip(frozen, flats[len(buckets) :], strict=True)):
+        for number, ((name, parameter), flat) in enumerate(zip(frozen, flats[len(buckets) :], strict=True)):
             place = flat.view(parameter.shape)
             if number % group.size == group.rank:
-                place.copy_(parameter.data)
+                if lacking:
+                    slices.append((name, 0, flat.numel(), flat))
+                else:
+                    place.copy_(parameter.data)
             parameter.data = place
+        if lacking:
+            lacking.fill_slices(slices)
         self._untouched = WriteDetector(
             [(entry.name, entry.parameter) for bucket in buckets for entry in bucket.entries] + list(frozen)
         )

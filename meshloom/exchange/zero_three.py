@@ -29,7 +29,12 @@ def open_zero_three(setup: Setup) -> Exchange:
             f"{min(setup.sparse)} gets sparse gradients (sparse=True), which zero=3 does not divide. Use zero=1, or sparse=False."
         )
     assert setup.control is not None
-    return ZeroThree(setup.units(), setup.group, setup.control, overlap=setup.plan.overlap)
+    exchange = ZeroThree(setup.units(), setup.group, setup.control, overlap=setup.plan.overlap)
+    if setup.unfilled and setup.unfilled.lacks_parameters:
+        setup.unfilled.fill_slices(
+            (each.name, each.start, each.stop, each.data()) for each in exchange.each_slice()
+        )
+    return exchange
 
 
 class ZeroThree(Exchange):

@@ -3,7 +3,7 @@ built on them, and their values, of which a rank reads those that it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -15,14 +15,15 @@ from meshloom.checkpoint.file_identity import FileIdentity
 from meshloom.checkpoint.mapped_tensors import MappedTensors
 from meshloom.checkpoint.resuming import check_together
 from meshloom.checkpoint.weights import open_weights
-from meshloom.comm import pieces as moves
 from meshloom.comm.group import Group
 from meshloom.comm.objects import agree
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError, WeightsError
 from meshloom.core.job import Job
+from meshloom.core.random import model_seed, seed_torch
 from meshloom.core.units import format_bytes, format_count
-from meshloom.parameters.model import build_model
+from meshloom.parameters.initial_values import HeldTensor, InitialValues
+from meshloom.parameters.model import build_model, state_of
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.weight_differences import WeightDifferences, short
 
@@ -34,15 +35,13 @@ class FileWeights:
     """The weights of a job in files, matched with its model.
 
     path: as the job gives it. identities: of the files, as they were compared with the model. sources: name
-        of a parameter or buffer, the first one if it is tied -> its names in the files. names: all names in
-        the model of what is in the files.
+        of a parameter or buffer, all names of a tied one -> its names in the files.
     """
 
     path: Path
     files: MappedTensors
     identities: Sequence[FileIdentity]
     sources: Mapping[str, tuple[str, ...]]
-    names: Collection[str]
     notes: Sequence[str]
 
     def fill(self, model: nn.Module, shards: Shards | None = None) -> None:
@@ -52,32 +51,47 @@ class FileWeights:
         shards: this rank's; None: it holds full tensors. Raises `WeightsError` if a file has changed, or has
         two values for a tied tensor.
         """
-        self._check_unchanged()
-        state = model.state_dict(keep_vars=True)
-        with torch.no_grad():
-            for name, (first, *others) in self.sources.items():
-                tensor = state[name]
-                if tensor.is_meta:
-                    continue
-                tensor.copy_(self._part(first, name, shards))
-                for other in others:
-                    if not torch.equal(tensor, self._part(other, name, shards).to(tensor)):
-                        raise WeightsError(
-                            f"{first} and {other} differ in {self.path}, and are one tensor of the model, {name}. "
-                            f"To take {first}, let Job(weight_names=...) give None for {other}."
-                        )
-        self._check_unchanged()
+        state = {name: each for name, each in state_of(model).items() if name in self.sources}
+        pieces = shards.pieces if shards else {}
+        self.give(
+            HeldTensor(
+                names=(name,), shape=tuple(each.shape), tensor=each.detach(), pieces=pieces.get(name), rank=shards.rank if shards else 0
+            )
+            for name, each in state.items()
+            if not each.is_meta
+        )  # fmt: skip
 
-    def _part(self, source: str, name: str, shards: Shards | None) -> Tensor:
-        """What a rank holds of a tensor of the files; where it holds several blocks they are put together."""
-        whole = self.files.tensor(source)
-        if shards is None or name not in shards.pieces:
-            return whole
-        return moves.take(shards.pieces[name], shards.rank, whole)
+    def give(self, held: Iterable[HeldTensor]) -> None:
+        """Give tensors that are in the files their values. Raises `WeightsError` as `fill` does."""
+        self._check_unchanged()
+        for each in held:
+            first, *others = self.sources[each.names[0]]
+            each.take(self.files.tensor(first))
+            for other in others:
+                if not torch.equal(each.tensor, each.of(self.files.tensor(other)).to(each.tensor)):
+                    raise WeightsError(
+                        f"{first} and {other} differ in {self.path}, and are one tensor of the model, {each.names[0]}. "
+                        f"To take {first}, let Job(weight_names=...) give None for {other}."
+                    )
+        self._check_unchanged()
 
     def _check_unchanged(self) -> None:
         for each in self.identities:
             each.check_unchanged()
+
+
+class FromFiles(InitialValues):
+    """Values in the files `weights`; of tensors that are not there, those of `others`."""
+
+    def __init__(self, weights: FileWeights, others: InitialValues) -> None:
+        self._weights, self._others = weights, others
+
+    def fill(self, held: Sequence[HeldTensor]) -> None:
+        self._weights.give(each for each in held if each.names[0] in self._weights.sources)
+        self._others.fill([each for each in held if each.names[0] not in self._weights.sources])
+
+    def digest(self) -> str:
+        return self._others.digest()
 
 
 def match_weights(job: Job, model: nn.Module) -> FileWeights | None:
@@ -105,7 +119,7 @@ def match_weights(job: Job, model: nn.Module) -> FileWeights | None:
             differences.missing(mapped, tensor)
         for each in found:
             if differences.fits(names[0], tensor, each, files.entries[each]):
-                sources[names[0]] = found
+                sources |= dict.fromkeys(names, found)
                 if files.entries[each].dtype != tensor.dtype:
                     converted.append(
                         f"{names[0]} from {short(files.entries[each].dtype)} to {short(tensor.dtype)}"
@@ -120,16 +134,13 @@ def match_weights(job: Job, model: nn.Module) -> FileWeights | None:
         )
         differences.unknown([name for name in job.weight_names if name not in known])
     differences.check()
-    names = {name for names, _ in tied if names[0] in sources for name in names}
-    total = sum(tensor.nbytes for each, tensor in tied if each[0] in sources)
+    taken = [tensor.nbytes for names, tensor in tied if names[0] in sources]
     notes = [
-        f"Parameters and buffers start from {path}: {format_count(len(sources), 'tensor')}, {format_bytes(total)}."
+        f"Parameters and buffers start from {path}: {format_count(len(taken), 'tensor')}, {format_bytes(sum(taken))}."
     ]
     notes += _some(converted, "are converted to the model's dtype")
     notes += _some(kept, "keep the values that the model function gave them (weight_names)")
-    return FileWeights(
-        path=path, files=files, identities=identities, sources=sources, names=names, notes=notes
-    )
+    return FileWeights(path=path, files=files, identities=identities, sources=sources, notes=notes)
 
 
 def agree_on_weights(job: Job, model: nn.Module, group: Group) -> Steps[FileWeights | None]:
@@ -160,6 +171,7 @@ def build_filled_model(job: Job, device: torch.device, dtype: torch.dtype | None
     model = build_model(job, device, dtype)
     if weights := match_weights(job, model):
         weights.fill(model)
+        seed_torch(model_seed(job.seed))
     return model
 
 

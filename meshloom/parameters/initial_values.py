@@ -21,8 +21,9 @@ class HeldTensor:
     """What a rank holds of one parameter or buffer.
 
     names: all its names in the model. shape: of the full tensor. tensor: memory to be filled, of the shape of
-        this rank's piece. pieces: which rank along tp holds what of it; None: this one holds all. rank: this
-        one along tp.
+        this rank's piece, or flat. pieces: which rank along tp holds what of it; None: this one holds all.
+        rank: this one along tp. span: start and stop of the elements that are held of the flattened piece;
+        None: all.
     """
 
     names: tuple[str, ...]
@@ -30,11 +31,17 @@ class HeldTensor:
     tensor: Tensor
     pieces: Pieces | None = None
     rank: int = 0
+    span: tuple[int, int] | None = None
+
+    def of(self, whole: Tensor) -> Tensor:
+        """What is held of the full tensor."""
+        piece = whole if self.pieces is None else moves.take(self.pieces, self.rank, whole)
+        return piece if self.span is None else piece.reshape(-1)[slice(*self.span)]
 
     def take(self, whole: Tensor) -> None:
-        """Copy this rank's piece of the full tensor."""
+        """Copy what is held of the full tensor."""
         with torch.no_grad():
-            self.tensor.copy_(whole if self.pieces is None else moves.take(self.pieces, self.rank, whole))
+            self.tensor.copy_(self.of(whole))
 
 
 class InitialValues(ABC):
@@ -55,22 +62,27 @@ class Recorded(InitialValues):
 
     def __init__(self, recorded: RecordedTensors) -> None:
         self._recorded = recorded
+        # what the model refers to besides its parameters and buffers, until it is filled
+        self._outside = dict(recorded.outside)
 
     def fill(self, held: Sequence[HeldTensor]) -> None:
         recorded, replay = self._recorded, self._recorded.replay
         waiting: dict[int, list[HeldTensor]] = {}
         for each in held:
             waiting.setdefault(recorded.places[each.names[0]].storage, []).append(each)
-        for number in sorted({*waiting, *recorded.outside}, key=replay.first_draw):
-            if number in recorded.outside:
-                replay.values(number, into=recorded.outside[number])
+        outside, self._outside = self._outside, {}
+        for number in sorted({*waiting, *outside}, key=replay.first_draw):
+            if number in outside:
+                replay.values(number, into=outside[number])
                 continue
             into = next((found for each in waiting[number] if (found := self._own_memory(each))), None)
             values = replay.values(number, into=into)
             for each in waiting[number]:
                 if address(each.tensor.untyped_storage()) != address(values):
                     each.take(recorded.places[each.names[0]].within(values))
-        replay.finish()
+
+    def finish(self) -> None:
+        self._recorded.replay.finish()
 
     def digest(self) -> str:
         return self._recorded.tape.digest()

@@ -1,13 +1,14 @@
 """The model of one rank as it starts: built or recorded, and filled with the values that all ranks start with.
 
-tp=1, pp=1   every rank builds the model, and receives rank 0's values
-otherwise    every rank records how it is built; once it is known what a rank holds, it fills that by itself.
-             Where the construction cannot be recorded, or ranks' differ, as above
+a rank holds all of it    every rank builds the model, and receives rank 0's values
+it holds a part (tp, pp,  every rank records how it is built; once it is known what a rank holds, it fills that by
+zero=3, one copy for the  itself. Where the construction cannot be recorded, or ranks' differ, as above
+replicas of a host)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,8 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.plan import Plan
+from meshloom.core.random import model_seed, seed_torch
+from meshloom.parameters.file_weights import FileWeights, FromFiles
 from meshloom.parameters.model import build_model, check_dense_buffers, copy_from_first, state_of
 from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
 from meshloom.parameters.value_reads import ValueReads
@@ -26,15 +29,22 @@ T = TypeVar("T")
 
 
 class StartingModel:
-    """The job's `model` on this rank. notes: for the user, before the first step."""
+    """The job's `model` on this rank.
 
-    def __init__(self, job: Job, plan: Plan, context: RankContext, dtype: torch.dtype | None) -> None:
+    may_share: whether replicas may have one copy of the parameters. notes: for the user, before the first step.
+    """
+
+    def __init__(
+        self, job: Job, plan: Plan, context: RankContext, dtype: torch.dtype | None, *, may_share: bool
+    ) -> None:
         self._job, self._context = job, context
-        self._is_part = plan.tp > 1 or plan.pp > 1
+        self._is_part = plan.tp > 1 or plan.pp > 1 or plan.zero == 3 or may_share
+        self._captures = plan.captures
         self._unfilled: UnfilledModel | None = None
+        self._generator_is_left = False
         self.notes: list[str] = []
-        if self._is_part and context.device.type == "cpu":
-            self.model, self._unfilled, note = build_unfilled(job, dtype)
+        if self._is_part:
+            self.model, self._unfilled, note = build_unfilled(job, context.device, dtype)
             self.notes += [note] if note else []
         else:
             self.model = build_model(job, context.device, dtype)
@@ -42,42 +52,68 @@ class StartingModel:
     @property
     def unfilled(self) -> UnfilledModel | None:
         """What fills the part that this rank holds; None: the model has all its values."""
-        return self._unfilled if self._unfilled and not self._unfilled.is_filled else None
+        return self._unfilled
 
-    def settle(self, in_files: Collection[str]) -> Steps[Traffic]:
+    def settle(self, weights: FileWeights | None) -> Steps[Traffic]:
         """Makes sure that all ranks start with equal values, by copying those of rank 0 where they may differ.
-        Returns the bytes copied. in_files: names of what is read from files."""
+        Returns the bytes copied. weights: values in files, which take precedence."""
         copied = Traffic()
         num_ranks = self._context.world.size
         if num_ranks > 1:
             check_dense_buffers(self.model, f"{num_ranks} ranks keep only dense buffers equal")
         if self._is_part and (yield from self._fills_alone()):
+            if weights and self._unfilled:
+                self._unfilled.values = FromFiles(weights, self._unfilled.values)
             return copied
         num_bytes = sum(
             each.numel() * each.element_size()
             for name, each in state_of(self.model).items()
-            if name not in in_files
+            if weights is None or name not in weights.sources
         )
         for axis in ("tp", "dp", "pp"):
             group = self._context.groups.get(axis)
             if group is not None and group.size > 1:
-                yield from copy_from_first(self.model, group, in_files)
+                yield from copy_from_first(self.model, group, weights.sources if weights else ())
                 copied += Traffic.along(axis, broadcast=num_bytes)
         return copied
 
     def given(self, parameters: NamedParameters, function: Callable[[NamedParameters], T]) -> T:
         """What `function` returns for the parameters that the model was built with. Those that this rank does
-        not hold as they are get values only if it reads them; then it is called again."""
+        not hold as they are get values only if it reads them, and torch's generator moves to where the
+        construction leaves it only if it draws; then it is called again."""
         unfilled = self._unfilled
-        empty = unfilled.empty(parameters) if unfilled else []
-        if unfilled is None or not empty:
+        if self._job.weights is not None:
+            self._leave_generator()
+        if unfilled is None:
             return function(parameters)
+        empty = unfilled.empty(parameters)
+        before = torch.get_rng_state()
         with ValueReads(each for _, each in empty) as reads:
             returned = function(parameters)
+        draws = not self._generator_is_left and not torch.equal(torch.get_rng_state(), before)
+        if draws:
+            self._leave_generator()
         if reads.found:
-            unfilled.fill_parameters(empty)
+            unfilled.fill_whole(empty)
+        if draws or reads.found:
             returned = function(parameters)
+        held = {id(each) for each in self.model.parameters()}
+        unfilled.release([(name, each) for name, each in empty if id(each) in held])
         return returned
+
+    def finish(self) -> None:
+        """After all that this rank holds has been filled."""
+        if not self._generator_is_left:
+            self._leave_generator()
+
+    def _leave_generator(self) -> None:
+        """Moves torch's default generator to where it is on one device: as the construction leaves it; where
+        values come from files, so that they need no draws, as it was before."""
+        self._generator_is_left = True
+        if self._job.weights is not None:
+            seed_torch(model_seed(self._job.seed))
+        elif self._unfilled:
+            self._unfilled.finish()
 
     def _fills_alone(self) -> Steps[bool]:
         """Whether all ranks have recorded the same construction, so that each can fill what it holds. The rank
@@ -85,6 +121,8 @@ class StartingModel:
         mine = self._unfilled.values.digest() if self._unfilled else None
         digests: list[str | None] = yield from collect(self._context.world, mine)
         is_equal = mine is not None and len(set(digests)) == 1
-        if self._unfilled and (not is_equal or self._context.world.rank == 0):
+        if self._unfilled and (not is_equal or (self._captures and self._context.world.rank == 0)):
             self._unfilled.fill()
+            self._unfilled.finish()
+            self._unfilled = None
         return is_equal

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -21,37 +23,66 @@ MANY_DRAWS = 10**9  # fewer take no minute anywhere
 class UnfilledModel:
     """`model` as recorded: its parameters and buffers are on the CPU and have storages of 0 bytes.
 
-    values: what fills them.
+    values: what fills them. device: where they are filled. lacks_parameters: whether its parameters are still
+        without values, after `fill`.
     """
 
-    def __init__(self, model: nn.Module, recorded: RecordedTensors, values: InitialValues) -> None:
+    def __init__(self, model: nn.Module, recorded: RecordedTensors, device: torch.device) -> None:
         self.model = model
-        self.values = values
-        self.is_filled = False
-        self._recorded = recorded
+        self.values: InitialValues = Recorded(recorded)
+        self.lacks_parameters = True
+        self._recorded, self._device = recorded, device
+        self._shards: Shards | None = None
 
-    def fill(self, shards: Shards | None = None) -> None:
+    def fill(self, shards: Shards | None = None, *, buffers_only: bool = False) -> None:
         """Gives memory and values to all parameters and buffers that are not on the meta device.
 
-        shards: of sharded ones only this rank's shards are made, which replace them in the model.
+        shards: of sharded ones only this rank's shards are made, which replace them in the model. buffers_only:
+            parameters get their shapes alone, and values by `fill_parameters` or `fill_slices`.
         """
+        self._shards = shards
         held: list[HeldTensor] = []
 
         def place(names: list[str], tensor: Tensor) -> Tensor | None:
             if tensor.is_meta or names[0] not in self._recorded.places:
                 return None
             pieces = shards.pieces_of(names, tensor) if shards else None
+            is_left = buffers_only and isinstance(tensor, nn.Parameter)
             if pieces is not None and shards is not None:
-                shard = torch.empty(pieces.local_shape(shards.rank), dtype=tensor.dtype)
-                held.append(HeldTensor(names=tuple(names), shape=pieces.shape, tensor=shard, pieces=pieces, rank=shards.rank))  # fmt: skip
+                shard = torch.empty(pieces.local_shape(shards.rank), dtype=tensor.dtype, device=self._device)
+                if is_left:
+                    shard.untyped_storage().resize_(0)
+                else:
+                    held.append(self._held(tuple(names), shard))
                 return shard
-            self._allocate(names[0], tensor)
-            held.append(HeldTensor(names=tuple(names), shape=tuple(tensor.shape), tensor=tensor))
+            if not is_left:
+                held.append(self._with_memory(tuple(names), tensor))
             return None
 
         replace_tensors(self.model, place)
         self.values.fill(held)
-        self.is_filled = True
+        self.lacks_parameters = buffers_only
+
+    def fill_parameters(self) -> None:
+        """Gives memory and values to the parameters that `fill` has left without, where no slices of them are
+        kept."""
+        held = [
+            self._with_memory((name,), each)
+            for name, each in self.model.named_parameters()
+            if not each.is_meta
+        ]
+        self.values.fill(held)
+        self.lacks_parameters = False
+
+    def fill_slices(self, slices: Iterable[tuple[str, int, int, Tensor]]) -> None:
+        """Gives values to what is kept of parameters that `fill` has left without: name, start and stop of
+        elements of the flattened parameter as this rank has it, and flat memory for them."""
+        self.values.fill([self._held((name,), memory, (start, stop)) for name, start, stop, memory in slices])
+        self.lacks_parameters = False
+
+    def finish(self) -> None:
+        """Leaves torch's default generator as the construction does."""
+        self._recorded.replay.finish()
 
     def empty(self, parameters: NamedParameters) -> NamedParameters:
         """Those of the parameters that the model was built with that are not held here. They get memory,
@@ -61,11 +92,35 @@ class UnfilledModel:
             self._allocate(name, each)
         return found
 
-    def fill_parameters(self, parameters: NamedParameters) -> None:
-        """Gives values to parameters that the model was built with."""
+    def release(self, parameters: NamedParameters) -> None:
+        """Takes their memory from them."""
+        for _, each in parameters:
+            each.untyped_storage().resize_(0)
+
+    def fill_whole(self, parameters: NamedParameters) -> None:
+        """Gives values to parameters that the model was built with and that have memory."""
         self.values.fill(
             [HeldTensor(names=(name,), shape=tuple(each.shape), tensor=each) for name, each in parameters]
         )
+
+    def _with_memory(self, names: tuple[str, ...], tensor: Tensor) -> HeldTensor:
+        """All of what this rank has of a tensor, where it is to be filled."""
+        if self._device.type != "cpu":
+            tensor.data = torch.empty_like(tensor, device=self._device)
+        elif self._shards and names[0] in self._shards.pieces:
+            tensor.untyped_storage().resize_(tensor.nbytes)
+        else:
+            self._allocate(names[0], tensor)
+        return self._held(names, tensor)
+
+    def _held(
+        self, names: tuple[str, ...], memory: Tensor, span: tuple[int, int] | None = None
+    ) -> HeldTensor:
+        shards = self._shards
+        pieces = shards.pieces.get(names[0]) if shards else None
+        shape = self._recorded.places[names[0]].size
+        rank = shards.rank if shards else 0
+        return HeldTensor(names=names, shape=shape, tensor=memory, pieces=pieces, rank=rank, span=span)
 
     def _allocate(self, name: str, tensor: Tensor) -> None:
         if not tensor.untyped_storage().nbytes():
@@ -73,21 +128,23 @@ class UnfilledModel:
             tensor.untyped_storage().resize_(self._recorded.tape.num_bytes[number])
 
 
-def build_unfilled(job: Job, dtype: torch.dtype | None) -> tuple[nn.Module, UnfilledModel | None, str | None]:
-    """The job's model on the CPU, without memory; where its construction cannot be recorded, as it is, None, and
-    a note for the user."""
+def build_unfilled(
+    job: Job, device: torch.device, dtype: torch.dtype | None
+) -> tuple[nn.Module, UnfilledModel | None, str | None]:
+    """The job's model without memory, which will be filled on `device`; where its construction cannot be
+    recorded, the model as it is there, None, and a note for the user."""
     cpu = torch.device("cpu")
     try:
         model, recorded = record(lambda: build_model(job, cpu, dtype))
     except Exception as error:  # whatever it is, if building as usual fails too that error is the one to see
-        model = build_model(job, cpu, dtype)
+        model = build_model(job, device, dtype)
         reason = str(error) if isinstance(error, NotRecordableError) else repr(error)
         num_bytes = sum(each.nbytes for each in state_of(model).values())
         return model, None, (
             f"Every rank builds the whole model ({format_bytes(num_bytes)}) before it lets go of what it does not hold: the model function cannot be "
             f"recorded ({reason})."
         )  # fmt: skip
-    return model, UnfilledModel(model, recorded, Recorded(recorded)), _slow(recorded.tape)
+    return model, UnfilledModel(model, recorded, device), _slow(recorded.tape)
 
 
 def _slow(tape: Tape) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshloom.checkpoint.resuming import check_together
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
@@ -50,14 +51,13 @@ class ModuleEngine(Engine):
 
     def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None) -> Steps[None]:
         if unfilled is not None:
-            unfilled.fill()
+            # the exchange knows what is kept of parameters
+            yield from check_together(self._context.world, partial(unfilled.fill, buffers_only=True))
         self._model, self._parameters = model, trainable(model)
         several, joined = self._plan.num_chunks > 1, self._plan.sync_batch_norm
         scope.statistics[0] = RunningStatistics(
             model, self._context.groups["dp"], several=several, synchronised=joined
         )
-        return
-        yield
 
     @property
     def parameters(self) -> NamedParameters:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshloom.checkpoint.resuming import check_together
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0
@@ -105,9 +106,8 @@ class ProgramEngine(Engine):
                 yield from on_rank_0(self.context.world, lambda: first_batches(self.job, 2, size), DataError)
             ) or []
         there = [to_device(each, self.context.device, self.dtype) for each in batches]
-        stages = yield from self.programs.open(
-            there, self.context.world, model, own=batches[0] if batches else None
-        )
+        own = batches[0] if batches else None
+        stages = yield from self.programs.open(there, self.context.world, model, own=own)
         yield from on_rank_0(
             self.context.world,
             lambda: check_following(self.programs.others, leaves_of(batches[-1]).values),
@@ -117,7 +117,8 @@ class ProgramEngine(Engine):
         self.ownership = PipelineOwnership(self.cutter.holders, self.pp)
         self.ownership.release(model)
         self.shards = Shards(self.programs.pieces, self.tp)
-        unfilled.fill(self.shards) if unfilled else self.shards.divide(model)
+        fill = partial(unfilled.fill, self.shards) if unfilled else partial(self.shards.divide, model)
+        yield from check_together(self.context.world, fill)
         self._model = model
         self._outside[self.job.loss] = Outside(self.job.loss, model)
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}

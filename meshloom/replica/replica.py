@@ -37,7 +37,7 @@ from meshloom.exchange.units.find_units import units_of
 from meshloom.optimizer.sparse_parameters import make_dense
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
-from meshloom.parameters.file_weights import agree_on_weights
+from meshloom.parameters.file_weights import FileWeights, agree_on_weights
 from meshloom.parameters.model import facts, trainable
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.starting_model import StartingModel
@@ -50,7 +50,7 @@ from meshloom.replica.engine import Engine
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.module_engine import ModuleEngine
 from meshloom.replica.program_engine import ProgramEngine
-from meshloom.replica.sharing import why_separate
+from meshloom.replica.sharing import shares_copies, why_separate
 from meshloom.replica.step_checks import check_finite, check_frozen
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
@@ -116,8 +116,10 @@ class Replica:
         self.pace = (
             Pace([self.replicas, context.statistics], context.device) if plan.shares == "measured" else None
         )
+        self._windows = windows_of(self.replicas) if context.device.type == "cpu" else None
+        may_share = share and self._windows is not None and shares_copies(plan)
         with self.timings.of("building the model"):
-            self._start = StartingModel(job, plan, context, dtype)
+            self._start = StartingModel(job, plan, context, dtype, may_share=may_share)
         self.model = self._start.model
         self.modes = Modes(self.model)
         if plan.captures:
@@ -148,15 +150,13 @@ class Replica:
         with self.timings.of("copying values"):  # includes waiting for ranks that build more slowly
             yield from agree(self.context.world, facts(self.job, self.plan, self.model))
             weights = yield from agree_on_weights(self.job, self.model, self.context.world)
-            self.copied += yield from self._start.settle(weights.names if weights else ())
+            self.copied += yield from self._start.settle(weights)
         whole = self.named
         yield from self.engine.open(self.model, self.scope, self._start.unfilled)
         if weights:
             with self.timings.of("reading weights"):
-                yield from check_together(
-                    self.context.world, lambda: weights.fill(self.model, self.engine.shards)
-                )
-            self._notes += weights.notes if self.dtype is None else ()
+                yield from check_together(self.context.world, lambda: self._read(weights))
+        self._notes += weights.notes if weights and self.dtype is None else ()
         self.named = self.engine.parameters
         self.frozen = [
             (name, each)
@@ -165,12 +165,13 @@ class Replica:
         ]
         with self.timings.of("optimizer and buffers"):
             made = self._start.given(whole, partial(make_optimizers, self.job)) if self.updates else None
-            self.exchange = self._open_exchange(made)
+            yield from check_together(self.context.world, lambda: self._open_exchange(made))
             if made:
                 self.updater = Updater(
                     self.job, whole, self.exchange, self.shards, self.named, self.stage_group, made,
                 )  # fmt: skip
             yield from self.exchange.open()
+        self._start.finish()
         self._undo.enter_context(self.engine.connect(self.exchange))
 
     def step(self, step: int, chunks: Sequence[Chunk]) -> Steps[StepResult]:
@@ -261,15 +262,21 @@ class Replica:
     def _span(self, kind: SpanKind) -> AbstractContextManager[None]:
         return self.recorder.span(kind) if self.recorder else nullcontext()
 
-    def _open_exchange(self, made: UserOptimizers | None) -> Exchange:
+    def _read(self, weights: FileWeights) -> None:
+        if not self._start.unfilled:  # else they have been read as this rank's share was filled
+            weights.fill(self.model, self.engine.shards)
+
+    def _open_exchange(self, made: UserOptimizers | None) -> None:
         if made is None:
-            return Alone(self.named)
+            self.exchange = Alone(self.named)
+            return
         sparse = self.engine.sparse(made.optimizers)
         setup = Setup(
             plan=self.plan, named=self.named, frozen=self.frozen, group=self.replicas, replicated=self.engine.replicated,
             late=self.engine.late,
-            windows=windows_of(self.replicas) if self.context.device.type == "cpu" else None,
+            windows=self._windows, unfilled=self._start.unfilled,
             may_share=lambda: self._share and not sparse.names and not why_separate(made, self.named),
-            units=partial(units_of, self.job, self.plan, self.model), control=self.context.readers, sparse=sparse.names, kept=sparse.kept, sparse_only=sparse.sparse_only,
+            units=partial(units_of, self.job, self.plan, self.model),
+            control=self.context.readers, sparse=sparse.names, kept=sparse.kept, sparse_only=sparse.sparse_only,
         )  # fmt: skip
-        return setup.open()
+        self.exchange = setup.open()

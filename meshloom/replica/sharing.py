@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.job import NamedParameters
+from meshloom.core.plan import Plan
 from meshloom.optimizer.user_optimizer import UserOptimizers
+
+
+def shares_copies(plan: Plan) -> bool:
+    """Whether the plan's exchange can have one copy of the parameters for several replicas."""
+    return plan.dp > 1 and EXCHANGES[plan.exchange].sums and plan.compress == "none"
 
 
 def why_separate(made: UserOptimizers, named_parameters: NamedParameters) -> str:

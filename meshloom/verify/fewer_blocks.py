@@ -24,7 +24,6 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.parameters.construction.recording import record
-from meshloom.parameters.initial_values import Recorded
 from meshloom.parameters.unfilled_model import UnfilledModel
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -154,6 +153,7 @@ class _ShorterModel:
         cut(model, runs, self.kept)
         if rest:
             rest.fill()
+            rest.finish()
         return model
 
 
@@ -170,7 +170,7 @@ def _recorded(build: Callable[[], nn.Module]) -> tuple[nn.Module, UnfilledModel 
         random.setstate(states[1])
         numpy.random.set_state(states[2])
         return build(), None
-    return model, UnfilledModel(model, recorded, Recorded(recorded))
+    return model, UnfilledModel(model, recorded, torch.device("cpu"))
 
 
 def _runs_in(path: str, module: nn.Module) -> Iterator[RepeatedBlocks]:

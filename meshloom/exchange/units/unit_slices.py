@@ -90,7 +90,8 @@ class UnitFlat:
         self.summed: Tensor | None = None
         self.gradient: Tensor | None = None  # full, of what has arrived and has not been sent
         for entry in self.entries:
-            self.keep(entry, entry.parameter.data)
+            if entry.parameter.untyped_storage().nbytes():  # else what is kept is filled later
+                self.keep(entry, entry.parameter.data)
             entry.drop()
 
     @property

@@ -22,6 +22,7 @@ from meshloom.parameters.construction.tape import Tape, TapeOperator
 
 PIECE = 1 << 18  # elements of a draw that is thrown away, at a time: they stay in a core's cache
 KEEP_EVERY = 1 << 16  # elements drawn between two states that are kept, of 5 kB each
+STATES_AT_ONCE = 64
 aten: Any = torch.ops.aten
 _NORMAL = {aten.normal_.default, aten.randn.default, aten.normal.float_float}
 _UNIFORM = {aten.uniform_.default, aten.rand.default}
@@ -39,6 +40,7 @@ class DrawStream:
         self._made = 0  # the generator is in the state after that many draws, in the tape's order
         self._state = tape.first
         self._kept: dict[int, Tensor] = {0: tensor_of(tape.first)}
+        self._room: list[Tensor] = []  # for states
         self._since = 0  # elements drawn since a state was kept
         self.num_drawn = 0  # elements, again and thrown away included
 
@@ -110,8 +112,14 @@ class DrawStream:
         self.num_drawn += numel
         self._since += numel
         if self._since >= KEEP_EVERY and self._made not in self._kept:
-            self._kept[self._made] = torch.get_rng_state()
-            self._since = 0
+            self._keep(torch.get_rng_state())
+
+    def _keep(self, state: Tensor) -> None:
+        """In memory of many states: small ones between the tensors that come and go would leave holes there."""
+        if not self._room:
+            self._room = list(torch.empty(STATES_AT_ONCE, len(state), dtype=torch.uint8))
+        self._kept[self._made] = self._room.pop().copy_(state)
+        self._since = 0
 
 
 def seconds_to_draw(tape: Tape) -> float:
