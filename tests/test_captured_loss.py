@@ -83,11 +83,11 @@ def test_all_ranks_have_the_program_that_rank_0_read(size: int):
 
 def test_it_is_read_once_for_each_kind_of_batch_and_mode(monkeypatch: pytest.MonkeyPatch):
     captured: list[bool] = []
-    capture = checked_capture.capture
+    built = checked_capture.comparable
     monkeypatch.setattr(
         checked_capture,
-        "capture",
-        lambda *args, **settings: captured.append(settings["training"]) or capture(*args, **settings),
+        "comparable",
+        lambda build, device: captured.append(build.keywords["training"]) or built(build, device),
     )
     programs = [CapturedLoss(make_job("mlp", "sgd"), dtype=torch.float64) for _ in range(2)]
     first = read(programs, batches())

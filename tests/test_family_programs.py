@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from meshloom.core.errors import CaptureError
-from meshloom.program.capture.check import check_against_eager
+from meshloom.parameters.unfilled_model import comparable
+from meshloom.program.capture.check import check_against_eager, check_against_module
 from meshloom.program.ir.nodes import Node, Ref
 from meshloom.program.ir.program import Program
+from meshloom.program.trace.precision import build_model
 from tests.covering import in_turn
 from tests.families import FAMILIES
 from tests.families.limits import FLOAT32_ONLY, NOT_EXPORTED, NOT_READ
@@ -134,10 +136,26 @@ def _detached(program: Program) -> Program:
     return replace(program, nodes=(*program.nodes[:place], cut, *rest))
 
 
+def _of_another_block(program: Program) -> Program:
+    """Two blocks with each other's weights."""
+    parameters = dict(program.parameters)
+    one, other = (
+        next(key for key, each in parameters.items() if each.name.endswith(f"h.{n}.mlp.c_fc.weight"))
+        for n in (0, 1)
+    )
+    first, second = parameters[one], parameters[other]
+    parameters[one], parameters[other] = (
+        replace(first, value=second.value),
+        replace(second, value=first.value),
+    )
+    return replace(program, parameters=parameters)
+
+
 PLANTED: dict[str, tuple[str, Callable[[Program], Program]]] = {
     "a value": ("gpt2", lambda program: _scaled(program, _first(program, "layer_norm"))),
     "a draw": ("gpt2", _with_another_draw),
     "a gradient": ("gpt2", _detached),
+    "a weight": ("gpt2", _of_another_block),
     "a buffer": ("conv2d", lambda program: replace(program, updates=dict(list(program.updates.items())[1:]))),
 }
 
@@ -153,6 +171,11 @@ def test_a_program_that_is_not_the_model_is_found(planted: str):
     assert differs_by(wrong, family, way) > 1e-4 > limit_of(family, way)
     with pytest.raises(CaptureError, match="The captured program differs from the model"):
         check_against_eager(wrong, job, batches_of(job, RUN_ON))
+    # and where the model's parameters share memory
+    with comparable(lambda: build_model(job, program.precision, training=True), torch.device("cpu")) as model:
+        check_against_module(program, model, job.loss, batches_of(job, RUN_ON))
+        with pytest.raises(CaptureError, match="The captured program differs from the model"):
+            check_against_module(wrong, model, job.loss, batches_of(job, RUN_ON))
 
 
 def test_eager_is_lifted_call_by_call():

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,13 @@ from meshloom.comm.pieces import take
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.zero_three import ZeroThree
 from meshloom.parameters.model import build_model, state_of
-from meshloom.parameters.unfilled_model import build_unfilled
+from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.traffic import Traffic
 from tests.families import FAMILIES, Family
 from tests.jobs import make_job
 from tests.processes import on_ranks
+from tests.windows import give_windows
 
 CPU = torch.device("cpu")
 
@@ -69,7 +71,7 @@ def test_ranks_fill_what_they_hold_and_nothing_is_sent(plan: str, model: str):
     with Trainer(job, plan, devices="simulated") as trainer:
         assert_ranks_start_as_one_device(trainer, job)
         assert all(replica.copied == Traffic() for replica in trainer.replicas)
-        for replica in trainer.replicas[1:] if "zero=1" not in plan else ():  # else they lie in buckets
+        for replica in trainer.replicas if "zero=1" not in plan else ():  # else they lie in buckets
             sizes = {
                 id(each): each.untyped_storage().nbytes()
                 for each in replica.model.parameters()
@@ -77,6 +79,26 @@ def test_ranks_fill_what_they_hold_and_nothing_is_sent(plan: str, model: str):
             }
             full = sum(each.nbytes for each in build_model(job, CPU, None).parameters())
             assert sum(sizes.values()) < 0.8 * full
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "dp=2,pp=2,microbatches=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("unused_twice", marks=pytest.mark.slow)])
+def test_ranks_with_one_copy_fill_their_shares_of_it(plan: str, model: str, monkeypatch: pytest.MonkeyPatch):
+    job = make_job(model, "adamw")
+    filled: list[int] = []
+    fill = UnfilledModel.fill_slices
+
+    def counted(self: UnfilledModel, slices: list[Any], sliced: set[str]) -> None:
+        filled.append(sum(stop - start for _, start, stop, _ in slices))
+        fill(self, slices, sliced)
+
+    give_windows(monkeypatch)
+    monkeypatch.setattr(UnfilledModel, "fill_slices", counted)
+    with Trainer(job, plan, devices="simulated", share=True) as trainer:
+        assert_ranks_start_as_one_device(trainer, job)
+        assert all(replica.exchange.one_copy for replica in trainer.replicas)
+        whole = sum(each.numel() for each in build_model(job, CPU, None).parameters())
+        assert whole == sum(filled) if plan.startswith("dp=2") and "tp" not in plan else whole < sum(filled)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +153,7 @@ def test_a_rank_of_processes_never_holds_the_whole_model_before_the_first_step(t
         assert found.keys() == expected.keys() and all(
             torch.equal(found[name], expected[name]) for name in found
         )
-        assert 32 << 20 <= grown <= 48 << 20
+        assert 32 << 20 <= grown <= 56 << 20
 
 
 def resized() -> Callable[[], nn.Module]:

@@ -79,7 +79,8 @@ class OneForAll(ParameterCopies):
                     place.copy_(parameter.data)
             parameter.data = place
         if lacking:
-            lacking.fill_slices(slices)
+            sliced = {entry.name for bucket in buckets for entry in bucket.entries}
+            lacking.fill_slices(slices, sliced | {name for name, _ in frozen})
         self._untouched = WriteDetector(
             [(entry.name, entry.parameter) for bucket in buckets for entry in bucket.entries] + list(frozen)
         )

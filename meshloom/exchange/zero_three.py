@@ -32,7 +32,8 @@ def open_zero_three(setup: Setup) -> Exchange:
     exchange = ZeroThree(setup.units(), setup.group, setup.control, overlap=setup.plan.overlap)
     if setup.unfilled and setup.unfilled.lacks_parameters:
         setup.unfilled.fill_slices(
-            (each.name, each.start, each.stop, each.data()) for each in exchange.each_slice()
+            [(each.name, each.start, each.stop, each.data()) for each in exchange.each_slice()],
+            {entry.name for unit in exchange.units for part in unit.parts for entry in part.entries},
         )
     return exchange
 

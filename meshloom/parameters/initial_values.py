@@ -13,6 +13,7 @@ from torch import Tensor
 from meshloom.comm import pieces as moves
 from meshloom.comm.pieces import Pieces
 from meshloom.parameters.construction.recording import RecordedTensors
+from meshloom.parameters.construction.replay import Replay
 from meshloom.parameters.construction.tape import address
 
 
@@ -58,15 +59,15 @@ class InitialValues(ABC):
 
 
 class Recorded(InitialValues):
-    """Values as the job's model function computes and draws them."""
+    """Values as the job's model function computes and draws them. replay: None: with one device's draws."""
 
-    def __init__(self, recorded: RecordedTensors) -> None:
-        self._recorded = recorded
+    def __init__(self, recorded: RecordedTensors, replay: Replay | None = None) -> None:
+        self._recorded, self._replay = recorded, replay or recorded.replay
         # what the model refers to besides its parameters and buffers, until it is filled
         self._outside = dict(recorded.outside)
 
     def fill(self, held: Sequence[HeldTensor]) -> None:
-        recorded, replay = self._recorded, self._recorded.replay
+        recorded, replay = self._recorded, self._replay
         waiting: dict[int, list[HeldTensor]] = {}
         for each in held:
             waiting.setdefault(recorded.places[each.names[0]].storage, []).append(each)

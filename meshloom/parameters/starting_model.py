@@ -39,7 +39,6 @@ class StartingModel:
     ) -> None:
         self._job, self._context = job, context
         self._is_part = plan.tp > 1 or plan.pp > 1 or plan.zero == 3 or may_share
-        self._captures = plan.captures
         self._unfilled: UnfilledModel | None = None
         self._generator_is_left = False
         self.notes: list[str] = []
@@ -116,12 +115,12 @@ class StartingModel:
             self._unfilled.finish()
 
     def _fills_alone(self) -> Steps[bool]:
-        """Whether all ranks have recorded the same construction, so that each can fill what it holds. The rank
-        that captures the loss needs all values at once; where constructions differ, every rank does."""
+        """Whether all ranks have recorded the same construction, so that each can fill what it holds; where
+        constructions differ, every rank fills everything."""
         mine = self._unfilled.values.digest() if self._unfilled else None
         digests: list[str | None] = yield from collect(self._context.world, mine)
         is_equal = mine is not None and len(set(digests)) == 1
-        if self._unfilled and (not is_equal or (self._captures and self._context.world.rank == 0)):
+        if self._unfilled and not is_equal:
             self._unfilled.fill()
             self._unfilled.finish()
             self._unfilled = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from meshloom.checkpoint.resuming import check_together
+from meshloom.comm.group import Group
+from meshloom.comm.steps import Steps
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.units import format_bytes, format_seconds
 from meshloom.parameters.construction.draw_stream import seconds_to_draw
@@ -15,6 +19,7 @@ from meshloom.parameters.construction.tape import NotRecordableError, Tape
 from meshloom.parameters.initial_values import HeldTensor, InitialValues, Recorded
 from meshloom.parameters.model import build_model, replace_tensors, state_of
 from meshloom.parameters.shards import Shards
+from meshloom.parameters.stand_ins import standing_in
 
 LONG_SECONDS = 60.0
 MANY_DRAWS = 10**9  # fewer take no minute anywhere
@@ -66,19 +71,32 @@ class UnfilledModel:
     def fill_parameters(self) -> None:
         """Gives memory and values to the parameters that `fill` has left without, where no slices of them are
         kept."""
-        held = [
-            self._with_memory((name,), each)
-            for name, each in self.model.named_parameters()
-            if not each.is_meta
-        ]
+        self.fill_slices([], ())
+
+    def fill_slices(self, slices: Iterable[tuple[str, int, int, Tensor]], sliced: Collection[str]) -> None:
+        """Gives values to what is kept of parameters that `fill` has left without.
+
+        slices: name, start and stop of elements of the flattened parameter as this rank has it, and flat memory
+            for them. sliced: names of all parameters of which ranks keep slices; others are filled in full.
+        """
+        held = [self._held((name,), memory, (start, stop)) for name, start, stop, memory in slices]
+        for name, each in self.model.named_parameters():
+            if name not in sliced and name in self._recorded.places and not each.is_meta:
+                held.append(self._with_memory((name,), each))
         self.values.fill(held)
         self.lacks_parameters = False
 
-    def fill_slices(self, slices: Iterable[tuple[str, int, int, Tensor]]) -> None:
-        """Gives values to what is kept of parameters that `fill` has left without: name, start and stop of
-        elements of the flattened parameter as this rank has it, and flat memory for them."""
-        self.values.fill([self._held((name,), memory, (start, stop)) for name, start, stop, memory in slices])
-        self.lacks_parameters = False
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """A context in which everything has values that are good for a comparison, in less memory."""
+        self.fill(buffers_only=True)
+        with standing_in(self.model, self._recorded, self._device):
+            yield
+
+    @property
+    def tape(self) -> Tape:
+        """Of its construction."""
+        return self._recorded.tape
 
     def finish(self) -> None:
         """Leaves torch's default generator as the construction does."""
@@ -128,23 +146,51 @@ class UnfilledModel:
             tensor.untyped_storage().resize_(self._recorded.tape.num_bytes[number])
 
 
+def take_share(model: nn.Module, shards: Shards, unfilled: UnfilledModel | None, world: Group) -> Steps[None]:
+    """Makes of a full model what this rank holds. Parameters of one that is not filled yet get their shapes, and
+    values later, by the exchange. Collective: raises the same error on all ranks."""
+    yield from check_together(
+        world, lambda: unfilled.fill(shards, buffers_only=True) if unfilled else shards.divide(model)
+    )
+
+
 def build_unfilled(
     job: Job, device: torch.device, dtype: torch.dtype | None
 ) -> tuple[nn.Module, UnfilledModel | None, str | None]:
     """The job's model without memory, which will be filled on `device`; where its construction cannot be
     recorded, the model as it is there, None, and a note for the user."""
-    cpu = torch.device("cpu")
+    found = record_unfilled(lambda: build_model(job, torch.device("cpu"), dtype), device)
+    if isinstance(found, UnfilledModel):
+        return found.model, found, _slow(found.tape)
+    model = build_model(job, device, dtype)
+    num_bytes = sum(each.nbytes for each in state_of(model).values())
+    return model, None, (
+        f"Every rank builds the whole model ({format_bytes(num_bytes)}) before it lets go of what it does not hold: the model function cannot be "
+        f"recorded ({found})."
+    )  # fmt: skip
+
+
+def record_unfilled(build: Callable[[], nn.Module], device: torch.device) -> UnfilledModel | str:
+    """What `build` returns, without memory, which will be filled on `device`; or why it cannot be recorded."""
     try:
-        model, recorded = record(lambda: build_model(job, cpu, dtype))
+        model, recorded = record(build)
+    except NotRecordableError as error:
+        return str(error)
     except Exception as error:  # whatever it is, if building as usual fails too that error is the one to see
-        model = build_model(job, device, dtype)
-        reason = str(error) if isinstance(error, NotRecordableError) else repr(error)
-        num_bytes = sum(each.nbytes for each in state_of(model).values())
-        return model, None, (
-            f"Every rank builds the whole model ({format_bytes(num_bytes)}) before it lets go of what it does not hold: the model function cannot be "
-            f"recorded ({reason})."
-        )  # fmt: skip
-    return model, UnfilledModel(model, recorded, device), _slow(recorded.tape)
+        return repr(error)
+    return UnfilledModel(model, recorded, device)
+
+
+@contextmanager
+def comparable(build: Callable[[], nn.Module], device: torch.device) -> Iterator[nn.Module]:
+    """A context with what `build` returns on the CPU, and values on `device` that are good for a comparison: in
+    little memory, where the construction can be recorded."""
+    found = record_unfilled(build, device)
+    if isinstance(found, UnfilledModel):
+        with found.standing_in():
+            yield found.model
+    else:
+        yield build().to(device)
 
 
 def _slow(tape: Tape) -> str | None:

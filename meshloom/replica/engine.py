@@ -52,7 +52,8 @@ class Engine(ABC):
         """Take this rank's share of the full `model` and release the rest; register in `scope` the buffers
         that training writes here.
 
-        unfilled: gives memory and values to the share, as `model` has none yet; None: it has.
+        unfilled: gives values to the share, as `model` has none yet; parameters get theirs from who opens the
+            exchange, which knows what is kept of them. None: the model has its values.
         """
 
     @property

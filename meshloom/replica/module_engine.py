@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshloom.checkpoint.resuming import check_together
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
@@ -27,7 +26,7 @@ from meshloom.exchange.zero_three import ZeroThree
 from meshloom.optimizer.sparse_parameters import Sparse, sparse_parameters
 from meshloom.parameters.model import trainable
 from meshloom.parameters.shards import Shards
-from meshloom.parameters.unfilled_model import UnfilledModel
+from meshloom.parameters.unfilled_model import UnfilledModel, take_share
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.replica.buffers.batch_norm import unsynchronised
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
@@ -50,9 +49,7 @@ class ModuleEngine(Engine):
         self._units: UnitAccess | None = None  # zero=3
 
     def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None) -> Steps[None]:
-        if unfilled is not None:
-            # the exchange knows what is kept of parameters
-            yield from check_together(self._context.world, partial(unfilled.fill, buffers_only=True))
+        yield from take_share(model, self.shards, unfilled, self._context.world)
         self._model, self._parameters = model, trainable(model)
         several, joined = self._plan.num_chunks > 1, self._plan.sync_batch_norm
         scope.statistics[0] = RunningStatistics(

@@ -8,7 +8,7 @@ its stages' shard of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshloom.checkpoint.resuming import check_together
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0
@@ -36,7 +35,7 @@ from meshloom.optimizer.sparse_parameters import Sparse, refuse_sparse_adam
 from meshloom.parameters.pipeline_ownership import PipelineOwnership
 from meshloom.parameters.replica_check import first_difference_in_replica
 from meshloom.parameters.shards import Shards
-from meshloom.parameters.unfilled_model import UnfilledModel
+from meshloom.parameters.unfilled_model import UnfilledModel, take_share
 from meshloom.pipeline.runtime.microbatches import Around, Microbatches
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.runtime.run import BothListeners
@@ -107,7 +106,8 @@ class ProgramEngine(Engine):
             ) or []
         there = [to_device(each, self.context.device, self.dtype) for each in batches]
         own = batches[0] if batches else None
-        stages = yield from self.programs.open(there, self.context.world, model, own=own)
+        with unfilled.standing_in() if unfilled and self.context.world.rank == 0 else nullcontext():
+            stages = yield from self.programs.open(there, self.context.world, model, own=own)
         yield from on_rank_0(
             self.context.world,
             lambda: check_following(self.programs.others, leaves_of(batches[-1]).values),
@@ -117,8 +117,7 @@ class ProgramEngine(Engine):
         self.ownership = PipelineOwnership(self.cutter.holders, self.pp)
         self.ownership.release(model)
         self.shards = Shards(self.programs.pieces, self.tp)
-        fill = partial(unfilled.fill, self.shards) if unfilled else partial(self.shards.divide, model)
-        yield from check_together(self.context.world, fill)
+        yield from take_share(model, self.shards, unfilled, self.context.world)
         self._model = model
         self._outside[self.job.loss] = Outside(self.job.loss, model)
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}

@@ -30,7 +30,6 @@ from meshloom.core.modes import Modes
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.data.measured_shares import Pace
-from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.units.find_units import units_of
@@ -268,7 +267,10 @@ class Replica:
 
     def _open_exchange(self, made: UserOptimizers | None) -> None:
         if made is None:
-            self.exchange = Alone(self.named)
+            setup = Setup(
+                plan=self.plan, named=self.named, group=self.replicas, unfilled=self._start.unfilled
+            )
+            self.exchange = setup.alone()
             return
         sparse = self.engine.sparse(made.optimizers)
         setup = Setup(

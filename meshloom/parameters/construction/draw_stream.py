@@ -1,5 +1,5 @@
-"""The default generator's states along a tape's draws: any draw is made from the state that it had in the
-construction.
+"""Where a tape's draws come from: each from a seed of its own, or from the default generator's stream, in which
+any draw is made from the state that it had in the construction.
 
     draw      0     1     2     3     4     5
     state   kept              kept              the generator now
@@ -11,8 +11,9 @@ Draws on the way that nobody wants are made and thrown away, `PIECE` elements at
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +29,44 @@ _NORMAL = {aten.normal_.default, aten.randn.default, aten.normal.float_float}
 _UNIFORM = {aten.uniform_.default, aten.rand.default}
 
 
-class DrawStream:
-    """The draws of a tape, which may grow in between.
+class DrawSource(ABC):
+    """Where the numbers come from that a tape's operators draw from torch's default generator."""
+
+    num_drawn: int  # elements, again and thrown away included
+
+    @abstractmethod
+    def running(self) -> AbstractContextManager[None]:
+        """A context in which the default generator is this source's."""
+
+    @abstractmethod
+    def make(self, operator: TapeOperator, run: Callable[[], Any]) -> Any:
+        """The result of `run`, which draws for `operator`."""
+
+
+class SeededDraws(DrawSource):
+    """Each draw has a seed of its own, so that any is made alone. seeds: of the draw of this number."""
+
+    def __init__(self, seeds: Callable[[int], int]) -> None:
+        self._seeds = seeds
+        self.num_drawn = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        outside = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(outside)
+
+    def make(self, operator: TapeOperator, run: Callable[[], Any]) -> Any:
+        assert operator.draw is not None
+        self.num_drawn += operator.drawn.numel
+        torch.default_generator.manual_seed(self._seeds(operator.draw))
+        return run()
+
+
+class DrawStream(DrawSource):
+    """The draws of a tape, which may grow in between, with the bits of the construction.
 
     arguments: of an operator, with the values that its draw depends on.
     """
@@ -42,11 +79,10 @@ class DrawStream:
         self._kept: dict[int, Tensor] = {0: tensor_of(tape.first)}
         self._room: list[Tensor] = []  # for states
         self._since = 0  # elements drawn since a state was kept
-        self.num_drawn = 0  # elements, again and thrown away included
+        self.num_drawn = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context in which the default generator is this stream's."""
         outside = torch.get_rng_state()
         torch.set_rng_state(tensor_of(self._state))
         try:
@@ -56,7 +92,6 @@ class DrawStream:
             torch.set_rng_state(outside)
 
     def make(self, operator: TapeOperator, run: Callable[[], Any]) -> Any:
-        """The result of `run`, which draws what `operator` drew."""
         assert operator.draw is not None
         self._go_before(operator.draw)
         result = run()

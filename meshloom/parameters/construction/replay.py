@@ -13,16 +13,20 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from meshloom.parameters.construction.draw_stream import DrawStream
+from meshloom.parameters.construction.draw_stream import DrawSource, DrawStream
 from meshloom.parameters.construction.tape import Place, Tape, TapeOperator
 
 
 class Replay:
-    """The values of a tape's storages. The tape may grow in between."""
+    """The values of a tape's storages. The tape may grow in between.
 
-    def __init__(self, tape: Tape) -> None:
+    draws: where random numbers come from; None: from the construction's stream.
+    """
+
+    def __init__(self, tape: Tape, draws: DrawSource | None = None) -> None:
         self._tape = tape
-        self._draws = DrawStream(tape, self._inputs_of)
+        self._stream = DrawStream(tape, self._inputs_of)
+        self._draws = draws or self._stream
 
     @property
     def num_drawn(self) -> int:
@@ -41,14 +45,14 @@ class Replay:
 
     def finish(self) -> None:
         """Leave the default generator as the construction leaves it."""
-        with self._draws.running():
-            self._draws.finish()
+        with self._stream.running():
+            self._stream.finish()
             state = torch.get_rng_state()
         torch.set_rng_state(state)
 
     def advance(self, operator: TapeOperator, generator: torch.Generator) -> None:
         """Draw the newest operator's numbers from a generator, and throw them away."""
-        with self._draws.running():
+        with self._stream.running():
             args, kwargs = self._arguments_at(operator, len(self._tape.operators) - 1)
         operator.function(*args, **kwargs, generator=generator)
 

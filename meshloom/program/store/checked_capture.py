@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.machine.cores import cores
-from meshloom.program.capture.capture import capture, capture_module
+from meshloom.parameters.unfilled_model import comparable
+from meshloom.program.capture.capture import capture_module
 from meshloom.program.capture.check import check_against_module, check_forward
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import takes_numbers, with_other_numbers
@@ -53,36 +55,36 @@ class CheckedCapture:
         """
         with default_precision(self._default):
             resized = self.at_other_sizes(known, batches[0], batches[1]) if known and model is None else None
-            return resized or self._program(batches, training, model, is_first=known is None)
+            if resized is not None:
+                return resized
+            with nullcontext(model) if model is not None else self._model_for(training, batches[0]) as used:
+                return self._program(batches, training, used, is_first=known is None)
 
     def at_other_sizes(self, known: Program, *batches: Any) -> Program | None:
         """The program for batches of other sizes, captured from shapes alone; None where it differs from
         `known` in more than sizes."""
         with default_precision(self._default):
             ends = batches[0], batches[-1]
-            return resized(
-                known, self._job, ends, lambda model, pair: self._capture(pair, known.training, model)
-            )
+            return resized(known, self._job, ends, lambda model, pair: self._capture(pair, model))
 
     def _program(
-        self, batches: Sequence[Any], training: bool, model: nn.Module | None, *, is_first: bool
+        self, batches: Sequence[Any], training: bool, model: nn.Module, *, is_first: bool
     ) -> Program:
         read, fresh = (batches[0], batches[1]), batches[-2:]
         entry: ProgramCacheKey | None = None
         if is_first and self._stored is not None:
             with self._timings.of("looking at what was kept"), one_thread():
-                model = model or self._model_for(training, read[0])
                 kind = f"{training} {self._dtype} {self._default}"
                 entry = self._stored.entry(model, self._job.loss, leaves_of(read[0]), kind=kind)
                 program = self._cached(entry, model, fresh[-1], training) if entry else None
             if program is not None:
                 return program
-        program = self._capture(read, training, model)
+        program = self._capture(read, model)
         outside = Outside(self._job.loss)  # state that the first forwards set up does no harm
         try:
-            program = self._compared(program, read, fresh, training, model)
+            program = self._compared(program, read, fresh, model)
         except CaptureError as error:
-            program = self._with_fewer_shortcuts(program, read, fresh, training, model, error)
+            program = self._with_fewer_shortcuts(program, read, fresh, model, error)
         outside.check_read()
         if entry is not None and self._stored is not None:
             self._stored.keep(entry, program, self._compared_as.get(program.digest()))
@@ -93,20 +95,19 @@ class CheckedCapture:
         refused: Program,
         read: tuple[Any, Any],
         fresh: Sequence[Any],
-        training: bool,
-        model: nn.Module | None,
+        model: nn.Module,
         error: CaptureError,
     ) -> Program:
         """The program where a shortcut made another one: calls that were folded may differ, as where code
         outside of the model counts calls, or a cache may matter. error: of the one with all of them."""
         tried = {refused.digest()}
         for shortcuts in SHORTCUTS[1:]:
-            program = self._capture(read, training, model, shortcuts=shortcuts)
+            program = self._capture(read, model, shortcuts=shortcuts)
             if program.digest() in tried:
                 continue
             tried.add(program.digest())
             try:
-                return self._compared(program, read, fresh, training, model)
+                return self._compared(program, read, fresh, model)
             except CaptureError as other:
                 error = other
         raise error
@@ -123,16 +124,19 @@ class CheckedCapture:
 
         return self._stored.take(entry, model, leaves_of(batch), training=training, check=check)
 
-    def _model_for(self, training: bool, batch: Any) -> nn.Module:
-        return build_model(self._job, self._dtype, training=training, beside=batch)
+    def _model_for(self, training: bool, batch: Any) -> AbstractContextManager[nn.Module]:
+        """A context with a model to capture from and to compare with, beside `batch`."""
+        return comparable(
+            partial(build_model, self._job, self._dtype, training=training),
+            leaves_of(batch).device or torch.device("cpu"),
+        )
 
     def _compared(
         self,
         program: Program,
         read: tuple[Any, Any],
         fresh: Sequence[Any],
-        training: bool,
-        model: nn.Module | None,
+        model: nn.Module,
     ) -> Program:
         """The program if it takes numbers and equals eager, else one specialized for these numbers."""
         if takes_numbers(program.others):
@@ -140,7 +144,7 @@ class CheckedCapture:
                 self._compare(program, fresh, read[0], model, vary_numbers=True)
             except Exception:
                 # Given a tensor in place of the number, the loss computes something else, or fails.
-                program = self._capture(read, training, model, numbers=False)
+                program = self._capture(read, model, numbers=False)
             else:
                 return program
         self._compare(program, fresh, read[0], model, vary_numbers=False)
@@ -149,19 +153,16 @@ class CheckedCapture:
     def _capture(
         self,
         batches: tuple[Any, Any],
-        training: bool,
-        model: nn.Module | None,
+        model: nn.Module,
         *,
         numbers: bool = True,
         shortcuts: Shortcuts | None = None,
     ) -> Program:
-        how: Any = {"dtype": self._dtype, "numbers": numbers, "shortcuts": shortcuts}
         with self._timings.of("reading"):
-            if model is None:
-                program = capture(self._job, batches, training=training, **how)
-            else:
-                program = capture_module(model, self._job.loss, batches, **how)
-            gc.collect()  # torch.export leaves the model in cycles, and the comparison builds another one
+            program = capture_module(
+                model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, shortcuts=shortcuts
+            )
+            gc.collect()  # torch.export leaves the model in cycles
             return program
 
     def _compare(
@@ -169,7 +170,7 @@ class CheckedCapture:
         program: Program,
         batches: Sequence[Any],
         first: Any,
-        model: nn.Module | None,
+        model: nn.Module,
         *,
         vary_numbers: bool,
     ) -> None:
@@ -182,10 +183,9 @@ class CheckedCapture:
                 for number, each in enumerate(batches)
             ]
         with self._timings.of("comparing with eager"), one_thread():
-            eager = model or self._model_for(program.training, batches[0])
-            if not self._compare_smaller(program, batches, eager):
+            if not self._compare_smaller(program, batches, model):
                 with _all_cores() if is_large(program) else nullcontext():
-                    check_against_module(program, eager, self._job.loss, batches)
+                    check_against_module(program, model, self._job.loss, batches)
 
     def _compare_smaller(self, program: Program, batches: Sequence[Any], model: nn.Module) -> bool:
         """Whether a comparison at smaller sizes shows that the program equals eager. A failure there may
