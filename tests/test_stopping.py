@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +204,12 @@ def test_all_ranks_learn_in_the_same_step_what_one_was_asked(asked: int, tmp_pat
         told: list[list[bool]] = []
         for batch in trainer.batches():
             for rank, replica in enumerate(trainer.replicas):
-                replica.stop_requests = [signal.SIGTERM] if batch.step == 1 and rank == asked else []
+                replica.asks = partial(bool, batch.step == 1 and rank == asked)
             results: list[Any] = trainer.together(
                 lambda replica: replica.step(batch.step, batch.shares[trainer.replicas.index(replica)])  # noqa: B023
             )
             trainer.next_step = batch.step + 1
-            told.append([each.stopping for each in results])
+            told.append([each.asked for each in results])
         assert told == [[False] * 8, [True] * 8, [False] * 8, [False] * 8]
         for replica in trainer.replicas:
             counted = Traffic.of({axis: replica.context.groups[axis].counts for axis in ("pp", "tp")})

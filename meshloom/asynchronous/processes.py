@@ -30,6 +30,7 @@ from meshloom.asynchronous.state.due_snapshots import DueSnapshots
 from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.asynchronous.state.settings import (
     AsynchronousSettings,
+    check_foreground,
     inner_plan,
     refuse_common_steps,
     stopped_and_saved,
@@ -78,6 +79,7 @@ class ProcessRun:
                 "Speeds, latencies and incidents are of a virtual clock. Use --devices simulated, or leave them out."
             )
         plan.check_batch(job.batch_size)
+        check_foreground(job)
         self._plan, self._settings, self._listener = plan, settings, listener
         module = "meshloom.asynchronous"
         self._program = RoleCommand(
@@ -155,7 +157,10 @@ class ProcessRun:
         """Every metric of the job's `Evaluate` over all of its data, with the values that `model` has."""
         return self._inspection.evaluate([])
 
-    def save(self) -> Path:
+    def finish(self) -> None:
+        """What is written, is written in `fit`."""
+
+    def save(self, *, wait: bool = True) -> Path:
         """The newest checkpoint, saved while training went on. Raises `CheckpointError` if there is none."""
         if self._due.saved is None:
             raise CheckpointError(

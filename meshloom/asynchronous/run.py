@@ -25,6 +25,7 @@ from meshloom.asynchronous.state.parameters import Content, Parameters
 from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.asynchronous.state.settings import (
     AsynchronousSettings,
+    check_foreground,
     refuse_common_steps,
     stopped_and_saved,
 )
@@ -51,6 +52,7 @@ class AsynchronousRun:
             raise DeviceError(
                 "exchange=async starts its own processes, or simulates them in one. Use meshloom train without torchrun, or --devices simulated."
             )
+        check_foreground(job)
         self._job, self._plan, self._world = job, plan, world
         self._settings, self._listener = settings, listener
         device = world.local[0].device
@@ -150,10 +152,13 @@ class AsynchronousRun:
         """Every metric of the job's `Evaluate` over all of its data, at the newest snapshot."""
         return self._inspection.evaluate(self._servers.contents(self._newest[0]))
 
-    def save(self) -> Path:
+    def save(self, *, wait: bool = True) -> Path:
         """Write the newest snapshot as a checkpoint into `out`; its path."""
         version, state = self._newest
         return self._inspection.save(version, self._servers.contents(version), state)
+
+    def finish(self) -> None:
+        """Nothing is written between calls."""
 
     def record(self) -> dict[str, Any]:
         """For a program: virtual seconds, updates by age, updates lost, pushes refused, share of its time in

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from meshloom.asynchronous.options import add_asynchronous
+from meshloom.core.job import CHECKPOINTS
 from meshloom.launch.devices import MOST_SIMULATED, PROCESSES_PER_CORE
 from meshloom.launch.processes.hang import DEFAULT_SECONDS
 from meshloom.launch.transport import TRANSPORTS
@@ -87,6 +88,10 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
         )  # fmt: skip
     train.add_argument("--steps", type=int, help="steps of the whole run, instead of the job's")
     train.add_argument("--out", metavar="DIR", help="write checkpoints here")
+    train.add_argument(
+        "--checkpoint", choices=CHECKPOINTS,
+        help="whether training stands still while one is written, or only while its state is copied, instead of what the job says",
+    )  # fmt: skip
     train.add_argument(
         "--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from this checkpoint"
     )

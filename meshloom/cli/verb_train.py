@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -29,6 +30,7 @@ from meshloom.train.trainer import Trainer
 def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Timings) -> int:
     """Exit code 0. timings: of the start until now."""
     plan = plan_of(arguments)
+    job = replace(job, checkpoint=arguments.checkpoint) if arguments.checkpoint else job
     if arguments.join is not None:
         from meshloom.asynchronous.start_role import join
 

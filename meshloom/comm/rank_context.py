@@ -22,6 +22,7 @@ class RankContext(Protocol):
     world: all ranks, CPU tensors; for decisions, reports and checkpoints, whose traffic is not counted.
     team: likewise, this replica's ranks in order of pp, then of tp; None if it is one rank.
     readers: likewise, the ranks along dp.
+    saving: all ranks once more, used by the thread alone that writes checkpoints beside training; None: none does.
     activity: where the rank notes what it is doing.
     """
 
@@ -41,5 +42,7 @@ class RankContext(Protocol):
     def team(self) -> Group | None: ...
     @property
     def readers(self) -> Group: ...
+    @property
+    def saving(self) -> Group | None: ...
     @property
     def activity(self) -> Activity: ...

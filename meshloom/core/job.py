@@ -16,6 +16,7 @@ from meshloom.core.errors import JobError
 Loss = Tensor | tuple[Tensor, Tensor | float]
 LossFunction = Callable[[Any, Any], Loss]
 NamedParameters = list[tuple[str, nn.Parameter]]
+CHECKPOINTS = ("foreground", "background")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Job:
     evaluate: what to measure on held-out data, and how often.
     tokens_per_sample: tokens of one sample, for reports of tokens per second.
     checkpoint_every: steps between checkpoints; there is one after the last step too.
+    checkpoint: "foreground": training stands still while one is written; "background": only while its state is
+        copied to host memory, from which a thread writes it (docs/checkpoints.md).
     keep_checkpoints: number of newest checkpoints that are kept.
     elementwise: whether the optimizer updates each element from the history of that element alone (Adam does,
         Muon does not); None: determined by a trial on small tensors. True for an optimizer that does not
@@ -128,6 +131,7 @@ class Job:
     evaluate: Evaluate | None = None
     tokens_per_sample: int | None = None
     checkpoint_every: int | None = None
+    checkpoint: str = "foreground"
     keep_checkpoints: int = 2
     elementwise: bool | None = None
     weights: str | PathLike[str] | None = None
@@ -161,6 +165,10 @@ class Job:
                 value is None and name in ("tokens_per_sample", "checkpoint_every")
             ):
                 raise JobError(f"Job({name}={value!r}) must be a whole number, {least} or more.")
+        if self.checkpoint not in CHECKPOINTS:
+            raise JobError(
+                f"Job(checkpoint={self.checkpoint!r}) must be {' or '.join(map(repr, CHECKPOINTS))}: whether training stands still while a checkpoint is written."
+            )
         clip = self.clip_grad_norm
         if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
             raise JobError(f"Job(clip_grad_norm={clip!r}) must be a number above 0, or None for no clipping.")

@@ -38,17 +38,24 @@ class RankGroups:
         self._open: list[ShmGroup | HostsGroup | ExplicitGroup] = []
         self._rounds = 0
 
-    def connect(self, members: Iterable[Sequence[int]], backend: str, algorithm: str = "") -> Group:
+    def connect(
+        self,
+        members: Iterable[Sequence[int]],
+        backend: str,
+        algorithm: str = "",
+        activity: Activity | None = None,
+    ) -> Group:
         """Create a group of each of `members`, collectively; the one that this rank is in.
 
         members: ascending ranks. backend: of torch.distributed; shared memory replaces gloo within hosts.
-        algorithm: of all-reduces, one of `ALGORITHMS`; "": the transport's own.
+        algorithm: of all-reduces, one of `ALGORITHMS`; "": the transport's own. activity: where waits are noted;
+            None: this rank's.
         """
         self._rounds += 1
         mine: C10dGroup | ShmGroup | HostsGroup | None = None
         mine_of: Sequence[int] = ()
         # waits of a thread do not delay this rank
-        activity = Activity() if algorithm else self._activity
+        activity = activity or (Activity() if algorithm else self._activity)
         for ranks in members:
             hosts = self._transports.layers(ranks) if backend == "gloo" else None
             if hosts is None:

@@ -47,11 +47,12 @@ FAREWELL_SECONDS = 5.0  # how long a finished rank waits for the others before i
 
 
 def join(
-    mesh: Mesh, launched: LaunchedRank, devices: str, timeout: timedelta, transport: str, algorithm: str
-) -> World:
+    mesh: Mesh, launched: LaunchedRank, devices: str, timeout: timedelta, transport: str, algorithm: str,
+    *, saving: bool,
+) -> World:  # fmt: skip
     """Meet the other ranks in the store, agree on devices and transports, and connect.
 
-    algorithm: of `open_world`.
+    algorithm, saving: of `open_world`.
     Raises `PeerLostError` if the others do not come in time, `DeviceError` for an algorithm on GPUs.
     """
     send_event({"event": "joining"})
@@ -88,9 +89,10 @@ def join(
 
         def connect(members: Sequence[Sequence[int]], use: Use) -> Group:
             backend = both if use in CARRIES_TENSORS else "gloo"
-            return connections.connect(members, backend, algorithm if use == "dp" else "")
+            named = Activity() if use == "saving" else None  # waits of a thread do not delay this rank
+            return connections.connect(members, backend, algorithm if use == "dp" else "", named)
 
-        local = connect_rank(mesh, rank, device, connect, activity)
+        local = connect_rank(mesh, rank, device, connect, activity, saving=saving)
     except (RuntimeError, OSError) as error:
         how = " ".join(str(error).split())[:300]
         raise PeerLostError(
@@ -142,7 +144,8 @@ def _parting(
             for process_group in [None] if ours else connections.process_groups:
                 dist.destroy_process_group(process_group)
         else:  # destroying would wait for operations that the others may never start
-            for group in (*local.groups.values(), local.statistics, local.world, local.readers, local.team):
+            own = (local.statistics, local.world, local.readers, local.team, local.saving)
+            for group in (*local.groups.values(), *own):
                 if group is not None:
                     group.abort()
 

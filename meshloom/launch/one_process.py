@@ -19,10 +19,10 @@ from meshloom.launch.names import rank_name, visible_gpus
 from meshloom.launch.world import LocalRank, Use, World, connect_rank
 
 
-def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "") -> World:
+def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "", saving: bool = False) -> World:
     """All ranks of `mesh`, which run in turns; on GPUs, which must be there, they are assigned round-robin.
 
-    algorithm: as for `open_world`. Two replicas each share a host: the hierarchical one has two levels.
+    algorithm, saving: as for `open_world`. Two replicas each share a host: the hierarchical one has two levels.
     """
     num_gpus = torch.cuda.device_count()
     if "cuda" in devices and not num_gpus:
@@ -54,16 +54,17 @@ def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "") -> World
         ]
 
     turns = Turns()
-    return World(mesh, simulated_ranks(mesh, where, turns, wrap), kind, why, turns)
+    return World(mesh, simulated_ranks(mesh, where, turns, wrap, saving=saving), kind, why, turns)
 
 
 def simulated_ranks(
     mesh: Mesh, devices: Sequence[torch.device], turns: Turns,
-    wrap: Callable[[Sequence[Group], Sequence[int], Use], Sequence[Group]],
+    wrap: Callable[[Sequence[Group], Sequence[int], Use], Sequence[Group]], *, saving: bool = False,
 ) -> list[LocalRank]:  # fmt: skip
     """All ranks of `mesh`, in this process. devices: of each.
 
     wrap: what ranks use in place of simulated groups; given these, the ranks that they connect, and what for.
+    saving: as for `open_world`.
     """
     groups: dict[tuple[Use, tuple[int, ...]], Sequence[Group]] = {}
 
@@ -73,4 +74,7 @@ def simulated_ranks(
             groups[use, mine] = wrap(simulated_groups(len(mine), turns), mine, use)
         return groups[use, mine][mine.index(rank)]
 
-    return [connect_rank(mesh, rank, device, partial(connect, rank)) for rank, device in enumerate(devices)]
+    return [
+        connect_rank(mesh, rank, device, partial(connect, rank), saving=saving)
+        for rank, device in enumerate(devices)
+    ]

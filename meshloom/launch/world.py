@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -18,10 +16,11 @@ from meshloom.comm.steps import Turns
 from meshloom.core.mesh import Axis, Mesh, MeshCoordinates
 from meshloom.launch.devices import Kind
 from meshloom.launch.names import used_axes
+from meshloom.machine.memory import peak_memory_bytes
 
 # What a group is for: tensors along an axis, batch statistics along dp; or control messages among all ranks,
-# those of a replica, and those along dp.
-Use = Axis | Literal["statistics", "world", "team", "readers"]
+# those of a replica, and those along dp; or all ranks once more, for a thread that saves.
+Use = Axis | Literal["statistics", "world", "team", "readers", "saving"]
 CARRIES_TENSORS = ("dp", "pp", "tp", "statistics")
 
 
@@ -40,17 +39,18 @@ class LocalRank:
     world: Group
     team: Group | None
     readers: Group
+    saving: Group | None = None
     activity: Activity = field(default_factory=Activity)
 
 
 def connect_rank(
     mesh: Mesh, rank: int, device: torch.device, connect: Callable[[Sequence[Sequence[int]], Use], Group],
-    activity: Activity | None = None,
+    activity: Activity | None = None, *, saving: bool = False,
 ) -> LocalRank:  # fmt: skip
     """`rank` with all its groups, whatever they are made of.
 
     connect: makes a group of each of some sets of ranks, the same in the same order on all ranks, and returns
-        the one that `rank` is in.
+        the one that `rank` is in. saving: whether a thread saves beside training.
     """
     several = mesh.size > mesh.dp  # ranks in a replica
     world = connect([tuple(range(mesh.size))], "world")
@@ -63,6 +63,7 @@ def connect_rank(
         world=world,
         team=connect(mesh.teams(), "team") if several else None,
         readers=connect(mesh.groups("dp"), "readers") if several else world,
+        saving=connect([tuple(range(mesh.size))], "saving") if saving else None,
         activity=activity or Activity(),
     )
 
@@ -116,8 +117,3 @@ class World:
         end, self._end = self._end, None
         if end:
             end(well)
-
-
-def peak_memory_bytes() -> int:
-    """Peak resident memory of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

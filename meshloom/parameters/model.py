@@ -64,6 +64,7 @@ def facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
             "drop_last",
             "clip_grad_norm",
             "checkpoint_every",
+            "checkpoint",
         )
     }
     given = {"weights": "from files"} if job.weights is not None else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,29 +17,29 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 class LossSums:
     """sums: float64 [5]: loss, weight, number of chunks, of chunks whose loss was a mean over samples, of
-    ranks that were asked to stop.
+    ranks that ask for something between steps.
 
-    stopping: whether some rank was asked to stop, once the sums are global. keeps_own: whether `own_divisor`
+    asked: whether some rank asks, once the sums are global. keeps_own: whether `own_divisor`
         is needed.
     """
 
     def __init__(self, device: torch.device, *, keeps_own: bool = False) -> None:
         self.sums = torch.zeros(5, dtype=torch.float64, device=device)
-        self.stopping = False
+        self.asked = False
         self._own = self.sums
         self._keeps_own = keeps_own
-        self._stop_requests: Sequence[int] | None = None
+        self._asks: Callable[[], bool] | None = None
         self._work: Work | None = None
         self._one = {
             is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=device)
             for is_mean in (False, True)
         }
 
-    def begin(self, stop_requests: Sequence[int] | None = None) -> None:
-        """Start a step. stop_requests: the signals that this rank has received so far, a live list; None:
-        stopping is not agreed on."""
+    def begin(self, asks: Callable[[], bool] | None = None) -> None:
+        """Start a step. asks: whether this rank asks for something between steps; None: ranks do not agree on
+        that."""
         self.sums = torch.zeros_like(self.sums)
-        self._stop_requests = stop_requests
+        self._asks = asks
 
     def add(self, returned: Any, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | float]:
         """Add what the loss returned for a chunk; returns the root of its backward, the loss sum and its
@@ -56,9 +56,9 @@ class LossSums:
         return (loss / chunk.batch if is_mean else loss), loss, weight
 
     def close(self) -> None:
-        """End this rank's chunks. A request to stop travels with the sums, so that all ranks know of it after
-        the same step."""
-        if self._stop_requests:
+        """End this rank's chunks. What it asks travels with the sums, so that all ranks know of it after the
+        same step."""
+        if self._asks is not None and self._asks():
             self.sums[4] = 1
 
     def start(self, group: Group) -> None:
@@ -86,8 +86,8 @@ class LossSums:
     def result(self, batch: int) -> tuple[float, float, Tensor]:
         """The global loss and weight, and the number to divide gradients by, once the sums are global. batch:
         samples of the global batch."""
-        total, weight, num_chunks, num_means, num_stops = self.sums.tolist()
-        self.stopping = num_stops > 0
+        total, weight, num_chunks, num_means, num_asking = self.sums.tolist()
+        self.asked = num_asking > 0
         if num_means not in (0, num_chunks):
             raise JobError(
                 f"The loss function returned a mean for {num_means:g} of {num_chunks:g} chunks and (sum, weight) for the others. Return one kind always."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -75,7 +75,7 @@ class StepResult:
     """The result of a step: loss (mean over the global batch), its weight, its samples, and the gradient norm
     if clipping is on.
 
-    stopping: whether some rank was asked to stop; equal on all.
+    asked: whether some rank asks for something between steps; equal on all.
     """
 
     step: int
@@ -83,7 +83,7 @@ class StepResult:
     weight: float
     samples: int
     gradient_norm: float | None
-    stopping: bool = False
+    asked: bool = False
 
 
 class Replica:
@@ -107,8 +107,8 @@ class Replica:
         self.updates = updates
         self.updating = False
         self.replicas = context.groups["dp"]
-        # the signals that have asked this rank to stop, if ranks agree on that
-        self.stop_requests: Sequence[int] | None = None
+        # whether this rank asks for something between steps (to stop), if ranks agree on that
+        self.asks: Callable[[], bool] | None = None
         self.recorder: Recorder | None = None  # of a pipeline's timeline
         # when the newest steps ended their computation and waited for the exchange
         self.arrivals: deque[float] = deque(maxlen=1000)
@@ -184,7 +184,7 @@ class Replica:
         if self.pace:
             self.pace.begin()
         self.exchange.begin_step()
-        self.sums.begin(self.stop_requests)
+        self.sums.begin(self.asks)
         doing = self.context.activity
         doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]
@@ -196,7 +196,7 @@ class Replica:
         self.arrivals.append(time.monotonic())
         yield
         self.sums.wait()
-        if self.stop_requests is not None:
+        if self.asks is not None:
             yield from self.engine.add_up("tp", self.sums.sums[4:])
         total, weight, divisor = self.sums.result(chunks[0].batch)
         if self.exchange.independent:
@@ -229,7 +229,7 @@ class Replica:
             weight=found.weight,
             samples=found.samples,
             gradient_norm=norm,
-            stopping=self.sums.stopping,
+            asked=self.sums.asked,
         )
 
     @property

@@ -46,8 +46,12 @@ class TrainingRun(Protocol):
         """Every metric of the job's `Evaluate`, averaged over all of its data."""
         ...
 
-    def save(self) -> Path:
-        """Write a checkpoint of the newest state; its path."""
+    def save(self, *, wait: bool = True) -> Path:
+        """Write a checkpoint of the newest state; its path. wait: until it is whole."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is being written; raises why it could not be."""
         ...
 
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
 from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.checkpoint.format import step_name
+from meshloom.checkpoint.writing.background_save import BackgroundSave
 from meshloom.checkpoint.writing.config_files import config_files_of
-from meshloom.checkpoint.writing.parallel import parallel
+from meshloom.checkpoint.writing.host_copy import HostCopy
+from meshloom.checkpoint.writing.parallel import DividedState, divide, write_divided
 from meshloom.checkpoint.writing.run_directory import open_directory
 from meshloom.checkpoint.writing.saving import save
 from meshloom.checkpoint.writing.streamed import streamed
+from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
-from meshloom.core.errors import CheckpointError
+from meshloom.comm.steps import Steps, run_in_steps
+from meshloom.core.errors import CheckpointError, MeshloomError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.core.units import format_bytes, format_seconds
 from meshloom.data.shares import Shares
 from meshloom.launch.transport import host_identity
+from meshloom.machine.memory import free_bytes, regained_bytes
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import held_weights, optimizer_state, resume, weights
+from meshloom.telemetry.progress import Listener
 from meshloom.train.local_replicas import LocalReplicas
 
 
 class RunCheckpoints:
     """In directory `out`, if any; opened by all ranks. `newest`: step and path of the newest one of this
-    run."""
+    run that is whole."""
 
     def __init__(
         self,
@@ -34,14 +45,24 @@ class RunCheckpoints:
         shares: Shares,
         replicas: LocalReplicas,
         out: Path | None,
+        listener: Listener,
         *,
         resume: Path | None,
         overwrite: bool,
     ) -> None:
         self._job, self._plan, self._shares, self._replicas, self._out = job, plan, shares, replicas, out
         self.newest: tuple[int, Path] | None = None
+        self._listener, self._told = listener, False
+        self._under_way: BackgroundSave | None = None
+        self._saved: list[tuple[int, Path]] = []
         hosts = replicas.together(lambda replica: collect(replica.context.world, host_identity()))[0]
         self._one_host = len(set(hosts)) == 1
+        self._background = out is not None and job.checkpoint == "background" and self._one_host
+        if out is not None and job.checkpoint == "background" and not self._one_host:
+            listener.note(
+                f"Checkpoints are written in the foreground: the ranks are on {len(set(hosts))} hosts, which send what they hold to be written, and "
+                "checkpoint=background is for ranks of one host."
+            )
         # An earlier run's checkpoints, until this run has its own.
         self._replaced = replicas.together(
             lambda replica: open_directory(out, replica.context.world, resume=resume, overwrite=overwrite)
@@ -63,40 +84,129 @@ class RunCheckpoints:
         checkpoint.check(replica.shards.fingerprint(replica.model))
         checkpoint.check_steps_left(steps)
 
-    def save(self, step: int) -> Path:
-        """Write the state after `step`; returns the path."""
+    def save(self, step: int, *, wait: bool = True) -> Path:
+        """Write the state after `step`; returns the path. wait: until the checkpoint is whole; otherwise, if the
+        job saves in the background and its copy fits into memory, until the state is copied.
+
+        Waits for an earlier save that is under way, and raises what that raises.
+        """
         if self._out is None:
             raise CheckpointError(
                 "There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY."
             )
         out = self._out
         self._replicas.enter("saving", step)
+        self._wait_before(step)
+        background = self._background and not wait
+        copies: list[tuple[HostCopy, Callable[..., Steps[Path]], Group]] = []
 
         def write(replica: Replica) -> Steps[Path]:
             pieces, streams, values = yield from optimizer_state(replica, gather=not self._one_host)
-            path = yield from save(
+            carry_out = partial(
+                save,
                 out,
                 step,
-                write=parallel(held_weights(replica), pieces)
-                if self._one_host
-                else streamed(weights(replica), pieces, streams),
-                values={
-                    "updater": values,
-                    "seed": self._job.seed,
-                    "batch_size": self._job.batch_size,
-                    "shares": self._shares.record,
-                },
+                # as they are now
+                values=deepcopy(
+                    {
+                        "updater": values,
+                        "seed": self._job.seed,
+                        "batch_size": self._job.batch_size,
+                        "shares": self._shares.record,
+                    }
+                ),
                 fingerprint=replica.shards.fingerprint(replica.model),
                 plan_text=str(self._plan),
-                group=replica.context.world,
                 keep=self._job.keep_checkpoints,
                 replaced=self._replaced,
                 config_files=config_files_of(replica.model),
             )
-            return path
+            world = replica.context.world
+            if not self._one_host:
+                return (yield from carry_out(write=streamed(weights(replica), pieces, streams), group=world))
+            divided = yield from divide(world, held_weights(replica), pieces)
+            saving = replica.context.saving
+            if background and saving and (yield from self._fits(replica, divided, step)):
+                copies.append((HostCopy(divided), carry_out, saving))
+                return out / step_name(step)
+            return (yield from carry_out(write=write_divided(divided), group=world))
 
         path = self._replicas.together(write)[0]
-        self._replaced = []
-        self.newest = step, path
+        if copies:
+            self._under_way = BackgroundSave(
+                step,
+                lambda: run_in_steps(
+                    [
+                        carry_out(write=write_divided(copy.wait()), group=group)
+                        for copy, carry_out, group in copies
+                    ]
+                )[0],
+            )
+        else:
+            self._came_to(step, path)
         self._replicas.enter("between steps", step)
         return path
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has ended without a checkpoint; `finish` raises why."""
+        return self._under_way is not None and self._under_way.failed
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, if any. All ranks call it; raises the same `CheckpointError` on
+        all of them if that save failed on some."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            self._came_to(under_way.step, under_way.wait())
+
+    def tell_saved(self) -> None:
+        """Tell the listener of the checkpoints that have become whole since the last call."""
+        if self._under_way is not None and self._under_way.over and not self._under_way.failed:
+            self.finish()
+        saved, self._saved = self._saved, []
+        for step, path in saved:
+            self._listener.saved(step, path)
+
+    def close(self) -> None:
+        """Wait for the save that is under way; one that fails leaves the checkpoints before it."""
+        with suppress(MeshloomError):
+            self.finish()
+
+    def _came_to(self, step: int, path: Path) -> None:
+        self._replaced = []
+        self.newest = step, path
+        self._saved.append(self.newest)
+
+    def _wait_before(self, step: int) -> None:
+        under_way = self._under_way
+        if under_way is None or under_way.over:
+            self.finish()
+            return
+        began = time.monotonic()
+        self.finish()
+        self._listener.note(
+            f"Training waited {format_seconds(time.monotonic() - began)} before saving step {step}: the checkpoint of step {under_way.step} was still being "
+            "written. With a larger checkpoint_every it need not."
+        )
+
+    def _fits(self, replica: Replica, divided: DividedState, step: int) -> Steps[bool]:
+        """Whether all ranks' copies fit into their host's memory, beside what they are likely to take again in a
+        step."""
+        here = regained_bytes() if replica is self._replicas.first else 0
+        everyone = yield from collect(replica.context.world, [here, free_bytes()])
+        again, free = sum(theirs for theirs, _ in everyone), everyone[0][1]
+        needed = divided.layout.tensor_bytes
+        if replica is self._replicas.first:
+            mine = sum(part.nbytes for _, part in divided.parts)
+            copied = f"{format_bytes(needed)} ({format_bytes(mine)} of it on rank 0)"
+            if needed + again > free:
+                self._listener.note(
+                    f"Step {step} is saved in the foreground: a copy of its state, {copied}, does not fit in the {format_bytes(free)} of host memory that are "
+                    f"free, of which the next steps may take {format_bytes(again)}."
+                )
+            elif not self._told:
+                self._listener.note(
+                    f"Checkpoints are written in the background, from a copy of the state in host memory: {copied} until each is written."
+                )
+            self._told = True
+        return needed + again <= free

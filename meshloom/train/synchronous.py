@@ -56,7 +56,7 @@ class SynchronousRun:
         self._steps, self._out, self._leave = steps, out, leave
         self._listener = listener = listener if world.main else QUIET
         self._stop_requests = StopRequests()
-        self._stopping = self._closed = False  # stopping: all ranks know that some of them was asked to stop
+        self._asked = self._closed = False  # asked: all ranks know that some of them asks for something
         self.next_step = 0
         with ExitStack() as building:
             building.callback(self._stop_requests.close)
@@ -66,10 +66,14 @@ class SynchronousRun:
             building.callback(self.replicas.close)
             first = self.replicas.first
             for replica in self.replicas.all:
-                replica.stop_requests = self._stop_requests.received if out else None
+                # to stop; or for all to know that it could not save in the background
+                replica.asks = (
+                    (lambda: bool(self._stop_requests.received) or self._checkpoints.failed) if out else None
+                )
             self._checkpoints = RunCheckpoints(
-                job, plan, shares, self.replicas, out, resume=resume, overwrite=overwrite
+                job, plan, shares, self.replicas, out, listener, resume=resume, overwrite=overwrite
             )
+            building.callback(self._checkpoints.close)
             self.replicas.together(lambda replica: replica.prepare())
             self._data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
             if out:
@@ -85,18 +89,9 @@ class SynchronousRun:
             self._recording = TimelineRecording(
                 plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main
             )
-            copies = (
-                "; one copy of parameters and optimizer state for all replicas"
-                if first.exchange.one_copy
-                else ""
-            )
-            summed = f"; replicas add up by {plan.algorithm}, on messages" if plan.algorithm else ""
-            listener.started(f"plan {plan} on {world.why}{copies}{summed}")
-            for note in [
-                *first.notes(),
-                *idle_lines_of(first, plan, job.batch_size),
-                *self.replicas.warnings,
-            ]:
+            listener.started(_beginning(plan, world, one_copy=first.exchange.one_copy))
+            notes = [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings]
+            for note in notes:
                 listener.note(note)
             self.replicas.enter("between steps", self.next_step)
             self._stack = building.pop_all()
@@ -125,8 +120,8 @@ class SynchronousRun:
             if self._out and (
                 last or (self._job.checkpoint_every and self.next_step % self._job.checkpoint_every == 0)
             ):
-                saved = self.save()
-                self._listener.saved(self.next_step, saved)
+                saved = self.save(wait=last)
+            self._checkpoints.tell_saved()
         return self.summary(time.monotonic() - began, evaluation, saved)
 
     def batches(self) -> Iterator[Batch]:
@@ -138,7 +133,7 @@ class SynchronousRun:
                 self._stop_requests.open()
             self._data.open(self.next_step)
             while self.next_step < self._steps:
-                if self._stopping or (
+                if self._asked or (
                     self._stop_requests.received and len(self.replicas.all) == self._plan.mesh.size
                 ):
                     self._stop()
@@ -167,7 +162,7 @@ class SynchronousRun:
                     lambda replica: replica.step(batch.step, batch.shares[replicas.all.index(replica)])
                 )[0]
             self.next_step = batch.step + 1
-            self._stopping = result.stopping
+            self._asked = result.asked
             replicas.enter("comparing", self.next_step)
             with self._timings.of("comparing ranks"):
                 self._compare(batch.step)
@@ -175,6 +170,8 @@ class SynchronousRun:
         if recorded:
             self._recording.keep(self.next_step)
         meter.came_to(result)
+        if result.asked:
+            self._checkpoints.finish()
         last = self.next_step == self._steps
         if (
             last
@@ -192,10 +189,15 @@ class SynchronousRun:
         """Every metric of the job's `Evaluate`, averaged over all of its data."""
         return self._evaluation.evaluate(self.next_step)
 
-    def save(self) -> Path:
-        """Write a checkpoint of the state after the newest step into `out`; returns its path."""
+    def save(self, *, wait: bool = True) -> Path:
+        """Write a checkpoint of the state after the newest step into `out`; returns its path. wait: of
+        `RunCheckpoints.save`."""
         with self._timings.of("saving"):
-            return self._checkpoints.save(self.next_step)
+            return self._checkpoints.save(self.next_step, wait=wait)
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is being written; raises why it could not be."""
+        self._checkpoints.finish()
 
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes and seconds of the steps so far, of this process's first rank."""
@@ -218,19 +220,17 @@ class SynchronousRun:
 
     def _stop(self) -> NoReturn:
         """Stop on request: save, explain, and exit with the exit code of the signal."""
-        number = self._stop_requests.received[0] if self._stop_requests.received else signal.SIGTERM
+        number = self._stop_requests.received[0] if self._stop_requests.received else None
+        self._checkpoints.finish()
         if self._checkpoints.newest is None or self._checkpoints.newest[0] != self.next_step:
-            self._listener.saved(self.next_step, self.save())
-        why = (
-            f"by {signal.Signals(number).name}"
-            if self._stop_requests.received
-            else "because another rank was asked to"
-        )
+            self.save()
+        self._checkpoints.tell_saved()
+        why = f"by {signal.Signals(number).name}" if number else "because another rank was asked to"
         text = f"Stopped {why} after step {self.next_step} of {self._steps}, which is saved. Go on with --resume {self._out}."
-        main = self._world.main
+        main, code = self._world.main, 128 + (number or signal.SIGTERM)
         self._leave()
-        report_stop(text, 128 + number, main=main)
-        raise SystemExit(128 + number)
+        report_stop(text, code, main=main)
+        raise SystemExit(code)
 
     def _resume(self, directory: Path) -> None:
         checkpoint = self._checkpoints.resume(directory, self._steps)
@@ -238,3 +238,10 @@ class SynchronousRun:
             self._listener.note(said)
         self._measurement.go_on_with(checkpoint)
         self.next_step = checkpoint.step
+
+
+def _beginning(plan: Plan, world: World, *, one_copy: bool) -> str:
+    """The first line about a run."""
+    copies = "; one copy of parameters and optimizer state for all replicas" if one_copy else ""
+    summed = f"; replicas add up by {plan.algorithm}, on messages" if plan.algorithm else ""
+    return f"plan {plan} on {world.why}{copies}{summed}"

@@ -126,6 +126,7 @@ class Trainer:
                         transport,
                         self.plan.algorithm,
                         oversubscribe=oversubscribe,
+                        saving=job.checkpoint == "background" and out is not None,
                     )
                 )
             for context in self.world.local:
@@ -183,10 +184,14 @@ class Trainer:
         self._check_open("evaluate()")
         return self._run.evaluate()
 
-    def save(self) -> Path:
-        """Write a checkpoint of the state after the newest step into `out`; its path."""
+    def save(self, *, wait: bool = True) -> Path:
+        """Write a checkpoint of the state after the newest step into `out`; its path.
+
+        wait: False with Job(checkpoint="background"): only until the state is copied. The checkpoint becomes
+            whole later: at the next `save()` or `close()` at the latest, or `step()`, `save()` raises why not.
+        """
         self._check_open("save()")
-        return self._run.save()
+        return self._run.save(wait=wait)
 
     def fit(self) -> Summary:
         """Train to the last step, evaluating and saving when due."""
@@ -203,9 +208,11 @@ class Trainer:
         return self._run.replicas.together(steps) if isinstance(self._run, SynchronousRun) else []
 
     def close(self) -> None:
-        """End reader processes, leave the groups, take the hooks off the models."""
+        """Wait for a checkpoint that is being written, end reader processes, leave the groups, take the hooks off
+        the models."""
         self._closed = True
-        self._stack.close()
+        with self._stack:
+            self._run.finish()
 
     def __enter__(self) -> Self:
         return self
@@ -213,8 +220,11 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._closed = True
-        self._stack.__exit__(kind, error, where)  # after an error the other ranks are not waited for
+        if kind is None:
+            self.close()
+        else:
+            self._closed = True
+            self._stack.__exit__(kind, error, where)  # after an error the other ranks are not waited for
 
     def _check_open(self, call: str) -> None:
         if self._closed:

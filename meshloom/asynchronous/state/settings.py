@@ -12,7 +12,7 @@ import torch
 
 from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.asynchronous.protocol.head import Rules
-from meshloom.core.errors import PlanError
+from meshloom.core.errors import JobError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.failure import EndedError
@@ -90,6 +90,15 @@ def stopped_and_saved(signal_number: int, update: int, settings: AsynchronousSet
         f"Stopped by {name} after update {update} of {settings.steps}, which is saved. Go on with --resume {settings.out}.",
         128 + signal_number,
     )
+
+
+def check_foreground(job: Job) -> None:
+    """Raises `JobError` if `job` asks for what workers cannot do: they hold no state to save."""
+    if job.checkpoint != "foreground":
+        raise JobError(
+            f"Job(checkpoint={job.checkpoint!r}) is for ranks that save what they hold; with exchange=async checkpoints are made of the servers' snapshots. "
+            "Leave it out, or give --checkpoint foreground."
+        )
 
 
 def refuse_common_steps() -> NoReturn:

@@ -100,8 +100,9 @@ class CheckpointLayout:
         return self.weights + self.state
 
     @property
-    def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in self.files)
+    def tensor_bytes(self) -> int:
+        """Of all tensors, without headers."""
+        return sum(each.num_bytes for file in self.files for each in file.entries)
 
     def place(self, span: HeldSpan) -> tuple[FileLayout, int]:
         """The file of the tensor that holds a span, and the byte where element 0 of the full tensor is or

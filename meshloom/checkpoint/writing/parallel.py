@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -28,7 +29,7 @@ from meshloom.checkpoint.writing.file_layout import (
     division_of,
     layout_of,
 )
-from meshloom.checkpoint.writing.problems import attempt, first_problem
+from meshloom.checkpoint.writing.problems import Problem, attempt, first_problem
 from meshloom.checkpoint.writing.saving import Write, WrittenFiles, check_seen
 from meshloom.comm import pieces as blocks
 from meshloom.comm.group import Group
@@ -40,6 +41,14 @@ from meshloom.core.errors import CheckpointError
 Part = tuple[HeldSpan, Tensor]  # and its elements, flat
 
 
+@dataclass(frozen=True, kw_only=True)
+class DividedState:
+    """The files of a checkpoint, and what this rank writes of them."""
+
+    layout: CheckpointLayout
+    parts: tuple[Part, ...]
+
+
 def parallel(weights: Sequence[Piece], pieces: Sequence[Piece], *, file_bytes: int = FILE_BYTES) -> Write:
     """Writes weights and state of all ranks, which are on one host.
 
@@ -48,14 +57,48 @@ def parallel(weights: Sequence[Piece], pieces: Sequence[Piece], *, file_bytes: i
     """
 
     def write(directory: Path, temporary: Path, group: Group) -> Steps[WrittenFiles]:
-        agreed = yield from prepare(directory, temporary, group, weights, pieces, file_bytes)
-        if isinstance(agreed, WrittenFiles):
-            return agreed
-        layout, parts = agreed
-        sizes = {each.name: each.num_bytes for each in layout.files}
+        try:
+            divided = yield from divide(group, weights, pieces, file_bytes)
+        except CheckpointError as error:  # the same one on all ranks
+            problem: Problem = {"rank": group.rank, "reason": str(error), "needed": 0, "free": None}
+            return WrittenFiles(problem=problem, files={}, pieces={})
+        return (yield from write_divided(divided)(directory, temporary, group))
+
+    return write
+
+
+def divide(
+    group: Group, weights: Sequence[Piece], pieces: Sequence[Piece], file_bytes: int = FILE_BYTES
+) -> Steps[DividedState]:
+    """Agrees on the files, and on which rank writes what. Arguments: as for `parallel`. Raises the same
+    `CheckpointError` on every rank if no rank holds some elements."""
+    mine: list[tuple[Kind, Piece]] = [
+        *(("weight", each) for each in weights),
+        *(("state", each) for each in pieces),
+    ]
+    told = yield from collect(group, [HeldSpan.of(kind, each).to_json() for kind, each in mine])
+    everyone = [[HeldSpan.from_json(each) for each in spans] for spans in told]
+    layout = layout_of((span for spans in everyone for span in spans), file_bytes)
+    parts: list[Part] = []
+    divided = division_of(everyone, group.rank)
+    for (_, piece), span, (start, stop) in zip(mine, everyone[group.rank], divided, strict=True):
+        if start < stop:
+            part = HeldSpan(span.kind, span.key, start, stop, span.shape, span.dtype, span.held)
+            parts.append((part, piece.tensor[start - span.start : stop - span.start]))
+    return DividedState(layout=layout, parts=tuple(parts))
+
+
+def write_divided(divided: DividedState) -> Write:
+    """Writes what ranks have agreed on."""
+    layout, parts = divided.layout, divided.parts
+    sizes = {each.name: each.num_bytes for each in layout.files}
+
+    def write(directory: Path, temporary: Path, group: Group) -> Steps[WrittenFiles]:
         rank, needed = group.rank, sum(span.num_bytes for span, _ in parts)
-        problem = attempt(rank, directory, needed, lambda: write_parts(temporary, layout, parts))
-        problem = first_problem((yield from collect(group, {"problem": problem})))
+        problem = yield from _create_together(directory, temporary, group, layout)
+        if problem is None:
+            problem = attempt(rank, directory, needed, lambda: write_parts(temporary, layout, parts))
+            problem = first_problem((yield from collect(group, {"problem": problem})))
         sums: list[Sum] = []
         if problem is None:
             problem = attempt(
@@ -77,44 +120,18 @@ def parallel(weights: Sequence[Piece], pieces: Sequence[Piece], *, file_bytes: i
     return write
 
 
-def prepare(
-    directory: Path,
-    temporary: Path,
-    group: Group,
-    weights: Sequence[Piece],
-    pieces: Sequence[Piece],
-    file_bytes: int = FILE_BYTES,
-) -> Steps[WrittenFiles | tuple[CheckpointLayout, list[Part]]]:
-    """Agrees on the files, and makes them; what this rank is to write, or the problem of some rank."""
-    mine: list[tuple[Kind, Piece]] = [
-        *(("weight", each) for each in weights),
-        *(("state", each) for each in pieces),
-    ]
-    told = yield from collect(group, [HeldSpan.of(kind, each).to_json() for kind, each in mine])
-    everyone = [[HeldSpan.from_json(each) for each in spans] for spans in told]
-    made: list[CheckpointLayout] = []
-
-    def make() -> None:
-        made.append(layout_of((span for spans in everyone for span in spans), file_bytes))
-        if group.rank == 0:
-            create_files(temporary, made[0])
-
-    needed = sum(span.num_bytes for span in {span for spans in everyone for span in spans})
-    problem = attempt(group.rank, directory, needed, make)
+def _create_together(
+    directory: Path, temporary: Path, group: Group, layout: CheckpointLayout
+) -> Steps[Problem | None]:
+    """Rank 0 makes the files, and all ranks see them; the problem of the first rank that has one."""
+    problem: Problem | None = None
+    if group.rank == 0:
+        problem = attempt(0, directory, layout.tensor_bytes, lambda: create_files(temporary, layout))
     # which directory it is: another host may have one of that name
     node = yield from share(group, temporary.stat().st_ino if group.rank == 0 and not problem else None)
     if problem is None:
         problem = attempt(group.rank, directory, 0, lambda: _check_same(temporary, node))
-    problem = first_problem((yield from collect(group, {"problem": problem})))
-    if problem is not None:
-        return WrittenFiles(problem=problem if problem["rank"] == group.rank else None, files={}, pieces={})
-    parts: list[Part] = []
-    divided = division_of(everyone, group.rank)
-    for (_, piece), span, (start, stop) in zip(mine, everyone[group.rank], divided, strict=True):
-        if start < stop:
-            part = HeldSpan(span.kind, span.key, start, stop, span.shape, span.dtype, span.held)
-            parts.append((part, piece.tensor[start - span.start : stop - span.start]))
-    return made[0], parts
+    return first_problem((yield from collect(group, {"problem": problem})))
 
 
 def create_files(temporary: Path, layout: CheckpointLayout) -> None:

@@ -7,11 +7,9 @@ clock (`own_clock.py`), so one core suffices to find out what each of many ranks
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -31,6 +29,7 @@ from meshloom.data.team_data import open_team_reader
 from meshloom.exchange.buckets.gradient_bytes import held_gradients
 from meshloom.launch.one_process import simulated_ranks
 from meshloom.launch.world import CARRIES_TENSORS, LocalRank, Use
+from meshloom.machine.memory import free_bytes
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
 from meshloom.planner.memory.saved_bytes import SavedBytes
@@ -245,13 +244,3 @@ def _check_room(replica: Replica, num_ranks: int) -> None:
             f"{replica.plan} cannot be rehearsed here: {num_ranks} ranks hold up to {format_bytes(num_bytes)} each in this process, and {format_bytes(free_bytes())} "
             "of memory are free. Price plans of fewer ranks, or a model with fewer layers."
         )
-
-
-def free_bytes() -> int:
-    """Available memory of this machine."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return 1024 * int(available)

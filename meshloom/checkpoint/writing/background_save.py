@@ -1,0 +1,65 @@
+"""A save that a thread of low priority carries out while training goes on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+_LOWEST_PRIORITY = 19  # as `nice` counts
+
+
+class BackgroundSave:
+    """A save under way. Whoever starts it waits for it. step: whose state is saved. carry_out: saves, and
+    returns the checkpoint's path.
+
+    The thread is no daemon: a program that ends without waiting ends with a whole checkpoint.
+    """
+
+    def __init__(self, step: int, carry_out: Callable[[], Path]) -> None:
+        self.step = step
+        self._carry_out: Callable[[], Path] | None = carry_out
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"saving step {step}")
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended, and not well."""
+        return self.over and self._error is not None
+
+    def wait(self) -> Path:
+        """The checkpoint's path, once it is whole. Raises what the save has raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+    def _run(self) -> None:
+        _lower_priority()
+        assert self._carry_out is not None
+        try:
+            with torch.no_grad():  # the mode is per thread
+                self._path = self._carry_out()
+        except BaseException as error:
+            self._error = error
+        self._carry_out = None  # and the copy that it holds
+
+
+def _lower_priority() -> None:
+    """Of this thread alone, which only Linux knows; its reads and writes have the priority that goes with it."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

@@ -1,0 +1,41 @@
+"""A copy in host memory of what a rank writes, so that training can change the state while it is written.
+
+held by ranks   | w: rank 0, 1 | m: rank 0 | m: rank 1 |
+copied          | w w | m |  on rank 0      | w w | m |  on rank 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from meshloom.checkpoint.writing.parallel import DividedState, Part
+
+_ALIGNED_BYTES = 64  # where each part begins
+
+
+class HostCopy:
+    """The parts of `divided`, copied. On a GPU the copies are enqueued on its current stream: what is enqueued
+    there later may change the state."""
+
+    def __init__(self, divided: DividedState) -> None:
+        starts, position = list[int](), 0
+        for _, part in divided.parts:
+            starts.append(position)
+            position += -(-part.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        self._gpus = {part.device for _, part in divided.parts if part.device.type == "cuda"}
+        memory = torch.empty(position, dtype=torch.uint8, pin_memory=bool(self._gpus))
+        copies: list[Part] = []
+        for (span, part), start in zip(divided.parts, starts, strict=True):
+            copy = memory[start : start + part.nbytes].view(part.dtype)
+            copy.copy_(part.detach().reshape(-1), non_blocking=True)
+            copies.append((span, copy))
+        self._enqueued = [torch.cuda.current_stream(gpu).record_event() for gpu in self._gpus]
+        self._divided = replace(divided, parts=tuple(copies))
+
+    def wait(self) -> DividedState:
+        """What to write, once it is copied."""
+        for event in self._enqueued:
+            event.synchronize()
+        return self._divided
