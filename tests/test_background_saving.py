@@ -22,7 +22,7 @@ import torch
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.writing import parallel
-from meshloom.checkpoint.writing.host_copy import HostCopy
+from meshloom.checkpoint.writing.host_copy import CopyMemory, HostCopy
 from meshloom.checkpoint.writing.parallel import DividedState
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job
@@ -191,10 +191,9 @@ def test_each_rank_copies_what_it_writes_and_that_is_said(
     copied: list[int] = []
 
     class Counted(HostCopy):
-        def __init__(self, divided: DividedState) -> None:
-            super().__init__(divided)
+        def __init__(self, divided: DividedState, memory: CopyMemory) -> None:
+            super().__init__(divided, memory)
             copied.append(sum(part.nbytes for _, part in divided.parts))
-            self.needed = divided.layout.tensor_bytes
 
     monkeypatch.setattr(run_checkpoints, "HostCopy", Counted)
     notes = train(job_of("gpt", steps=3), "dp=3", tmp_path)
@@ -205,8 +204,8 @@ def test_each_rank_copies_what_it_writes_and_that_is_said(
     )
     assert len(copied) == 3 and sum(copied) == size and max(copied) < 0.4 * size
     assert notes[0] == (
-        f"Checkpoints are written in the background, from a copy of the state in host memory: {format_bytes(size)} ({format_bytes(copied[0])} of it on rank 0) "
-        "until each is written."
+        f"Checkpoints are written in the background, from a copy of the state in host memory: {format_bytes(size)} ({format_bytes(copied[0])} of it on rank 0), "
+        "kept from one to the next."
     )
 
 

@@ -20,7 +20,7 @@ from meshloom.comm.windows import windows_of
 from meshloom.core.errors import PlanError
 from meshloom.core.jobfile import load_job
 from meshloom.core.plan import Plan
-from meshloom.machine.memory import free_bytes
+from meshloom.machine.host_memory import free_bytes
 from meshloom.planner.rehearsal import rehearse as planner_rehearse
 from meshloom.planner.rehearsal.own_clock import CommonMemory, OwnClock, RehearsedGroup
 from meshloom.planner.rehearsal.rehearse import rehearse

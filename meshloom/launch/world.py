@@ -16,7 +16,7 @@ from meshloom.comm.steps import Turns
 from meshloom.core.mesh import Axis, Mesh, MeshCoordinates
 from meshloom.launch.devices import Kind
 from meshloom.launch.names import used_axes
-from meshloom.machine.memory import peak_memory_bytes
+from meshloom.machine.process_memory import peak_memory_bytes
 
 # What a group is for: tensors along an axis, batch statistics along dp; or control messages among all ranks,
 # those of a replica, and those along dp; or all ranks once more, for a thread that saves.

@@ -13,7 +13,7 @@ from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.format import step_name
 from meshloom.checkpoint.writing.background_save import BackgroundSave
 from meshloom.checkpoint.writing.config_files import config_files_of
-from meshloom.checkpoint.writing.host_copy import HostCopy
+from meshloom.checkpoint.writing.host_copy import CopyMemory, HostCopy
 from meshloom.checkpoint.writing.parallel import DividedState, divide, write_divided
 from meshloom.checkpoint.writing.run_directory import open_directory
 from meshloom.checkpoint.writing.saving import save
@@ -27,7 +27,8 @@ from meshloom.core.plan import Plan
 from meshloom.core.units import format_bytes, format_seconds
 from meshloom.data.shares import Shares
 from meshloom.launch.transport import host_identity
-from meshloom.machine.memory import free_bytes, regained_bytes
+from meshloom.machine.host_memory import free_bytes
+from meshloom.machine.process_memory import regained_bytes
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import held_weights, optimizer_state, resume, weights
 from meshloom.telemetry.progress import Listener
@@ -54,6 +55,7 @@ class RunCheckpoints:
         self.newest: tuple[int, Path] | None = None
         self._listener, self._told = listener, False
         self._under_way: BackgroundSave | None = None
+        self._memory = {replica.context.rank: CopyMemory() for replica in replicas.all}
         self._saved: list[tuple[int, Path]] = []
         hosts = replicas.together(lambda replica: collect(replica.context.world, host_identity()))[0]
         self._one_host = len(set(hosts)) == 1
@@ -127,7 +129,8 @@ class RunCheckpoints:
             divided = yield from divide(world, held_weights(replica), pieces)
             saving = replica.context.saving
             if background and saving and (yield from self._fits(replica, divided, step)):
-                copies.append((HostCopy(divided), carry_out, saving))
+                memory = self._memory[replica.context.rank]
+                copies.append((HostCopy(divided, memory), carry_out, saving))
                 return out / step_name(step)
             return (yield from carry_out(write=write_divided(divided), group=world))
 
@@ -192,21 +195,25 @@ class RunCheckpoints:
     def _fits(self, replica: Replica, divided: DividedState, step: int) -> Steps[bool]:
         """Whether all ranks' copies fit into their host's memory, beside what they are likely to take again in a
         step."""
+        memory = self._memory[replica.context.rank]
         here = regained_bytes() if replica is self._replicas.first else 0
-        everyone = yield from collect(replica.context.world, [here, free_bytes()])
-        again, free = sum(theirs for theirs, _ in everyone), everyone[0][1]
+        everyone = yield from collect(replica.context.world, [here, memory.num_bytes, free_bytes()])
+        again, free = sum(theirs for theirs, _, _ in everyone), everyone[0][2]
         needed = divided.layout.tensor_bytes
+        fits = needed - sum(kept for _, kept, _ in everyone) + again <= free
+        if not fits:
+            memory.release()
         if replica is self._replicas.first:
             mine = sum(part.nbytes for _, part in divided.parts)
             copied = f"{format_bytes(needed)} ({format_bytes(mine)} of it on rank 0)"
-            if needed + again > free:
+            if not fits:
                 self._listener.note(
                     f"Step {step} is saved in the foreground: a copy of its state, {copied}, does not fit in the {format_bytes(free)} of host memory that are "
                     f"free, of which the next steps may take {format_bytes(again)}."
                 )
             elif not self._told:
                 self._listener.note(
-                    f"Checkpoints are written in the background, from a copy of the state in host memory: {copied} until each is written."
+                    f"Checkpoints are written in the background, from a copy of the state in host memory: {copied}, kept from one to the next."
                 )
             self._told = True
-        return needed + again <= free
+        return fits

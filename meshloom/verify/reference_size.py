@@ -11,7 +11,7 @@ from meshloom.core.errors import DeviceError
 from meshloom.core.job import Job
 from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes
-from meshloom.machine.memory import free_bytes
+from meshloom.machine.host_memory import free_bytes
 from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
 from meshloom.verify.fewer_blocks import find_blocks, unfilled
 

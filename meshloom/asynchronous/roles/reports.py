@@ -19,7 +19,7 @@ from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.snapshots import due_path, snapshot_name
 from meshloom.comm.messaging.endpoint import RefusedCounts
 from meshloom.core.job import Job
-from meshloom.machine.memory import peak_memory_bytes
+from meshloom.machine.process_memory import peak_memory_bytes
 
 SendEvent = Callable[[Mapping[str, object]], object]
 _COUNT_SECONDS = 1.0  # between reports of counts

@@ -29,7 +29,7 @@ from meshloom.data.team_data import open_team_reader
 from meshloom.exchange.buckets.gradient_bytes import held_gradients
 from meshloom.launch.one_process import simulated_ranks
 from meshloom.launch.world import CARRIES_TENSORS, LocalRank, Use
-from meshloom.machine.memory import free_bytes
+from meshloom.machine.host_memory import free_bytes
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
 from meshloom.planner.memory.saved_bytes import SavedBytes

@@ -1,0 +1,23 @@
+"""Resident memory of this process: its peak, and what it may take again."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+
+def peak_memory_bytes() -> int:
+    """Peak resident memory of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def regained_bytes() -> int:
+    """What this process held at its peak and does not hold now, and is likely to take again."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:  # not Linux
+        return 0
+    facts = dict(line.split(":", 1) for line in lines)
+    peak, now = (1024 * int(facts[name].split()[0]) for name in ("VmHWM", "VmRSS"))
+    return max(peak - now, 0)
