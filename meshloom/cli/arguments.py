@@ -61,7 +61,11 @@ def parser() -> argparse.ArgumentParser:
     _add_report(
         verbs.add_parser("report", help="list what a run has written to its directory, or draw a step of it")
     )
-    _add_export(verbs.add_parser("export", help="write the weights of a checkpoint for other programs"))
+    _add_export(
+        verbs.add_parser(
+            "export", help="write the weights of a checkpoint, and the optimizer's state, for other programs"
+        )
+    )
     return built
 
 
@@ -199,6 +203,9 @@ def _add_export(export: argparse.ArgumentParser) -> None:
         help="safetensors: a directory that transformers reads; torch: a file for torch.load; dcp: a directory of torch.distributed.checkpoint",
     )  # fmt: skip
     export.add_argument("--out", required=True, metavar="PATH", help="the file or directory to write")
+    export.add_argument(
+        "--optimizer", action="store_true", help="the optimizer's state, too: three times as much with Adam"
+    )
     export.add_argument("--overwrite", action="store_true", help="replace weights that PATH holds")
 
 

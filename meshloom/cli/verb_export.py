@@ -1,4 +1,4 @@
-"""`meshloom export`: writes the weights of a checkpoint for other programs."""
+"""`meshloom export`: writes the weights of a checkpoint, and the optimizer's state, for other programs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import argparse
 from pathlib import Path
 
 from meshloom.checkpoint.checkpoint import Checkpoint
-from meshloom.checkpoint.writing.exporting import copy_weight_files, put_in_place, save_with_torch
+from meshloom.checkpoint.writing.exporting import (
+    copy_weight_files,
+    nested_state,
+    put_in_place,
+    save_with_torch,
+)
 from meshloom.comm.torch.checkpoint_directory import save_directory
 
 
 def export(arguments: argparse.Namespace) -> int:
     """Exit code 0."""
     checkpoint, out = Checkpoint.open(Path(arguments.run)), Path(arguments.out)
+    optimizer: bool = arguments.optimizer
     writers = {
-        "safetensors": lambda path: copy_weight_files(checkpoint, path),
-        "torch": lambda path: save_with_torch(checkpoint, path),
-        "dcp": lambda path: save_directory({"model": checkpoint.weights()}, path),
+        "safetensors": lambda path: copy_weight_files(checkpoint, path, optimizer=optimizer),
+        "torch": lambda path: save_with_torch(checkpoint, path, optimizer=optimizer),
+        "dcp": lambda path: save_directory(nested_state(checkpoint, optimizer=optimizer), path),
     }
     put_in_place(checkpoint, out, writers[arguments.to], overwrite=arguments.overwrite)
-    print(f"{out} holds the weights of {checkpoint.path} (step {checkpoint.step}) as {arguments.to}.")
+    what = "weights and the optimizer's state" if optimizer else "weights"
+    print(f"{out} holds the {what} of {checkpoint.path} (step {checkpoint.step}) as {arguments.to}.")
     return 0

@@ -25,7 +25,7 @@ from meshloom.optimizer.state_pieces import (
     state_loader,
     state_pieces,
 )
-from meshloom.optimizer.user_optimizer import scheduler_values
+from meshloom.optimizer.user_optimizer import UserOptimizers, scheduler_values
 from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -33,15 +33,17 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 class OptimizerState:
     """What one rank has of it.
 
-    assignment: what the optimizers update here. owners: the ranks along dp among which that is sliced; None:
+    user: the optimizers. assignment: what they update here. owners: the ranks along dp among which that is sliced; None:
     it is not. names: of this rank's parameters, if other ranks along pp have others; None: all.
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], assignment: UpdatedParameters, shards: Shards,
+        self, user: UserOptimizers, schedulers: Sequence[Any], assignment: UpdatedParameters, shards: Shards,
         owners: Group | None, device: torch.device, names: Collection[str] | None = None,
     ) -> None:  # fmt: skip
-        self._optimizers, self._schedulers, self._assignment = optimizers, schedulers, assignment
+        self._optimizers: Sequence[Optimizer] = user.optimizers
+        self.names = user.names
+        self._schedulers, self._assignment = schedulers, assignment
         self._shards, self._owners, self._device, self._names = shards, owners, device, names
         self._traffic = Traffic()
 
@@ -72,11 +74,17 @@ class OptimizerState:
             pieces += gathered.pieces
             streams.append(gathered.stream)
             self._traffic += gathered.traffic
-        values = {
-            "optimizers": [settings(optimizer) for optimizer in self._optimizers],
+        return pieces, streams, self.values()
+
+    def values(self) -> dict[str, Any]:
+        """What is not in tensors, as JSON: equal on all ranks."""
+        return {
+            "optimizers": [
+                {**settings(optimizer), "names": names}
+                for optimizer, names in zip(self._optimizers, self.names, strict=True)
+            ],
             "schedulers": [scheduler_values(scheduler) for scheduler in self._schedulers],
         }
-        return pieces, streams, values
 
     def average(self, group: Group, talk: Group) -> Steps[None]:
         """Replicas that have taken independent steps get the same state. Arguments: of `average_state`."""

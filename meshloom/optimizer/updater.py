@@ -75,7 +75,7 @@ class Updater:
         self._counted = self._counted_here() if shards.size > 1 and job.clip_grad_norm is not None else None
         names = {name for name, _ in local} if local is not None and stages is not None else None
         self.state = OptimizerState(
-            self._optimizers, self._schedulers, self._assignment, shards, exchange.owners, self._device, names
+            user, self._schedulers, self._assignment, shards, exchange.owners, self._device, names
         )
 
     def update(

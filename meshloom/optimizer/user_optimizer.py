@@ -19,10 +19,12 @@ from meshloom.optimizer.elementwise import Reach, reach
 
 @dataclass(frozen=True, kw_only=True)
 class UserOptimizers:
-    """What the job's optimizer function returned, and the same as a list. elementwise: the job's setting."""
+    """What the job's optimizer function returned, and the same as a list. elementwise: the job's setting. names: of
+    the parameters, by optimizer and group."""
 
     returned: Any
     optimizers: list[Optimizer]
+    names: list[list[list[str]]]
     elementwise: bool | None
 
     @cached_property
@@ -35,8 +37,15 @@ class UserOptimizers:
 def make_optimizers(job: Job, named_parameters: NamedParameters) -> UserOptimizers:
     """Calls `job.optimizer` with the parameters. Raises `JobError` for optimizers that cannot be used."""
     returned = _call(job, named_parameters)
-    optimizers = _check(returned, {id(parameter): name for name, parameter in named_parameters})
-    return UserOptimizers(returned=returned, optimizers=optimizers, elementwise=job.elementwise)
+    names = {id(parameter): name for name, parameter in named_parameters}
+    optimizers = _check(returned, names)
+    grouped = [
+        [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    return UserOptimizers(
+        returned=returned, optimizers=optimizers, names=grouped, elementwise=job.elementwise
+    )
 
 
 def make_schedulers(job: Job, made: Any) -> list[Any]:

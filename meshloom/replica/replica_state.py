@@ -127,7 +127,7 @@ def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None
     checkpoint = yield from open_together(directory, world)
     yield from check_together(world, lambda: check(checkpoint))
     found: list[Loader] = []
-    yield from check_together(world, lambda: found.append(_loader(replica, checkpoint)))
+    yield from check_together(world, lambda: found.append(loader_of(replica, checkpoint)))
     wanted = (STATE, OUTER) if replica.exchange.state is not None else (STATE,)
     yield from load_together(
         checkpoint,
@@ -204,7 +204,8 @@ def check_team(replica: Replica, step: int) -> Steps[None]:
         )
 
 
-def _loader(replica: Replica, checkpoint: Checkpoint) -> Loader:
+def loader_of(replica: Replica, checkpoint: Checkpoint) -> Loader:
+    """What puts the checkpoint's tensors where this rank holds them, and restores its values."""
     take, finish_updater = replica.updater.state.loading(checkpoint.values["updater"])
     momentum: dict[str, Tensor] = {}
     take_outer = outer_loader(replica.named, replica.shards, momentum)

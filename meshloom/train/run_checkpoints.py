@@ -33,6 +33,8 @@ from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import held_weights, optimizer_state, resume, weights
 from meshloom.telemetry.progress import Listener
 from meshloom.train.local_replicas import LocalReplicas
+from meshloom.train.torch_checkpoint import is_torch_checkpoint
+from meshloom.train.torch_resuming import resume_from_torch
 
 
 class RunCheckpoints:
@@ -72,8 +74,12 @@ class RunCheckpoints:
 
     def resume(self, directory: Path, steps: int) -> Checkpoint:
         """Load the newest complete checkpoint in `directory` into all replicas; returns it."""
+        there = self._replicas.together(
+            lambda replica: collect(replica.context.world, is_torch_checkpoint(directory))
+        )[0]
+        how = resume_from_torch if any(there) else resume
         return self._replicas.together(
-            lambda replica: resume(replica, directory, partial(self._check, replica, steps))
+            lambda replica: how(replica, directory, partial(self._check, replica, steps))
         )[0]
 
     def _check(self, replica: Replica, steps: int, checkpoint: Checkpoint) -> None:

@@ -234,7 +234,7 @@ class SynchronousRun:
 
     def _resume(self, directory: Path) -> None:
         checkpoint = self._checkpoints.resume(directory, self._steps)
-        if self._world.main and (said := passed_over(checkpoint.path)):
+        if self._world.main and (said := checkpoint.meta.get("note") or passed_over(checkpoint.path)):
             self._listener.note(said)
         self._measurement.go_on_with(checkpoint)
         self.next_step = checkpoint.step

@@ -1,15 +1,21 @@
-"""Weights of a checkpoint, written for other programs: complete or not at all."""
+"""Weights of a checkpoint, and the optimizer's state, written for other programs: complete or not at all."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.format import INDEX, SAVING, weight_files
+from meshloom.checkpoint.json_values import to_json
+from meshloom.checkpoint.optimizer_export import by_name, optimizer_states
+from meshloom.checkpoint.tensor_file import write_tensors
 from meshloom.core.errors import CheckpointError
 
 _OWN = ("*.safetensors", "*.json", "*.distcp", ".metadata")  # what directories hold that are written here
@@ -49,8 +55,9 @@ def put_in_place(
         _remove(temporary)
 
 
-def copy_weight_files(checkpoint: Checkpoint, path: Path) -> None:
-    """A directory with the files of weights, their index, and a transformers model's configuration."""
+def copy_weight_files(checkpoint: Checkpoint, path: Path, *, optimizer: bool) -> None:
+    """A directory with the files of weights, their index, and a transformers model's configuration; optimizer: the
+    state's tensors as optimizer.safetensors, name/key, and everything else of it as optimizer.json."""
     path.mkdir()
     configurations = [INDEX, "config.json", "generation_config.json"]
     for name in [
@@ -58,12 +65,50 @@ def copy_weight_files(checkpoint: Checkpoint, path: Path) -> None:
         *(each for each in configurations if each in checkpoint.meta["files"]),
     ]:
         shutil.copyfile(checkpoint.path / name, path / name)
+    if optimizer:
+        states = optimizer_states(checkpoint)
+        values = {
+            f"{name}/{key}": value
+            for each in states
+            for name, found in each.state.items()
+            for key, value in found.items()
+        }
+        write_tensors(
+            path / "optimizer.safetensors",
+            {name: value for name, value in values.items() if isinstance(value, Tensor)},
+        )
+        others = {name: to_json(value) for name, value in values.items() if not isinstance(value, Tensor)}
+        content = {
+            "step": checkpoint.step,
+            "optimizers": checkpoint.values["updater"]["optimizers"],
+            "values": others,
+        }
+        (path / "optimizer.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def save_with_torch(checkpoint: Checkpoint, path: Path) -> None:
-    """A file for `torch.load`: the model's state_dict."""
+def save_with_torch(checkpoint: Checkpoint, path: Path, *, optimizer: bool) -> None:
+    """A file for `torch.load`: the model's state_dict. optimizer: under "model", beside "optimizer", what its
+    `load_state_dict` takes (a list for several), and "step"."""
+    content: dict[str, Any] = checkpoint.weights()
+    if optimizer:
+        states = [each.numbered() for each in optimizer_states(checkpoint)]
+        content = {
+            "model": content,
+            "optimizer": states[0] if len(states) == 1 else states,
+            "step": checkpoint.step,
+        }
     with path.open("wb") as file:
-        torch.save(checkpoint.weights(), file)
+        torch.save(content, file)
+
+
+def nested_state(checkpoint: Checkpoint, *, optimizer: bool) -> dict[str, Any]:
+    """For `torch.distributed.checkpoint`: "model"; optimizer: and "optimizer" by parameters' names, and what it takes
+    to go on from here, under "meshloom"."""
+    content: dict[str, Any] = {"model": checkpoint.weights()}
+    if optimizer:
+        content["optimizer"] = by_name(checkpoint)
+        content["meshloom"] = json.dumps({"step": checkpoint.step, "values": checkpoint.values})
+    return content
 
 
 def _remove(path: Path) -> None:
