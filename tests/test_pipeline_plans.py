@@ -195,8 +195,8 @@ def test_ranks_that_drift_apart_are_found():
         borrowed = dict(trainer.replicas[1].model.named_parameters())["embed.weight"]
         with torch.no_grad():
             borrowed.view(-1)[0] += 1e-9
-        trainer.replicas[1].engine.ownership.lend = lambda parameters: iter(())  # type: ignore[union-attr, assignment, method-assign]
-        trainer.replicas[0].engine.ownership.lend = lambda parameters: iter(())  # type: ignore[union-attr, assignment, method-assign]
+        trainer.replicas[1].engine.ownership.lend = lambda *held: iter(())  # type: ignore[union-attr, assignment, method-assign]
+        trainer.replicas[0].engine.ownership.lend = lambda *held: iter(())  # type: ignore[union-attr, assignment, method-assign]
         with pytest.raises(
             TrainingError,
             match=r"embed.weight differs between ranks pp=0 and pp=1, which both hold a full copy",

@@ -33,10 +33,10 @@ class Part(nn.Module):
 class Blocks(nn.Module):
     """[batch, 7] -> [batch, 5], through four blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 4) -> None:
         super().__init__()
         self.first = nn.Linear(7, 6)
-        self.blocks = nn.ModuleList(Part() for _ in range(4))
+        self.blocks = nn.ModuleList(Part() for _ in range(blocks))
         self.head = nn.Linear(6, 5)
 
     def through(self, x: Tensor) -> Tensor:

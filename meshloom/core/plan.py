@@ -260,11 +260,6 @@ def _check_modules(plan: Plan) -> None:
         return
     name = next(name for name in ("tp", "pp", "recompute") if getattr(plan, name) not in (1, "none"))
     setting = f"{name}={getattr(plan, name)}"
-    if plan.zero == 3:
-        raise PlanError(
-            f"zero=3 gathers the parameters of modules, and {setting} runs a captured program, for which it is not available yet. "
-            f"Leave {setting} out (torch.utils.checkpoint in the model recomputes under zero=3, too), or use zero=2."
-        )
     if plan.sync_batch_norm:
         raise PlanError(
             f"sync_batch_norm=true works on modules, and {setting} runs a captured program. Leave {setting} out, or use sync_batch_norm=false."

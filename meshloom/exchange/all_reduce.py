@@ -35,6 +35,8 @@ def open_all_reduce(setup: Setup) -> Exchange:
         setup.fill_parameters()
         return AllReduce(setup.dense, setup.group, reduction=setup.reduction(), **settings)
     if windows is not None and setup.may_share():
+        if not setup.dense:
+            return setup.nothing()
         copies = partial(OneForAll, windows=windows, frozen=setup.frozen, unfilled=setup.unfilled)
         return zero(setup.dense, setup.group, windows=windows, copies=copies, **settings)
     if plan.zero == 3:

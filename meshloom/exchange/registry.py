@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
@@ -31,8 +31,8 @@ class Setup:
     replicated: as for `GradientBuckets`. late: names of parameters whose gradients are complete at the end of
     a step only. windows: the group, if its ranks can share memory. may_share: whether they may then share one
     copy of the parameters. units: of all parameters, for zero=3. control: the replicas' group for messages
-    that are not counted. sparse: names of the parameters with sparse gradients; kept, sparse_only: some of
-    these, as for `WithSparse`.
+    that are not counted. lent: name of what several ranks along pp hold -> whether this one updates it. sparse:
+    names of the parameters with sparse gradients; kept, sparse_only: some of these, as for `WithSparse`.
     """
 
     plan: Plan
@@ -46,6 +46,7 @@ class Setup:
     units: Callable[[], Sequence[UnitParameters]] = tuple[UnitParameters]
     unfilled: UnfilledModel | None = None
     control: Group | None = None
+    lent: Mapping[str, bool] = field(default_factory=dict[str, bool])
     sparse: Collection[str] = ()
     kept: Collection[str] = ()
     sparse_only: Collection[str] = ()
@@ -78,7 +79,14 @@ class Setup:
             return resolve_name(entry.factory)(self)
         if self.sparse:
             self.fill_parameters()
-        return self._with_sparse(resolve_name(entry.factory)(self) if self.dense else Alone([]), self.group)
+        if self.dense or (self.plan.zero == 3 and self.units()):
+            return self._with_sparse(resolve_name(entry.factory)(self), self.group)
+        return self.nothing()
+
+    def nothing(self) -> Exchange:
+        """The exchange of ranks that update nothing, but may borrow parameters or have frozen ones."""
+        self.fill_parameters()
+        return self._with_sparse(Alone([]), self.group)
 
     def fill_parameters(self) -> None:
         """Gives values to parameters that have none, for exchanges that keep them whole on every rank."""

@@ -7,7 +7,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,26 @@ def open_zero_three(setup: Setup) -> Exchange:
             f"{min(setup.sparse)} gets sparse gradients (sparse=True), which zero=3 does not divide. Use zero=1, or sparse=False."
         )
     assert setup.control is not None
-    exchange = ZeroThree(setup.units(), setup.group, setup.control, overlap=setup.plan.overlap)
+    late, replicated = set(setup.late), set(setup.replicated)
+
+    def together(name: str) -> Hashable:
+        # What several ranks along pp hold has equal slices on all of them, and what is replicated along tp is
+        # added up at equal places on all of them, whatever else they hold.
+        return name if name in setup.lent else (name in late, name in replicated)
+
+    owned = {name for name, _ in setup.named}
+    exchange = ZeroThree(
+        setup.units(),
+        setup.group,
+        setup.control,
+        overlap=setup.plan.overlap,
+        together=together,
+        borrowed=[name for name, owns in setup.lent.items() if not owns],
+        late=any(name in owned for name in late),
+    )
     if setup.unfilled and setup.unfilled.lacks_parameters:
         setup.unfilled.fill_slices(
-            [(each.name, each.start, each.stop, each.data()) for each in exchange.each_slice()],
+            [(each.name, each.start, each.stop, each.data()) for each in exchange.each_slice(borrowed=True)],
             {entry.name for unit in exchange.units for part in unit.parts for entry in part.entries},
         )
     return exchange
@@ -40,19 +56,34 @@ def open_zero_three(setup: Setup) -> Exchange:
 
 class ZeroThree(Exchange):
     """Over `group`. units: all parameters, frozen ones too. control: the same ranks, for messages that are
-    not counted. overlap: whether units are gathered ahead."""
+    not counted. overlap: whether units are gathered ahead. together: as for `Unit`.
+
+    borrowed: names of parameters of which another rank of the replica owns a copy; each is apart from others
+    (`together`). late: whether some gradients are complete only after the chunks.
+    """
 
     def __init__(
-        self, units: Sequence[UnitParameters], group: Group, control: Group, *, overlap: bool
+        self,
+        units: Sequence[UnitParameters],
+        group: Group,
+        control: Group,
+        *,
+        overlap: bool,
+        together: Callable[[str], Hashable] = lambda name: None,
+        borrowed: Collection[str] = (),
+        late: bool = False,
     ) -> None:
-        self._group = group
-        self.units = [Unit(number, each, group.rank, group.size) for number, each in enumerate(units)]
+        self._group, self._late = group, late
+        self.units = [
+            Unit(number, each, group.rank, group.size, together) for number, each in enumerate(units)
+        ]
         self.gathering = UnitGathering(self.units, group, control, ahead=overlap)
-        self._trained = [(unit, part) for unit in self.units for part in unit.trainable_parts]
-        self._mine = [(part, each) for _, part in self._trained for each in part.slices()]
-        self._entries = [entry for _, part in self._trained for entry in part.entries]
-        device = self._entries[0].parameter.device
-        self._used = torch.zeros(len(self._entries), dtype=torch.uint8, device=device)
+        self._parts = [part for unit in self.units for part in unit.parts]
+        self._owned = [part for part in self._parts if part.entries[0].name not in borrowed]
+        self._trained = [part for part in self._owned if part.is_trainable]
+        self._mine = [(part, each) for part in self._trained for each in part.slices()]
+        self._entries = [entry for part in self._trained for entry in part.entries]
+        self._used = torch.zeros(len(self._entries), dtype=torch.uint8, device=self._parts[0].kept.device)
         self._inspected = Traffic()
 
     @property
@@ -67,8 +98,12 @@ class ZeroThree(Exchange):
     def only_slices(self) -> bool:
         return True
 
+    @property
+    def each_chunk(self) -> bool:
+        return True
+
     def begin_step(self) -> None:
-        for _, part in self._trained:
+        for part in self._trained:
             part.summed = part.gradient = None
             for entry in part.entries:
                 entry.parameter.grad = None
@@ -77,12 +112,13 @@ class ZeroThree(Exchange):
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         if parameter.grad is None:
             return
-        unit, part, entry = self.gathering.places[id(parameter)]
+        _, part, entry = self.gathering.places[id(parameter)]
         part.add_gradient(entry)
-        if unit.is_complete:
-            self.gathering.complete(unit)
+        if part.is_complete:
+            self.gathering.complete(part)
 
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+        self.gathering.end_step(late=self._late)
         self._used.copy_(torch.tensor([entry.used for entry in self._entries], dtype=torch.uint8))
         work = self._group.all_reduce(self._used, "max")
         yield
@@ -90,7 +126,7 @@ class ZeroThree(Exchange):
         for entry, used in zip(self._entries, self._used.tolist(), strict=True):
             entry.used = bool(used)
         divisor = float(weight)
-        for _, part in self._trained:
+        for part in self._trained:
             if part.summed is not None and divisor != 1.0:
                 part.summed.div_(divisor)
         return [
@@ -100,7 +136,7 @@ class ZeroThree(Exchange):
 
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
         found = {id(each.entry): gradient for (_, each), gradient in zip(self._mine, gradients, strict=True)}
-        for _, part in self._trained:
+        for part in self._trained:
             share = torch.zeros_like(part.kept)
             for each in part.slices():
                 gradient = found[id(each.entry)]
@@ -116,17 +152,21 @@ class ZeroThree(Exchange):
     ) -> Steps[None]:
         """Passes the full value of every parameter to `emit` on every rank; one flat tensor is gathered at a
         time."""
-        for unit in self.units:
-            for part in unit.parts:
-                if any(wanted(entry.name) for entry in part.entries):
-                    flat = yield from self.gather(part, part.kept)
-                    for entry in part.entries:
-                        whole = flat[entry.start : entry.stop].view(entry.parameter.shape)
-                        yield from emit(entry.name, whole)
+        for part in self._owned:
+            if any(wanted(entry.name) for entry in part.entries):
+                flat = yield from self.gather(part, part.kept)
+                for entry in part.entries:
+                    whole = flat[entry.start : entry.stop].view(entry.parameter.shape)
+                    yield from emit(entry.name, whole)
 
-    def each_slice(self) -> list[Slice]:
-        """What this rank keeps of all parameters, frozen ones too."""
-        return [_slice(part, each) for unit in self.units for part in unit.parts for each in part.slices()]
+    def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
+        """What this rank keeps of all parameters, frozen ones too. borrowed: also of those that others own."""
+        parts = self._parts if borrowed else self._owned
+        return [_slice(part, each) for part in parts for each in part.slices()]
+
+    def kept(self, names: Collection[str]) -> dict[str, Tensor]:
+        """This rank's slices of parameters that are apart from others, borrowed ones too."""
+        return {part.entries[0].name: part.kept for part in self._parts if part.entries[0].name in names}
 
     def keeps(self, parameter: Tensor) -> bool:
         """Whether ranks keep slices of it."""

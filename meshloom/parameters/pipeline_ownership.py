@@ -100,26 +100,23 @@ class PipelineOwnership:
         for work, _ in sending:
             work.wait()
 
-    def lend(self, parameters: Mapping[str, nn.Parameter]) -> Steps[None]:
-        """Sends the owners' values to the borrowers. parameters: those that this rank holds."""
-        works: list[tuple[Work, Tensor, nn.Parameter | None]] = []
-        self._sent += sum(
-            each.nbytes * (len(self.holders[name]) - 1)
-            for name, each in self._lent_here(parameters)
-            if self.owns(name)
-        )
-        for name, parameter in self._lent_here(parameters):
+    def lend(self, parameters: Mapping[str, nn.Parameter], kept: Mapping[str, Tensor]) -> Steps[None]:
+        """Sends the owners' values to the borrowers. parameters: those that this rank holds. kept: what it
+        keeps of them, all or a slice."""
+        works: list[tuple[Work, Tensor, Tensor | None]] = []
+        for name, tensor in [(name, kept[name].detach()) for name, _ in self._lent_here(parameters)]:
             if not self.owns(name):
-                value = parameter.detach().new_empty(parameter.shape)
-                works.append((self._group.recv(value, self.owner(name)), value, parameter))
+                value = tensor.new_empty(tensor.shape)
+                works.append((self._group.recv(value, self.owner(name)), value, tensor))
                 continue
-            value = parameter.detach().contiguous()
-            works += [(self._group.send(value, borrower), value, None) for borrower in self.holders[name][1:]]
+            value, borrowers = tensor.contiguous(), self.holders[name][1:]
+            self._sent += value.nbytes * len(borrowers)
+            works += [(self._group.send(value, borrower), value, None) for borrower in borrowers]
         yield
-        for work, value, parameter in works:
+        for work, value, tensor in works:
             work.wait()
-            if parameter is not None:
-                parameter.detach().copy_(value)
+            if tensor is not None:
+                tensor.copy_(value)
 
     def bring(
         self,

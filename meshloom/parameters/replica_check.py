@@ -6,15 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.plan import Plan
 from meshloom.parameters.digest import digest
-from meshloom.parameters.model import state_of
-from meshloom.parameters.pipeline_ownership import held
 from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -44,15 +42,11 @@ def expected_bytes(tensors: Mapping[str, Tensor]) -> ExpectedBytes:
 
 
 def first_difference_in_replica(
-    model: nn.Module, shards: Shards, team: Group, plan: Plan
+    tensors: Mapping[str, Tensor], shards: Shards, team: Group, plan: Plan
 ) -> Steps[str | None]:
     """The error message if a parameter or buffer that is replicated over ranks of the replica, `team`,
-    differs between them; None: they are equal."""
-    mine = {
-        name: int(digest(each))
-        for name, each in held(state_of(model).items()).items()
-        if name not in shards.pieces
-    }
+    differs between them; None: they are equal. tensors: what this rank keeps of them."""
+    mine = {name: int(digest(each)) for name, each in tensors.items() if name not in shards.pieces}
     everyone: list[dict[str, int]] = yield from collect(team, mine)
     first: dict[str, tuple[int, int]] = {}
     for rank, theirs in enumerate(everyone):

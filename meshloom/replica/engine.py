@@ -71,6 +71,12 @@ class Engine(ABC):
         """Names of the parameters whose gradients are complete at the end of a step, not of a chunk."""
         return ()
 
+    @property
+    def lent(self) -> Mapping[str, bool]:
+        """Names of the parameters and buffers that several ranks along pp hold -> whether this one updates it.
+        Of one order on all of them."""
+        return {}
+
     @abstractmethod
     def sparse(self, optimizers: Sequence[Optimizer]) -> Sparse:
         """The parameters that get sparse gradients."""
@@ -119,8 +125,8 @@ class Engine(ABC):
 
     @abstractmethod
     def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
-        """Where a step's loss became NaN or infinite, as [stage, text]; None if not on this rank. Reruns the
-        chunks."""
+        """Where a step's loss became NaN or infinite, as [stage, text], stage -1 for a parameter; None if not on
+        this rank. Reruns the chunks."""
 
     @abstractmethod
     def check_replicated(self) -> Steps[str | None]:

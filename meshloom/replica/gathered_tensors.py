@@ -13,7 +13,7 @@ from meshloom.checkpoint.tensor_file import Stream, TensorEntry, widest_first
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.exchange.exchange import Emit
-from meshloom.exchange.units.unit_slices import UnitFlat
+from meshloom.exchange.units.unit_slices import Unit, UnitFlat
 from meshloom.exchange.zero_three import ZeroThree
 from meshloom.parameters.model import state_of
 from meshloom.parameters.pipeline_ownership import PipelineOwnership
@@ -89,18 +89,19 @@ class GatheredTensors:
             so_far=Traffic.along("tp", all_gather=self._gathered) + Traffic.along("pp", send=self._sent)
         )
 
-    def weights(self) -> Stream:
-        """As `Engine.weights`."""
-        if self._pp.size == 1:
+    def weights(self, sliced: ZeroThree | None = None) -> Stream:
+        """As `Engine.weights`. sliced: what has slices of the parameters; then one unit is gathered at a time."""
+        if self._pp.size == 1 and sliced is None:
             self._gathered += self._shards.weights_bytes(self._model)
             return self._shards.weights(self._model)
-        state = self._model.state_dict()
+        state = self._model.state_dict(keep_vars=True)
         entries = widest_first(
             [
                 TensorEntry(name, self._shards.whole_shape(name, each), TensorEntry.of(name, each).dtype)
                 for name, each in state.items()
             ]
         )
+        held = _Held(sliced) if sliced is not None else None
         moves = self._moves
         first = moves and self._pp.rank == 0
 
@@ -110,7 +111,9 @@ class GatheredTensors:
                 if self._ownership.owns(each.name):
                     self._gathered += self._shards.gather_bytes(each.name, each.dtype)
                     self._sent += each.num_bytes if moves and self._pp.rank else 0
-                    whole = yield from self._shards.gather(each.name, state[each.name])
+                    mine = state[each.name]
+                    mine = (yield from held.full(mine)) if held is not None else mine.detach()
+                    whole = yield from self._shards.gather(each.name, mine)
                 if moves:
                     whole = yield from self._ownership.bring(
                         each.name, whole, each.shape, each.dtype, self._device
@@ -120,6 +123,28 @@ class GatheredTensors:
                     take(each.name, whole)
 
         return Stream(entries=entries if first else [], run=run)
+
+
+class _Held:
+    """What a rank holds of the parameters, full along dp; those of the newest unit stay."""
+
+    def __init__(self, exchange: ZeroThree) -> None:
+        self._exchange = exchange
+        self._unit: Unit | None = None
+        self._flats: dict[int, Tensor] = {}
+
+    def full(self, tensor: Tensor) -> Steps[Tensor]:
+        """A parameter or a buffer."""
+        place = self._exchange.gathering.places.get(id(tensor))
+        if place is None:
+            return tensor.detach()
+        unit, part, entry = place
+        if unit is not self._unit:
+            self._unit = unit
+            self._flats.clear()
+        if id(part) not in self._flats:
+            self._flats[id(part)] = yield from self._exchange.gather(part, part.kept)
+        return self._flats[id(part)][entry.start : entry.stop].view(entry.parameter.shape)
 
 
 def weights_of_units(model: nn.Module, exchange: ZeroThree) -> Stream:

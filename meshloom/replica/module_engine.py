@@ -150,8 +150,7 @@ class ModuleEngine(Engine):
             else self._model.named_parameters()
         )
         with self.computing("rerun", idle=not chunks):
-            where = find_not_finite(self._model, values, chunks, loss_of)
-        return [0, where] if where else None
+            return find_not_finite(self._model, values, chunks, loss_of)
         yield
 
     def check_replicated(self) -> Steps[str | None]:

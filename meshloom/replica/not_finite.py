@@ -14,7 +14,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.data.chunks import Chunk
-from meshloom.parameters.pipeline_ownership import held
+from meshloom.pipeline.runtime.held_parameters import HeldParameters
 from meshloom.pipeline.runtime.microbatches import Microbatches
 from meshloom.program.ir.nodes import Node
 from meshloom.replica.chunk_scope import ChunkScope
@@ -25,43 +25,45 @@ def find_not_finite(
     parameters: Iterable[tuple[str, Tensor]],
     chunks: Sequence[Chunk],
     loss_of: Callable[[Chunk], Tensor],
-) -> str | None:
-    """In words; None: it was not in these chunks. parameters: what this rank keeps of them. loss_of: runs a chunk once more, from the same draws; a
-    scalar."""
+) -> list[Any] | None:
+    """As `Engine.locate_nan`. parameters: what this rank keeps of them. loss_of: runs a chunk once more, from the
+    same draws; a scalar."""
     for name, parameter in parameters:
         if not bool(torch.isfinite(parameter).all()):
-            return f"whose parameter {name} was not finite before the step"
+            return _in_parameter(name)
     for chunk in chunks:
         with torch.no_grad(), _watched(model) as first:
             loss = loss_of(chunk)
         if first:
-            return f"chunk {chunk.index}; the first module whose output is not finite is {first[0]}"
+            return [0, f"chunk {chunk.index}; the first module whose output is not finite is {first[0]}"]
         if not bool(torch.isfinite(loss)):
-            return f"chunk {chunk.index}; every module's output is finite, so the loss function made it"
+            return [
+                0,
+                f"chunk {chunk.index}; every module's output is finite, so the loss function made it",
+            ]
     return None
 
 
+def _in_parameter(name: str) -> list[Any]:
+    # before all stages: other ranks may keep other slices of it, and see only what it does
+    return [-1, f"whose parameter {name} was not finite before the step"]
+
+
 def locate_nan(
-    model: nn.Module,
+    parameters: HeldParameters,
     team: Group,
-    first_stage: int,
     chunks: Sequence[Chunk],
     scope: ChunkScope,
     microbatches: Microbatches,
 ) -> Steps[list[Any] | None]:
-    """The first operator of this rank's stages that gives NaN, as `Engine.locate_nan`. team: all ranks of the
-    replica."""
-    bad = next(
-        (
-            name
-            for name, each in held(model.named_parameters()).items()
-            if not bool(torch.isfinite(each).all())
-        ),
-        None,
-    )
+    """The first operator of this rank's stages that gives NaN, as `Engine.locate_nan`. team: all ranks of the replica."""
+    kept = parameters.kept().items()
+    bad = next((name for name, each in kept if not bool(torch.isfinite(each).all())), None)
     everyone = yield from collect(team, bad)
     if any(everyone):
-        return [first_stage, f"whose parameter {bad} was not finite before the step"] if bad else None
+        with parameters.computing("rerun", idle=True):
+            pass  # other replicas may look
+        return _in_parameter(bad) if bad else None
     found: list[Any] | None = None
 
     def look(number: int, stage: int, node: Node, value: Any) -> None:
@@ -78,12 +80,13 @@ def locate_nan(
                 f"microbatch {number}; the first operator that gives NaN is {node.operator}{f' in {where}' if where else ''}",
             ]
 
-    for number, chunk in enumerate(chunks):
-        microbatches.look(
-            scope.data(chunk),
-            lambda stage, microbatch, rerun: scope.draws(chunk),  # noqa: B023
-            partial(look, number),
-        )
+    with parameters.computing("rerun", idle=not chunks):
+        for number, chunk in enumerate(chunks):
+            microbatches.look(
+                scope.data(chunk),
+                lambda stage, microbatch, rerun: scope.draws(chunk),  # noqa: B023
+                partial(look, number),
+            )
     return found
 
 

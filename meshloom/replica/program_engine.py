@@ -31,11 +31,13 @@ from meshloom.data.chunks import Chunk
 from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.exchange.exchange import Emit, Exchange
+from meshloom.exchange.units.unit_gathering import STEP
 from meshloom.optimizer.sparse_parameters import Sparse, refuse_sparse_adam
-from meshloom.parameters.pipeline_ownership import PipelineOwnership
+from meshloom.parameters.pipeline_ownership import PipelineOwnership, held
 from meshloom.parameters.replica_check import first_difference_in_replica
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.unfilled_model import UnfilledModel, take_share
+from meshloom.pipeline.runtime.held_parameters import HeldParameters
 from meshloom.pipeline.runtime.microbatches import Around, Microbatches
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.runtime.run import BothListeners
@@ -92,6 +94,7 @@ class ProgramEngine(Engine):
         self._model: nn.Module
         self._outside: dict[LossFunction, Outside] = {}
         self._parameters: dict[str, nn.Parameter] = {}
+        self._held: HeldParameters
 
     def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None) -> Steps[None]:
         with self._timings.of("parts and waiting"):
@@ -151,6 +154,10 @@ class ProgramEngine(Engine):
     def late(self) -> Sequence[str]:
         return [*self.ownership.lent, *self.programs.summed]
 
+    @property
+    def lent(self) -> Mapping[str, bool]:
+        return {name: self.ownership.owns(name) for name in self.ownership.lent}
+
     def sparse(self, optimizers: Sequence[Optimizer]) -> Sparse:
         refuse_sparse_adam(optimizers, "in models that are read, as tp, pp and recompute do")
         return Sparse()
@@ -162,17 +169,11 @@ class ProgramEngine(Engine):
         )
         # With a single chunk autograd already writes gradients in place.
         accumulator = DirectAccumulator(exchange.grad_buffer) if self.plan.num_chunks > 1 else None
+        self._held = HeldParameters(self._parameters, exchange, self.context.readers)
         self.microbatches = Microbatches(
-            self.programs,
-            self._model,
-            self._parameters,
-            self.pp,
-            self.tp,
-            self.context.device,
-            self._completion.backward_ended,
-            accumulator,
-            each_microbatch=exchange.each_chunk,
-        )
+            self.programs, self._model, self._parameters, self.pp, self.tp, self.context.device, self._completion.backward_ended, accumulator,
+            each_microbatch=exchange.each_chunk, units=self._held.units,
+        )  # fmt: skip
         return self._completion.watch(self.microbatches.arrived)
 
     def run(
@@ -183,26 +184,22 @@ class ProgramEngine(Engine):
         recorder: Recorder | None = None,
     ) -> Steps[None]:
         self._exchange.begin_last_chunk()
+        most = yield from self._held.most(len(chunks))
         if chunks and stages_may_run_differently(self.plan, chunks[0].batch):
             self._exchange.wait_for_nothing()
         activity = self.context.activity
-        activity.follow(self.cutter.schedule(len(chunks)).actions[self.pp.rank] if chunks else ())
+        activity.follow(self.microbatches.actions(len(chunks), most))
         self._outside[self.job.loss].check_step()
         batches = [scope.data(chunk) for chunk in chunks]
         for batch in batches:
             yield from self.programs.ready(batch)
         for parameter in self._parameters.values():
             parameter.grad = None
-        if batches:
-            listener = BothListeners(activity, recorder) if recorder else activity
-            self._sums.count(
-                self.microbatches.train(
-                    batches,
-                    finish=finish_of(chunks, scope, loss_sums),
-                    around=around_of(self.plan, chunks, scope),
-                    listener=listener,
-                )
-            )
+        listener = BothListeners(activity, recorder) if recorder else activity
+        finish, around = finish_of(chunks, scope, loss_sums), around_of(self.plan, chunks, scope)
+        with self.computing(STEP, idle=not batches):
+            sent = self.microbatches.train(batches, most, finish, around, listener)
+        self._sums.count(sent)
         yield from self._completion.finish(
             self._parameters, partial(self._sums.add_up, "tp"), computed=bool(batches)
         )
@@ -212,6 +209,9 @@ class ProgramEngine(Engine):
         # On a communicator of its own: replicas may have started different numbers of gradient all-reduces.
         loss_sums.start(self.context.statistics)
         self._exchange.end_chunks()
+
+    def computing(self, kind: str, *, idle: bool = False) -> AbstractContextManager[None]:
+        return self._held.computing(kind, idle=idle)
 
     def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
         yield from self._sums.add_up(axis, sums)
@@ -225,23 +225,20 @@ class ProgramEngine(Engine):
         self._sums.count(self.microbatches.evaluate(batch, metric, take))
 
     def refresh_borrowed(self) -> Steps[None]:
-        yield from self.ownership.lend(self._parameters)
+        yield from self.ownership.lend(self._parameters, self._held.apart(self.lent))
 
     def gather(self, mine: Callable[[Emit], Steps[None]], take: TakeTensor) -> Steps[None]:
         yield from self._gathered.gather(mine, take)
 
     def weights(self) -> Stream:
-        return self._gathered.weights()
+        return self._gathered.weights(self._held.slices)
 
     def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
-        return (
-            yield from locate_nan(
-                self._model, self._team, self.stages[0].number, chunks, scope, self.microbatches
-            )
-        )
+        return (yield from locate_nan(self._held, self._team, chunks, scope, self.microbatches))
 
     def check_replicated(self) -> Steps[str | None]:
-        return (yield from first_difference_in_replica(self._model, self.shards, self._team, self.plan))
+        mine = {**self._held.kept(), **held(self._model.named_buffers())}
+        return (yield from first_difference_in_replica(mine, self.shards, self._team, self.plan))
 
     def expected_bytes(self) -> ExpectedBytes:
         return self._sums.expected_bytes() + self.ownership.expected_bytes() + self._gathered.expected_bytes()

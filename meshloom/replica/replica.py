@@ -32,7 +32,8 @@ from meshloom.data.chunks import Chunk
 from meshloom.data.measured_shares import Pace
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
-from meshloom.exchange.units.find_units import units_of
+from meshloom.exchange.units.find_units import held_units, units_of
+from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.optimizer.sparse_parameters import make_dense
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
@@ -139,6 +140,7 @@ class Replica:
         self.frozen: NamedParameters = []
         self.copied = Traffic()  # parameters and buffers, at the start
         self._notes = list(self._start.notes)
+        self._units: list[UnitParameters] | None = None
         self.saved = Traffic()  # the exchange's state in checkpoints so far
         self.exchange: Exchange
         self.updater: Updater
@@ -151,6 +153,8 @@ class Replica:
             weights = yield from agree_on_weights(self.job, self.model, self.context.world)
             self.copied += yield from self._start.settle(weights)
         whole = self.named
+        if self.plan.captures and self.plan.zero == 3:  # from here on ranks hold different parts of the model
+            self._units = units_of(self.job, self.plan, self.model)
         yield from self.engine.open(self.model, self.scope, self._start.unfilled)
         if weights:
             with self.timings.of("reading weights"):
@@ -265,6 +269,10 @@ class Replica:
         if not self._start.unfilled:  # else they have been read as this rank's share was filled
             weights.fill(self.model, self.engine.shards)
 
+    def _held_units(self) -> list[UnitParameters]:
+        units = self._units if self._units is not None else units_of(self.job, self.plan, self.model)
+        return held_units(units, self.model)
+
     def _open_exchange(self, made: UserOptimizers | None) -> None:
         if made is None:
             setup = Setup(
@@ -275,10 +283,10 @@ class Replica:
         sparse = self.engine.sparse(made.optimizers)
         setup = Setup(
             plan=self.plan, named=self.named, frozen=self.frozen, group=self.replicas, replicated=self.engine.replicated,
-            late=self.engine.late,
+            late=self.engine.late, lent=self.engine.lent,
             windows=self._windows, unfilled=self._start.unfilled,
             may_share=lambda: self._share and not sparse.names and not why_separate(made, self.named),
-            units=partial(units_of, self.job, self.plan, self.model),
-            control=self.context.readers, sparse=sparse.names, kept=sparse.kept, sparse_only=sparse.sparse_only,
+            units=self._held_units, control=self.context.readers,
+            sparse=sparse.names, kept=sparse.kept, sparse_only=sparse.sparse_only,
         )  # fmt: skip
         self.exchange = setup.open()

@@ -23,6 +23,7 @@ from meshloom.optimizer.state_pieces import STATE
 from meshloom.parameters.model import state_of
 from meshloom.parameters.pipeline_ownership import held
 from meshloom.parameters.replica_check import first_difference
+from meshloom.parameters.shards import Shards
 from meshloom.replica.replica import Gradients, Replica
 
 
@@ -67,27 +68,17 @@ def held_weights(replica: Replica) -> list[Piece]:
     found: list[Piece] = []
     for name, tensor in state.items():
         TensorEntry.of(name, tensor)
+        shape, divided = shards.whole_shape(name, tensor), name in shards.pieces
+        block = shards.pieces[name].held[shards.rank] if divided else None
         if sliced is not None and tensor.numel() and sliced.keeps(tensor):
-            found += [
-                Piece(name, each.data(), each.start, each.stop, tuple(tensor.shape))
-                for each in slices.get(id(tensor), [])
-            ]
+            mine = slices.get(id(tensor), [])
+            found += [Piece(name, each.data(), each.start, each.stop, shape, block) for each in mine]
             continue
-        divided = name in shards.pieces
         if tensor.is_meta or (replica.stage_group and owners[id(tensor)] != replica.stage_group.rank):
             continue
         if name in buffers and (replica.replicas.rank or (shards.rank and not divided)):
             continue
-        found.append(
-            Piece(
-                name,
-                tensor.detach().reshape(-1),
-                0,
-                tensor.numel(),
-                shards.whole_shape(name, tensor),
-                shards.pieces[name].held[shards.rank] if divided else None,
-            )
-        )
+        found.append(Piece(name, tensor.detach().reshape(-1), 0, tensor.numel(), shape, block))
     return found
 
 
@@ -222,18 +213,21 @@ def loader_of(replica: Replica, checkpoint: Checkpoint) -> Loader:
 
     weight = replica.shards.weights_loader(replica.model)
     if isinstance(replica.exchange, ZeroThree):
-        weight = _loader_of_slices(replica.model, replica.exchange)
+        weight = _loader_of_slices(replica.model, replica.exchange, replica.shards)
     return Loader(weight=weight, state=state, finish=finish)
 
 
-def _loader_of_slices(model: nn.Module, exchange: ZeroThree) -> Callable[[str, Tensor], None]:
+def _loader_of_slices(model: nn.Module, exchange: ZeroThree, shards: Shards) -> Callable[[str, Tensor], None]:
     state = {
         name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)
     }
 
     def take(name: str, whole: Tensor) -> None:
         with torch.no_grad():
-            if name in state and not exchange.keep(state[name], whole):
-                state[name].copy_(whole)
+            if name not in state or state[name].is_meta:
+                return
+            mine = shards.take(name, whole)
+            if not exchange.keep(state[name], mine):
+                state[name].copy_(mine)
 
     return take

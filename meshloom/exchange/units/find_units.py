@@ -8,6 +8,7 @@ the rest              everything else, and what several of the others use (tied 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def units_of(job: Job, plan: Plan, model: nn.Module) -> list[UnitParameters]:
     """Of the job's model. Raises `JobError` for a model whose parameters cannot be gathered in its forward."""
     compiled = compiled_names(model)
-    if compiled:
+    if compiled and not plan.captures:
         raise JobError(
             f"{compiled[0] or 'The model'} is compiled (torch.compile), and zero=3 gathers parameters between its operators. "
             "Use zero=2, or leave torch.compile out."
@@ -65,6 +66,16 @@ def find_units(
         for unit, each in named.items()
         if each
     ]
+
+
+def held_units(units: Sequence[UnitParameters], model: nn.Module) -> list[UnitParameters]:
+    """What a rank holds of the units of the full model, whose tensors may have been replaced by shards since or
+    by tensors on the meta device."""
+    here = {name: each for name, each in model.named_parameters() if not each.is_meta}
+    held = [
+        replace(unit, named=[(name, here[name]) for name, _ in unit.named if name in here]) for unit in units
+    ]
+    return [unit for unit in held if unit.named]
 
 
 def _unit_of(name: str, modules: dict[str, nn.Module]) -> str:

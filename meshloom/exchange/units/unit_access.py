@@ -1,10 +1,13 @@
-"""Where the user's code uses parameters of units: gathers each unit before, and lets go of it after.
+"""Where the user's code or a program uses parameters of units: gathers each unit before, and lets go of it
+after.
 
     forward of the unit's module     a hook before it, a hook after it
     backward                         what autograd saves of a unit's values is where to find them; the unit is
                                      gathered when the first of it is wanted back, and dropped after the last
     anywhere else                    whatever torch function gets a parameter finds it gathered; it then stays
                                      until the chunk ends (a loss that reads weights, calls of parts of a unit)
+    a program                        whatever operator gets a parameter finds it gathered; it is dropped when an
+                                     operator uses another unit, in forward and backward, and at the end of an action
 
 A recomputation in backward (`torch.utils.checkpoint`) is a forward like any other; what it saves refers to the
 values themselves, which stay as long as it does.
@@ -12,12 +15,13 @@ values themselves, which stay as long as it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from meshloom.core.errors import TrainingError
@@ -26,18 +30,20 @@ from meshloom.exchange.units.unit_slices import Unit
 
 
 class UnitAccess:
-    """Of the model's units on one rank."""
+    """Of the model's units on one rank. in_programs: they are used in programs, not in modules."""
 
-    def __init__(self, gathering: UnitGathering) -> None:
-        self._units, self._gathering = gathering.units, gathering
+    def __init__(self, gathering: UnitGathering, *, in_programs: bool = False) -> None:
+        self._units, self._gathering, self._in_programs = gathering.units, gathering, in_programs
+        self._in_use: list[Unit] = []  # by a program: those that do not stay
         self._computing = False
-        self._here: dict[int, tuple[Unit, int]] = {}  # storage -> the unit and the part whose values it holds
+        # storage -> the unit and the part whose values it holds, as long as it lives
+        self._here: dict[int, tuple[Unit, int, StorageWeakRef]] = {}
         self._written: str | None = None
 
     def connect(self) -> ExitStack:
         """Hooks on the units' modules, until the returned stack is closed."""
         undo = ExitStack()
-        for unit in self._units:
+        for unit in self._units if not self._in_programs else ():
             if unit.module is not None:
                 before = unit.module.register_forward_pre_hook(self._before(unit), prepend=True)
                 after = unit.module.register_forward_hook(self._after(unit), always_call=True)
@@ -52,16 +58,17 @@ class UnitAccess:
         self._gathering.begin_pass(kind)
         self._computing, self._written = True, None
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), _Uses(self._use):
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack), self.watching():
                 for unit in self._units if not idle else ():
                     if unit.module is None:
                         unit.stays = True
                         self._need([unit])
                 yield
-                self.chunk_ended()
+            self.chunk_ended()
             self._gathering.end_pass()
         finally:
             self._computing = False
+            self._in_use = []
             for unit in self._units:
                 unit.stays, unit.num_running = False, 0
                 self._drop(unit)
@@ -78,6 +85,11 @@ class UnitAccess:
             if unit.module is not None:
                 unit.stays = False
                 self._drop(unit)
+
+    def action_ended(self) -> None:
+        """After an action of a pipeline on this rank, or in its place where only other replicas have it."""
+        self._turn_to([])
+        self._gathering.end_action()
 
     def _before(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
         def before(module: nn.Module, inputs: Any) -> None:
@@ -103,25 +115,45 @@ class UnitAccess:
         self._gathering.need(missing)
         for unit in missing:
             for number, values in enumerate(unit.values or ()):
-                self._here[values.untyped_storage()._cdata] = unit, number  # pyright: ignore[reportPrivateUsage]
+                storage = values.untyped_storage()
+                self._here[storage._cdata] = unit, number, StorageWeakRef(storage)  # pyright: ignore[reportPrivateUsage]
 
     def _drop(self, unit: Unit) -> None:
-        for values in unit.values or ():
-            self._here.pop(values.untyped_storage()._cdata, None)  # pyright: ignore[reportPrivateUsage]
+        if unit.values is not None:
+            self._here = {key: each for key, each in self._here.items() if not each[2].expired()}
         self._written = unit.empty() or self._written
 
     def _use(self, parameters: Iterable[Tensor]) -> None:
         """Some parameters are used."""
         units = [self._gathering.unit_of(each) for each in parameters]
+        if self._in_programs:
+            used = [unit for unit in units if unit is not None and not unit.stays]
+            if used and used != self._in_use:
+                self._turn_to(used)
+            return
         missing = {unit.number: unit for unit in units if unit is not None and unit.values is None}
         for unit in missing.values():
             unit.stays = True
         if missing:
             self._need(missing.values())
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _turn_to(self, units: Sequence[Unit]) -> None:
+        """A program uses these units, besides those that stay, and no others until further notice."""
+        for unit in self._in_use:
+            if unit not in units:
+                self._drop(unit)
+        self._need(units)
+        self._in_use = list(units)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What is kept of a tensor that autograd saves: of a unit's values where to find them, else itself."""
         found = self._here.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None  # pyright: ignore[reportPrivateUsage]
-        return tensor if found is None else _Saved(self, *found, tensor)
+        return tensor if found is None else _Saved(self, found[0], found[1], tensor)
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Context in which operators find values in the parameters that they get. Backwards need one of their
+        own, as torch suspends it while it calls them."""
+        return _Uses(self._use)
 
     def saved(self, unit: Unit) -> None:
         """One more tensor is saved for backward."""
@@ -129,14 +161,17 @@ class UnitAccess:
 
     def wanted_back(self, unit: Unit, part: int) -> Tensor:
         """The unit's values, for a tensor that was saved."""
-        self._need([unit])
+        if self._in_programs and not unit.stays:
+            self._turn_to([unit])
+        else:
+            self._need([unit])
         assert unit.values is not None
         return unit.values[part]
 
     def forgotten(self, unit: Unit) -> None:
         """One saved tensor is not needed any more."""
         unit.num_saved -= 1
-        if not unit.is_needed:
+        if not unit.is_needed and not self._in_programs:
             self._drop(unit)
 
 
@@ -159,7 +194,8 @@ class _Saved:
         return flat.as_strided(*self._layout)
 
 
-def _unpack(saved: Any) -> Tensor:
+def unpack(saved: Any) -> Tensor:
+    """The tensor of what `UnitAccess.pack` has returned."""
     return saved.tensor() if isinstance(saved, _Saved) else saved
 
 

@@ -7,9 +7,11 @@ then all of them take part in gathering what any of them needs, and in adding up
     rank 0    needs 3, has 5   gather 3, gather 4, add up 5     computes with 3
     rank 1    needs 4          gather 3, gather 4, add up 5     computes with 4, drops 3, has added zeros to 5
 
-A rank that has nothing left to compute takes part until all are so far. What a round says is a few bytes over
-the ranks' control group. Every rank knows what all have said, so all of them foresee the same unit from the
-order of the pass before, and gather it ahead, while they compute.
+A rank that has nothing left to compute takes part until all are so far: at the end of a pass (a step, an
+evaluation), and in pipelines at the end of every action, so that replicas never wait for each other in
+different actions. What a round says is a few bytes over the ranks' control group. Every rank knows what all
+have said, so all of them foresee the same unit from the order of the pass before, and gather it ahead, while
+they compute.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from meshloom.exchange.units.unit_slices import Unit, UnitEntry, UnitFlat
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 STEP = "step"  # the kind of pass that is a step's forwards and backwards
+_GOES_ON, _ACTION_ENDED, _PASS_ENDED = range(3)  # how far a rank is
 
 
 @dataclass(kw_only=True)
@@ -79,7 +82,9 @@ class UnitGathering:
         self._first_step: Traffic | None = None
         self._others = Traffic()  # of all passes that are not steps
         self._group, self._control, self._looks_ahead = group, control, ahead
-        self._complete: set[int] = set()
+        self._sums = [part for unit in units for part in unit.trainable_parts]
+        self._number_of = {id(part): number for number, part in enumerate(self._sums)}
+        self._complete: set[int] = set()  # of `_sums`, by number
         self._ahead: _Gather | None = None
         self._summing: list[tuple[Work, UnitFlat, Tensor, Tensor]] = []
         self._orders: dict[str, _Order] = {}
@@ -95,17 +100,23 @@ class UnitGathering:
         """Returns when the units' values are here."""
         missing = [unit for unit in units if unit.values is None]
         if missing:
-            self._round([unit.number for unit in missing], done=False)
+            self._round([unit.number for unit in missing], _GOES_ON)
 
-    def complete(self, unit: Unit) -> None:
-        """The unit's gradient is added up over the ranks, in the next round."""
-        self._complete.add(unit.number)
+    def complete(self, part: UnitFlat) -> None:
+        """Its gradient is added up over the ranks, in the next round."""
+        self._complete.add(self._number_of[id(part)])
 
     def chunk_ended(self) -> None:
         """All gradients of a chunk that will come have come."""
-        for unit in self.units:
-            if unit.has_gradients:
-                self.complete(unit)
+        for part in self._sums:
+            if part.gradient is not None:
+                self.complete(part)
+
+    def end_action(self) -> None:
+        """Returns when all ranks have ended their action, or the pass."""
+        self.chunk_ended()
+        while self._round([], _ACTION_ENDED) < _ACTION_ENDED:
+            pass
 
     def unit_of(self, parameter: Tensor) -> Unit | None:
         """The parameter's unit."""
@@ -114,22 +125,29 @@ class UnitGathering:
 
     def end_pass(self) -> None:
         """Returns when all ranks have ended the pass, and all gradients are added up."""
-        while not self._round([], done=True):
+        self.chunk_ended()
+        while self._round([], _PASS_ENDED) < _PASS_ENDED:
             pass
         self._drop_ahead()
         self._finish_sums()
         if self._kind != STEP:
             self._others += self._traffic
-        elif self._first_step is None:
+            self._traffic = Traffic()
+
+    def end_step(self, *, late: bool) -> None:
+        """After the pass that is a step. late: whether more gradients have come since it ended."""
+        if late:
+            self.end_pass()
+        if self._first_step is None:
             self._first_step = self._traffic
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes handed to `group`: of every step as many as of the first, which shows what each chunk uses."""
         return ExpectedBytes(per_step=self._first_step or Traffic(), so_far=self._others)
 
-    def _round(self, needed: Sequence[int], *, done: bool) -> bool:
-        """Whether all ranks are done."""
-        everyone = self._say(needed, done)
+    def _round(self, needed: Sequence[int], how_far: int) -> int:
+        """How far the last rank is."""
+        everyone = self._say(needed, how_far)
         num = len(self.units)
         anyone = [any(row) for row in zip(*everyone, strict=True)]
         wanted = [number for number in range(num) if anyone[number]]
@@ -144,9 +162,10 @@ class UnitGathering:
                 self._ahead = None
             else:
                 started.append(self._gather(number))
-        for number in range(num):
+        for number, part in enumerate(self._sums):
             if anyone[num + number]:
-                self._add_up(self.units[number])
+                self._complete.discard(number)
+                self._add_up(part)
         next_one = self._order.came_to(first) if first is not None else None
         if next_one is not None and self._looks_ahead:
             self._ahead = self._gather(next_one)
@@ -154,16 +173,16 @@ class UnitGathering:
             values, unit = each.wait(), self.units[each.number]
             if each.number in needed and unit.values is None:
                 unit.fill(values)
-        return all(row[-1] for row in everyone)
+        return min(row[-1] for row in everyone)
 
-    def _say(self, needed: Sequence[int], done: bool) -> list[list[int]]:
-        """What every rank says: for every unit whether it is needed, whether its gradient is complete; and
-        whether the rank is done."""
+    def _say(self, needed: Sequence[int], how_far: int) -> list[list[int]]:
+        """What every rank says: of every unit whether it is needed, of every flat tensor whether its gradient
+        is complete, and how far the rank is."""
         num = len(self.units)
-        mine = torch.zeros(2 * num + 1, dtype=torch.uint8)
+        mine = torch.zeros(num + len(self._sums) + 1, dtype=torch.uint8)
         mine[list(needed)] = 1
         mine[[num + number for number in self._complete]] = 1
-        mine[-1] = done
+        mine[-1] = how_far
         everyone = torch.empty(self._control.size * len(mine), dtype=torch.uint8)
         self._control.all_gather(everyone, mine).wait()
         return everyone.view(self._control.size, -1).tolist()
@@ -175,14 +194,12 @@ class UnitGathering:
         self._traffic += Traffic.along("dp", all_gather=sum(part.kept.nbytes for part in parts))
         return _Gather(number=number, values=values, works=works)
 
-    def _add_up(self, unit: Unit) -> None:
-        self._complete.discard(unit.number)
-        for part in unit.trainable_parts:
-            gradient = part.take_gradient()
-            output = torch.empty_like(part.kept)
-            work = self._group.reduce_scatter(output, gradient)
-            self._traffic += Traffic.along("dp", reduce_scatter=gradient.nbytes)
-            self._summing.append((work, part, output, gradient))
+    def _add_up(self, part: UnitFlat) -> None:
+        gradient = part.take_gradient()
+        output = torch.empty_like(part.kept)
+        work = self._group.reduce_scatter(output, gradient)
+        self._traffic += Traffic.along("dp", reduce_scatter=gradient.nbytes)
+        self._summing.append((work, part, output, gradient))
 
     def _finish_sums(self) -> None:
         for work, part, output, _ in self._summing:

@@ -11,7 +11,7 @@ recomputation) stay in memory until they are not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,8 +74,9 @@ class UnitSlice(NamedTuple):
 
 
 class UnitFlat:
-    """The parameters of a unit that have one dtype and are all trainable, or all frozen. kept: this rank's
-    slice of their values. summed: its slice of the sum of gradients, of the newest step."""
+    """The parameters of a unit that have one dtype and are all trainable, or all frozen, and are together for
+    `Unit`. kept: this rank's slice of their values. summed: its slice of the sum of gradients, of the newest
+    step."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], rank: int, size: int) -> None:
         self.entries: list[UnitEntry] = []
@@ -93,6 +94,11 @@ class UnitFlat:
             if entry.parameter.untyped_storage().nbytes():  # else what is kept is filled later
                 self.keep(entry, entry.parameter.data)
             entry.drop()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradient of every parameter has arrived and not been sent."""
+        return all(entry.waits for entry in self.entries)
 
     @property
     def num_bytes(self) -> int:
@@ -151,13 +157,21 @@ class Unit:
 
     held: why its values are here: the number of forwards of its module that are running, tensors saved for
     backward, and whether it stays until the end of the chunk.
+    together: name of a parameter -> what it has in common with those that it may share a flat tensor with.
     """
 
-    def __init__(self, number: int, parameters: UnitParameters, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        parameters: UnitParameters,
+        rank: int,
+        size: int,
+        together: Callable[[str], Hashable] = lambda name: None,
+    ) -> None:
         self.number, self.name, self.module = number, parameters.name, parameters.module
-        kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
+        kinds: dict[Hashable, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in parameters.named:
-            kind = (parameter.dtype, parameter.device, parameter.requires_grad)
+            kind = parameter.dtype, parameter.device, parameter.requires_grad, together(name)
             kinds.setdefault(kind, []).append((name, parameter))
         self.parts = [UnitFlat(named, rank, size) for named in kinds.values()]
         self.values: list[Tensor] | None = None  # full, one of each part, while they are here
@@ -167,16 +181,6 @@ class Unit:
     @property
     def trainable_parts(self) -> list[UnitFlat]:
         return [part for part in self.parts if part.is_trainable]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the gradient of every trainable parameter has arrived and not been sent."""
-        return all(entry.waits for part in self.trainable_parts for entry in part.entries)
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a gradient has arrived and not been sent."""
-        return any(part.gradient is not None for part in self.trainable_parts)
 
     @property
     def is_needed(self) -> bool:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_unflatten
 from meshloom.comm.group import Group
 from meshloom.core.job import LossFunction
 from meshloom.core.mesh import Axis
+from meshloom.exchange.units.unit_access import UnitAccess
 from meshloom.pipeline.runtime.gradient_readiness import Readiness
 from meshloom.pipeline.runtime.run import ActionListener, BothListeners, PipelineRun
 from meshloom.pipeline.runtime.stage import StageRun
@@ -56,6 +57,8 @@ class Microbatches:
     parameters, buffers: this rank's, by name. pp, tp: the ranks along these axes; tp None: there is one.
     ready: called for a parameter whose gradient is complete. accumulator: accumulates the weight gradients of
         linear layers; None: autograd. each_microbatch: as for `Readiness`.
+    units: gathers the parameters where they are used, if this rank keeps slices of them. Then replicas take
+        actions together: one that has fewer microbatches passes over the others' (`meet`).
     """
 
     def __init__(
@@ -70,8 +73,11 @@ class Microbatches:
         accumulator: GradAccumulator | None = None,
         *,
         each_microbatch: bool = False,
+        units: UnitAccess | None = None,
     ) -> None:
         self._accumulator = accumulator
+        self._units = units
+        self._meet = units.action_ended if units else None
         self._each_microbatch = each_microbatch
         self._programs = programs
         self._parameters = parameters
@@ -79,16 +85,24 @@ class Microbatches:
         self._pp, self._tp = pp, tp
         self._device = device
         self._ready = ready
-        self._known: dict[tuple[ProgramKey, ...], _Runs] = FifoCache(MOST_KEPT)
+        self._known: dict[tuple[int, *tuple[ProgramKey, ...]], _Runs] = FifoCache(MOST_KEPT)
         self._readiness: Readiness | None = None  # of the current run
         self._batches: list[Leaves] = []
         self._finish: Callable[[int, Any], Tensor | None] = lambda microbatch, returned: None
         self._around: Around | None = None
 
+    def actions(self, num_microbatches: int, most: int) -> Sequence[Action]:
+        """What `train` does on this rank. most: microbatches of the replica that has most."""
+        if not num_microbatches:
+            return ()
+        return first_microbatches(self._programs.cutter.schedule(most), num_microbatches).actions[
+            self._pp.rank
+        ]
+
     def train(
         self,
         batches: Sequence[Any],
-        *,
+        most: int,
         finish: Callable[[int, Any], Tensor],
         around: Around,
         listener: ActionListener | None = None,
@@ -97,12 +111,15 @@ class Microbatches:
 
         finish: what the loss returned for a microbatch -> where backward starts; on the last stage.
         """
-        known = self._get([self._programs.key(each) for each in batches], training=True)
+        if not batches:
+            return {}
+        known = self._get([self._programs.key(each) for each in batches], training=True, most=most)
         self._begin(batches, finish, around)
         self._readiness = known.readiness
         known.readiness.begin()
         try:
-            known.run.run(BothListeners(known.readiness, listener) if listener else known.readiness)
+            both = BothListeners(known.readiness, listener) if listener else known.readiness
+            known.run.run(both, self._meet)
         finally:
             self._readiness = None
             self._end(known)
@@ -121,7 +138,7 @@ class Microbatches:
         self._begin([batch], take, None)
         try:
             with torch.no_grad():
-                known.run.run()
+                known.run.run(meet=self._meet)
         finally:
             self._end(known)
         return known.sent
@@ -138,7 +155,9 @@ class Microbatches:
             for number in schedule.stages_of(self._pp.rank)
         }
         with torch.no_grad():
-            PipelineRun(schedule, self._pp, runs, [_crossings(stages, False)], self._device).run()
+            PipelineRun(schedule, self._pp, runs, [_crossings(stages, False)], self._device).run(
+                meet=self._meet
+            )
         self._batches = []
 
     def arrived(self, parameter: nn.Parameter) -> None:
@@ -157,15 +176,17 @@ class Microbatches:
         for stage in known.stages.values():
             stage.clear()
 
-    def _get(self, keys: Sequence[ProgramKey], *, training: bool) -> _Runs:
-        key = tuple(keys)
+    def _get(self, keys: Sequence[ProgramKey], *, training: bool, most: int = 0) -> _Runs:
+        most = max(most, len(keys))
+        key = most, *keys
         if key not in self._known:
-            self._known[key] = self._make([self._programs.stages(each) for each in keys], training)
+            self._known[key] = self._make([self._programs.stages(each) for each in keys], training, most)
         return self._known[key]
 
-    def _make(self, stages: Sequence[Sequence[Stage]], training: bool) -> _Runs:
-        schedule = self._programs.cutter.schedule(len(stages))
-        schedule = schedule if training else forward_only(schedule)
+    def _make(self, stages: Sequence[Sequence[Stage]], training: bool, most: int) -> _Runs:
+        of_all = self._programs.cutter.schedule(most)
+        of_all = of_all if training else forward_only(of_all)
+        schedule = first_microbatches(of_all, len(stages))
         last = schedule.num_stages - 1
         mine = schedule.stages_of(self._pp.rank)
         runs = {
@@ -182,7 +203,14 @@ class Microbatches:
         own = [each[number] for each in stages for number in mine]
         over_tp = sent_over_tp(own, self._tp.rank) if self._tp else Counter[str]()
         return _Runs(
-            run=PipelineRun(schedule, self._pp, runs, crossings, self._device),
+            run=PipelineRun(
+                schedule,
+                self._pp,
+                runs,
+                crossings,
+                self._device,
+                of_others=_others_between(of_all, schedule, self._pp.rank),
+            ),
             stages=runs,
             readiness=Readiness(
                 schedule, self._pp.rank, used, self._ready, each_microbatch=self._each_microbatch
@@ -219,8 +247,17 @@ class Microbatches:
             around=around,
             accumulator=self._accumulator if stages[0].program.training else None,
             visit=visit,
+            elsewhere=self._units,
         )
         return run
+
+
+def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """The actions of the first microbatches, in the schedule's order."""
+    actions = tuple(
+        tuple(each for each in row if each.microbatch < num_microbatches) for row in schedule.actions
+    )
+    return replace(schedule, num_microbatches=num_microbatches, actions=actions)
 
 
 class LiveBuffers(Mapping[str, Tensor]):
@@ -254,6 +291,17 @@ def forward_only(schedule: Schedule) -> Schedule:
         for rank in range(schedule.num_ranks)
     )
     return replace(schedule, actions=actions)
+
+
+def _others_between(of_all: Schedule, schedule: Schedule, rank: int) -> list[int]:
+    """How many actions of a rank in `of_all` are not in `schedule`, before each that is and after the last."""
+    found = [0]
+    for action in of_all.actions[rank]:
+        if action.microbatch < schedule.num_microbatches:
+            found.append(0)
+        else:
+            found[-1] += 1
+    return found
 
 
 def _crossings(stages: Sequence[Stage], training: bool) -> list[Crossing]:

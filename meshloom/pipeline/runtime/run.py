@@ -57,6 +57,7 @@ class PipelineRun:
 
     group: the ranks along pp. stages: this rank's, by number.
     crossings: [microbatch], the values exchanged between stages, for its shapes.
+    of_others: how many actions only other replicas have before each of this rank's actions, and at the end.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class PipelineRun:
         stages: Mapping[int, StageRun],
         crossings: Sequence[Sequence[Crossing]],
         device: torch.device,
+        of_others: Sequence[int] = (),
     ) -> None:
         self._group = group
+        self._of_others = of_others
         self._ranks = schedule.ranks
         self._stages = stages
         self._device = device
@@ -76,11 +79,12 @@ class PipelineRun:
             (step, _body(step.action, stages)) for step in steps_of(schedule, _edges(crossings))[group.rank]
         ]
 
-    def run(self, listener: ActionListener | None = None) -> None:
-        """Runs all actions in order."""
+    def run(self, listener: ActionListener | None = None, meet: Callable[[], None] | None = None) -> None:
+        """Runs all actions in order. meet: called after each action, also for those of other replicas alone."""
         receiving: dict[StageMessage, tuple[list[Work], dict[str, Tensor]]] = {}
         sending: deque[tuple[Work, Tensor]] = deque()
-        for step, body in self._steps:
+        for number, (step, body) in enumerate(self._steps):
+            self._pass_over(number, meet)
             for message in step.receives:
                 receiving[message] = self._receive(message)
             for message in step.awaits:
@@ -102,8 +106,16 @@ class PipelineRun:
                     receiving[message] = self._receive(message)
             while sending and sending[0][0].is_finished():
                 sending.popleft()[0].wait()
+            if meet:
+                meet()
+        self._pass_over(len(self._steps), meet)
         while sending:
             sending.popleft()[0].wait()
+
+    def _pass_over(self, number: int, meet: Callable[[], None] | None) -> None:
+        if meet and self._of_others:
+            for _ in range(self._of_others[number]):
+                meet()
 
     def _receive(self, message: StageMessage) -> tuple[list[Work], dict[str, Tensor]]:
         source = self._ranks[message.source]

@@ -18,6 +18,7 @@ from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator, GradAccumulator
+from meshloom.program.recompute.saved_frame import Elsewhere
 from meshloom.program.run.execute import run_flat
 from meshloom.program.run.with_fused_accumulation import with_fused_accumulation
 
@@ -49,7 +50,7 @@ class StageRun:
     group: the ranks along tp, if sharded. around: microbatch -> a context for its forward.
     split: weight gradients are computed apart from those of inputs. accumulator: accumulates weight
         gradients; default: `.grad`, by autograd where possible.
-    visit: called with every node and its value; slower.
+    visit: called with every node and its value; slower. elsewhere: as for `run_flat`.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class StageRun:
         around: Callable[[int], AbstractContextManager[Any]] | None = None,
         accumulator: GradAccumulator | None = None,
         visit: Callable[[Node, Any], None] | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
-        self._visit = visit
+        self._visit, self._elsewhere = visit, elsewhere
         self._deferred = DeferredWeightGradients(accumulator or DirectAccumulator())
         programs = {id(each): self._fused(each.program, accumulator, split) for each in stages}
         self._programs = [programs[id(each)] for each in stages]
@@ -119,7 +121,15 @@ class StageRun:
         changed = {name: self._buffers[name].clone() for name in self._stages[microbatch].changing}
         live: Any = self._buffers  # a `ChainMap` only reads its second mapping
         buffers = ChainMap(changed, live) if changed else live
-        values = run_flat(program, self._parameters, buffers, leaves, visit=self._visit, group=self._group)
+        values = run_flat(
+            program,
+            self._parameters,
+            buffers,
+            leaves,
+            visit=self._visit,
+            group=self._group,
+            elsewhere=self._elsewhere,
+        )
         with torch.no_grad():
             for name, value in changed.items():
                 self._buffers[name].copy_(value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -12,17 +13,38 @@ from torch.utils._pytree import tree_map_only
 from meshloom.core.errors import CaptureError
 
 
+class Elsewhere(Protocol):
+    """What has the values of parameters that a rank does not keep (zero=3)."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What is kept of a tensor that autograd saves: itself or, if its memory is a parameter's, something
+        whose method `tensor` returns it."""
+        ...
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Context in which operators find values in the parameters that they get."""
+        ...
+
+
+def is_elsewhere(kept: Any) -> bool:
+    """Whether `Elsewhere.pack` has returned something else than the tensor."""
+    return not isinstance(kept, Tensor)
+
+
 class Frame:
     """One run of a segment. It lives as long as one of its handles does.
 
     again: for every saved tensor, in order, whether it is recomputed. compute: from held values and a seed,
-        the recomputed tensors by number.
+        the recomputed tensors by number. elsewhere: has the values of parameters, which are not counted.
     """
 
     def __init__(
-        self, again: Sequence[bool], compute: Callable[[Sequence[Any], int | None], Mapping[int, Tensor]]
+        self,
+        again: Sequence[bool],
+        compute: Callable[[Sequence[Any], int | None], Mapping[int, Tensor]],
+        elsewhere: Elsewhere | None = None,
     ) -> None:
-        self._again, self._compute = again, compute
+        self._again, self._compute, self._elsewhere = again, compute, elsewhere
         self._count = 0
         self._handles: dict[int, weakref.ref[Handle]] = {}
         self._held: list[Any] = []
@@ -30,6 +52,8 @@ class Frame:
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of a tensor that it saves."""
+        if self._elsewhere and is_elsewhere(kept := self._elsewhere.pack(tensor)):
+            return kept
         number = self._count
         self._count = number + 1
         if number >= len(self._again) or not self._again[number]:
@@ -77,9 +101,9 @@ class Handle:
 
 
 def open_saved(held: Any) -> Tensor:
-    """The saved tensor of a handle or a tensor."""
+    """The saved tensor of a handle, of what is elsewhere, or of itself."""
     if not isinstance(held, Handle):
-        return held
+        return held.tensor() if is_elsewhere(held) else held
     if held.tensor is None:
         assert held.frame is not None
         held.frame.compute()

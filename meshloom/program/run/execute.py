@@ -15,6 +15,7 @@ from meshloom.program.ir.batch_values import fits, tensor_of
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
+from meshloom.program.recompute.saved_frame import Elsewhere
 from meshloom.program.run.runner import Runner, compile_program
 from meshloom.program.run.segment_runner import RecomputingRunner
 
@@ -59,10 +60,14 @@ def run_flat(
     *,
     visit: Callable[[Node, Any], None] | None = None,
     group: Group | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> list[Any]:
-    """`run_program` on the program's own device and dtype, from input tensors to flat outputs, unchecked."""
+    """`run_program` on the program's own device and dtype, from input tensors to flat outputs, unchecked.
+
+    elsewhere: has the values of the parameters, if this rank keeps only slices of them.
+    """
     runner = _runner(program, None, None, visiting=visit is not None)
-    return runner.run(parameters, buffers, inputs, visit, group)
+    return runner.run(parameters, buffers, inputs, visit, group, elsewhere)
 
 
 def _runner(

@@ -19,6 +19,7 @@ from meshloom.program.ir.nodes import Node, Ref, refs_in
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.collectives import Joint
 from meshloom.program.operators.sliced_draws import PartOfDraw
+from meshloom.program.recompute.saved_frame import Elsewhere
 
 Shared = dict[Any, Callable[..., Any]]  # functions of programs that differ in integers only
 _COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
@@ -56,8 +57,10 @@ class Runner:
         leaves: Iterable[Tensor],
         visit: Any = None,
         group: Group | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> list[Any]:
-        """As `run_flat`; leaves: the batch's tensors in order. visit: as in `run_program`."""
+        """As `run_flat`; leaves: the batch's tensors in order. visit: as in `run_program`. elsewhere: only a
+        recomputation needs to know it."""
         dtype = self._dtype
         inputs = [
             leaf.to(self._device, dtype if dtype is not None and leaf.is_floating_point() else None)

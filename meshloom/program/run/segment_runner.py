@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import map_arg
 
@@ -28,7 +28,7 @@ from meshloom.program.ir.contexts import Entered
 from meshloom.program.ir.draws import seed_of_draw
 from meshloom.program.ir.nodes import Ref
 from meshloom.program.ir.program import Program
-from meshloom.program.recompute.saved_frame import Frame, Handle, open_saved
+from meshloom.program.recompute.saved_frame import Elsewhere, Frame, Handle, is_elsewhere, open_saved
 from meshloom.program.recompute.saved_tensors import Save, SegmentRecomputation, recomputation_of, saves_of
 from meshloom.program.recompute.segments import Segment, segments_of
 from meshloom.program.run.runner import Runner, Special, compile_program, lifted, lower, used_variables
@@ -59,6 +59,7 @@ class RecomputingRunner:
         leaves: Iterable[Tensor],
         visit: Any = None,
         group: Group | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> list[Any]:
         """As `Runner.run`."""
         if not torch.is_grad_enabled():
@@ -76,7 +77,7 @@ class RecomputingRunner:
         first_runs: list[_FirstRun] = []
         with Entered(self._contexts, device=self._device.type, lifted=dtype is not None) as entered:
             for runs in self._segments:
-                runs.run(entered, values, group, first_runs)
+                runs.run(entered, values, _ProgramRun(group, elsewhere), first_runs)
                 for name in runs.segment.dying:
                     del values[name]
         outputs = [values[each.name] if isinstance(each, Ref) else each for each in program.outputs]
@@ -88,6 +89,22 @@ class RecomputingRunner:
         for each in first_runs:
             each.forget_what_died()
         return outputs
+
+
+class _ProgramRun(NamedTuple):
+    """What one run of a program needs besides tensors. group: the ranks over which it is sharded. elsewhere: has
+    the values of parameters."""
+
+    group: Group | None
+    elsewhere: Elsewhere | None
+
+    def has(self, tensor: Tensor) -> Any:
+        """What is kept of a tensor elsewhere; None: it is not."""
+        kept = self.elsewhere.pack(tensor) if self.elsewhere else tensor
+        return kept if is_elsewhere(kept) else None
+
+    def watching(self) -> AbstractContextManager[Any]:
+        return self.elsewhere.watching() if self.elsewhere else nullcontext()
 
 
 class _Runs:
@@ -108,7 +125,7 @@ class _Runs:
         self.compiled: dict[Any, _Compiled] = {}
 
     def run(
-        self, entered: Entered, values: dict[str, Any], group: Group | None, first_runs: list[_FirstRun]
+        self, entered: Entered, values: dict[str, Any], around: _ProgramRun, first_runs: list[_FirstRun]
     ) -> None:
         """Run the forward; adds the segment's results to `values`."""
         given = [values[name] for name in self.segment.given]
@@ -118,7 +135,7 @@ class _Runs:
         if run is None:
             run = _FirstRun(self, key)
             first_runs.append(run)
-        results = run.forward(entered, given, as_it_was, group)
+        results = run.forward(entered, given, as_it_was, around)
         values.update(zip(self.segment.results, results, strict=False))
 
     def function(
@@ -145,20 +162,20 @@ class _Compiled:
         self._recompute: tuple[Any, Sequence[Any]] | None = None
 
     def forward(
-        self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], group: Group | None
+        self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], around: _ProgramRun
     ) -> Sequence[Any]:
         """The results, then what is held for recomputation. as_it_was: values of buffers that change."""
-        special = Special(self._special, group)
+        special = Special(self._special, around.group)
         if not any(self.recipe.again):
             return self._forward(entered, None, special, *given)
-        frame = Frame(self.recipe.again, partial(self.recompute, group))
+        frame = Frame(self.recipe.again, partial(self.recompute, around), around.elsewhere)
         with saved_tensors_hooks(frame.pack, open_saved):
             results = self._forward(entered, None, special, *given)
         held = [as_it_was.get(name, given[at]) for name, at in self._held_given]
         frame.close(special.seed, held, results[self._num_results :])
         return results
 
-    def recompute(self, group: Group | None, held: Sequence[Any], seed: int | None) -> dict[int, Tensor]:
+    def recompute(self, around: _ProgramRun, held: Sequence[Any], seed: int | None) -> dict[int, Tensor]:
         """Number of a saved tensor -> the tensor, for those that are recomputed."""
         recipe, runs = self.recipe, self._runs
         if self._recompute is None:
@@ -171,18 +188,21 @@ class _Compiled:
 
         def pack(tensor: Tensor) -> None:
             nonlocal count
+            if around.has(tensor) is not None:
+                return
             for number, layout in recipe.captures.get(count, ()):
                 detached = tensor.detach()  # so that it does not keep its graph alive
                 found[number] = detached if layout is None else detached.as_strided(*layout)
             count += 1
 
         with (
+            around.watching(),
             _from_seed(seed, runs.device),
             torch.enable_grad(),  # before contexts are entered, which read it
             saved_tensors_hooks(pack, open_saved),
             Entered(runs.contexts, device=runs.device.type, lifted=runs.dtype is not None) as entered,
         ):
-            results = function(entered, None, Special(special, group), *held)
+            results = function(entered, None, Special(special, around.group), *held)
         values = dict(zip(self._wanted, results, strict=True))
         return found | {number: source.of(values[source.value]) for number, source in recipe.sources.items()}
 
@@ -197,17 +217,19 @@ class _FirstRun:
         self._handles: list[weakref.ref[Handle]] = []
 
     def forward(
-        self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], group: Group | None
+        self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], around: _ProgramRun
     ) -> Sequence[Any]:
         """The segment's results."""
         runs, segment = self._runs, self._runs.segment
         first_draw = next((node.name for node in segment.nodes if node.num_draws), None)
         module, targets, made = runs.function(segment.nodes, segment.given, segment.results, first_draw)
-        special = Special(targets, group)
+        special = Special(targets, around.group)
         watch = _Watch(module.graph, {each: name for name, each in made.items()})
         saved: list[tuple[str, Tensor]] = []
 
-        def pack(tensor: Tensor) -> Handle:
+        def pack(tensor: Tensor) -> Any:
+            if (elsewhere := around.has(tensor)) is not None:
+                return elsewhere
             handle = Handle(None, tensor)
             saved.append((watch.here, tensor))
             self._handles.append(weakref.ref(handle))
@@ -220,7 +242,7 @@ class _FirstRun:
         saved.clear()  # the graph references `pack`, whose closure would keep the tensors
         compiled = self._compile(None)
         recipe = compiled.recipe
-        frame = Frame(recipe.again, partial(compiled.recompute, group))
+        frame = Frame(recipe.again, partial(compiled.recompute, around))
         frame.take_over(self._handles)
         seed = None
         if special.seed is not None and recipe.first_draw is not None:
@@ -275,6 +297,8 @@ class _Watch:
 
 def _layout(value: Any) -> Any:
     """Facts about a value that affect operators, besides shape and type, which the program fixes."""
+    if isinstance(value, nn.Parameter):
+        return value.requires_grad  # its strides never change, and may not be known between uses
     if isinstance(value, Tensor):
         return value.requires_grad, value.stride()
     return tuple(map(_layout, value)) if isinstance(value, tuple | list) else None

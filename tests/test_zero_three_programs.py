@@ -1,0 +1,332 @@
+"""zero=3 where captured programs run: with tp, pp and recomputation, under every schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from meshloom.checkpoint.checkpoint import Checkpoint, find
+from meshloom.core.errors import TrainingError
+from meshloom.core.plan import Plan
+from meshloom.core.schedules import SCHEDULES
+from meshloom.exchange.units.unit_slices import UnitFlat
+from meshloom.exchange.zero_three import ZeroThree
+from meshloom.replica.replica_state import full_state
+from meshloom.train.trainer import Trainer
+from meshloom.verify.run import verify
+from tests.jobs import OPTIMIZERS, images, make_job, texts, vectors
+from tests.processes import on_ranks
+from tests.test_zero_three import EVALUATE, trained
+from tests.zero_three_jobs import Blocks, unit_job
+
+DATA = {"cnn": images, "gpt": texts}
+BLOCKS = "tp=2,tp_placements=blocks.*.up:column+blocks.*.down:row"
+TP = {
+    "mlp": "tp=2,tp_placements=first:column+second:row",
+    "cnn": "tp=2,tp_placements=conv:channels+hidden:column",
+    "gpt": BLOCKS,
+    "unused_twice": "tp=2,tp_placements=first:column+shared:column",
+}
+PP = dict.fromkeys(TP, "pp=2") | {"cnn": "pp=2,cuts=conv2"}
+
+
+def equal(model: str, optimizer: str, plan: str, batch: int = 13, steps: int = 3) -> bool:
+    """Whether verification passes in float64. Batches are uneven, and the last one is shorter."""
+    job = make_job(
+        model, optimizer, batch_size=batch, data=partial(DATA.get(model, vectors), 3 * batch - 1), steps=steps
+    )
+    report = verify(job, Plan.parse(plan), devices="simulated", steps=steps, dtype=torch.float64)
+    assert report
+    return report.passed
+
+
+Case = tuple[int, str, str, str, int]
+CASES: list[Case] = list(product((2, 3, 4), ("tp", "pp"), TP, OPTIMIZERS, (1, 3)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.long if number % 53 == 0 else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+    ],
+    ids=str,
+)
+def test_a_plan_equals_one_device(case: Case) -> None:
+    dp, axis, model, optimizer, microbatches = case
+    across = (TP if axis == "tp" else PP)[model]
+    assert equal(model, optimizer, f"dp={dp},zero=3,microbatches={microbatches},bucket_bytes=600,{across}")
+
+
+def holds(kind: str, plan: str, **job: Any) -> None:
+    report = verify(
+        unit_job(kind, **job), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64
+    )
+    assert report and report.passed, report
+
+
+# what is used in two stages, again, not at all or frozen; a step and a shorter one
+SCHEDULED = list(product(SCHEDULES, ("tied", "again", "frozen"), ("none", "full", "selective")))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind", "recompute"),
+    [
+        pytest.param(*case, marks=pytest.mark.long if number % 16 == 0 else pytest.mark.slow)
+        for number, case in enumerate(SCHEDULED)
+    ],
+)
+def test_every_schedule_and_recomputation_finds_its_parameters(
+    schedule: str, kind: str, recompute: str
+) -> None:
+    holds(
+        kind,
+        f"dp=2,pp=2,zero=3,microbatches=4,schedule={schedule},recompute={recompute}",
+        optimizer="adafactor",
+    )
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(f"dp=2,{BLOCKS},zero=3,microbatches=2,recompute=full", marks=pytest.mark.long),
+        pytest.param(f"dp=3,{BLOCKS},zero=3,recompute=selective,overlap=false", marks=pytest.mark.slow),
+        pytest.param(f"dp=2,pp=2,{BLOCKS},zero=3,microbatches=3", marks=pytest.mark.slow),
+        pytest.param(f"dp=2,pp=4,{BLOCKS},zero=3,microbatches=3,recompute=full", marks=pytest.mark.slow),
+        pytest.param("dp=2,zero=3,microbatches=3,recompute=full", marks=pytest.mark.slow),
+        # shards of 4, 4 and 3 rows
+        pytest.param("dp=3,tp=3,tp_placements=blocks.*.up:column,zero=3", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("kind", ["tied", pytest.param("recurrent", marks=pytest.mark.slow)])
+def test_axes_and_recomputation_together(plan: str, kind: str) -> None:
+    if kind == "recurrent":
+        plan = (
+            plan.replace("blocks.*.up:column+blocks.*.down:row", "head:column")
+            .replace("blocks.*.up", "head")
+            .replace("pp=4", "pp=3")
+        )
+    holds(kind, plan)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "batch"),
+    [
+        pytest.param(schedule, batch, marks=pytest.mark.long if number == 0 else pytest.mark.slow)
+        for number, (batch, schedule) in enumerate(product((7, 2), SCHEDULES))
+    ],
+)
+def test_replicas_with_fewer_microbatches_pass_over_the_others(schedule: str, batch: int) -> None:
+    """7 samples over 3 x 3 chunks: the last replica has one microbatch; 2 samples leave it none."""
+    assert equal("mlp", "sgd", f"dp=3,pp=2,zero=3,microbatches=3,schedule={schedule}", batch)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(f"dp=2,{BLOCKS},zero=3,microbatches=2", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2,zero=3,microbatches=2,schedule=zb-v,recompute=full", marks=pytest.mark.long),
+    ],
+)
+def test_bytes_are_as_predicted_and_evaluation_is_one_devices(plan: str) -> None:
+    summary, ours = trained(plan, "tied", steps=4, evaluate=EVALUATE)
+    one, theirs = trained("dp=1", "tied", steps=4, evaluate=EVALUATE)
+    assert summary.predicted == summary.counted
+    assert summary.evaluation == pytest.approx(one.evaluation, rel=1e-12)
+    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-10, atol=1e-12) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(f"dp=2,{BLOCKS},zero=3,microbatches=2", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2,zero=3,microbatches=4,recompute=full", marks=pytest.mark.long),
+        pytest.param("dp=2,pp=2,zero=3,microbatches=4", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2,zero=3,microbatches=4,schedule=gpipe", marks=pytest.mark.slow),
+        pytest.param("dp=2,zero=3,recompute=selective", marks=pytest.mark.slow),
+    ],
+)
+def test_nobody_holds_more_than_slices_the_rest_and_two_units(
+    plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every full tensor of a rank is counted, of values and of gradients, as long as anything refers to its
+    memory."""
+    made: dict[int, list[tuple[StorageWeakRef, int]]] = {}
+    most: dict[int, int] = {}
+    rank_of: dict[int, int] = {}  # of a flat tensor's layout
+    plain = UnitFlat.full
+
+    def counted(self: UnitFlat) -> Tensor:
+        flat, rank = plain(self), rank_of[id(self)]
+        alive = [each for each in made.get(rank, []) if not each[0].expired()]
+        made[rank] = [*alive, (StorageWeakRef(flat.untyped_storage()), flat.nbytes)]
+        most[rank] = max(most.get(rank, 0), sum(size for _, size in made[rank]))
+        return flat
+
+    job = replace(unit_job("blocks"), model=partial(Blocks, 6))
+    with Trainer(job, plan, devices="simulated") as trainer:
+        sizes: list[list[int]] = []
+        for rank, replica in enumerate(trainer.replicas):
+            exchange = replica.exchange
+            assert isinstance(exchange, ZeroThree)
+            rank_of |= {id(part): rank for unit in exchange.units for part in unit.parts}
+            rest = [
+                sum(part.num_bytes for part in unit.parts) for unit in exchange.units if unit.module is None
+            ]
+            blocks = [sum(part.num_bytes for part in unit.parts) for unit in exchange.units if unit.module]
+            assert len(blocks) > 2
+            sizes.append([sum(rest), max(blocks), sum(blocks)])
+        monkeypatch.setattr(UnitFlat, "full", counted)
+        for batch in trainer.batches():
+            trainer.step(batch)
+        for rank, (rest, block, _) in enumerate(sizes):
+            assert 2 * block < most[rank] <= 2 * (rest + 2 * block), (rank, most[rank], rest, block)
+            assert all(each[0].expired() for each in made[rank])
+        for replica, (rest, _, blocks) in zip(trainer.replicas, sizes, strict=True):
+            exchange = replica.exchange
+            assert isinstance(exchange, ZeroThree)
+            kept = sum(part.kept.nbytes for unit in exchange.units for part in unit.parts)
+            assert kept == (rest + blocks) / 2
+            held = [each for each in replica.model.parameters() if not each.is_meta]
+            assert sum(each.untyped_storage().nbytes() for each in held) == 4 * len(held)  # one number each
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "ours", "other"),
+    [
+        pytest.param("frozen", "adamw", f"dp=2,{BLOCKS},zero=3", "dp=3,zero=3", marks=pytest.mark.slow),
+        pytest.param("tied", "muon", "dp=2,pp=2,zero=3,microbatches=2", "dp=1", marks=pytest.mark.slow),
+        pytest.param(
+            "tied", "adafactor", f"dp=2,pp=2,{BLOCKS},zero=3,microbatches=2", f"dp=2,{BLOCKS},zero=1", marks=pytest.mark.long
+        ),
+        pytest.param("tied", "sgd", "dp=2,zero=3,recompute=full", "dp=2,pp=2,zero=3", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_goes_on_under_another_plan_and_back(
+    kind: str, optimizer: str, ours: str, other: str, tmp_path: Path
+) -> None:
+    job = unit_job(kind, optimizer, steps=4)
+    _, before = trained(ours, kind, optimizer=optimizer, steps=2, out=tmp_path / "a")
+    states: list[Any] = []
+    for at, directory, under in (("a", "b", other), ("b", "c", ours)):
+        settings: dict[str, Any] = {"devices": "simulated", "dtype": torch.float64}
+        with Trainer(job, under, resume=tmp_path / at, out=tmp_path / directory, **settings) as trainer:
+            there = trainer.together(full_state)[0]
+            assert list(there) == list(before)
+            assert all(torch.equal(there[name], before[name]) for name in before)
+            trainer.save()
+        checkpoint = Checkpoint.open(find(tmp_path / directory))
+        sizes = {key: math.prod(checkpoint.shape(key)) for key in checkpoint.keys()}  # noqa: SIM118
+        states.append({key: checkpoint.read(key, 0, size) for key, size in sizes.items()})
+    assert states[0].keys() == states[1].keys() and states[0]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+@pytest.mark.slow
+def test_weights_are_gathered_where_ranks_share_no_directory() -> None:
+    """`Engine.weights`, which one rank writes: as the parameters are, under all their names."""
+
+    def keep(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+        found[name] = tensor.clone()
+
+    for plan in (f"dp=2,pp=2,{BLOCKS},zero=3", f"dp=2,{BLOCKS},zero=3"):
+        with Trainer(unit_job("tied", steps=1), plan, devices="simulated", dtype=torch.float64) as trainer:
+            trainer.fit()
+            full, found = trainer.together(full_state)[0], dict[str, Tensor]()
+
+            def run(replica: Any, found: dict[str, Tensor] = found) -> Any:
+                stream = replica.engine.weights()
+                place = replica.context.place
+                assert bool(stream.entries) == (place.tp == place.pp == 0)
+                yield from stream.run(partial(keep, found if place.dp == 0 else {}))
+
+            trainer.together(run)
+            assert found.keys() == trainer.replicas[0].model.state_dict().keys()
+            assert all(torch.equal(found[name], full[name]) for name in full)
+
+
+@pytest.mark.slow
+def test_ranks_that_drift_apart_are_found() -> None:
+    with Trainer(unit_job("tied", steps=1), "dp=2,pp=2,zero=3", devices="simulated") as trainer:
+        exchange = trainer.replicas[3].exchange
+        assert isinstance(exchange, ZeroThree)
+        (borrowed,) = (
+            each for each in exchange.each_slice(borrowed=True) if each.name == "blocks.0.up.weight"
+        )
+        assert not any(each.name == borrowed.name for each in exchange.owned)
+        for replica in trainer.replicas:
+            replica.engine.ownership.lend = lambda *held: iter(())  # type: ignore[attr-defined]
+        with pytest.raises(TrainingError, match=".*weight differs between ranks pp=0 and pp=1"):
+            trainer.fit()
+
+
+@pytest.mark.slow
+def test_where_a_loss_became_nan_is_found() -> None:
+    class Bad(Blocks):
+        def through(self, x: Tensor) -> Tensor:
+            return super().through(x).sub(3).log()
+
+    job = unit_job("blocks")
+    for plan in ("dp=2,pp=2,zero=3,microbatches=2", "dp=3,zero=3,recompute=full"):
+        there = pytest.raises(TrainingError, match=r"the first operator that gives NaN is log")
+        with there, Trainer(replace(job, model=Bad), plan, devices="simulated") as trainer:
+            trainer.fit()
+    with Trainer(job, "dp=2,pp=2,zero=3", devices="simulated") as trainer:
+        exchange = trainer.replicas[1].exchange
+        assert isinstance(exchange, ZeroThree)
+        exchange.each_slice()[0].data()[0] = float("nan")
+        with pytest.raises(TrainingError, match="whose parameter .* was not finite before the step"):
+            trainer.fit()
+
+
+@pytest.mark.slow
+def test_units_are_the_users() -> None:
+    plan = f"dp=2,{BLOCKS},zero=3,recompute=full"
+    _, chosen = trained(plan, "again", units=["blocks.1", nn.LayerNorm])
+    _, none = trained(plan, "again", units=())
+    assert all(torch.allclose(chosen[name], none[name], rtol=1e-12) for name in none)
+
+
+PROCESSES = ["dp=2,pp=2,zero=3,microbatches=3,recompute=full", f"dp=2,{BLOCKS},zero=3,microbatches=2"]
+
+
+def on_gloo(plans: list[str], **where: Any) -> list[list[float]]:
+    """Losses of each on this rank; bytes are as predicted."""
+    found: list[list[float]] = []
+    for plan in plans:
+        job = unit_job("tied", evaluate=EVALUATE)
+        with Trainer(
+            job, plan, dtype=torch.float64, **(where or {"devices": "cpu", "transport": "gloo"})
+        ) as trainer:
+            found.append([trainer.step(batch) for batch in trainer.batches()])
+            found[-1] += trainer.evaluate().values()
+            summary = trainer.summary(0.0, {}, None)
+            assert summary.predicted == summary.counted, plan
+    return found
+
+
+def on_one_copy(plans: list[str]) -> list[list[float]]:
+    return on_gloo(plans, devices="cpu", share=True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("run", "plans"),
+    [
+        (on_gloo, PROCESSES[:1]),
+        *(pytest.param(each, PROCESSES, marks=pytest.mark.slow) for each in (on_gloo, on_one_copy)),
+    ],
+)
+def test_processes_compute_what_simulated_ranks_do(run: Any, plans: list[str]) -> None:
+    found = on_ranks(run, 4, plans, timeout_seconds=120.0)
+    for ours, theirs in zip(found[0], on_gloo(plans, devices="simulated"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9)  # float64; sums over ranks have no order
