@@ -160,11 +160,23 @@ COMPRESSIONS: Mapping[str, CompressionEntry] = {
 ZERO_SLICES = ("the optimizer's state", "gradients", "parameters")
 
 
-def check_zero(zero: int) -> None:
-    """Raise `PlanError` for a value that `zero` cannot have."""
+def check_zero(zero: int, within: int, dp: int) -> None:
+    """Raise `PlanError` for values that `zero` and `zero_within` cannot have. dp: replicas."""
     known = "zero=0 (replicated), zero=1 (the optimizer's state sharded over dp), zero=2 (gradients too) or zero=3 (parameters too)"
     if not 0 <= zero <= len(ZERO_SLICES):
         raise PlanError(f"zero={zero} is not known. Use {known}.")
+    if not within:
+        return
+    if zero != len(ZERO_SLICES):
+        raise PlanError(
+            f"zero_within={within} says over how many replicas zero=3 slices, and zero={zero}. Use zero=3, or leave zero_within out."
+        )
+    if within == 1:
+        raise PlanError("zero_within=1 slices nothing: each replica would keep all. Use zero=0.")
+    if within < 0 or dp % within:
+        raise PlanError(
+            f"zero_within={within} cannot divide dp={dp} replicas into equal groups. Use a divisor of {dp} from 2 on, such as the ranks of a host."
+        )
 
 
 def check_exchange(plan: ExchangeSettings, defaults: Mapping[str, Any]) -> None:

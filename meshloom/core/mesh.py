@@ -43,6 +43,8 @@ class MeshCoordinates:
 class Mesh:
     """Sizes of the three axes. Raises `PlanError` for a size below 1.
 
+    within: consecutive replicas that keep slices of the same copy (zero_within); 0: all of them.
+
     >>> mesh = Mesh(dp=2, pp=2, tp=2)
     >>> mesh.size, mesh.place(6), mesh.rank(MeshCoordinates(dp=1, pp=1, tp=0))
     (8, MeshCoordinates(dp=1, pp=1, tp=0), 6)
@@ -53,12 +55,14 @@ class Mesh:
     dp: int = 1
     pp: int = 1
     tp: int = 1
+    within: int = 0
 
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise PlanError(f"{axis}={size!r} is not a size. Give a whole number of ranks, 1 or more.")
+        assert not self.within or self.dp % self.within == 0, f"dp={self.dp} in groups of {self.within}"
 
     @property
     def size(self) -> int:
@@ -92,6 +96,18 @@ class Mesh:
         return tuple(
             self.group_of(axis, rank) for rank in range(self.size) if getattr(self.place(rank), axis) == 0
         )
+
+    def slice_groups(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """Along dp, the ranks that keep slices of one copy; and those that keep the same slices.
+
+        >>> Mesh(dp=6, within=3).slice_groups()
+        (((0, 1, 2), (3, 4, 5)), ((0, 3), (1, 4), (2, 5)))
+        """
+        size = self.within or self.dp
+        rows = self.groups("dp")
+        of_copies = tuple(row[at : at + size] for row in rows for at in range(0, self.dp, size))
+        of_slices = tuple(row[at::size] for row in rows for at in range(size))
+        return of_copies, of_slices
 
     def teams(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each replica, in order of pp, then of tp.

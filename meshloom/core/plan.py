@@ -44,6 +44,8 @@ class Plan:
     Gradients and updates:
     zero: 0 replicates the optimizer's state; 1 shards it over dp: each replica updates one dp-th of the
         parameters. 2: each also holds only its slices of the gradients; 3: and of the parameters.
+    zero_within: for zero=3, over how many consecutive replicas; between such groups slices are replicated.
+        0: over all.
     overlap: whether gradients are exchanged while backward is still computing earlier layers.
     bucket_bytes: size, in bytes, of the buckets in which gradients are exchanged (approximate).
     exchange: how replicas agree. `all_reduce` sums the gradients, and every replica makes the same update;
@@ -94,6 +96,7 @@ class Plan:
     tp: int = 1
     microbatches: int = 1
     zero: int = 0
+    zero_within: int = 0
     sync_batch_norm: bool = False
     overlap: bool = True
     bucket_bytes: int = 25 * 2**20
@@ -124,6 +127,8 @@ class Plan:
                 object.__setattr__(self, name, float(getattr(self, name)))
             check_type(name, getattr(self, name), default)
         _check_computation(self)
+        if self.zero_within == self.dp:  # which is over all
+            object.__setattr__(self, "zero_within", 0)
         object.__setattr__(self, "compress", complete_compress(self.compress))
         if self.exchange == "async" and self.staleness == 0:  # no worker is ahead of another
             object.__setattr__(self, "exchange", "server")
@@ -136,7 +141,12 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """The grid of ranks that this plan needs."""
-        return Mesh(dp=self.dp, pp=self.pp, tp=self.tp)
+        return Mesh(dp=self.dp, pp=self.pp, tp=self.tp, within=self.zero_within)
+
+    @property
+    def num_slices(self) -> int:
+        """The replicas over which the optimizer's state, gradients and parameters are sliced, if they are."""
+        return self.zero_within or self.dp
 
     @property
     def captures(self) -> bool:
@@ -239,7 +249,7 @@ def _check_computation(plan: Plan) -> None:
             raise PlanError(f"{name}={getattr(plan, name)} must be 1 or more.")
     if plan.memory_bytes < 0:
         raise PlanError(f"memory_bytes={plan.memory_bytes} must be 0 (no limit) or more.")
-    check_zero(plan.zero)
+    check_zero(plan.zero, plan.zero_within, plan.dp)
     for pattern, placement in plan.tp_placements.items():
         check_placement(pattern, placement)
     if plan.tp_placements and plan.tp == 1:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from meshloom.comm.group import Group
+from meshloom.comm.rank_context import SliceGroups
 from meshloom.comm.windows import Windows
 from meshloom.core.exchanges import COMPRESSIONS, EXCHANGES
 from meshloom.core.plan import Plan
@@ -31,7 +32,7 @@ class Setup:
     replicated: as for `GradientBuckets`. late: names of parameters whose gradients are complete at the end of
     a step only. windows: the group, if its ranks can share memory. may_share: whether they may then share one
     copy of the parameters. units: of all parameters, for zero=3. control: the replicas' group for messages
-    that are not counted. lent: name of what several ranks along pp hold -> whether this one updates it. sparse:
+    that are not counted. slices: parts of the replicas, under zero_within. lent: name of what several ranks along pp hold -> whether this one updates it. sparse:
     names of the parameters with sparse gradients; kept, sparse_only: some of these, as for `WithSparse`.
     """
 
@@ -46,6 +47,7 @@ class Setup:
     units: Callable[[], Sequence[UnitParameters]] = tuple[UnitParameters]
     unfilled: UnfilledModel | None = None
     control: Group | None = None
+    slices: SliceGroups | None = None
     lent: Mapping[str, bool] = field(default_factory=dict[str, bool])
     sparse: Collection[str] = ()
     kept: Collection[str] = ()

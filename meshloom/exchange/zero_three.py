@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 import torch
 from torch import Tensor, nn
 
-from meshloom.comm.group import Group
+from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.exchange.exchange import Emit, Exchange, Slice
@@ -37,10 +37,13 @@ def open_zero_three(setup: Setup) -> Exchange:
         return name if name in setup.lent else (name in late, name in replicated)
 
     owned = {name for name, _ in setup.named}
+    parts = setup.slices
     exchange = ZeroThree(
         setup.units(),
-        setup.group,
-        setup.control,
+        parts.copy if parts else setup.group,
+        parts.control if parts else setup.control,
+        replicas=setup.group,
+        equals=parts.equals if parts else None,
         overlap=setup.plan.overlap,
         together=together,
         borrowed=[name for name, owns in setup.lent.items() if not owns],
@@ -58,6 +61,8 @@ class ZeroThree(Exchange):
     """Over `group`. units: all parameters, frozen ones too. control: the same ranks, for messages that are
     not counted. overlap: whether units are gathered ahead. together: as for `Unit`.
 
+    replicas: `group`, or more ranks of which it is a part. equals: then those of them that keep the same slices as
+        this one, in other parts; sums of gradients are added up over these once a step.
     borrowed: names of parameters of which another rank of the replica owns a copy; each is apart from others
     (`together`). late: whether some gradients are complete only after the chunks.
     """
@@ -68,12 +73,15 @@ class ZeroThree(Exchange):
         group: Group,
         control: Group,
         *,
+        replicas: Group,
+        equals: Group | None = None,
         overlap: bool,
         together: Callable[[str], Hashable] = lambda name: None,
         borrowed: Collection[str] = (),
         late: bool = False,
     ) -> None:
         self._group, self._late = group, late
+        self._replicas, self.equals = replicas, equals
         self.units = [
             Unit(number, each, group.rank, group.size, together) for number, each in enumerate(units)
         ]
@@ -120,9 +128,10 @@ class ZeroThree(Exchange):
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
         self.gathering.end_step(late=self._late)
         self._used.copy_(torch.tensor([entry.used for entry in self._entries], dtype=torch.uint8))
-        work = self._group.all_reduce(self._used, "max")
+        work = self._replicas.all_reduce(self._used, "max")
         yield
         work.wait()
+        yield from self._add_up_equals()
         for entry, used in zip(self._entries, self._used.tolist(), strict=True):
             entry.used = bool(used)
         divisor = float(weight)
@@ -133,6 +142,18 @@ class ZeroThree(Exchange):
             each.of(part.summed) if each.entry.used and part.summed is not None else None
             for part, each in self._mine
         ]
+
+    def _add_up_equals(self) -> Steps[None]:
+        if self.equals is None:
+            return
+        works: list[Work] = []
+        for part in self._trained:
+            if part.summed is None:  # no chunk of this group of replicas has used it
+                part.summed = torch.zeros_like(part.kept)
+            works.append(self.equals.all_reduce(part.summed))
+        yield
+        for work in works:
+            work.wait()
 
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
         found = {id(each.entry): gradient for (_, each), gradient in zip(self._mine, gradients, strict=True)}
@@ -180,7 +201,8 @@ class ZeroThree(Exchange):
         return place is not None
 
     def expected_bytes(self) -> ExpectedBytes:
-        flags = ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self._used.numel()))
+        sums = sum(part.kept.nbytes for part in self._trained) if self.equals is not None else 0
+        flags = ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self._used.numel() + sums))
         return flags + self.gathering.expected_bytes() + ExpectedBytes(so_far=self._inspected)
 
     def gather(self, part: UnitFlat, share: Tensor) -> Steps[Tensor]:

@@ -40,7 +40,7 @@ from meshloom.launch.events import STACK_SIGNAL, send_event
 from meshloom.launch.failure import leave, report_failure
 from meshloom.launch.names import rank_name, visible_gpus
 from meshloom.launch.transport import agreed_transports
-from meshloom.launch.world import CARRIES_TENSORS, LocalRank, Use, World, connect_rank
+from meshloom.launch.world import CARRIES_TENSORS, REDUCES, LocalRank, Use, World, connect_rank
 from meshloom.machine.cores import cores
 
 FAREWELL_SECONDS = 5.0  # how long a finished rank waits for the others before its connections close
@@ -90,7 +90,7 @@ def join(
         def connect(members: Sequence[Sequence[int]], use: Use) -> Group:
             backend = both if use in CARRIES_TENSORS else "gloo"
             named = Activity() if use == "saving" else None  # waits of a thread do not delay this rank
-            return connections.connect(members, backend, algorithm if use == "dp" else "", named)
+            return connections.connect(members, backend, algorithm if use in REDUCES else "", named)
 
         local = connect_rank(mesh, rank, device, connect, activity, saving=saving)
     except (RuntimeError, OSError) as error:
@@ -144,10 +144,8 @@ def _parting(
             for process_group in [None] if ours else connections.process_groups:
                 dist.destroy_process_group(process_group)
         else:  # destroying would wait for operations that the others may never start
-            own = (local.statistics, local.world, local.readers, local.team, local.saving)
-            for group in (*local.groups.values(), *own):
-                if group is not None:
-                    group.abort()
+            for group in local.all_groups():
+                group.abort()
 
     def at_exit() -> None:
         end(True)

@@ -16,7 +16,7 @@ from meshloom.core.mesh import Mesh
 from meshloom.core.units import format_count
 from meshloom.launch.devices import Kind
 from meshloom.launch.names import rank_name, visible_gpus
-from meshloom.launch.world import LocalRank, Use, World, connect_rank
+from meshloom.launch.world import REDUCES, LocalRank, Use, World, connect_rank
 
 
 def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "", saving: bool = False) -> World:
@@ -45,7 +45,7 @@ def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "", saving: 
     why = f"{kind}: {format_count(mesh.size, 'rank')} in this process on {used} ({reason})"
 
     def wrap(groups: Sequence[Group], members: Sequence[int], use: Use) -> Sequence[Group]:
-        if use != "dp" or not algorithm:
+        if use not in REDUCES or not algorithm:
             return groups
         hosts = [number // 2 for number in range(len(members))]
         return [

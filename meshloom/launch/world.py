@@ -11,6 +11,7 @@ import torch
 
 from meshloom.comm.group import Group
 from meshloom.comm.liveness.activity import Activity
+from meshloom.comm.rank_context import SliceGroups
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.steps import Turns
 from meshloom.core.mesh import Axis, Mesh, MeshCoordinates
@@ -18,10 +19,13 @@ from meshloom.launch.devices import Kind
 from meshloom.launch.names import used_axes
 from meshloom.machine.process_memory import peak_memory_bytes
 
-# What a group is for: tensors along an axis, batch statistics along dp; or control messages among all ranks,
-# those of a replica, and those along dp; or all ranks once more, for a thread that saves.
-Use = Axis | Literal["statistics", "world", "team", "readers", "saving"]
-CARRIES_TENSORS = ("dp", "pp", "tp", "statistics")
+# What a group is for: tensors along an axis, batch statistics along dp, slices of one copy and equal slices along
+# dp; or control messages among all ranks, those of a replica, those along dp, those of one copy; or all ranks once
+# more, for a thread that saves.
+Use = Axis | Literal["statistics", "copy", "equals", "world", "team", "readers", "control", "saving"]
+CARRIES_TENSORS = ("dp", "pp", "tp", "statistics", "copy", "equals")
+ALONG_DP = ("dp", "statistics", "copy", "equals")
+REDUCES = ("dp", "copy", "equals")  # gradients, by the algorithm of the plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +43,16 @@ class LocalRank:
     world: Group
     team: Group | None
     readers: Group
+    slices: SliceGroups | None = None
     saving: Group | None = None
     activity: Activity = field(default_factory=Activity)
+
+    def all_groups(self) -> list[Group]:
+        """Everything that it communicates in."""
+        parts = (self.slices.copy, self.slices.control, self.slices.equals) if self.slices else ()
+        control = (self.statistics, self.world, self.readers, self.team, self.saving)
+        found = (*self.groups.values(), *control, *parts)
+        return [group for group in found if group is not None]
 
 
 def connect_rank(
@@ -54,6 +66,14 @@ def connect_rank(
     """
     several = mesh.size > mesh.dp  # ranks in a replica
     world = connect([tuple(range(mesh.size))], "world")
+    slices: SliceGroups | None = None
+    if mesh.within:
+        copies, equals = mesh.slice_groups()
+        slices = SliceGroups(
+            copy=RecordedGroup(connect(copies, "copy"), "dp"),
+            control=connect(copies, "control"),
+            equals=RecordedGroup(connect(equals, "equals"), "dp"),
+        )
     return LocalRank(
         rank=rank,
         place=mesh.place(rank),
@@ -63,6 +83,7 @@ def connect_rank(
         world=world,
         team=connect(mesh.teams(), "team") if several else None,
         readers=connect(mesh.groups("dp"), "readers") if several else world,
+        slices=slices,
         saving=connect([tuple(range(mesh.size))], "saving") if saving else None,
         activity=activity or Activity(),
     )

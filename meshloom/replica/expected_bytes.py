@@ -6,7 +6,7 @@ from meshloom.parameters import replica_check
 from meshloom.replica import metrics
 from meshloom.replica.buffers import batch_norm
 from meshloom.replica.replica import Replica
-from meshloom.replica.replica_state import replicated_state
+from meshloom.replica.replica_state import equal_slices, replicated_state
 from meshloom.telemetry.traffic import ExpectedBytes
 
 
@@ -22,6 +22,8 @@ def expected_bytes(replica: Replica) -> ExpectedBytes:
         parts.append(replica.updater.expected_bytes())
     if replica.plan.dp > 1:
         parts += [replica.sums.expected_bytes(), replica_check.expected_bytes(replicated_state(replica))]
+        equals, slices = equal_slices(replica)
+        parts += [replica_check.expected_bytes(slices)] if equals is not None else []
         if replica.job.evaluate:
             parts.append(metrics.expected_bytes(replica.job.evaluate.metrics))
         if replica.plan.sync_batch_norm:

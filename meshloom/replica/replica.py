@@ -286,7 +286,7 @@ class Replica:
             late=self.engine.late, lent=self.engine.lent,
             windows=self._windows, unfilled=self._start.unfilled,
             may_share=lambda: self._share and not sparse.names and not why_separate(made, self.named),
-            units=self._held_units, control=self.context.readers,
+            units=self._held_units, slices=self.context.slices, control=self.context.readers,
             sparse=sparse.names, kept=sparse.kept, sparse_only=sparse.sparse_only,
         )  # fmt: skip
         self.exchange = setup.open()

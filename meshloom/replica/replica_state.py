@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from meshloom.checkpoint.checkpoint import Checkpoint, Piece
 from meshloom.checkpoint.resuming import Loader, check_together, load_together, open_together
 from meshloom.checkpoint.tensor_file import Stream, TensorEntry
+from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.exchange.exchange import Emit, Slice
@@ -177,12 +178,25 @@ def full_gradients(replica: Replica, found: Gradients) -> Steps[dict[str, Tensor
 def check_identical(replica: Replica, step: int) -> Steps[None]:
     """Raise `TrainingError` naming the first parameter or buffer that differs between replicas."""
     found = yield from first_difference(replicated_state(replica), replica.replicas)
+    names = range(replica.plan.dp)
+    equals, here = equal_slices(replica)
+    if found is None and equals is not None:
+        found = yield from first_difference(here, equals)
+        names = names[replica.context.place.dp % replica.plan.num_slices :: replica.plan.num_slices]
     if found is not None:
         name, number = found
         raise TrainingError(
-            f"After step {step}, {name} differs between replicas dp=0 and dp={number}: something in the model or optimizer "
+            f"After step {step}, {name} differs between replicas dp={names[0]} and dp={names[number]}: something in the model or optimizer "
             "is not deterministic or not part of the exchange (a parameter changed outside the optimizer, a buffer written by one rank)."
         )
+
+
+def equal_slices(replica: Replica) -> tuple[Group | None, dict[str, Tensor]]:
+    """The slices of parameters that other replicas keep as well, and these (zero_within)."""
+    exchange = replica.exchange
+    if not isinstance(exchange, ZeroThree) or exchange.equals is None:
+        return None, {}
+    return exchange.equals, {each.name: each.data() for each in exchange.each_slice()}
 
 
 def check_team(replica: Replica, step: int) -> Steps[None]:

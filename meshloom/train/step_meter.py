@@ -96,10 +96,12 @@ class StepMeter:
 
     def _counts(self) -> dict[str, Count]:
         """What this process's first rank handed to collectives along dp, by kind."""
-        replica = self._replicas.first
-        counts = dict(replica.replicas.counts)
-        for name, count in replica.context.statistics.counts.items():
-            counts[name] = counts[name] + count if name in counts else count
+        context = self._replicas.first.context
+        parts = (context.slices.copy, context.slices.equals) if context.slices else ()
+        counts = dict(context.groups["dp"].counts)
+        for group in (context.statistics, *parts):
+            for name, count in group.counts.items():
+                counts[name] = counts[name] + count if name in counts else count
         return counts
 
     def _seconds_in_collectives(self) -> float:

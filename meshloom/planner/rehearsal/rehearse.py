@@ -28,7 +28,7 @@ from meshloom.data.job_data import open_reader
 from meshloom.data.team_data import open_team_reader
 from meshloom.exchange.buckets.gradient_bytes import held_gradients
 from meshloom.launch.one_process import simulated_ranks
-from meshloom.launch.world import CARRIES_TENSORS, LocalRank, Use
+from meshloom.launch.world import ALONG_DP, CARRIES_TENSORS, LocalRank, Use
 from meshloom.machine.host_memory import free_bytes
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
@@ -158,7 +158,7 @@ def _rehearsed_ranks(mesh: Mesh, turns: Turns, common_memory: bool) -> list[_Ran
     def wrap(groups: Sequence[Group], members: Sequence[int], use: Use) -> Sequence[Group]:
         if use not in CARRIES_TENSORS:
             return groups
-        axis = "dp" if use == "statistics" else use
+        axis = "dp" if use in ALONG_DP else use
         common = CommonMemory(len(members)) if common_memory else None
         return [
             RehearsedGroup(group, axis, clocks[rank], common)
