@@ -79,6 +79,19 @@ def test_predicted_peak_is_the_measured_one(name: str, optimizer: str, precision
     assert predicted.kept == pytest.approx(measured.kept, rel=0.1)
 
 
+def test_a_copy_for_checkpoints_in_the_background_is_counted():
+    job = wide()
+    program = read(job, [torch.randn(50, 64), torch.randn(50, 64)])
+    alone = predict_memory(program, job.optimizer)
+    copied = alone.parameters + alone.optimizer + alone.buffers
+    with_copy = predict_memory(program, job.optimizer, copies=True)
+    assert alone.copied == 0 < copied == with_copy.copied
+    assert with_copy.peak == alone.peak + copied
+    for zero in (0, 1, 3):
+        each = predict_memory(program, job.optimizer, dp=2, zero=zero, copies=True)
+        assert each.copied == -(-(alone.parameters + alone.optimizer) // 2) + alone.buffers
+
+
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_gradients_of_earlier_chunks_are_there_while_later_ones_run(microbatches: int):
     job = wide()

@@ -91,15 +91,20 @@ def main() -> int:
 def summary(found: list[dict[str, Any]]) -> Iterator[str]:
     """A line for each kind of save, with the ratio of medians to the foreground's."""
     of_kind = {
-        kind: [each for each in found if each["kind"] == kind] for kind in (FOREGROUND, BACKGROUND, PEER)
+        kind: [each for each in found if each["kind"] == kind and each["number"]]
+        for kind in (FOREGROUND, BACKGROUND, PEER)
     }
     base = statistics.median(each["still"] for each in of_kind[FOREGROUND])
     for kind, saves in of_kind.items():
         still = statistics.median(each["still"] for each in saves)
         whole = statistics.median(each["whole"] for each in saves)
         slower = statistics.median(each["slower"] for each in saves)
+        first = statistics.median(
+            each["still"] for each in found if each["kind"] == kind and not each["number"]
+        )
         yield (
-            f"{kind:<21} stands still {still:7.3f} s ({still / base:6.1%} of the foreground's), whole after {whole:7.3f} s, steps meanwhile {slower:+7.3f} s "
+            f"{kind:<21} stands still {still:7.3f} s ({still / base:6.1%} of the foreground's), whole after {whole:7.3f} s, steps meanwhile {slower:+7.3f} s; the "
+            f"first {first:7.3f} s "
             f"({len(saves)} saves of {saves[0]['gigabytes']:g} GB)"
         )
 
@@ -116,7 +121,7 @@ class Training:
 
 
 def measure(training: Training, kinds: list[str], saves: int, gigabytes: float) -> Iterator[dict[str, Any]]:
-    """The records of saves of these kinds, in turns; the first of each is not counted."""
+    """The records of saves of these kinds, in turns. The first of each, number 0, fills new memory."""
     for _ in range(2):
         training.step()
     for number in range(saves + 1):
@@ -130,16 +135,16 @@ def measure(training: Training, kinds: list[str], saves: int, gigabytes: float) 
                 steps.append(seconds(training.step))
                 whole = time.perf_counter() - began
             training.remove()
-            if number:
-                yield {
-                    "kind": kind,
-                    "gigabytes": gigabytes,
-                    "still": still,
-                    "whole": whole,
-                    "step": before,
-                    "steps": len(steps),
-                    "slower": sum(steps) - len(steps) * before,
-                }
+            yield {
+                "kind": kind,
+                "gigabytes": gigabytes,
+                "number": number,
+                "still": still,
+                "whole": whole,
+                "step": before,
+                "steps": len(steps),
+                "slower": sum(steps) - len(steps) * before,
+            }
 
 
 def seconds(act: Callable[[], Any]) -> float:

@@ -13,12 +13,13 @@ from rich.console import Console
 
 from meshloom.cli.plan_lines import LOG_WIDTH, plan_of
 from meshloom.core.job import Job
+from meshloom.core.units import format_bytes
 from meshloom.launch.devices import check_ranks
 from meshloom.launch.environment import opened_cache
 from meshloom.machine.machine import load, machine_file
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
-from meshloom.planner.ranks import has_shares, shares_of
+from meshloom.planner.ranks import copied_by, has_shares, shares_of
 from meshloom.planner.readings import Readings
 from meshloom.planner.staged_plan import staged
 from meshloom.report.description import description_records, print_description
@@ -61,6 +62,12 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
         )
         print("", *lines_of_ranks(shares), sep="\n", file=stream)
         records.write("ranks", plan=str(plan), ranks=[asdict(each) for each in shares])
+        if job.checkpoint == "background":
+            copied = max(copied_by(each.held, plan) for each in shares)
+            print(
+                f"and copies up to {format_bytes(copied)} of it to host memory for each checkpoint in the background",
+                file=stream,
+            )
     if readings.stored and not arguments.timings:
         print(*readings.stored.warnings, sep="\n", end="\n" if readings.stored.warnings else "", file=stream)
     if arguments.timings:

@@ -77,10 +77,11 @@ def _memory_of(program: Program, readings: Readings) -> tuple[Memory | None, str
     parts: Mapping[str, str] = {}
     try:
         parts = function_fingerprint(job.optimizer, "optimizer") if stored else {}
+        parts = {**parts, "checkpoint": job.checkpoint}
     except Exception:
         # of the job's objects, when they are inspected, or because one of them has no digest
         stored = None
-    predict = partial(predict_memory, program, job.optimizer)
+    predict = partial(predict_memory, program, job.optimizer, copies=job.checkpoint == "background")
     try:
         return stored.value("memory", program, parts, Memory, predict) if stored else predict(), ""
     except Exception as error:  # the user's optimizer may raise anything, and only the memory is lost

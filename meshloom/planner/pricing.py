@@ -18,6 +18,7 @@ from meshloom.machine.machine import COUNTED_IN_FLOPS, Machine
 from meshloom.planner.amdahl import AmdahlWork, bound, with_communication
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import Memory, predict_memory
+from meshloom.planner.ranks import copied_by
 from meshloom.planner.readings import Readings
 from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal
 from meshloom.planner.rehearsal.rehearse import rehearse
@@ -183,7 +184,11 @@ class Pricer:
             if predicted is not None:
                 return predicted.peak
         temporaries = self.one_device.temporaries // (plan.num_chunks * plan.tp)
-        return max(each.total for each in rehearsal.held) + temporaries + self.one_device.batch // plan.dp
+        copied = 0
+        if self._job.checkpoint == "background" and self._devices.machine.device == "cpu":
+            copied = max(copied_by(each, plan, one_copy=rehearsal.one_copy) for each in rehearsal.held)
+        held = max(each.total for each in rehearsal.held) + copied
+        return held + temporaries + self.one_device.batch // plan.dp
 
     def _predicted(self, plan: Plan, *, one_copy: bool = False) -> Memory | None:
         """From shapes; None where the loss cannot be captured, or the optimizer cannot be stepped without
@@ -194,6 +199,7 @@ class Pricer:
         try:
             return predict_memory(
                 program, self._job.optimizer, microbatches=plan.microbatches, dp=plan.dp, zero=plan.zero, bucket_bytes=plan.bucket_bytes, one_copy=one_copy,
+                copies=self._job.checkpoint == "background",
             )  # fmt: skip
         except Exception:  # the user's optimizer may do anything; then memory is measured
             return None

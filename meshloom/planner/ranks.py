@@ -38,6 +38,13 @@ class RankShare:
     num_bytes: Mapping[Axis, int]
 
 
+def copied_by(held: HeldBytes, plan: Plan, *, one_copy: bool = False) -> int:
+    """Bytes of host memory for what a rank copies for a checkpoint in the background: its part of the state."""
+    parameters = held.parameters if one_copy or plan.zero == 3 else -(-held.parameters // plan.dp)
+    state = held.optimizer if one_copy or plan.zero else -(-held.optimizer // plan.dp)
+    return parameters + state + held.buffers
+
+
 def has_shares(plan: Plan) -> bool:
     """Whether `rank_shares` can compute what ranks of the plan hold and send."""
     return plan.recompute == "none" and holds_only_buckets(plan)

@@ -125,6 +125,9 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if part / whole >= 0.005 else "<1%"
 
 
+_NAMES = {"kept": "activations", "copied": "a copy for checkpoints in the background"}
+
+
 def _remarks(description: Description) -> list[str]:
     whole, machine, memory = description.whole, description.machine, description.memory
     lines = [
@@ -132,7 +135,7 @@ def _remarks(description: Description) -> list[str]:
     ]
     if memory:
         of_kinds = ", ".join(
-            f"{name.replace('kept', 'activations')} {format_bytes(num_bytes)}"
+            f"{_NAMES.get(name, name)} {format_bytes(num_bytes)}"
             for name, num_bytes in _memory_record(memory).items()
             if num_bytes and name != "peak"
         )
@@ -182,7 +185,17 @@ def _record(block: Block) -> dict[str, Any]:
 
 def _memory_record(memory: Memory) -> dict[str, int]:
     """Bytes by kind; each is the largest of its kind, so they may add up to more than the peak."""
-    kinds = ("parameters", "gradients", "optimizer", "buffers", "batch", "kept", "temporaries", "peak")
+    kinds = (
+        "parameters",
+        "gradients",
+        "optimizer",
+        "buffers",
+        "batch",
+        "kept",
+        "temporaries",
+        "copied",
+        "peak",
+    )
     return {kind: int(getattr(memory, kind)) for kind in kinds}
 
 

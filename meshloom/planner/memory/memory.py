@@ -38,6 +38,7 @@ class Memory:
     gradients: of all parameters when backward is done, with buckets for their exchange.
     optimizer: its state. batch: the tensors of the step's chunks that lie on the device.
     kept: what a chunk's forward leaves behind: activations for its backward.
+    copied: of the state, for a checkpoint that is written in the background.
     temporaries: everything else at the peak, including the program's constants.
     peaks: phase -> most bytes at one time in it. publish: sending updated parameters, where each rank updates
         a part.
@@ -51,6 +52,7 @@ class Memory:
     kept: int
     temporaries: int
     peaks: Mapping[str, int]
+    copied: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peaks", MappingProxyType(dict(self.peaks)))
@@ -80,6 +82,7 @@ def predict_memory(
     zero: int = 0,
     bucket_bytes: int = DEFAULTS["bucket_bytes"],
     one_copy: bool = False,
+    copies: bool = False,
 ) -> Memory:
     """Memory of a step of `program`, which is that of one chunk, on each of `dp` devices.
 
@@ -89,7 +92,8 @@ def predict_memory(
     units are full at a time (`unit_bytes`). Of the exchange, the flat buckets of gradients and parameters are
     counted (without their padding), not what the transport itself needs. bucket_bytes: as of a plan.
     one_copy: the devices are ranks of one host that have the parameters and the optimizer's state once; each
-    is counted its share of them.
+    is counted its share of them. copies: whether a device's part of the state is copied beside it, for checkpoints
+    in the background; counted where the device is the host.
     """
     if microbatches < 1 or dp < 1 or zero not in (0, 1, 2, 3):
         raise PlanError(
@@ -109,7 +113,10 @@ def predict_memory(
     # other devices get one chunk at a time
     held = program.inputs if program.device.type != "cpu" else program.inputs * microbatches
     batch = sum(_num_bytes(each.meta) for each in held)
-    standing = parameters + step.buffer_bytes + step.constant_bytes + state + batch + buckets
+    copied = 0
+    if copies and program.device.type == "cpu":
+        copied = copied_bytes(step.parameter_bytes + step.optimizer_bytes, step.buffer_bytes, dp)
+    standing = parameters + step.buffer_bytes + step.constant_bytes + state + batch + buckets + copied
     peaks = {phase: standing + num_bytes for phase, num_bytes in step.peaks.items()}
     if divided > 1 and not one_copy and zero != 3:
         peaks["publish"] = standing + -(-step.parameter_bytes // dp)  # each rank's part is copied to be sent
@@ -123,7 +130,14 @@ def predict_memory(
         kept=step.kept_bytes,
         temporaries=step.temporaries.get(phase, peaks[phase] - standing) + step.constant_bytes,
         peaks=peaks,
+        copied=copied,
     )
+
+
+def copied_bytes(divided: int, buffers: int, dp: int) -> int:
+    """Bytes of its state that a rank copies for a checkpoint in the background: of parameters and optimizer state,
+    which its `dp` replicas divide, and of buffers, which one of them has."""
+    return -(-divided // dp) + buffers
 
 
 def _num_bytes(meta: Any) -> int:
