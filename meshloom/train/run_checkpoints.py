@@ -55,7 +55,7 @@ class RunCheckpoints:
     ) -> None:
         self._job, self._plan, self._shares, self._replicas, self._out = job, plan, shares, replicas, out
         self.newest: tuple[int, Path] | None = None
-        self._listener, self._told = listener, False
+        self._listener, self._told, self._has_waited = listener, False, False
         self._under_way: BackgroundSave | None = None
         self._memory = {replica.context.rank: CopyMemory() for replica in replicas.all}
         self._saved: list[tuple[int, Path]] = []
@@ -193,8 +193,12 @@ class RunCheckpoints:
             return
         began = time.monotonic()
         self.finish()
+        waited = time.monotonic() - began
+        if self._has_waited and waited < 1:  # short ones are said once
+            return
+        self._has_waited = True
         self._listener.note(
-            f"Training waited {format_seconds(time.monotonic() - began)} before saving step {step}: the checkpoint of step {under_way.step} was still being "
+            f"Training waited {format_seconds(waited)} before saving step {step}: the checkpoint of step {under_way.step} was still being "
             "written. With a larger checkpoint_every it need not."
         )
 
