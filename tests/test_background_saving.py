@@ -27,6 +27,7 @@ from meshloom.checkpoint.writing.parallel import DividedState
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job
 from meshloom.core.units import format_bytes
+from meshloom.machine.process_memory import regained_bytes
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.train import run_checkpoints
 from meshloom.train.contract import Batch
@@ -222,6 +223,13 @@ def test_a_copy_that_does_not_fit_is_not_made(monkeypatch: pytest.MonkeyPatch, t
         for note in notes
     ), notes
     assert checkpoints_in(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_memory_that_was_held_and_given_back_is_expected_again() -> None:
+    held = torch.ones(64 * 2**20)  # 256 MiB, which the C library returns when they are freed
+    before = regained_bytes()
+    del held
+    assert regained_bytes() >= before + 200 * 2**20
 
 
 def test_ranks_of_several_hosts_save_in_the_foreground(
