@@ -101,6 +101,18 @@ def test_a_run_of_shards_and_stages_starts_from_the_file(model: str, plan: str, 
     assert_same(at_the_start(job, plan), by_hand(job))
 
 
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", pytest.param("pp=2", marks=pytest.mark.long)])
+def test_what_files_give_is_not_drawn(plan: str, tmp_path: Path) -> None:
+    """The first of the model's tensors to be drawn is drawn alone where it has no counterpart."""
+    whole = other_weights(make_job("mlp", "sgd"), tmp_path / "x.safetensors")
+    drawn: list[list[int]] = []
+    for job in (whole, replace(whole, weight_names={"first.weight": None})):
+        with Trainer(job, plan, devices="simulated") as trainer:
+            found = [replica._start.unfilled for replica in trainer.replicas]
+            drawn.append([each.num_drawn if each is not None else -1 for each in found])
+    assert drawn == [[0, 0], [77, 0]]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "plan", ["dp=2,microbatches=2", "dp=2,pp=2", pytest.param("tp=2" + COLUMNS, marks=pytest.mark.slow)]

@@ -17,6 +17,7 @@ Loss = Tensor | tuple[Tensor, Tensor | float]
 LossFunction = Callable[[Any, Any], Loss]
 NamedParameters = list[tuple[str, nn.Parameter]]
 CHECKPOINTS = ("foreground", "background")
+INITS = ("stream", "keyed")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ class Job:
     batch_size: samples of one global batch, over all ranks.
     steps: optimizer steps of the whole run.
     seed: determines initial parameters, sample order and every random draw.
+    init: how the model function's draws are made. "stream": one after another, as it makes them. "keyed": each
+        parameter's and buffer's from a seed of its own, which depends on the job's seed and its name, so that a
+        rank draws what it holds alone. The values are others, on one device, too (docs/weights.md).
     collate: makes a batch from a list of samples; called once per chunk. Default: torch's `default_collate`.
     num_workers: data-loading processes per rank; 0 loads in the rank itself.
     shuffle, drop_last: of map-style data: whether each epoch has a random order, whether a short last batch
@@ -122,6 +126,7 @@ class Job:
     batch_size: int
     steps: int
     seed: int = 0
+    init: str = "stream"
     collate: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
     shuffle: bool = True
@@ -174,6 +179,8 @@ class Job:
             raise JobError(f"Job(clip_grad_norm={clip!r}) must be a number above 0, or None for no clipping.")
         if self.evaluate is not None and not isinstance(self.evaluate, Evaluate):
             raise JobError("Job(evaluate=...) must be an Evaluate(data, metrics, every).")
+        if self.init not in INITS:
+            raise JobError(f"Job(init={self.init!r}) is not known. Use {' or '.join(map(repr, INITS))}.")
         self._check_weights()
         _check_units(self.units)
         if not isinstance(self.rules, Mapping) or not all(

@@ -90,6 +90,10 @@ class FromFiles(InitialValues):
         self._weights.give(each for each in held if each.names[0] in self._weights.sources)
         self._others.fill([each for each in held if each.names[0] not in self._weights.sources])
 
+    @property
+    def num_drawn(self) -> int:
+        return self._others.num_drawn
+
     def digest(self) -> str:
         return self._others.digest()
 
@@ -169,10 +173,17 @@ def file_facts(job: Job) -> dict[str, str]:
 def build_filled_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """The job's full model, as `build_model` builds it, with the values of the job's files if it has some."""
     model = build_model(job, device, dtype)
-    if weights := match_weights(job, model):
+    fill_from_files(job, model)
+    return model
+
+
+def fill_from_files(job: Job, model: nn.Module) -> FileWeights | None:
+    """Gives a full model the values of the job's files, if it has some."""
+    weights = match_weights(job, model)
+    if weights is not None:
         weights.fill(model)
         seed_torch(model_seed(job.seed))
-    return model
+    return weights
 
 
 def _path(weights: str | PathLike[str]) -> Path:

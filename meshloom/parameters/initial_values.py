@@ -53,6 +53,11 @@ class InitialValues(ABC):
         """Sets the values of all `held`, one after another: besides them there is memory for one full tensor
         and what it is computed from."""
 
+    @property
+    @abstractmethod
+    def num_drawn(self) -> int:
+        """Random numbers drawn so far, those thrown away included."""
+
     @abstractmethod
     def digest(self) -> str:
         """Equal on ranks that fill a tensor with equal values."""
@@ -84,6 +89,10 @@ class Recorded(InitialValues):
 
     def finish(self) -> None:
         self._recorded.replay.finish()
+
+    @property
+    def num_drawn(self) -> int:
+        return self._replay.num_drawn
 
     def digest(self) -> str:
         return self._recorded.tape.digest()

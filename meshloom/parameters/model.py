@@ -17,12 +17,13 @@ from meshloom.core.job import Job
 from meshloom.core.modes import as_trained
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
+from meshloom.parameters.keyed_init import call_model
 
 
 def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """The job's model, in the mode that it trains in."""
     seed_everything(model_seed(job.seed))
-    model = job.model()
+    model = call_model(job)
     if not isinstance(model, nn.Module):
         raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
     for name, parameter in model.named_parameters():
@@ -60,6 +61,7 @@ def facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
             "batch_size",
             "steps",
             "seed",
+            "init",
             "shuffle",
             "drop_last",
             "clip_grad_norm",

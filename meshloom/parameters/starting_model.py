@@ -49,6 +49,10 @@ class StartingModel:
             self.model = build_model(job, context.device, dtype)
 
     @property
+    def _needs_no_draws(self) -> bool:
+        return self._job.weights is not None or self._job.init == "keyed"
+
+    @property
     def unfilled(self) -> UnfilledModel | None:
         """What fills the part that this rank holds; None: the model has all its values."""
         return self._unfilled
@@ -81,7 +85,7 @@ class StartingModel:
         not hold as they are get values only if it reads them, and torch's generator moves to where the
         construction leaves it only if it draws; then it is called again."""
         unfilled = self._unfilled
-        if self._job.weights is not None:
+        if self._needs_no_draws:
             self._leave_generator()
         if unfilled is None:
             return function(parameters)
@@ -106,10 +110,10 @@ class StartingModel:
             self._leave_generator()
 
     def _leave_generator(self) -> None:
-        """Moves torch's default generator to where it is on one device: as the construction leaves it; where
-        values come from files, so that they need no draws, as it was before."""
+        """Moves torch's default generator to where it is on one device: as the construction leaves it; as before it
+        where values come from files or keyed draws, so that not all draws need to be made."""
         self._generator_is_left = True
-        if self._job.weights is not None:
+        if self._needs_no_draws:
             seed_torch(model_seed(self._job.seed))
         elif self._unfilled:
             self._unfilled.finish()

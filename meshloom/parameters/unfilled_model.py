@@ -17,6 +17,7 @@ from meshloom.parameters.construction.draw_stream import seconds_to_draw
 from meshloom.parameters.construction.recording import RecordedTensors, record
 from meshloom.parameters.construction.tape import NotRecordableError, Tape
 from meshloom.parameters.initial_values import HeldTensor, InitialValues, Recorded
+from meshloom.parameters.keyed_init import keyed_values
 from meshloom.parameters.model import build_model, replace_tensors, state_of
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.stand_ins import standing_in
@@ -98,6 +99,15 @@ class UnfilledModel:
         """Of its construction."""
         return self._recorded.tape
 
+    @property
+    def num_drawn(self) -> int:
+        """Random numbers drawn for its values so far."""
+        return self.values.num_drawn
+
+    def draw_keyed(self, seed: int) -> None:
+        """Values are those of `Job(init="keyed")` from now on."""
+        self.values = keyed_values(self._recorded, seed)
+
     def finish(self) -> None:
         """Leaves torch's default generator as the construction does."""
         self._recorded.replay.finish()
@@ -161,6 +171,9 @@ def build_unfilled(
     recorded, the model as it is there, None, and a note for the user."""
     found = record_unfilled(lambda: build_model(job, torch.device("cpu"), dtype), device)
     if isinstance(found, UnfilledModel):
+        if job.init == "keyed":
+            found.draw_keyed(job.seed)
+            return found.model, found, None
         return found.model, found, _slow(found.tape)
     model = build_model(job, device, dtype)
     num_bytes = sum(each.nbytes for each in state_of(model).values())
@@ -200,5 +213,6 @@ def _slow(tape: Tape) -> str | None:
     seconds = seconds_to_draw(tape)
     return None if seconds < LONG_SECONDS else (
         f"The model's initial values take about {format_seconds(seconds)} on every rank: to have one device's values, each draws all random numbers of the "
-        "model function and keeps those of the parameters that it holds."
+        'model function and keeps those of the parameters that it holds. With Job(init="keyed") each draws what it holds alone; the values are others, then, '
+        "on one device, too."
     )  # fmt: skip

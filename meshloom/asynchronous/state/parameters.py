@@ -25,7 +25,7 @@ from meshloom.exchange.exchange import Slice
 from meshloom.optimizer.sparse_parameters import refuse_sparse_adam
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import make_optimizers
-from meshloom.parameters.file_weights import match_weights
+from meshloom.parameters.file_weights import fill_from_files
 from meshloom.parameters.model import build_model
 
 
@@ -83,8 +83,7 @@ class Parameters:
     ) -> None:  # fmt: skip
         self.model = model = build_model(job, device, dtype)
         self._notes: Sequence[str] = ()
-        if weights := match_weights(job, model):
-            weights.fill(model)
+        if weights := fill_from_files(job, model):
             self._notes = weights.notes if number == 0 else ()
         named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         self._clip = job.clip_grad_norm

@@ -37,7 +37,7 @@ class RecordedTensors:
 
     places: by name, all names of tied ones. outside: storages of other tensors that are still referred to,
         such as plain attributes of modules, by number; they have memory. values_read: how often the
-        construction asked for values.
+        construction asked for values; draws_read: for such that depend on draws.
     """
 
     tape: Tape
@@ -45,6 +45,7 @@ class RecordedTensors:
     places: Mapping[str, Place]
     outside: Mapping[int, torch.UntypedStorage]
     values_read: int
+    draws_read: int
 
 
 def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, RecordedTensors]:
@@ -77,7 +78,7 @@ class ConstructionRecording(TorchDispatchMode):
         super().__init__()
         self.tape = Tape(first=torch.get_rng_state().numpy().tobytes())
         self.replay = Replay(self.tape)
-        self._values_read = 0
+        self._values_read = self._draws_read = 0
         self._storages = StorageNumbers(self.tape)
 
     def __torch_dispatch__(
@@ -118,6 +119,7 @@ class ConstructionRecording(TorchDispatchMode):
             places=places,
             outside=self._storages.outside(inside),
             values_read=self._values_read,
+            draws_read=self._draws_read,
         )
 
     def has_values(self, tensor: Tensor) -> bool:
@@ -131,6 +133,7 @@ class ConstructionRecording(TorchDispatchMode):
             return tensor
         place = self._storages.place(tensor)
         self._values_read += 1
+        self._draws_read += self.replay.first_draw(place.storage) >= 0
         return place.within(self.replay.values(place.storage))
 
     def truncated_normal(

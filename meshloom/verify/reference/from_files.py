@@ -9,10 +9,12 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
+from meshloom.core.random import model_seed
 
 WeightNames = Mapping[str, str | None] | Callable[[str], str | None] | None
 
@@ -28,6 +30,7 @@ def with_values(model: nn.Module, job: Job) -> nn.Module:
     names = {name: _renamed(name, job.weight_names) for name in model.state_dict()}
     found = {name: stored[there] for name, there in names.items() if there in stored}
     model.load_state_dict(found, strict=False)
+    torch.manual_seed(model_seed(job.seed))  # no draw of the construction counts
     return model
 
 

@@ -24,6 +24,7 @@ from meshloom.core.compiled import named_as_written
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
+from meshloom.parameters.keyed_init import call_model
 from meshloom.verify.reference.buffer_merging import BufferMerging
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
@@ -61,14 +62,14 @@ class Reference:
         self.device = torch.device(device)
         with preserved_draws():
             seed_everything(model_seed(job.seed))
-            self.model = with_values(convert_model(named_as_written(job.model()), self.device, dtype), job)
+            built = named_as_written(call_model(job))
+            self.model = with_values(convert_model(built, self.device, dtype), job)
             if not self.model.training:  # the job returns the whole model in evaluation mode
                 self.model.train()
             # single modules in evaluation mode stay in it
             self._modes = [(module, module.training) for module in self.model.modules()]
-            optimizers = job.optimizer(
-                [each for each in self.model.named_parameters() if each[1].requires_grad]
-            )
+            named = [each for each in self.model.named_parameters() if each[1].requires_grad]
+            optimizers = job.optimizer(named)
             self._optimizers = _list_of(optimizers)
             self._schedulers = _list_of(job.scheduler(optimizers)) if job.scheduler else []
             self._batches = read_batches(job)
