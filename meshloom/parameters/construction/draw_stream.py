@@ -116,7 +116,7 @@ class DrawStream(DrawSource):
         """Enter the state after the first `made` draws."""
         nearest = max(each for each in self._kept if each <= made)
         if not nearest <= self._made <= made:
-            torch.set_rng_state(self._kept[nearest])
+            torch.set_rng_state(self._kept[nearest].clone())  # torch fails for a state within a larger tensor
             self._made = nearest
         while self._made < made:
             self._throw_away(self._made)
