@@ -409,7 +409,7 @@ def test_a_draw_from_which_the_generator_has_gone_on_is_made_again():
     """From a state that was kept on the way."""
     build = lambda: nn.Sequential(*(nn.Linear(300, 300) for _ in range(5)))  # noqa: E731
     expected = tensors_of(seeded(build))
-    model, recorded = record(lambda: seeded(build))
+    _, recorded = record(lambda: seeded(build))
     for name in ("4.weight", "2.weight", "3.bias", "0.weight", "2.weight"):
         values = recorded.replay.values(recorded.places[name].storage)
         assert torch.equal(recorded.places[name].within(values), expected[name].detach()), name

@@ -118,14 +118,7 @@ class Plan:
     shares: str = "even"
 
     def __post_init__(self) -> None:
-        if isinstance(self.tp_placements, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # it may come from JSON
-            object.__setattr__(self, "tp_placements", Pairs(self.tp_placements))
-        if isinstance(self.cuts, list):
-            object.__setattr__(self, "cuts", tuple(self.cuts))
-        for name, default in DEFAULTS.items():
-            if isinstance(default, float) and type(getattr(self, name)) is int:
-                object.__setattr__(self, name, float(getattr(self, name)))
-            check_type(name, getattr(self, name), default)
+        _take_types(self)
         _check_computation(self)
         if self.zero_within == self.dp:  # which is over all
             object.__setattr__(self, "zero_within", 0)
@@ -219,15 +212,9 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Settings that differ from their default, and dp."""
         settings = {name: getattr(self, name) for name in DEFAULTS}
-        return {
-            name: dict(value)
-            if isinstance(value, Pairs)
-            else list(value)
-            if isinstance(value, tuple)
-            else value
-            for name, value in settings.items()
-            if value != DEFAULTS[name] or name == "dp"
-        }
+        given = {key: value for key, value in settings.items() if value != DEFAULTS[key] or key == "dp"}
+        plain = {Pairs: dict, tuple: list}
+        return {key: plain.get(type(value), lambda same: same)(value) for key, value in given.items()}
 
     def to_json(self) -> str:
         """The JSON form."""
@@ -241,6 +228,18 @@ class Plan:
 
 
 DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Plan)}
+
+
+def _take_types(plan: Plan) -> None:
+    """Settings as they may come from JSON get their own types. Raises `PlanError` for those that cannot."""
+    if isinstance(plan.tp_placements, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        object.__setattr__(plan, "tp_placements", Pairs(plan.tp_placements))
+    if isinstance(plan.cuts, list):
+        object.__setattr__(plan, "cuts", tuple(plan.cuts))
+    for name, default in DEFAULTS.items():
+        if isinstance(default, float) and type(getattr(plan, name)) is int:
+            object.__setattr__(plan, name, float(getattr(plan, name)))
+        check_type(name, getattr(plan, name), default)
 
 
 def _check_computation(plan: Plan) -> None:

@@ -228,13 +228,8 @@ class Replica:
         self.updating = False
         doing.enter("between steps", step + 1)
         return StepResult(
-            step=step,
-            loss=found.loss,
-            weight=found.weight,
-            samples=found.samples,
-            gradient_norm=norm,
-            asked=self.sums.asked,
-        )
+            step=step, loss=found.loss, weight=found.weight, samples=found.samples, gradient_norm=norm, asked=self.sums.asked,
+        )  # fmt: skip
 
     @property
     def shards(self) -> Shards:
