@@ -74,6 +74,7 @@ def test_a_step_is_finite_and_repeats_itself(family: Family):
             ("dp=2,microbatches=2,zero=1", 6, True),
             ("dp=2", 3, False),
             ("dp=2,microbatches=2,zero=3", 6, True),
+            ("dp=2,tp=2,zero=3", 6, True),
         ],
         1,
         pytest.mark.slow,

@@ -83,6 +83,9 @@ exchanges = st.one_of(
         | shares.map("topk:{}".format),
     ),
 )
+within = st.tuples(counts, st.integers(2, 4)).map(
+    lambda each: Plan(dp=each[0] * each[1], zero=3, zero_within=each[1])
+)
 divided = (
     st.lists(st.integers(0, 10**6), min_size=2, max_size=6)
     .filter(any)
@@ -109,6 +112,7 @@ def test_the_strategy_covers_every_field():
         "tp",
         "microbatches",
         "zero",
+        "zero_within",
         "sync_batch_norm",
         "overlap",
         "bucket_bytes",
@@ -131,12 +135,12 @@ def test_the_strategy_covers_every_field():
     }
 
 
-@given(plans | pipelines | interleaved | exchanges | divided)
+@given(plans | pipelines | interleaved | exchanges | divided | within)
 def test_text_and_back_is_the_same_plan(plan: Plan):
     assert Plan.parse(str(plan)) == plan
 
 
-@given(plans | pipelines | interleaved | exchanges | divided)
+@given(plans | pipelines | interleaved | exchanges | divided | within)
 def test_json_and_back_is_the_same_plan(plan: Plan):
     assert Plan.from_json(json.dumps(plan.to_dict())) == plan
 
@@ -178,9 +182,8 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ("microbatches=-2", "microbatches=-2 must be 1 or more."),
         ("bucket_bytes=0", "bucket_bytes=0 must be 1 or more."),
         (
-            "zero=3,pp=2",
-            "zero=3 gathers the parameters of modules, and pp=2 runs a captured program, for which it is not available yet. "
-            "Leave pp=2 out (torch.utils.checkpoint in the model recomputes under zero=3, too), or use zero=2.",
+            "dp=4,zero=3,zero_within=3",
+            "zero_within=3 cannot divide dp=4 replicas into equal groups. Use a divisor of 4 from 2 on, such as the ranks of a host.",
         ),
         (
             "zero=4",
@@ -230,7 +233,7 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ("microbatch=2", "A plan has no setting 'microbatch'. Did you mean microbatches?"),
         (
             "color=2",
-            "A plan has no setting 'color'. Known: dp, pp, tp, microbatches, zero, sync_batch_norm, overlap, bucket_bytes, keyed_draws, tp_placements, "
+            "A plan has no setting 'color'. Known: dp, pp, tp, microbatches, zero, zero_within, sync_batch_norm, overlap, bucket_bytes, keyed_draws, tp_placements, "
             "memory_bytes, schedule, virtual_stages, cuts, recompute, exchange, servers, staleness, rate_by_age, local_steps, outer_learning_rate, outer_momentum, "
             "compress, shares.",
         ),

@@ -69,6 +69,11 @@ class Mesh:
         """Number of ranks."""
         return self.dp * self.pp * self.tp
 
+    @property
+    def num_slices(self) -> int:
+        """The slices of a copy along dp, where replicas keep slices."""
+        return self.within or self.dp
+
     def place(self, rank: int) -> MeshCoordinates:
         """Coordinates of `rank`."""
         self._check(rank)
@@ -103,7 +108,7 @@ class Mesh:
         >>> Mesh(dp=6, within=3).slice_groups()
         (((0, 1, 2), (3, 4, 5)), ((0, 3), (1, 4), (2, 5)))
         """
-        size = self.within or self.dp
+        size = self.num_slices
         rows = self.groups("dp")
         of_copies = tuple(row[at : at + size] for row in rows for at in range(0, self.dp, size))
         of_slices = tuple(row[at::size] for row in rows for at in range(size))

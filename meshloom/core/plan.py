@@ -44,8 +44,7 @@ class Plan:
     Gradients and updates:
     zero: 0 replicates the optimizer's state; 1 shards it over dp: each replica updates one dp-th of the
         parameters. 2: each also holds only its slices of the gradients; 3: and of the parameters.
-    zero_within: for zero=3, over how many consecutive replicas; between such groups slices are replicated.
-        0: over all.
+    zero_within: for zero=3, over how many consecutive replicas, in groups that keep a copy each. 0: over all.
     overlap: whether gradients are exchanged while backward is still computing earlier layers.
     bucket_bytes: size, in bytes, of the buckets in which gradients are exchanged (approximate).
     exchange: how replicas agree. `all_reduce` sums the gradients, and every replica makes the same update;
@@ -59,8 +58,7 @@ class Plan:
     rate_by_age: for exchange=async, divide the learning rate of a push by the number of updates made since
         its parameters were pulled, if more than one.
     local_steps: for local_sgd and diloco, steps between averages.
-    outer_learning_rate, outer_momentum: for diloco, of its outer step: Nesterov momentum on the mean change
-        of the parameters.
+    outer_learning_rate, outer_momentum: for diloco, of its outer step (Nesterov momentum on mean changes).
     compress: gradients sent as `bf16`, as factors of rank R (`powersgd:R`), or as the share X of elements
         that are largest (`topk:X`); `none`.
     shares: proportions in which a batch is split over replicas: `even`, given (`3+3+3+1`) or `measured` (by
@@ -120,8 +118,6 @@ class Plan:
     def __post_init__(self) -> None:
         _take_types(self)
         _check_computation(self)
-        if self.zero_within == self.dp:  # which is over all
-            object.__setattr__(self, "zero_within", 0)
         object.__setattr__(self, "compress", complete_compress(self.compress))
         if self.exchange == "async" and self.staleness == 0:  # no worker is ahead of another
             object.__setattr__(self, "exchange", "server")
@@ -134,12 +130,7 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """The grid of ranks that this plan needs."""
-        return Mesh(dp=self.dp, pp=self.pp, tp=self.tp, within=self.zero_within)
-
-    @property
-    def num_slices(self) -> int:
-        """The replicas over which the optimizer's state, gradients and parameters are sliced, if they are."""
-        return self.zero_within or self.dp
+        return Mesh(dp=self.dp, pp=self.pp, tp=self.tp, within=self.zero_within % self.dp)
 
     @property
     def captures(self) -> bool:

@@ -198,8 +198,8 @@ class Pricer:
         program = self._readings.of(chunk_sizes(self._job.batch_size, plan.num_chunks)[0]).program
         try:
             return predict_memory(
-                program, self._job.optimizer, microbatches=plan.microbatches, dp=plan.dp, zero=plan.zero, bucket_bytes=plan.bucket_bytes, one_copy=one_copy,
-                copies=self._job.checkpoint == "background",
+                program, self._job.optimizer, microbatches=plan.microbatches, dp=plan.dp if one_copy else plan.mesh.num_slices, zero=plan.zero,
+                bucket_bytes=plan.bucket_bytes, one_copy=one_copy, copies=self._job.checkpoint == "background",
             )  # fmt: skip
         except Exception:  # the user's optimizer may do anything; then memory is measured
             return None

@@ -147,9 +147,11 @@ def _share(
     held = {name: each.meta for name, each in program.parameters.items() if rank in ownership[name]}
     trained = {name: meta.num_bytes for name, meta in held.items() if meta.requires_grad}
     owned = sum(size for name, size in trained.items() if ownership[name][0] == rank)
-    per_replica = -(-owned // plan.dp) if plan.zero else owned
+    per_replica = -(-owned // plan.mesh.num_slices) if plan.zero else owned
+    # owners lend slices under zero=3, and borrowers return whole gradients
+    lent_values = plan.mesh.num_slices if plan.zero == 3 else 1
     lent = sum(
-        size * (len(ownership[name]) - 1 if ownership[name][0] == rank else 1)
+        -(-size * (len(ownership[name]) - 1) // lent_values) if ownership[name][0] == rank else size
         for name, size in trained.items()
         if len(ownership[name]) > 1
     )
@@ -162,8 +164,11 @@ def _share(
     gradients = held_gradients(plan, trained, own, at_the_end)
     if plan.zero == 3 and plan.dp > 1:
         units = unit_bytes(held, plan.bucket_bytes)
-        parameters, gradients = units.held_parameters(plan.dp), units.held_gradients(plan.dp)
-        exchanged = units.sent(plan.dp, plan.microbatches)
+        size, m = plan.mesh.num_slices, plan.microbatches
+        parameters, gradients = units.held_parameters(size), units.held_gradients(size)
+        borrowed = sum(trained.values()) - owned
+        exchanged = units.sent(size, m) - m * borrowed - (m - 1) * late
+        exchanged += per_replica if plan.mesh.within else 0  # added up with those of equal slices
     sent: dict[Axis, int] = {"dp": exchanged, "pp": over_pp + lent, "tp": over_tp}
     return RankShare(
         pp=rank,

@@ -140,7 +140,7 @@ class Replica:
         self.frozen: NamedParameters = []
         self.copied = Traffic()  # parameters and buffers, at the start
         self._notes = list(self._start.notes)
-        self._units: list[UnitParameters] | None = None
+        self._units: list[UnitParameters] = []  # of the full model, where ranks hold different parts of it
         self.saved = Traffic()  # the exchange's state in checkpoints so far
         self.exchange: Exchange
         self.updater: Updater
@@ -153,7 +153,7 @@ class Replica:
             weights = yield from agree_on_weights(self.job, self.model, self.context.world)
             self.copied += yield from self._start.settle(weights)
         whole = self.named
-        if self.plan.captures and self.plan.zero == 3:  # from here on ranks hold different parts of the model
+        if self.plan.captures and self.plan.zero == 3:
             self._units = units_of(self.job, self.plan, self.model)
         yield from self.engine.open(self.model, self.scope, self._start.unfilled)
         if weights:
@@ -264,10 +264,6 @@ class Replica:
         if not self._start.unfilled:  # else they have been read as this rank's share was filled
             weights.fill(self.model, self.engine.shards)
 
-    def _held_units(self) -> list[UnitParameters]:
-        units = self._units if self._units is not None else units_of(self.job, self.plan, self.model)
-        return held_units(units, self.model)
-
     def _open_exchange(self, made: UserOptimizers | None) -> None:
         if made is None:
             setup = Setup(
@@ -281,7 +277,7 @@ class Replica:
             late=self.engine.late, lent=self.engine.lent,
             windows=self._windows, unfilled=self._start.unfilled,
             may_share=lambda: self._share and not sparse.names and not why_separate(made, self.named),
-            units=self._held_units, slices=self.context.slices, control=self.context.readers,
+            units=lambda: held_units(self._units or units_of(self.job, self.plan, self.model), self.model), slices=self.context.slices, control=self.context.readers,
             sparse=sparse.names, kept=sparse.kept, sparse_only=sparse.sparse_only,
         )  # fmt: skip
         self.exchange = setup.open()

@@ -182,7 +182,7 @@ def check_identical(replica: Replica, step: int) -> Steps[None]:
     equals, here = equal_slices(replica)
     if found is None and equals is not None:
         found = yield from first_difference(here, equals)
-        names = names[replica.context.place.dp % replica.plan.num_slices :: replica.plan.num_slices]
+        names = names[replica.context.place.dp % replica.plan.mesh.num_slices :: replica.plan.mesh.num_slices]
     if found is not None:
         name, number = found
         raise TrainingError(

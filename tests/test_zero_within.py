@@ -1,0 +1,110 @@
+"""zero_within: slices within groups of replicas, equal between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshloom.core.errors import PlanError, TrainingError
+from meshloom.core.plan import Plan
+from meshloom.exchange.zero_three import ZeroThree
+from meshloom.replica.replica_state import full_state
+from meshloom.train.trainer import Trainer
+from tests.test_zero_three import EVALUATE, trained
+from tests.test_zero_three_programs import BLOCKS, equal, holds
+from tests.zero_three_jobs import unit_job
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "plan", "batch"),
+    [
+        pytest.param(
+            "unused_twice", "adafactor", "dp=4,zero=3,zero_within=2,microbatches=2", 7, marks=pytest.mark.long
+        ),
+        # in this batch some groups use one branch, some the other
+        pytest.param("branch", "sgd", "dp=6,zero=3,zero_within=3", 6, marks=pytest.mark.slow),
+        pytest.param("gpt", "muon", "dp=4,zero=3,zero_within=2,microbatches=3", 13, marks=pytest.mark.slow),
+        pytest.param(
+            "mlp",
+            "adamw",
+            "dp=4,pp=2,zero=3,zero_within=2,microbatches=3,schedule=zb-v",
+            7,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "cnn", "sgd", "dp=4,zero=3,zero_within=2,exchange=ring,recompute=full", 13, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str, batch: int) -> None:
+    assert equal(model, optimizer, plan, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("shuffled", "dp=4,zero=3,zero_within=2,microbatches=2"),
+        ("tied", f"dp=4,pp=2,{BLOCKS},zero=3,zero_within=2,microbatches=2"),
+    ],
+)
+def test_groups_gather_independently(kind: str, plan: str) -> None:
+    holds(kind, plan)
+
+
+@pytest.mark.long
+def test_bytes_are_as_predicted_and_a_rank_keeps_a_part_of_its_group() -> None:
+    plan = "dp=4,zero=3,zero_within=2,microbatches=2"
+    summary, ours = trained(plan, "tied", steps=2, evaluate=EVALUATE)
+    one, theirs = trained("dp=1", "tied", steps=2, evaluate=EVALUATE)
+    assert summary.predicted == summary.counted
+    assert summary.evaluation == pytest.approx(one.evaluation, rel=1e-12)
+    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-10, atol=1e-12) for name in theirs)
+    with Trainer(unit_job("tied"), plan, devices="simulated") as trainer:
+        total = sum(each.numel() for each in theirs.values())
+        for replica in trainer.replicas:
+            owned = sum(each.stop - each.start for each in replica.exchange.owned)
+            assert abs(owned - total / 2) <= len(theirs)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_under_another_plan_and_back(tmp_path: Path) -> None:
+    ours, other = "dp=4,zero=3,zero_within=2", "dp=3,zero=3"
+    job = unit_job("tied", "muon", steps=4)
+    _, before = trained(ours, "tied", optimizer="muon", steps=2, out=tmp_path / "a")
+    for at, directory, under in (("a", "b", other), ("b", "c", ours)):
+        with Trainer(
+            job,
+            under,
+            resume=tmp_path / at,
+            out=tmp_path / directory,
+            devices="simulated",
+            dtype=torch.float64,
+        ) as trainer:
+            there = trainer.together(full_state)[0]
+            assert all(torch.equal(there[name], before[name]) for name in before)
+            trainer.save()
+
+
+@pytest.mark.long
+def test_slices_that_drift_apart_are_found() -> None:
+    with Trainer(unit_job("blocks", steps=1), "dp=4,zero=3,zero_within=2", devices="simulated") as trainer:
+        exchange = trainer.replicas[3].exchange
+        assert isinstance(exchange, ZeroThree)
+        exchange.each_slice()[0].data()[0] += 1e-3
+        with pytest.raises(TrainingError, match="differs between replicas dp=1 and dp=3"):
+            trainer.fit()
+
+
+def test_what_cannot_be_sliced_is_refused() -> None:
+    for plan, why in {
+        "dp=4,zero=3,zero_within=3": r"zero_within=3 cannot divide dp=4 replicas into equal groups. Use a divisor of 4",
+        "dp=4,zero=3,zero_within=-2": "zero_within=-2 cannot divide",
+        "dp=4,zero=3,zero_within=1": "zero_within=1 slices nothing",
+        "dp=4,zero=2,zero_within=2": "zero_within=2 says over how many replicas zero=3 slices, and zero=2",
+    }.items():
+        with pytest.raises(PlanError, match=why):
+            Plan.parse(plan)
+    assert Plan.parse("dp=4,zero=3,zero_within=4").mesh == Plan.parse("dp=4,zero=3").mesh
