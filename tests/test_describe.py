@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -240,6 +241,25 @@ def test_the_table_shows_blocks_shares_and_what_is_missing(capsys: pytest.Captur
     assert "tied: token.weight = head.weight" in text
     assert "not used by the loss: spare.weight, spare.bias" in text
     assert "meshloom calibrate" in text
+
+
+def test_files_of_weights_are_compared_with_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """By their headers."""
+    (tmp_path / "job.py").write_text(
+        "import torch, meshloom as ml\n"
+        "from torch import nn\n"
+        "job = ml.Job(model=lambda: nn.Linear(5, 3), loss=lambda model, batch: model(batch).square().mean(),\n"
+        "    optimizer=lambda named: torch.optim.SGD(named, lr=0.1), data=lambda: torch.ones(8, 5), batch_size=4, steps=1,\n"
+        f"    weights={str(tmp_path / 'x.safetensors')!r})\n"
+    )
+    arguments = ["describe", str(tmp_path / "job.py"), "--cache", "off"]
+    save_file({"weight": torch.ones(3, 5), "bias": torch.ones(3)}, tmp_path / "x.safetensors")
+    assert main(arguments) == 0
+    assert "Parameters and buffers start from" in capsys.readouterr().out
+    save_file({"weight": torch.ones(5, 3), "other": torch.ones(3)}, tmp_path / "x.safetensors")
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert all(each in said.err for each in ("missing", "bias", "other", "weight")) and not said.out
 
 
 def test_a_measured_machine_predicts_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

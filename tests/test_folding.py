@@ -43,10 +43,10 @@ def whole(read: Callable[[Shortcuts], Program]) -> Program:
 
 
 def both_readings(monkeypatch: pytest.MonkeyPatch, job: Job, batch: Any) -> tuple[Program, Program]:
-    folded = capture_shapes(job, batch, small=2**22)
+    folded = capture_shapes(job, batch)
     with monkeypatch.context() as patched:
         patched.setattr("meshloom.program.capture.shapes.with_shortcuts", whole)
-        return folded, capture_shapes(job, batch, small=2**22)
+        return folded, capture_shapes(job, batch)
 
 
 @pytest.mark.long

@@ -241,6 +241,31 @@ def test_an_optimizer_function_may_read_values(plan: str):
         assert [each for each in read if each == expected] == [expected] * len(trainer.replicas)
 
 
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", pytest.param("dp=2,pp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reads", [False, True])
+def test_where_memory_is_not_given_lazily_tensors_are_copied(
+    plan: str, reads: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """As on a GPU: what a rank holds is in other memory than what is recorded, and parameters that it does not hold
+    never have any, unless the optimizer function reads them."""
+    monkeypatch.setattr(UnfilledModel, "is_lazy", False)
+    job = make_job("gpt", "adamw")
+    sizes: list[int] = []
+
+    def optimizer(named: NamedParameters) -> torch.optim.Optimizer:
+        if reads:
+            assert all(bool(torch.isfinite(each).all()) for _, each in named)
+        sizes.append(sum(each.untyped_storage().nbytes() for _, each in named))
+        return torch.optim.AdamW([each for _, each in named])
+
+    with Trainer(replace(job, optimizer=optimizer), plan, devices="simulated") as trainer:
+        assert_ranks_start_as_one_device(trainer, job)
+        assert all(bool(each) == reads for each in sizes) and len(sizes) == len(trainer.replicas)
+        for batch in trainer.batches():
+            assert trainer.step(batch) > 0
+            break
+
+
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "pp=2,tp=2"])
 @pytest.mark.parametrize("from_files", [False, True])
 def test_an_optimizer_function_may_draw(plan: str, from_files: bool, tmp_path: Path):

@@ -17,7 +17,7 @@ from meshloom.core.units import format_bytes
 from meshloom.launch.devices import check_ranks
 from meshloom.launch.environment import opened_cache
 from meshloom.machine.machine import load, machine_file
-from meshloom.planner.describe import describe
+from meshloom.planner.describe import check_weights, describe
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import copied_by, has_shares, shares_of
 from meshloom.planner.readings import Readings
@@ -37,6 +37,7 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
     given = load(Path(arguments.machine)) if arguments.machine else None
     known = [machine_file(device) for device in (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])]
     here = next((each for each in known if each.is_file()), None)
+    notes = check_weights(job)
     readings = Readings(job, opened_cache(arguments.cache))
     description = describe(
         readings, batch_size=arguments.batch, machine=given or (load(here) if here else None)
@@ -68,6 +69,7 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
                 f"and copies up to {format_bytes(copied)} of it to host memory for each checkpoint in the background",
                 file=stream,
             )
+    print(*notes, sep="\n", end="\n" if notes else "", file=stream)
     if readings.stored and not arguments.timings:
         print(*readings.stored.warnings, sep="\n", end="\n" if readings.stored.warnings else "", file=stream)
     if arguments.timings:

@@ -38,6 +38,7 @@ class Updater:
     under the same names. stages: the ranks along pp, each of which updates other parameters: those in
     `local`.
     user: what the job's optimizer function has returned for the named parameters, if it was called already.
+    device: of what is updated; None: that of the named parameters.
     Parameters that are replicated over tp are updated by each rank, from gradients with the same bits.
     Raises `JobError` for optimizers or schedulers that cannot be used.
     """
@@ -51,10 +52,11 @@ class Updater:
         local: NamedParameters | None = None,
         stages: Group | None = None,
         user: UserOptimizers | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._job, self._exchange, self._stages = job, exchange, stages
         self._shards = shards = shards or Shards({}, None)
-        self._device = named_parameters[0][1].device
+        self._device = device or named_parameters[0][1].device
         user = user or make_optimizers(job, named_parameters)
         self._optimizers = user.optimizers
         is_divided = exchange.owners is not None or bool(shards.pieces) or stages is not None

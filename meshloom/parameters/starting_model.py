@@ -9,6 +9,7 @@ replicas of a host)
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from meshloom.core.random import model_seed, seed_torch
 from meshloom.parameters.file_weights import FileWeights, FromFiles
 from meshloom.parameters.model import build_model, check_dense_buffers, copy_from_first, state_of
 from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
-from meshloom.parameters.value_reads import ValueReads
+from meshloom.parameters.value_reads import ValueReadError, ValueReads
 from meshloom.telemetry.traffic import Traffic
 
 T = TypeVar("T")
@@ -91,14 +92,18 @@ class StartingModel:
             return function(parameters)
         empty = unfilled.empty(parameters)
         before = torch.get_rng_state()
-        with ValueReads(each for _, each in empty) as reads:
+        returned: T | None = None
+        with (
+            ValueReads((each for _, each in empty), refused=not unfilled.is_lazy) as reads,
+            suppress(ValueReadError),
+        ):
             returned = function(parameters)
         draws = not self._generator_is_left and not torch.equal(torch.get_rng_state(), before)
         if draws:
             self._leave_generator()
         if reads.found:
             unfilled.fill_whole(empty)
-        if draws or reads.found:
+        if returned is None or draws or reads.found:
             returned = function(parameters)
         held = {id(each) for each in self.model.parameters()}
         unfilled.release([(name, each) for name, each in empty if id(each) in held])

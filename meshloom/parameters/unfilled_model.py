@@ -40,6 +40,12 @@ class UnfilledModel:
         self._recorded, self._device = recorded, device
         self._shards: Shards | None = None
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether memory that nothing has touched takes none where it is filled, as on CPUs. Elsewhere each tensor is
+        made on the CPU and copied."""
+        return self._device.type == "cpu"
+
     def fill(self, shards: Shards | None = None, *, buffers_only: bool = False) -> None:
         """Gives memory and values to all parameters and buffers that are not on the meta device.
 
@@ -63,6 +69,9 @@ class UnfilledModel:
                 return shard
             if not is_left:
                 held.append(self._with_memory(tuple(names), tensor))
+            elif not self.is_lazy:
+                tensor.data = torch.empty_like(tensor, device=self._device)
+                tensor.untyped_storage().resize_(0)
             return None
 
         replace_tensors(self.model, place)
@@ -108,15 +117,19 @@ class UnfilledModel:
         """Values are those of `Job(init="keyed")` from now on."""
         self.values = keyed_values(self._recorded, seed)
 
+    def fill_attributes(self) -> None:
+        """Gives values to the tensors that modules refer to besides parameters and buffers."""
+        self.values.fill([])
+
     def finish(self) -> None:
         """Leaves torch's default generator as the construction does."""
         self._recorded.replay.finish()
 
     def empty(self, parameters: NamedParameters) -> NamedParameters:
-        """Those of the parameters that the model was built with that are not held here. They get memory,
-        which takes none as long as nothing is written there: it must not be read."""
+        """Those of the parameters that the model was built with that are not held here. Where that takes none, they
+        get memory, which must not be read."""
         found = [(name, each) for name, each in parameters if not each.untyped_storage().nbytes()]
-        for name, each in found:
+        for name, each in found if self.is_lazy else ():
             self._allocate(name, each)
         return found
 
@@ -126,14 +139,16 @@ class UnfilledModel:
             each.untyped_storage().resize_(0)
 
     def fill_whole(self, parameters: NamedParameters) -> None:
-        """Gives values to parameters that the model was built with and that have memory."""
+        """Gives memory and values to parameters that the model was built with."""
+        for name, each in parameters:
+            self._allocate(name, each)
         self.values.fill(
             [HeldTensor(names=(name,), shape=tuple(each.shape), tensor=each) for name, each in parameters]
         )
 
     def _with_memory(self, names: tuple[str, ...], tensor: Tensor) -> HeldTensor:
         """All of what this rank has of a tensor, where it is to be filled."""
-        if self._device.type != "cpu":
+        if not self.is_lazy:
             tensor.data = torch.empty_like(tensor, device=self._device)
         elif self._shards and names[0] in self._shards.pieces:
             tensor.untyped_storage().resize_(tensor.nbytes)

@@ -15,16 +15,23 @@ from meshloom.parameters.construction.operators import kind_of
 from meshloom.parameters.construction.tape import address
 
 
+class ValueReadError(Exception):
+    """A value is used that is not there."""
+
+
 class ValueReads(TorchDispatchMode):
-    """A context that notes whether an operator, or an array, uses the values of one of `tensors`."""
+    """A context that notes whether an operator, or an array, uses the values of one of `tensors`.
+
+    refused: such a use raises `ValueReadError`, as the tensors have no memory.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler, for seconds
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, refused: bool = False) -> None:
         super().__init__()
-        self.found = False
+        self.found, self._refused = False, refused
         self._addresses = {address(each.untyped_storage()) for each in tensors}
         self._within = ExitStack()
 
@@ -43,15 +50,21 @@ class ValueReads(TorchDispatchMode):
         kind = kind_of(func)
         if not (kind.is_view or kind.changes_view or kind.is_metadata or kind.by_shape):
             given = (each for each in tree_leaves((args, kwargs or {})) if isinstance(each, Tensor))
-            self.found = self.found or not all(self.has_values(each) for each in given)
+            if not all(self.has_values(each) for each in given):
+                self._note()
         return func(*args, **(kwargs or {}))
 
     def has_values(self, tensor: Tensor) -> bool:
         return address(tensor.untyped_storage()) not in self._addresses
 
     def computed(self, tensor: Tensor) -> Tensor:
-        self.found = True
+        self._note()
         return tensor
+
+    def _note(self) -> None:
+        self.found = True
+        if self._refused:
+            raise ValueReadError
 
     def truncated_normal(
         self, function: Callable[..., Tensor], tensor: Tensor, *bounds: float, generator: Any

@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
+from meshloom.core.job import Job
+from meshloom.core.random import preserved_draws
 from meshloom.machine.machine import Machine
+from meshloom.parameters.file_weights import match_weights
+from meshloom.parameters.unfilled_model import build_unfilled
 from meshloom.planner.blocks import Block, blocks_of
 from meshloom.planner.memory.memory import OPTIMIZER_FACTOR, Memory, predict_memory
 from meshloom.planner.readings import Readings
@@ -70,6 +76,17 @@ def describe(
         no_memory=no_memory,
         machine=machine,
     )
+
+
+def check_weights(job: Job) -> Sequence[str]:
+    """What a job's files give, as notes; none if it has no files. Reads their headers alone. Raises `WeightsError`
+    where they do not fit the model, with all differences."""
+    if job.weights is None:
+        return ()
+    with preserved_draws():
+        model = build_unfilled(job, torch.device("cpu"), None)[0]
+    weights = match_weights(job, model)
+    return weights.notes if weights else ()
 
 
 def _memory_of(program: Program, readings: Readings) -> tuple[Memory | None, str]:

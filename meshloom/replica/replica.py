@@ -171,7 +171,7 @@ class Replica:
             yield from check_together(self.context.world, lambda: self._open_exchange(made))
             if made:
                 self.updater = Updater(
-                    self.job, whole, self.exchange, self.shards, self.named, self.stage_group, made,
+                    self.job, whole, self.exchange, self.shards, self.named, self.stage_group, made, self.context.device,
                 )  # fmt: skip
             yield from self.exchange.open()
         self._start.finish()

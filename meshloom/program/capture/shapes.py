@@ -1,7 +1,9 @@
 """Captures a job's loss by shapes: for a model of any size, on any machine, for any device.
 
-The model is built and its loss exported with fake tensors, which have no values. Small tensors have values
-while the model is built, because constructors read them: `torch.linspace(0, 0.1, 12)[3].item()`.
+The model's construction is recorded, as ranks do it (`parameters/construction/`), so it takes no memory and may read
+values. Its parameters and buffers are then replaced by fake tensors, which have none, to export the loss. Where it
+cannot be recorded (a tensor that is larger than the machine's memory) it is built with fake tensors; small ones
+have values meanwhile, because constructors read them: `torch.linspace(0, 0.1, 12)[3].item()`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
+from meshloom.parameters.unfilled_model import UnfilledModel, record_unfilled
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.lines import describe_line, line_of_error
 from meshloom.program.ir.nodes import Node
@@ -39,7 +43,7 @@ from meshloom.program.trace.repeated_export import (
     with_shortcuts,
 )
 
-SMALL = 4096  # elements
+SMALL = 4096  # elements of a fake model's tensors that have values
 Built = tuple[nn.Module, FakeTensorMode]
 
 
@@ -50,7 +54,6 @@ def capture_shapes(
     training: bool = True,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    small: int = SMALL,
     kept: Callable[[nn.Module, Leaves, Callable[[], Program]], Program] | None = None,
     built: Callable[[Callable[[], Built]], Built] | None = None,
 ) -> Program:
@@ -60,17 +63,16 @@ def capture_shapes(
     The loss is exported once, so what only differs in a second export is not refused.
     dtype: convert the model and the batch to it first.
     device: of the program; it need not exist. Code takes its CPU branches, and autocast casts as on the CPU.
-    small: most elements of a tensor that has values while the model is built.
     kept: returns the program for the fake model and batch, from a cache or by calling its last argument.
     built: returns the model, unused so far, likewise.
-    Raises `CaptureError` if there is no program, or if the constructor needs values of a larger tensor.
+    Raises `CaptureError` if there is no program, or if a constructor that cannot be recorded needs values of large tensors.
     """
     leaves = leaves_of(batch)
     check_tensors(leaves)
     where = torch.device(device)
 
     def build_here() -> Built:
-        return model_by_shapes(job, dtype, training=training, small=small)
+        return model_by_shapes(job, dtype, training=training)
 
     with capturing(dtype), on_cpu(where):
         model, mode = built(build_here) if built else build_here()
@@ -90,13 +92,16 @@ def capture_shapes(
         return kept(model, shapes, read) if kept else read()
 
 
-def model_by_shapes(job: Job, dtype: torch.dtype | None, *, training: bool, small: int = SMALL) -> Built:
+def model_by_shapes(job: Job, dtype: torch.dtype | None, *, training: bool) -> Built:
     """The job's model with fake parameters and buffers, on the CPU, and the mode for its batches.
 
-    dtype, small: as in `capture_shapes`.
+    dtype: as in `capture_shapes`.
     """
     mode = fake_mode(static_shapes=True, allow_non_fake_inputs=True)
-    model = _build(job, mode, small, training=training)
+    found = record_unfilled(partial(build_model, job, None, training=training), torch.device("cpu"))
+    if isinstance(found, UnfilledModel):
+        found.fill_attributes()
+    model = found.model if isinstance(found, UnfilledModel) else _build_fake(job, mode, training=training)
     _convert(model, mode, dtype)
     return model, mode
 
@@ -113,9 +118,9 @@ def moved_to(program: Program, device: torch.device) -> Program:
     return replace(program, nodes=tuple(_node_on(node, device) for node in program.nodes), device=device)
 
 
-def _build(job: Job, mode: FakeTensorMode, small: int, *, training: bool) -> nn.Module:
+def _build_fake(job: Job, mode: FakeTensorMode, *, training: bool) -> nn.Module:
     try:
-        with _SmallAreReal(mode, small), _truncated_in_one_draw():
+        with _SmallAreReal(mode), _truncated_in_one_draw():
             return build_model(job, None, training=training)
     except MeshloomError:
         raise
@@ -141,10 +146,9 @@ def _truncated_in_one_draw() -> AbstractContextManager[None]:
 class _SmallAreReal(TorchDispatchMode):
     """Operators return fake tensors, except those with only real inputs and small results: these run."""
 
-    def __init__(self, mode: FakeTensorMode, small: int) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self._mode = mode
-        self._small = small
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -161,7 +165,7 @@ class _SmallAreReal(TorchDispatchMode):
         with self._mode:
             value = func(*args, **kwargs)
         results = [each for each in tree_leaves(value) if isinstance(each, Tensor)]
-        if real and all(each.numel() <= self._small for each in results):
+        if real and all(each.numel() <= SMALL for each in results):
             return func(*args, **kwargs)
         return value
 
