@@ -190,7 +190,7 @@ def theirs(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     inputs, targets = make_data().tensors
     share = slice(dist.get_rank() * SAMPLES // RANKS, (dist.get_rank() + 1) * SAMPLES // RANKS)
     saving: list[Any] = []
-    of_saving = dist.new_group(backend="gloo")  # its thread must not use the group of training
+    of_saving: Any = dist.new_group(backend="gloo")  # its thread must not use the group of training
 
     def step() -> None:
         loss(model, inputs[share], targets[share]).backward()
