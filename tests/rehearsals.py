@@ -9,9 +9,10 @@ from meshloom.core.plan import Plan
 from meshloom.machine.links import COLLECTIVES, Crowd, Link
 from meshloom.machine.machine import Machine, example_machine
 from meshloom.pipeline.schedules.spans import Span
-from meshloom.planner.rehearsal.rehearsal import HeldBytes, RankStep, Rehearsal, RehearsedCall
+from meshloom.planner.memory.rank_memory import HeldBytes
+from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal, RehearsedCall
 
-NOTHING = HeldBytes(parameters=0, gradients=0, optimizer=0, buffers=0, kept=0)
+NOTHING = HeldBytes(parameters=0, gradients=0, optimizer=0, buffers=0, kept=0, trained=0)
 
 
 def machine(

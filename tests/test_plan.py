@@ -410,11 +410,7 @@ def test_memory_is_written_with_a_unit():
             PlanError, match=rf"^{text} is no number of bytes\. Write it like 8GiB, 500MB or 4096\.$"
         ):
             parse_bytes(text)
-    with pytest.raises(
-        PlanError,
-        match=r"^memory_bytes=4096 limits how a model is split over pp or tp, and both are 1\. Use pp=2 or tp=2 or more, or leave it out\.$",
-    ):
-        Plan(memory_bytes=4096)
+    assert Plan.parse("dp=2,memory_bytes=4KiB") == Plan(dp=2, memory_bytes=4096)
     with pytest.raises(PlanError, match=r"^memory_bytes=-1 must be 0 \(no limit\) or more\.$"):
         Plan(tp=2, memory_bytes=-1)
 

@@ -43,11 +43,8 @@ def test_what_a_rank_holds_and_sends_is_what_it_held_and_sent(text: str):
         if place.dp or place.tp:
             continue
         mine, sent = found[place.pp], rehearsed.steps[-1][rank].num_bytes
-        assert (mine.held.parameters, mine.held.gradients, mine.held.buffers) == (
-            held.parameters,
-            held.gradients,
-            held.buffers,
-        )
+        for kind in ("parameters", "gradients", "buffers", "on_the_way", "full", "trained"):
+            assert getattr(mine.held, kind) == getattr(held, kind), kind
         # buckets are padded to a multiple of dp
         assert mine.held.optimizer == pytest.approx(held.optimizer, abs=64)
         # A rehearsal counts what is saved of the batch, and not what was received and is not saved.
@@ -64,5 +61,5 @@ def cut(reading: Reading, plan: Plan, sizes: list[int]) -> CutChoice:
 
 def test_what_shapes_do_not_tell_is_refused():
     readings = Readings(make_job("gpt", "adamw"))
-    with pytest.raises(PlanError, match="is known by shapes alone where exchange=all_reduce"):
-        rank_shares(readings.of(4).program, Plan.parse("tp=2,recompute=full"), 1)
+    with pytest.raises(PlanError, match="What ranks of exchange=async hold is not known by shapes alone"):
+        rank_shares(readings.of(4).program, Plan.parse("dp=2,exchange=async"), 1)

@@ -181,7 +181,7 @@ def test_a_rank_holds_its_slices_and_a_few_buckets(plan: str, monkeypatch: pytes
             largest = max(each.num_bytes for each in buckets.buckets)
             assert pool <= max(4 * 3000, largest + 64)
             sizes = {name: each.nbytes for name, each in replica.named}
-            predicted = held_gradients(trainer.plan, sizes, sizes, replica.engine.late)
+            predicted = sum(held_gradients(trainer.plan, sizes, sizes, replica.engine.late))
             aligned = 64 * (len(buckets.buckets) + 1)
             late = sum(sizes.get(name, 0) for name in replica.engine.late)  # a tied head's, in `.grad`
             assert predicted == pytest.approx(late + slices + pool, abs=padding + aligned)

@@ -80,12 +80,15 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
         )  # fmt: skip
         verb.add_argument(
             "--memory", metavar="SIZE",
-            help="memory limit of a rank when the model is split over pp or tp, like 8GiB: the plan's memory_bytes",
+            help="memory limit of a rank, like 8GiB: the plan's memory_bytes",
         )  # fmt: skip
         verb.add_argument(
             "--devices", default="auto", help="auto, cuda, cpu, simulated, or simulated:cuda (default: auto)"
         )
         _add_common(verb, transport=True, oversubscribe=True, timeout_seconds=600)
+        verb.add_argument(
+            "--overcommit", action="store_true", help="run although memory is predicted not to suffice"
+        )  # fmt: skip
         verb.add_argument(
             "--hang-seconds", type=float, default=DEFAULT_SECONDS, metavar="SECONDS",
             help=f"end the run when a rank of this machine hangs in a pipeline's action for so long; 0: never (default: {DEFAULT_SECONDS:g})",
@@ -164,7 +167,7 @@ def _add_describe(describe: argparse.ArgumentParser) -> None:
     describe.add_argument(
         "--timings", action="store_true", help="print the seconds of capturing, pricing, sharding and splitting the model"
     )  # fmt: skip
-    _add_common(describe, oversubscribe=True)
+    _add_common(describe, transport=True, oversubscribe=True)
 
 
 def _add_calibrate(calibrate: argparse.ArgumentParser) -> None:

@@ -7,25 +7,31 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from meshloom.cli.plan_lines import LOG_WIDTH, plan_of
 from meshloom.core.job import Job
-from meshloom.core.units import format_bytes
+from meshloom.core.plan import Plan
 from meshloom.launch.devices import check_ranks
 from meshloom.launch.environment import opened_cache
 from meshloom.machine.machine import load, machine_file
 from meshloom.planner.describe import check_weights, describe
 from meshloom.planner.divided import divided
-from meshloom.planner.ranks import copied_by, has_shares, shares_of
+from meshloom.planner.ranks import memories_of, sends_buckets, shares_of, shares_one_copy, step_facts
 from meshloom.planner.readings import Readings
 from meshloom.planner.staged_plan import staged
 from meshloom.report.description import description_records, print_description
 from meshloom.report.records import Records
 from meshloom.report.stages import lines_of, lines_of_ranks, stages_record
 from meshloom.tensor_parallel.explain import text_of
+
+ONE_COPY = (
+    "parameters and optimizer state: one copy for the {} replicas of a host, of which a rank is counted its share; "
+    "with --transport gloo every replica has its own"
+)
 
 
 def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> int:
@@ -56,19 +62,21 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
     if stages:
         print("", *lines_of(stages), sep="\n", file=stream)
         records.write("stages", **stages_record(stages))
-    if plan.mesh.size > 1 and has_shares(plan):
-        factor = description.optimizer_factor
-        shares = shares_of(
-            readings, plan, division, stages, batch_size=arguments.batch, optimizer_factor=factor
-        )
-        print("", *lines_of_ranks(shares), sep="\n", file=stream)
-        records.write("ranks", plan=str(plan), ranks=[asdict(each) for each in shares])
-        if job.checkpoint == "background":
-            copied = max(copied_by(each.held, plan) for each in shares)
-            print(
-                f"and copies up to {format_bytes(copied)} of it to host memory for each checkpoint in the background",
-                file=stream,
-            )
+    if plan != Plan() and plan.synchronous:
+        one_copy = shares_one_copy(plan, arguments.transport)
+        facts = step_facts(readings, plan, batch_size=arguments.batch)
+        given_size: Any = {"batch_size": arguments.batch, "one_copy": one_copy}
+        factor = facts.optimizer_factor
+        shares = shares_of(readings, plan, division, stages, optimizer_factor=factor, **given_size)
+        memories = memories_of(readings, plan, shares, facts, **given_size)
+        print("", *lines_of_ranks(shares, memories, sent=sends_buckets(plan)), sep="\n", file=stream)
+        if one_copy:
+            print(ONE_COPY.format(plan.dp), file=stream)
+        ranks = [
+            {**asdict(share), "memory": memory.kinds(), "phases": dict(memory.phases), "peak": memory.peak}
+            for share, memory in zip(shares, memories, strict=True)
+        ]
+        records.write("ranks", plan=str(plan), one_copy=one_copy, ranks=ranks)
     print(*notes, sep="\n", end="\n" if notes else "", file=stream)
     if readings.stored and not arguments.timings:
         print(*readings.stored.warnings, sep="\n", end="\n" if readings.stored.warnings else "", file=stream)

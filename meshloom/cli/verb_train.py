@@ -51,6 +51,7 @@ def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Ti
         job, plan, devices=arguments.devices, steps=arguments.steps, out=arguments.out, resume=arguments.resume, overwrite=bool(arguments.overwrite),
         timeout_seconds=arguments.timeout, transport=arguments.transport, oversubscribe=arguments.oversubscribe, share=True, listener=listener,
         circumstances=circumstances_of(arguments), snapshot_every=arguments.snapshot_every, cache=arguments.cache, timings=timings,
+        overcommit=arguments.overcommit,
     ) as trainer:  # fmt: skip
         if trainer.world.main:
             _announce(trainer, terminal, records)

@@ -19,7 +19,7 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
     dtype = {"float64": torch.float64, "float32": torch.float32, None: None}[arguments.dtype]
     report = verify(
         job, plan_of(arguments), devices=arguments.devices, steps=arguments.steps, dtype=dtype, timeout_seconds=arguments.timeout,
-        transport=arguments.transport, oversubscribe=arguments.oversubscribe, blocks=arguments.blocks,
+        transport=arguments.transport, oversubscribe=arguments.oversubscribe, overcommit=arguments.overcommit, blocks=arguments.blocks,
     )  # fmt: skip
     if report is None:  # the process of another rank: rank 0 reports
         return 0

@@ -68,8 +68,9 @@ class Plan:
     sync_batch_norm: batch statistics over microbatch j of all replicas instead of over each replica's own.
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
     recompute: activations that backward recomputes: `none`, `full` (by blocks) or `selective` (cheap ones).
-    memory_bytes: limit, in bytes, of what a rank along pp and tp holds of parameters, gradients, optimizer
-        state and saved activations; cuts and sharding are chosen to fit. 0: no limit. Text may have a unit:
+    memory_bytes: limit, in bytes, of what a rank holds of parameters, gradients, optimizer state and saved
+        activations; cuts and sharding are chosen to fit, and a run that cannot is refused. 0: the device's memory,
+        or the host's for all of its ranks. Text may have a unit:
         `memory_bytes=8GiB`.
     tp_placements: pattern of module names -> how the parameters of matching modules, and of all modules
         inside them, are sharded over tp: `column` (output features), `row` (input features), `vocabulary`,
@@ -245,11 +246,6 @@ def _check_computation(plan: Plan) -> None:
     if plan.tp_placements and plan.tp == 1:
         raise PlanError(
             f"tp_placements={text_of(plan.tp_placements)} shards over tp, and tp=1. Use tp=2 or more, or leave tp_placements out."
-        )
-    if plan.memory_bytes and plan.tp == 1 and plan.pp == 1:
-        raise PlanError(
-            f"memory_bytes={plan.memory_bytes} limits how a model is split over pp or tp, and both are 1. "
-            "Use pp=2 or tp=2 or more, or leave it out."
         )
     check_pipeline(plan, DEFAULTS)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 
 ALL_UP_TO = 4  # ranks; above, only powers of two and the number of all ranks
@@ -24,8 +25,8 @@ def candidates(
     """Plans of at most `num_ranks` ranks, few ranks first.
 
     zero: also with optimizer state sharded over replicas. memory_bytes: where memory is short, what a rank
-    may hold: stages and shards are then chosen for it, and microbatches are priced also where no other
-    setting needs them.
+    may hold: stages and shards are then chosen for it, microbatches are priced also where no other setting needs
+    them, and gradients and parameters in slices too.
     """
     for size in range(1, num_ranks + 1):
         if size > ALL_UP_TO and size != num_ranks and size & (size - 1):
@@ -39,8 +40,24 @@ def candidates(
                 yield Plan(dp=dp, pp=pp, tp=tp, microbatches=microbatches, memory_bytes=limit)
             if pp > 1:
                 yield Plan(dp=dp, pp=pp, tp=tp, microbatches=pieces[0], memory_bytes=limit, schedule="zb-h1")
-            if zero and dp > 1:
-                yield Plan(dp=dp, pp=pp, tp=tp, microbatches=pieces[0], memory_bytes=limit, zero=1)
+            for level in _levels(dp, zero=zero, short=bool(memory_bytes)):
+                try:
+                    yield Plan(dp=dp, pp=pp, tp=tp, microbatches=pieces[0], memory_bytes=limit, zero=level)
+                except PlanError:  # a level that does not go together with tp or pp
+                    continue
+
+
+def _levels(dp: int, *, zero: bool, short: bool) -> list[int]:
+    """Settings of zero worth pricing: where every replica has its own copies, the state in slices; where memory is
+    short, also gradients and parameters.
+
+    >>> _levels(2, zero=True, short=False), _levels(2, zero=False, short=True), _levels(1, zero=True, short=True)
+    ([1], [2], [])
+    """
+    if dp == 1:
+        return []
+    own = [1, 2, 3] if short else [1]
+    return own if zero else own[1:2]  # the one copy of a host divides parameters and state anyway
 
 
 def _products(size: int) -> list[tuple[int, int, int]]:

@@ -14,7 +14,8 @@ from meshloom.machine.machine import Machine
 from meshloom.parameters.file_weights import match_weights
 from meshloom.parameters.unfilled_model import build_unfilled
 from meshloom.planner.blocks import Block, blocks_of
-from meshloom.planner.memory.memory import OPTIMIZER_FACTOR, Memory, predict_memory
+from meshloom.planner.memory.memory import Memory, predict_memory
+from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR
 from meshloom.planner.readings import Readings
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program

@@ -18,7 +18,7 @@ from meshloom.machine.machine import COUNTED_IN_FLOPS, Machine
 from meshloom.planner.amdahl import AmdahlWork, bound, with_communication
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import Memory, predict_memory
-from meshloom.planner.ranks import copied_by
+from meshloom.planner.memory.rank_memory import HeldBytes, copied_by
 from meshloom.planner.readings import Readings
 from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal
 from meshloom.planner.rehearsal.rehearse import rehearse
@@ -55,7 +55,8 @@ class Option:
     """A plan and its costs.
 
     memory_bytes: of the rank that holds most. num_bytes: axis -> bytes that rank 0 hands over in a step.
-    measured_seconds: of a step, if the plan was tried.
+    measured_seconds: of a step, if the plan was tried. held: [rank], what it held in the rehearsal, without
+    temporaries and the batch.
     """
 
     plan: Plan
@@ -65,6 +66,7 @@ class Option:
     num_bytes: Mapping[str, int]
     measured_seconds: float | None = None
     why: str = ""
+    held: tuple[HeldBytes, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -134,6 +136,7 @@ class Pricer:
             memory_bytes=self._memory(rehearsal),
             limit_bytes=plan.memory_bytes or self._devices.limit(plan.mesh.size),
             num_bytes=rehearsal.num_bytes,
+            held=rehearsal.held,
         )
 
     def speedups(self, options: Sequence[Option]) -> tuple[AmdahlWork | None, tuple[Speedup, ...]]:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
+
+from meshloom.comm.shm.native_engine import why_not
 from meshloom.core.errors import PlanError
 from meshloom.core.exchanges import holds_only_buckets
 from meshloom.core.mesh import Axis
@@ -17,13 +22,15 @@ from meshloom.pipeline.stages.stage_cutter import stages_of_part
 from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
 from meshloom.pipeline.stages.stages import Stage, users_of
 from meshloom.planner.divided import Divided
-from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
+from meshloom.planner.memory.rank_memory import HeldBytes, RankMemory, has_buckets, memory_of_rank
 from meshloom.planner.memory.stage_kept import kept_bytes_of
+from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR, StepFacts, facts_of
 from meshloom.planner.memory.unit_bytes import unit_bytes
 from meshloom.planner.readings import Readings
-from meshloom.planner.rehearsal.rehearsal import HeldBytes
 from meshloom.planner.staged_plan import StagePlan
 from meshloom.program.ir.program import Program
+from meshloom.program.store.fingerprint import function_fingerprint
+from meshloom.replica.sharing import shares_copies
 from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.sent_bytes import sent_at_step_end
 
@@ -38,16 +45,15 @@ class RankShare:
     num_bytes: Mapping[Axis, int]
 
 
-def copied_by(held: HeldBytes, plan: Plan, *, one_copy: bool = False) -> int:
-    """Bytes of host memory for what a rank copies for a checkpoint in the background: its part of the state."""
-    parameters = held.parameters if one_copy or plan.zero == 3 else -(-held.parameters // plan.dp)
-    state = held.optimizer if one_copy or plan.zero else -(-held.optimizer // plan.dp)
-    return parameters + state + held.buffers
+def sends_buckets(plan: Plan) -> bool:
+    """Whether what ranks of the plan send along dp is known by shapes alone."""
+    return plan.dp == 1 or holds_only_buckets(plan)
 
 
-def has_shares(plan: Plan) -> bool:
-    """Whether `rank_shares` can compute what ranks of the plan hold and send."""
-    return plan.recompute == "none" and holds_only_buckets(plan)
+def shares_one_copy(plan: Plan, transport: str) -> bool:
+    """Whether `meshloom train` on one host keeps one copy of parameters and state for all replicas, unless the job
+    needs one each (`replica/sharing.py`). transport: as asked for."""
+    return shares_copies(plan) and transport == "auto" and not torch.cuda.is_available() and not why_not()
 
 
 def shares_of(
@@ -58,6 +64,7 @@ def shares_of(
     *,
     batch_size: int | None = None,
     optimizer_factor: float = OPTIMIZER_FACTOR,
+    one_copy: bool = False,
 ) -> tuple[RankShare, ...]:
     """`rank_shares` of a job, sharded and split into stages by its plan. batch_size: of the global batch;
     default: the job's."""
@@ -68,8 +75,8 @@ def shares_of(
     def make() -> tuple[RankShare, ...]:
         part = division.part if division else None
         return rank_shares(
-            program, plan, len(sizes), part=part, choice=choice, optimizer_factor=optimizer_factor
-        )
+            program, plan, len(sizes), part=part, choice=choice, optimizer_factor=optimizer_factor, one_copy=one_copy
+        )  # fmt: skip
 
     with readings.timings.of("ranks"):
         if stored is None:
@@ -79,6 +86,7 @@ def shares_of(
             "plan": str(plan),
             "microbatches": len(sizes),
             "factor": optimizer_factor,
+            "one_copy": one_copy,
             "stages": stage_of,
             **(division.depends if division else {}),
         }
@@ -93,18 +101,19 @@ def rank_shares(
     part: Partition | None = None,
     choice: CutChoice | None = None,
     optimizer_factor: float = OPTIMIZER_FACTOR,
+    one_copy: bool = False,
 ) -> tuple[RankShare, ...]:
     """[rank along pp]. program: of the largest microbatch, unsharded. part, choice: its sharding and stages,
     where the plan has tp and pp.
 
     num_microbatches: of a replica, all taken to be as large as the largest. optimizer_factor: bytes of
-    optimizer state per byte of parameters. Temporaries and the batch are not counted, nor memory of an
-    exchange other than `all_reduce`. Raises `PlanError` for plans that recompute activations or replace the
-    all-reduce.
+    optimizer state per byte of parameters. one_copy: replicas are ranks of one host that have parameters and
+    state once; each is counted its share. Temporaries and the batch are not counted; activations as if nothing
+    was recomputed; what is sent along dp only where `sends_buckets`. Raises `PlanError` for exchange=async.
     """
-    if not has_shares(plan):
+    if not plan.synchronous:
         raise PlanError(
-            "What ranks hold and send is known by shapes alone where exchange=all_reduce and nothing is recomputed or compressed."
+            "What ranks of exchange=async hold is not known by shapes alone. Describe the plan of one worker, without exchange=async."
         )
     mine = part.of(0).program if part else program
     stage_of = choice.stage_of if choice else {node.name: 0 for node in program.nodes}
@@ -134,22 +143,23 @@ def rank_shares(
             over_tp += sum(each.num_bytes for each in sent_at_step_end(part, owned))
         over_pp = sent_by_rank(between, rank)
         shares.append(
-            _share(rank, own, most, ownership, plan, optimizer_factor, over_pp, over_tp, at_the_end)
+            _share(rank, own, most, ownership, plan, optimizer_factor, over_pp, over_tp, at_the_end, one_copy)
         )
     return tuple(shares)
 
 
 def _share(
     rank: int, stages: Sequence[Stage], kept: int, ownership: Mapping[str, Sequence[int]], plan: Plan, factor: float, over_pp: int, over_tp: int,
-    at_the_end: Collection[str],
+    at_the_end: Collection[str], one_copy: bool,
 ) -> RankShare:  # fmt: skip
     program = stages[0].program  # all of a rank's stages know all parameters
     held = {name: each.meta for name, each in program.parameters.items() if rank in ownership[name]}
     trained = {name: meta.num_bytes for name, meta in held.items() if meta.requires_grad}
     owned = sum(size for name, size in trained.items() if ownership[name][0] == rank)
-    per_replica = -(-owned // plan.mesh.num_slices) if plan.zero else owned
+    slices = plan.dp if one_copy else plan.mesh.num_slices
+    per_replica = -(-owned // slices) if plan.zero or one_copy else owned
     # owners lend slices under zero=3, and borrowers return whole gradients
-    lent_values = plan.mesh.num_slices if plan.zero == 3 else 1
+    lent_values = slices if plan.zero == 3 else 1
     lent = sum(
         -(-size * (len(ownership[name]) - 1) // lent_values) if ownership[name][0] == rank else size
         for name, size in trained.items()
@@ -159,27 +169,79 @@ def _share(
     # zero=2 sends the gradients of every chunk
     sent_gradients = late + (owned - late) * (plan.microbatches if plan.zero == 2 else 1)
     exchanged = (sent_gradients + per_replica if plan.zero else owned) if plan.dp > 1 else 0
+    if one_copy or not sends_buckets(plan):
+        exchanged = 0
     parameters = sum(meta.num_bytes for meta in held.values())
     own = [name for name in trained if ownership[name][0] == rank]
-    gradients = held_gradients(plan, trained, own, at_the_end)
-    if plan.zero == 3 and plan.dp > 1:
+    gradients, on_the_way = held_gradients(plan, trained, own, at_the_end, one_copy=one_copy)
+    full = 0
+    if plan.zero == 3 and plan.dp > 1 and not one_copy:
         units = unit_bytes(held, plan.bucket_bytes)
-        size, m = plan.mesh.num_slices, plan.microbatches
-        parameters, gradients = units.held_parameters(size), units.held_gradients(size)
+        m = plan.microbatches
+        parameters, full = -(-units.parameters // slices), units.full
+        gradients, on_the_way = -(-units.trainable // slices), units.full_trainable
         borrowed = sum(trained.values()) - owned
-        exchanged = units.sent(size, m) - m * borrowed - (m - 1) * late
+        exchanged = units.sent(slices, m) - m * borrowed - (m - 1) * late
         exchanged += per_replica if plan.mesh.within else 0  # added up with those of equal slices
     sent: dict[Axis, int] = {"dp": exchanged, "pp": over_pp + lent, "tp": over_tp}
     return RankShare(
         pp=rank,
         held=HeldBytes(
-            parameters=parameters,
+            parameters=-(-parameters // plan.dp) if one_copy else parameters,
             gradients=gradients,
             optimizer=round(factor * per_replica),
             buffers=sum(
                 each.meta.num_bytes for name, each in program.buffers.items() if rank in ownership[name]
             ),
             kept=kept,
+            trained=owned,
+            on_the_way=on_the_way,
+            full=full,
         ),
         num_bytes={axis: count for axis, count in sent.items() if count},
     )
+
+
+def memories_of(
+    readings: Readings,
+    plan: Plan,
+    shares: Sequence[RankShare],
+    facts: StepFacts,
+    *,
+    batch_size: int | None = None,
+    one_copy: bool = False,
+) -> tuple[RankMemory, ...]:
+    """[rank along pp], of those that are first along dp and tp. shares: of `shares_of` with the state that
+    `facts` knows of."""
+    count = len(plan.largest_share(batch_size or readings.job.batch_size))
+    return tuple(
+        memory_of_rank(
+            plan,
+            each.held,
+            facts,
+            microbatches=count,
+            first=each.pp == 0,
+            one_copy=one_copy,
+            background=readings.job.checkpoint == "background",
+        )
+        for each in shares
+    )
+
+
+def step_facts(readings: Readings, plan: Plan, *, batch_size: int | None = None) -> StepFacts:
+    """Of the largest microbatch under a plan. Raises `CaptureError` if the loss cannot be captured."""
+    job, sizes = readings.job, plan.largest_share(batch_size or readings.job.batch_size)
+    reading = readings.of(sizes[0])
+    settings: Any = {"microbatches": len(sizes), "bucketed": has_buckets(plan), "recompute": plan.recompute}
+    make = partial(facts_of, reading.program, job.optimizer, reading.costs, **settings)
+    with readings.timings.of("memory of a step"):
+        try:
+            parts = function_fingerprint(job.optimizer, "optimizer") if readings.stored else {}
+        except Exception:  # of the job's objects, when they are inspected
+            return make()
+        depends = {**parts, **settings}
+        return (
+            readings.stored.value("facts", reading.program, depends, StepFacts, make)
+            if readings.stored
+            else make()
+        )

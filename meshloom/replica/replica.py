@@ -117,9 +117,9 @@ class Replica:
             Pace([self.replicas, context.statistics], context.device) if plan.shares == "measured" else None
         )
         self._windows = windows_of(self.replicas) if context.device.type == "cpu" else None
-        may_share = share and self._windows is not None and shares_copies(plan)
+        self.may_share = share and self._windows is not None and shares_copies(plan)
         with self.timings.of("building the model"):
-            self._start = StartingModel(job, plan, context, dtype, may_share=may_share)
+            self._start = StartingModel(job, plan, context, dtype, may_share=self.may_share)
         self.model = self._start.model
         self.modes = Modes(self.model)
         if plan.captures:

@@ -3,7 +3,8 @@ more ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from meshloom.core.units import format_bytes, format_seconds
 from meshloom.planner.advise import Advice
+from meshloom.planner.memory.rank_memory import HeldBytes
 from meshloom.planner.pricing import Option
 from meshloom.report.terminal import print_line
 
@@ -42,6 +44,8 @@ def _lines(advice: Advice, was_tried: bool) -> Iterator[str]:
         yield f"{advice.options[0].plan}: {advice.options[0].why}."
     else:
         yield from (f"  {each.plan}: {each.why}" for each in advice.options)
+    if advice.recommended and advice.recommended.held:
+        yield f"{advice.recommended.plan}: {_of_fullest(advice.recommended.held)}"
     if advice.exchange:
         yield advice.exchange
     if advice.work:
@@ -84,6 +88,7 @@ def option_record(option: Option) -> dict[str, Any]:
     price = option.price
     return {
         "plan": str(option.plan), "step_seconds": price.seconds, "memory_bytes": option.memory_bytes, "bytes": dict(option.num_bytes),
+        "ranks": [asdict(each) for each in option.held],
         "measured_seconds": option.measured_seconds, "idle_share": price.idle_share, "why": option.why, "fits": option.fits, "limit_bytes": option.limit_bytes,
         "seconds": {"chunks": price.chunks, "exchange": price.exchange, "update": price.update, "other": price.other, "talking": dict(price.communication)},
     }  # fmt: skip
@@ -93,3 +98,14 @@ def _mark(advice: Advice, option: Option) -> str:
     if not option.fits:
         return "does not fit"
     return "<- take this" if advice.recommended and option.plan == advice.recommended.plan else ""
+
+
+def _of_fullest(held: Sequence[HeldBytes]) -> str:
+    """What the rank that holds most held when it was rehearsed, by kind."""
+    rank = max(range(len(held)), key=lambda each: held[each].total)
+    mine = held[rank]
+    kinds = {
+        "parameters": mine.parameters, "gradients": mine.gradients, "optimizer": mine.optimizer, "buffers": mine.buffers, "activations": mine.kept,
+        "exchange": mine.on_the_way + mine.full,
+    }  # fmt: skip
+    return f"rank {rank} holds most: {', '.join(f'{name} {format_bytes(size)}' for name, size in kinds.items() if size)}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshloom.core.mesh import AXES
 from meshloom.core.units import format_bytes, format_count, format_number, format_seconds, plural
+from meshloom.planner.memory.rank_memory import PHASES, RankMemory
 from meshloom.planner.ranks import RankShare
 from meshloom.planner.staged_plan import Better, StagePlan
 from meshloom.tensor_parallel.search.costs import HELD_COPIES
@@ -51,18 +52,33 @@ def lines_of(found: StagePlan) -> list[str]:
     ]
 
 
-def lines_of_ranks(shares: Sequence[RankShare]) -> list[str]:
-    """What each rank along pp holds and sends, a row each; of those along dp and tp the first."""
-    rows = [
-        ["rank along pp", "parameters", "gradients", "optimizer", "buffers", "activations", "memory", "sent along dp", "pp", "tp"]
-    ]  # fmt: skip
-    for each in shares:
-        held, sent = each.held, [each.num_bytes.get(axis, 0) for axis in AXES]
-        sizes = [held.parameters, held.gradients, held.optimizer, held.buffers, held.kept, held.total, *sent]
-        rows.append([str(each.pp), *map(format_bytes, sizes)])
+def lines_of_ranks(shares: Sequence[RankShare], memories: Sequence[RankMemory], *, sent: bool) -> list[str]:
+    """What each rank along pp holds by kind and in each phase, and hands over, a row each; of those along dp and
+    tp the first. sent: whether what is sent along dp is known."""
+    kinds = [
+        "parameters",
+        "gradients",
+        "optimizer",
+        "buffers",
+        "activations",
+        "temporaries",
+        "batch",
+        "exchange",
+    ]
+    rows = [["rank along pp", *kinds, "sent along dp", "pp", "tp"]]
+    peaks = [["rank along pp", *PHASES, "peak", "in"]]
+    for each, memory in zip(shares, memories, strict=True):
+        of_kinds = memory.kinds()
+        sizes = [of_kinds[name.replace("activations", "kept")] for name in kinds]
+        over = [format_bytes(each.num_bytes.get(axis, 0)) for axis in AXES]
+        rows.append([str(each.pp), *map(format_bytes, sizes), over[0] if sent else "?", *over[1:]])
+        phases = [format_bytes(memory.phases[phase]) for phase in PHASES]
+        peaks.append([str(each.pp), *phases, format_bytes(memory.peak), memory.phase])
     return [
-        "what a rank holds, without temporaries and the batch, and hands over in a step:",
+        "what a rank holds, the most of each kind, and hands over in a step:",
         *_aligned(rows, words=-1),
+        "its peak by phase (verification is a run of its own, meshloom verify, of which rank 0 also runs one device's steps):",
+        *_aligned(peaks, words=len(peaks[0]) - 1),
     ]
 
 

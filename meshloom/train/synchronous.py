@@ -31,6 +31,7 @@ from meshloom.train.contract import Batch
 from meshloom.train.evaluation import TeamEvaluation
 from meshloom.train.idle_ranks import idle_lines_of
 from meshloom.train.local_replicas import LocalReplicas
+from meshloom.train.memory_check import prepare
 from meshloom.train.run_checkpoints import RunCheckpoints
 from meshloom.train.share_measurement import ShareMeasurement
 from meshloom.train.step_meter import StepMeter
@@ -47,7 +48,7 @@ class SynchronousRun:
 
     def __init__(
         self, job: Job, plan: Plan, world: World, listener: Listener, shares: Shares, timings: Timings, *, steps: int, out: Path | None,
-        resume: Path | None, overwrite: bool, dtype: torch.dtype | None, share: bool, cache: str, leave: Callable[[], None],
+        resume: Path | None, overwrite: bool, dtype: torch.dtype | None, share: bool, cache: str, overcommit: bool, leave: Callable[[], None],
     ) -> None:  # fmt: skip
         job = (
             job if resume is None else replace(job, weights=None, weight_names=None)
@@ -74,7 +75,7 @@ class SynchronousRun:
                 job, plan, shares, self.replicas, out, listener, resume=resume, overwrite=overwrite
             )
             building.callback(self._checkpoints.close)
-            self.replicas.together(lambda replica: replica.prepare())
+            self.replicas.together(lambda replica: prepare(replica, overcommit=overcommit, cache=cache))
             self._data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
             if out:
                 check_dense_buffers(first.model, "checkpoints hold only dense buffers")

@@ -63,7 +63,7 @@ class Trainer:
         `asynchronous` has its model and its ages.
     recorded_shares: with shares=measured, the shares of an earlier run (its `shares.record`) instead of
     measurements: the same chunks once more. oversubscribe: whether simulated ranks may be more than make
-        sense.
+        sense. overcommit: run although memory is predicted not to suffice (docs/memory.md).
     cache: directory in which readings of losses and choices are kept for later starts of the same job; auto:
     the user's cache; off: none. timings: what the start takes, as this process's first rank sees it, is added
     to them.
@@ -91,13 +91,14 @@ class Trainer:
         snapshot_every: int | None = None,
         recorded_shares: Record = (),
         oversubscribe: bool = False,
+        overcommit: bool = False,
         cache: str | Path = "auto",
         timings: Timings | None = None,
     ) -> None:
         self.timings = timings or Timings()
         check_arguments(
             job, listener, circumstances, {"steps": steps, "snapshot_every": snapshot_every}, {"out": out, "resume": resume, "cache": cache},
-            {"overwrite": overwrite, "share": share, "oversubscribe": oversubscribe}, {"devices": devices, "transport": transport}, dtype,
+            {"overwrite": overwrite, "share": share, "oversubscribe": oversubscribe, "overcommit": overcommit}, {"devices": devices, "transport": transport}, dtype,
         )  # fmt: skip
         self.job = job
         self.plan = _plan(plan)
@@ -140,7 +141,7 @@ class Trainer:
             else:
                 self._run = SynchronousRun(
                     job, self.plan, self.world, self.listener, self.shares, self.timings, steps=self.steps, out=self.out, resume=earlier,
-                    overwrite=overwrite, dtype=dtype, share=share, cache=str(cache), leave=self.close,
+                    overwrite=overwrite, dtype=dtype, share=share, cache=str(cache), overcommit=overcommit, leave=self.close,
                 )  # fmt: skip
             building.callback(self._run.close)
             self._stack = building.pop_all()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshloom.core.errors import DeviceError
 from meshloom.core.job import Job
-from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes
 from meshloom.machine.host_memory import free_bytes
-from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
+from meshloom.planner.fitting import state_bytes
+from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR
 from meshloom.verify.fewer_blocks import find_blocks, unfilled
 
 
@@ -52,24 +50,9 @@ def reference_bytes(job: Job, model: nn.Module, dtype: torch.dtype | None) -> in
 
 
 def _optimizer_bytes(job: Job, trainable: list[tuple[str, nn.Parameter]]) -> int:
-    """Of the state that the job's optimizers make, found by a step without values."""
-    try:
-        with preserved_draws():
-            made: Any = job.optimizer(list(trainable))
-            optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
-            for _, each in trainable:
-                each.grad = torch.empty_like(each)
-            for optimizer in optimizers:
-                optimizer.step()
-            states = [
-                each
-                for optimizer in optimizers
-                for state in optimizer.state.values()
-                for each in state.values()
-            ]
-            return sum(each.nbytes for each in states if isinstance(each, Tensor))
-    except Exception:  # the optimizer needs values
-        return int(OPTIMIZER_FACTOR * sum(each.nbytes for _, each in trainable))
+    """Of the state that the job's optimizers make."""
+    found = state_bytes(job, trainable)
+    return int(OPTIMIZER_FACTOR * sum(each.nbytes for _, each in trainable)) if found is None else found
 
 
 def _shape_of(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:

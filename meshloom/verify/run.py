@@ -53,13 +53,14 @@ def verify(
     timeout_seconds: float = 600.0,
     transport: str = "auto",
     oversubscribe: bool = False,
+    overcommit: bool = False,
     blocks: int | None = None,
 ) -> Report | None:
     """Run `steps` steps of `job` under `plan` and on one device, and compare. Returns None on ranks other
     than 0.
 
     dtype: run both in this precision; float64 tells a mistake from rounding. blocks: how many of the model's
-    repeated blocks both run; None: all. Raises as the trainer does, and `DeviceError` if one device cannot
+    repeated blocks both run; None: all. overcommit: run although memory is predicted not to suffice. Raises as the trainer does, and `DeviceError` if one device cannot
     hold what the plan is compared with.
     """
     check_promised(plan)
@@ -68,7 +69,7 @@ def verify(
         try:
             report = verify(
                 fewer.job, plan, devices=devices, steps=steps, dtype=dtype, timeout_seconds=timeout_seconds, transport=transport,
-                oversubscribe=oversubscribe,
+                oversubscribe=oversubscribe, overcommit=overcommit,
             )  # fmt: skip
         except Exception as error:
             error.add_note(fewer.sentence)  # it may be why
@@ -83,7 +84,7 @@ def verify(
     quiet = Listener(started=lambda text: None)  # the report describes the run
     with working_alone(), Trainer(
         replace(job, evaluate=None), keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, transport=transport, dtype=dtype, share=True, listener=quiet,
-        recorded_shares=shares, oversubscribe=oversubscribe, cache="off",
+        recorded_shares=shares, oversubscribe=oversubscribe, overcommit=overcommit, cache="off",
     ) as trainer:  # fmt: skip
         check_dense_buffers(trainer.replicas[0].model, "only dense buffers are compared")
         owned = trainer.together(_owned)[0]

@@ -24,7 +24,8 @@ def gradient_bytes(
         return 0
     total = sum(sizes)
     slices = -(-total // dp)
-    if zero < 2:  # where parameters are one copy, a rank's sums lie in its bucket
+    # where parameters are one copy, a rank's sums lie in its bucket, and nothing is left for zero=3 to divide
+    if zero < 2 or (zero == 3 and one_copy):
         return total + (slices if zero and not one_copy else 0)
     buckets: list[int] = []
     rest = list(reversed(sizes))
@@ -41,14 +42,18 @@ def held_gradients(
     late: Collection[str],
     *,
     one_copy: bool = False,
-) -> int:
-    """Bytes of all gradients on a rank of a replica. trained: of its trainable parameters. owned: names of
-    those that it updates. late: of those whose gradients are complete at the end of a step only."""
+) -> tuple[int, int]:
+    """Bytes of gradients on a rank of a replica: those of what it updates, and buckets beside them. trained: of
+    its trainable parameters. owned: names of those that it updates. late: of those whose gradients are complete
+    at the end of a step only."""
     if plan.dp == 1:
-        return sum(trained.values())
+        return sum(trained.values()), 0
     sizes = [size for name, size in trained.items() if name in owned]
-    apart = [size for name, size in trained.items() if name not in owned or (plan.zero == 2 and name in late)]
+    apart = sum(
+        size for name, size in trained.items() if name not in owned or (plan.zero == 2 and name in late)
+    )
     exchanged = gradient_bytes(
         sizes, dp=plan.dp, zero=plan.zero, bucket_bytes=plan.bucket_bytes, one_copy=one_copy
     )
-    return exchanged + sum(apart)
+    own = -(-sum(sizes) // plan.dp) if plan.zero or one_copy else exchanged
+    return own + apart, exchanged - own

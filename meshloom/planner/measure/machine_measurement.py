@@ -5,7 +5,6 @@ All ranks measure at the same time, because they share caches and memory in trai
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from meshloom.machine.host_memory import total_bytes
 from meshloom.machine.links import Crowd, Link
 from meshloom.machine.machine import Kind, Machine, Operation
 from meshloom.planner.measure.operator_chains import Chain, chains_of, views
@@ -80,7 +80,7 @@ def machine_of(
         devices = torch.cuda.device_count()
     else:
         kind, model, devices = "cpu", _processor(), 1
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = total_bytes()
     return Machine(
         name=platform.node() or "unnamed",
         device=kind,

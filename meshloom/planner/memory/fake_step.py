@@ -28,15 +28,15 @@ class FakeStep:
     """Bytes of a step in which the optimizer already has its state. Peaks are without parameters, buffers,
     batch and optimizer state.
 
-    microbatches: chunks, one after another. bucketed: a gradient is copied into an existing bucket as soon as
-    it is computed. peaks, temporaries: phase -> most bytes at one time, and how many of them are neither
-    saved activations nor gradients.
+    optimizer: the job's function; None: no update is made. microbatches: chunks, one after another. bucketed: a
+    gradient is copied into an existing bucket as soon as it is computed. peaks, temporaries: phase -> most bytes
+    at one time, and how many of them are neither saved activations nor gradients.
     """
 
     def __init__(
         self,
         program: Program,
-        optimizer: Callable[[NamedParameters], Any],
+        optimizer: Callable[[NamedParameters], Any] | None,
         *,
         microbatches: int = 1,
         bucketed: bool = False,
@@ -61,7 +61,7 @@ class FakeStep:
             gradients = [gradient for each in lives for gradient in each.gradients]
             self.gradient_bytes = sum({each.memory: each.num_bytes for each in gradients}.values())
             _give({program.parameters[name].value: each for name, each in trainable}, gradients)
-            self.optimizer_bytes = self._update(optimizer, trainable)
+            self.optimizer_bytes = self._update(optimizer, trainable) if optimizer else 0
 
     def _update(
         self, optimizer: Callable[[NamedParameters], Any], trainable: list[tuple[str, Tensor]]

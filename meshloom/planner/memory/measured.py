@@ -56,7 +56,7 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
             "optimizer": states,
             "batch": [leaf for chunk in chunks for leaf in leaves_of(chunk).tensors.values()],
         }
-        watch = _Watch(tensor for tensors in standing.values() for tensor in tensors)
+        watch = LiveBytes(tensor for tensors in standing.values() for tensor in tensors)
         kept, all_activations = 0, set[int]()
         with watch:
             for chunk in chunks:
@@ -83,7 +83,7 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
     )
 
 
-class _Watch(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all tensors that are alive, each memory once, from the operator that first shows it
     on.
 
@@ -111,7 +111,7 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         value = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
                 self._add(leaf.untyped_storage())
         return value
 

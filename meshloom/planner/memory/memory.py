@@ -22,12 +22,11 @@ from meshloom.core.job import NamedParameters
 from meshloom.core.plan import DEFAULTS
 from meshloom.exchange.buckets.gradient_bytes import gradient_bytes
 from meshloom.planner.memory.fake_step import FakeStep
+from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR
 from meshloom.planner.memory.unit_bytes import unit_bytes
 from meshloom.program.ir.program import Program
 
 PHASES = ("forward", "backward", "update", "publish")
-# bytes of optimizer state per byte of parameters, if the optimizer cannot be run: two averages
-OPTIMIZER_FACTOR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from meshloom.core.mesh import Axis, MeshCoordinates
 from meshloom.core.plan import Plan
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.schedules.spans import Span
+from meshloom.planner.memory.rank_memory import HeldBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,23 +52,6 @@ class RankStep:
             if call.num_bytes:
                 found[call.axis] = found.get(call.axis, 0) + call.num_bytes
         return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldBytes:
-    """Bytes that a rank holds: always, and at most between forwards and backwards. The batch and temporaries
-    are not included."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    buffers: int
-    kept: int
-
-    @property
-    def total(self) -> int:
-        """The sum."""
-        return self.parameters + self.gradients + self.optimizer + self.buffers + self.kept
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,15 +26,15 @@ from meshloom.core.units import format_bytes
 from meshloom.data.chunks import Chunk
 from meshloom.data.job_data import open_reader
 from meshloom.data.team_data import open_team_reader
-from meshloom.exchange.buckets.gradient_bytes import held_gradients
 from meshloom.launch.one_process import simulated_ranks
 from meshloom.launch.world import ALONG_DP, CARRIES_TENSORS, LocalRank, Use
 from meshloom.machine.host_memory import free_bytes
 from meshloom.pipeline.runtime.recorder import Recorder
-from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
 from meshloom.planner.memory.saved_bytes import SavedBytes
+from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR
+from meshloom.planner.rehearsal.held import held_by
 from meshloom.planner.rehearsal.own_clock import CommonMemory, OwnClock, RehearsedGroup
-from meshloom.planner.rehearsal.rehearsal import HeldBytes, RankStep, Rehearsal
+from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.replica import Replica
 
@@ -85,7 +85,7 @@ def rehearse(
                 places=tuple(rank.context.place for rank in ranks.all),
                 steps=tuple(zip(*(each.steps for each in timed), strict=True)),
                 held=tuple(
-                    _held(replica, each.kept, optimizer_factor)
+                    held_by(replica, each.kept, optimizer_factor)
                     for replica, each in zip(replicas, timed, strict=True)
                 ),
                 schedule=replicas[0].engine.schedule(timed[0].num_filled) if plan.pp > 1 else None,
@@ -96,7 +96,7 @@ def rehearse(
 
 
 @dataclass(kw_only=True)
-class _Rank:
+class RehearsedRank:
     """A rank, its clock, and its replica."""
 
     context: LocalRank
@@ -125,11 +125,11 @@ class _Timed:
 class _Ranks:
     """All ranks of a plan, in turns."""
 
-    def __init__(self, ranks: Sequence[_Rank], turns: Turns) -> None:
+    def __init__(self, ranks: Sequence[RehearsedRank], turns: Turns) -> None:
         self.all = ranks
         self._turns = turns
 
-    def run(self, steps: Callable[[_Rank], Steps[T]]) -> list[T]:
+    def run(self, steps: Callable[[RehearsedRank], Steps[T]]) -> list[T]:
         """Runs each rank's generator to its end, in a thread of its own; they switch where they wait."""
         return self._turns.run_steps([steps(rank) for rank in self.all])
 
@@ -137,7 +137,7 @@ class _Ranks:
 @contextmanager
 def _ranks(job: Job, plan: Plan, common_memory: bool, cache: Cache | None) -> Iterator[_Ranks]:
     turns = Turns()
-    ranks = _Ranks(_rehearsed_ranks(plan.mesh, turns, common_memory), turns)
+    ranks = _Ranks(rehearsed_ranks(plan.mesh, turns, common_memory), turns)
     try:
         for rank in ranks.all:
             stored = ProgramCache(cache) if cache is not None and rank.context.rank == 0 else None
@@ -151,7 +151,8 @@ def _ranks(job: Job, plan: Plan, common_memory: bool, cache: Cache | None) -> It
                 rank.replica.close()
 
 
-def _rehearsed_ranks(mesh: Mesh, turns: Turns, common_memory: bool) -> list[_Rank]:
+def rehearsed_ranks(mesh: Mesh, turns: Turns, common_memory: bool) -> list[RehearsedRank]:
+    """Ranks that take turns in this process, and whose groups carry no tensors."""
     cpu = torch.device("cpu")
     clocks = [OwnClock(cpu) for _ in range(mesh.size)]
 
@@ -166,10 +167,12 @@ def _rehearsed_ranks(mesh: Mesh, turns: Turns, common_memory: bool) -> list[_Ran
         ]
 
     contexts = simulated_ranks(mesh, [cpu] * mesh.size, turns, wrap)
-    return [_Rank(context=context, clock=clock) for context, clock in zip(contexts, clocks, strict=True)]
+    return [
+        RehearsedRank(context=context, clock=clock) for context, clock in zip(contexts, clocks, strict=True)
+    ]
 
 
-def _take_part(job: Job, plan: Plan, rank: _Rank, timed: Sequence[_Timed]) -> Steps[None]:
+def _take_part(job: Job, plan: Plan, rank: RehearsedRank, timed: Sequence[_Timed]) -> Steps[None]:
     """All steps of one rank, in one thread: a thread has its own kernels and thread pools. timed: [rank]."""
     mine = timed[rank.context.rank]
     chunks = yield from _read(job, plan, rank)
@@ -182,7 +185,7 @@ def _take_part(job: Job, plan: Plan, rank: _Rank, timed: Sequence[_Timed]) -> St
         rank.context.world.barrier().wait()  # so that all ranks decide by the same steps
 
 
-def _read(job: Job, plan: Plan, rank: _Rank) -> Steps[list[Chunk]]:
+def _read(job: Job, plan: Plan, rank: RehearsedRank) -> Steps[list[Chunk]]:
     """The rank's share of the first batch."""
     context = rank.context
     if context.team is None:
@@ -195,7 +198,7 @@ def _read(job: Job, plan: Plan, rank: _Rank) -> Steps[list[Chunk]]:
         reader.close()
 
 
-def _watched_step(rank: _Rank, chunks: Sequence[Chunk]) -> Steps[int]:
+def _watched_step(rank: RehearsedRank, chunks: Sequence[Chunk]) -> Steps[int]:
     """The first step; returns the most bytes that were saved for backward in it."""
     rank.clock.begin()
     with SavedBytes([*rank.replica.model.parameters(), *rank.replica.model.buffers()]) as kept:
@@ -203,7 +206,7 @@ def _watched_step(rank: _Rank, chunks: Sequence[Chunk]) -> Steps[int]:
     return kept.most
 
 
-def _timed_step(rank: _Rank, number: int, chunks: Sequence[Chunk]) -> Steps[RankStep]:
+def _timed_step(rank: RehearsedRank, number: int, chunks: Sequence[Chunk]) -> Steps[RankStep]:
     rank.clock.begin()
     recorder = rank.replica.recorder = Recorder(rank.context.device, rank.clock.nanoseconds)
     yield from rank.replica.step(number, chunks)
@@ -211,27 +214,6 @@ def _timed_step(rank: _Rank, number: int, chunks: Sequence[Chunk]) -> Steps[Rank
     seconds, spans = rank.clock.seconds, recorder.take()
     rank.replica.recorder = None
     return RankStep(seconds=seconds, spans=spans, calls=tuple(rank.clock.calls))
-
-
-def _held(replica: Replica, kept: int, optimizer_factor: float) -> HeldBytes:
-    plan = replica.plan
-    parameters = [each for each in replica.model.parameters() if not each.is_meta]
-    trained = {
-        name: each.nbytes
-        for name, each in replica.model.named_parameters()
-        if each.requires_grad and not each.is_meta
-    }
-    owned_names = {name for name, _ in replica.named}
-    owned = sum((each.stop - each.start) * each.parameter.itemsize for each in replica.exchange.owned)
-    one_copy = replica.exchange.one_copy
-    whole = sum(each.nbytes for each in parameters)
-    return HeldBytes(
-        parameters=-(-whole // plan.dp) if one_copy else whole,
-        gradients=held_gradients(plan, trained, owned_names, replica.engine.late, one_copy=one_copy),
-        optimizer=round(optimizer_factor * owned),
-        buffers=sum(each.nbytes for each in replica.model.buffers() if not each.is_meta),
-        kept=kept,
-    )
 
 
 def _check_room(replica: Replica, num_ranks: int) -> None:

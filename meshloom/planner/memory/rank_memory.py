@@ -1,0 +1,186 @@
+"""The peak of one rank's memory under a plan, by kind, and in each phase of a run.
+
+start-up       the model is made, and what the rank does not hold is let go of
+step           forwards, backwards, exchange, update
+evaluation     a forward that saves nothing, beside all that stays
+checkpoint     what a rank has of the state is written from where it is
+verification   the step, with one device's reference on rank 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from meshloom.core.exchanges import EXCHANGES
+from meshloom.core.plan import Plan
+from meshloom.planner.memory.step_facts import StepFacts
+
+PHASES = ("start-up", "step", "evaluation", "checkpoint", "verification")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldBytes:
+    """Bytes that a rank holds: always, and at most between forwards and backwards. The batch and temporaries
+    are not included.
+
+    parameters: its own, or its share of one copy that several ranks have. trained: of those that it and its
+        replicas update. gradients: of what it updates. on_the_way: buckets beside these and, under zero=3, full
+        gradients of units. full: under zero=3 the full parameters that are there at one time.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    kept: int
+    trained: int
+    on_the_way: int = 0
+    full: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of what it holds."""
+        stays = self.parameters + self.gradients + self.optimizer + self.buffers
+        return stays + self.kept + self.on_the_way + self.full
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on one rank. Each kind is the largest of its kind, so they may add up to more than the peak.
+
+    exchange: buckets, full units, and what a compression or an outer step keeps. phases: phase -> most bytes at
+    one time in it.
+    """
+
+    parameters: int
+    buffers: int
+    optimizer: int
+    gradients: int
+    batch: int
+    kept: int
+    temporaries: int
+    exchange: int
+    phases: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at one time while training: in all phases but verification, which is another run."""
+        return self.phases[self.phase]
+
+    @property
+    def phase(self) -> str:
+        """In which that is."""
+        return max(PHASES[:-1], key=lambda phase: self.phases[phase])
+
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind."""
+        return {
+            name: int(getattr(self, name))
+            for name in ("parameters", "buffers", "optimizer", "gradients", "batch", "kept", "temporaries", "exchange")
+        }  # fmt: skip
+
+
+def memory_of_rank(
+    plan: Plan, held: HeldBytes, facts: StepFacts, *, microbatches: int, first: bool, one_copy: bool = False,
+    background: bool = False,
+) -> RankMemory:  # fmt: skip
+    """facts: of the whole model. microbatches: of a replica. first: whether it is rank 0, which captures and
+    verifies. one_copy: as for `predict_memory`. background: checkpoints are written while training goes on."""
+    share = held.trained / facts.trained if facts.trained else 0.0
+    kept = round(held.kept * facts.kept_share)
+    temporaries = (facts.temporaries + facts.recomputed) // plan.tp
+    batch = facts.batch * microbatches
+    stays, passing = _of_exchange(plan, held, one_copy=one_copy)
+    in_units = held.full > 0  # what is on the way is there while units compute
+    between = held.parameters + held.buffers + facts.constants + held.optimizer + held.gradients + stays
+    between += 0 if in_units else held.on_the_way
+    computing = between + batch + held.full + (held.on_the_way if in_units else 0) + kept + temporaries
+    # gradients that are there at the peak, less what a backward has freed of activations by then
+    others = facts.chunks - facts.temporaries - facts.kept
+    computing += round(others * share) - (0 if has_buckets(plan) else held.gradients)
+    if held.full and microbatches == 1:  # slices of gradients are made as units complete theirs
+        computing -= held.gradients + held.on_the_way // 2
+    updating = between + batch + max(facts.update // plan.tp, passing)
+    phases = {
+        "start-up": _start(plan, held, facts, first=first, one_copy=one_copy),
+        "step": max(computing, updating),
+        "evaluation": between + batch + held.full + facts.evaluation // plan.tp,
+        "checkpoint": between + _of_checkpoint(plan, facts),
+    }
+    if background:  # steps go on beside the copy
+        phases["checkpoint"] = phases["step"] + copied_by(held, plan, one_copy=one_copy)
+    phases["verification"] = max(phases["step"], between + facts.largest)
+    if (
+        first
+    ):  # one device's parameters before and after an update, gradients and state; a chunk while others wait
+        reference = 2 * facts.parameters + round((1 + facts.optimizer_factor) * facts.trained) + facts.buffers
+        phases["verification"] = reference + max(phases["step"], between + facts.chunks + facts.batch)
+    return RankMemory(
+        parameters=held.parameters,
+        buffers=held.buffers,
+        optimizer=held.optimizer,
+        gradients=held.gradients,
+        batch=batch,
+        kept=kept,
+        temporaries=temporaries + facts.constants,
+        exchange=stays + held.on_the_way + held.full,
+        phases=phases,
+    )
+
+
+def has_buckets(plan: Plan) -> bool:
+    """Whether gradients are copied into memory that is there all the time as soon as they are computed."""
+    return plan.dp > 1 and not EXCHANGES[plan.exchange].independent
+
+
+def _start(plan: Plan, held: HeldBytes, facts: StepFacts, *, first: bool, one_copy: bool) -> int:
+    """Start-up. A rank that holds a part of the model fills it tensor by tensor; one that holds all of it builds it.
+    The rank that captures the loss runs a microbatch of it before, with parameters that share memory."""
+    captures = facts.largest + facts.chunks + facts.batch if plan.captures and first else 0
+    buckets = held.gradients + held.on_the_way if has_buckets(plan) and not held.full else 0
+    flat = plan.dp > 1 and not one_copy and (plan.zero in (1, 2) or plan.exchange == "server")
+    buckets += (
+        held.parameters if flat else 0
+    )  # parameters move into flat tensors, which buckets are slices of
+    is_part = plan.tp > 1 or plan.pp > 1 or held.full > 0 or one_copy
+    own = held.parameters if is_part else facts.parameters
+    return max(captures, own + held.buffers + max(facts.largest if is_part else 0, buckets))
+
+
+def _of_checkpoint(plan: Plan, facts: StepFacts) -> int:
+    """What writing a checkpoint takes: one full tensor, where ranks of several hosts gather them."""
+    return facts.largest if plan.mesh.size > 1 else 0
+
+
+def copied_by(held: HeldBytes, plan: Plan, *, one_copy: bool = False) -> int:
+    """Bytes of host memory for what a rank copies for a checkpoint in the background: its part of the state."""
+    parameters = held.parameters if one_copy or plan.zero == 3 else -(-held.parameters // plan.dp)
+    state = held.optimizer if one_copy or plan.zero else -(-held.optimizer // plan.dp)
+    return parameters + state + held.buffers
+
+
+def _of_exchange(plan: Plan, held: HeldBytes, *, one_copy: bool) -> tuple[int, int]:
+    """What the exchange along dp holds besides buckets and units: all the time, and after a step's chunks."""
+    if plan.dp == 1:
+        return 0, 0
+    owned, name = held.trained, plan.compress.partition(":")[0]
+    of_compression = {
+        "none": (0, 0),
+        "bf16": (0, owned // 2),  # the rounded copies
+        "powersgd": (owned, 2 * owned),  # errors; matrices, and what was not sent
+        "topk": (owned, min(owned, plan.bucket_bytes)),  # errors; a bucket's
+    }
+    stays, passing = of_compression[name]
+    if plan.exchange == "server":
+        stays += plan.dp * -(-owned // plan.servers)  # where a server receives everybody's gradients
+    if plan.exchange in ("local_sgd", "diloco"):
+        passing += owned  # the mean
+        stays += 2 * owned if plan.exchange == "diloco" else 0  # the round's beginning, and momentum
+    if plan.zero in (1, 2) and not one_copy:
+        passing += -(-owned // plan.dp)  # each rank's part is copied to be sent
+    return stays, passing

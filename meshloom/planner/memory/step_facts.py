@@ -1,0 +1,116 @@
+"""What a step of one microbatch takes of memory before anything is divided, as plain numbers.
+
+They are found on fake tensors (`fake_step.py`); `rank_memory.py` makes a rank's peak of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshloom.core.job import NamedParameters
+from meshloom.planner.memory.fake_step import FakeStep
+from meshloom.program.cost.cost import Cost
+from meshloom.program.ir.program import Program
+from meshloom.program.recompute.recompute import recomputed
+from meshloom.program.recompute.segments import is_view
+
+# bytes of optimizer state per byte of parameters, if the optimizer cannot be run: two averages
+OPTIMIZER_FACTOR = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """Bytes of a whole model and of a step of some microbatches.
+
+    trained: of trainable parameters. largest: of the largest parameter. batch: of one microbatch.
+    kept: what a forward saves. chunks: most bytes of activations, gradients and temporaries at one time in
+        forwards and backwards; temporaries: those of them that are neither saved nor gradients.
+    update: an optimizer's scratch. evaluation: most bytes of a forward that saves nothing.
+    optimizer_factor: bytes of state per byte of trainable parameters. kept_share: of what is saved, what a plan's
+        recomputation keeps; recomputed: most bytes that it computes again at one time.
+    """
+
+    parameters: int
+    trained: int
+    largest: int
+    buffers: int
+    constants: int
+    batch: int
+    kept: int
+    chunks: int
+    temporaries: int
+    update: int
+    evaluation: int
+    optimizer_factor: float
+    kept_share: float = 1.0
+    recomputed: int = 0
+
+
+def facts_of(
+    program: Program,
+    optimizer: Callable[[NamedParameters], Any],
+    priced: Mapping[str, Cost],
+    *,
+    microbatches: int,
+    bucketed: bool,
+    recompute: str = "none",
+) -> StepFacts:
+    """Of `program`, that of one microbatch. priced: its nodes' costs. bucketed: gradients are copied into buckets
+    that are always there."""
+    settings: dict[str, Any] = {"microbatches": min(microbatches, 2), "bucketed": bucketed}
+    try:
+        step = FakeStep(program, optimizer, **settings)
+        factor = step.optimizer_bytes / sum(step.trainable_bytes) if step.trainable_bytes else 0.0
+    except Exception:  # the user's optimizer needs values, or raises anything else
+        step, factor = FakeStep(program, None, **settings), OPTIMIZER_FACTOR
+    phase = max(("forward", "backward"), key=lambda each: step.peaks.get(each, 0))
+    kept_share, again = 1.0, 0
+    if recompute != "none":
+        everything = recomputed(program, priced, "none").kept_bytes
+        less = recomputed(program, priced, recompute)
+        kept_share, again = (less.kept_bytes / everything if everything else 1.0), less.again_bytes
+    there = 0 if bucketed else step.gradient_bytes
+    metas = [each.meta for each in program.parameters.values()]
+    return StepFacts(
+        parameters=step.parameter_bytes,
+        trained=sum(step.trainable_bytes),
+        largest=max((each.num_bytes for each in metas), default=0),
+        buffers=step.buffer_bytes,
+        constants=step.constant_bytes,
+        batch=sum(each.meta.num_bytes for each in program.inputs),
+        kept=step.kept_bytes,
+        chunks=step.peaks.get(phase, 0),
+        temporaries=step.temporaries.get(phase, 0),
+        update=max(0, step.peaks.get("update", 0) - there),
+        evaluation=forward_bytes(program),
+        optimizer_factor=factor,
+        kept_share=kept_share,
+        recomputed=again,
+    )
+
+
+def forward_bytes(program: Program) -> int:
+    """Most bytes of results at one time in a forward that saves nothing: every value is freed after its last use."""
+    owner: dict[str, str] = {}
+    last: dict[str, int] = {}
+    for number, node in enumerate(program.nodes):
+        operands = [ref.name for ref in node.operands()]
+        owner[node.name] = (
+            owner.get(operands[0], operands[0]) if operands and is_view(node.target) else node.name
+        )
+        for name in (node.name, *operands):
+            last[owner.get(name, name)] = number
+    ends: dict[int, list[str]] = {}
+    for name, number in last.items():
+        ends.setdefault(number, []).append(name)
+    sizes: dict[str, int] = {}
+    alive = most = 0
+    for number, node in enumerate(program.nodes):
+        if owner[node.name] == node.name:
+            sizes[node.name] = sum(each.num_bytes for each in node.outputs)
+            alive += sizes[node.name]
+            most = max(most, alive)
+        alive -= sum(sizes.pop(name, 0) for name in ends.get(number, ()))
+    return most

@@ -1,0 +1,49 @@
+"""What a rank that has been opened holds, from what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshloom.exchange.buckets.gradient_bytes import held_gradients
+from meshloom.exchange.units.unit_slices import UnitFlat
+from meshloom.exchange.zero_three import ZeroThree
+from meshloom.planner.memory.rank_memory import HeldBytes
+from meshloom.replica.replica import Replica
+
+
+def held_by(replica: Replica, kept: int, optimizer_factor: float) -> HeldBytes:
+    """kept: bytes saved for backward. optimizer_factor: bytes of optimizer state per byte of parameters."""
+    plan, exchange = replica.plan, replica.exchange
+    there = {name: each for name, each in replica.model.named_parameters() if not each.is_meta}
+    trained = {name: each.nbytes for name, each in there.items() if each.requires_grad}
+    owned_names = {name for name, _ in replica.named}
+    owned = sum((each.stop - each.start) * each.parameter.itemsize for each in exchange.owned)
+    whole = sum(each.nbytes for each in there.values())
+    gradients, on_the_way = held_gradients(
+        plan, trained, owned_names, replica.engine.late, one_copy=exchange.one_copy
+    )
+    full = 0
+    if isinstance(exchange, ZeroThree):
+        whole = sum(part.kept.nbytes for unit in exchange.units for part in unit.parts)
+        full = _at_one_time([(unit.module is None, unit.parts) for unit in exchange.units])
+        gradients = sum(part.kept.nbytes for unit in exchange.units for part in unit.trainable_parts)
+        on_the_way = _at_one_time([(unit.module is None, unit.trainable_parts) for unit in exchange.units])
+    return HeldBytes(
+        parameters=-(-whole // plan.dp) if exchange.one_copy else whole,
+        gradients=gradients,
+        optimizer=round(optimizer_factor * owned),
+        buffers=sum(each.nbytes for each in replica.model.buffers() if not each.is_meta),
+        kept=kept,
+        trained=sum(size for name, size in trained.items() if name in owned_names),
+        on_the_way=on_the_way,
+        full=full,
+    )
+
+
+def _at_one_time(units: Sequence[tuple[bool, Sequence[UnitFlat]]]) -> int:
+    """Full bytes of the rest, which stays, and of the two largest units. units: whether each is the rest, and its
+    flat tensors."""
+    sizes = [(stays, sum(part.num_bytes for part in parts)) for stays, parts in units]
+    return sum(size for stays, size in sizes if stays) + sum(
+        sorted(size for stays, size in sizes if not stays)[-2:]
+    )

@@ -1,0 +1,128 @@
+"""Refuses a run that cannot fit into memory, before it takes any for training.
+
+Two looks, both by shapes alone: when the model is known, at parameters, gradients and optimizer state; where the loss
+is captured (tp, pp), also when a rank knows its part of it, at what that saves from forward to backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from meshloom.comm.objects import collect, share
+from meshloom.comm.steps import Steps
+from meshloom.core.cache import Cache
+from meshloom.core.errors import PlanError
+from meshloom.core.plan import Plan
+from meshloom.launch.environment import opened_cache
+from meshloom.launch.transport import host_identity
+from meshloom.machine.host_memory import total_bytes
+from meshloom.pipeline.schedules.check import held_by_stage
+from meshloom.planner.fitting import MARGIN, Limit, least_bytes, offers_for, refusal, state_bytes, too_much
+from meshloom.planner.memory.stage_kept import kept_bytes_of
+from meshloom.planner.rehearsal.held import held_by
+from meshloom.program.ir.program import Program
+from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.replica import Replica
+
+MOST_STATE = 4.0  # bytes of state per byte of parameters that hardly any optimizer exceeds
+
+
+def prepare(replica: Replica, *, overcommit: bool, cache: str) -> Steps[None]:
+    """`Replica.prepare`, unless its plan cannot fit. overcommit: it is not looked at. cache: as for `Trainer`, of
+    captured losses, for plans that would fit. Raises `PlanError`."""
+    kept = None if overcommit else opened_cache(cache)
+    if not overcommit:
+        yield from check_model_fits(replica, cache=kept)
+    yield from replica.prepare()
+    if not overcommit:
+        yield from check_part_fits(replica, cache=kept)
+
+
+def check_model_fits(replica: Replica, *, cache: Cache | None) -> Steps[None]:
+    """Before anything is filled: the least that ranks hold."""
+    plan, named = replica.plan, list(replica.model.named_parameters())
+    one_copy = replica.may_share
+    limit = limit_of(plan, replica.context.device)
+    trained = sum(each.nbytes for _, each in named if each.requires_grad)
+    most = least_bytes(plan, named, int(MOST_STATE * trained), one_copy=one_copy)
+    needs: Mapping[str, int] = {}
+    if sum(most.values()) * (plan.mesh.size if limit.is_shared else 1) > limit.num_bytes:
+        state = state_bytes(replica.job, named)
+        needs = least_bytes(plan, named, state or 0, one_copy=one_copy)
+    yield from _refuse(replica, needs, limit, one_copy=one_copy, cache=cache)
+
+
+def check_part_fits(replica: Replica, *, cache: Cache | None) -> Steps[None]:
+    """Before the first step of a rank that knows its part of a captured loss: with activations."""
+    plan, engine = replica.plan, replica.engine
+    if not isinstance(engine, ProgramEngine) or plan.recompute != "none":
+        return
+    limit = limit_of(plan, replica.context.device)
+    parameters = list(replica.model.named_parameters())
+    trained = sum(each.nbytes for _, each in parameters if each.requires_grad and not each.is_meta)
+    held = held_by(replica, 0, MOST_STATE)
+    upper = {stage.number: _results(stage.program) for stage in engine.stages}
+    needs: Mapping[str, int] = {}
+    if (held.total + _in_flight(engine, plan, upper)) * (
+        plan.mesh.size if limit.is_shared else 1
+    ) > limit.num_bytes:
+        whole = sum(each.nbytes for _, each in parameters if each.requires_grad)
+        state = state_bytes(replica.job, parameters) or 0
+        held = held_by(replica, 0, state / whole if whole and trained else 0.0)
+        kept = _in_flight(engine, plan, {each.number: kept_bytes_of(each, plan.tp) for each in engine.stages})
+        needs = {
+            "parameters": held.parameters + held.full,
+            "gradients": held.gradients + held.on_the_way,
+            "optimizer": held.optimizer,
+            "activations": kept,
+        }
+    yield from _refuse(replica, needs, limit, one_copy=replica.exchange.one_copy, cache=cache)
+
+
+def limit_of(plan: Plan, device: torch.device) -> Limit:
+    """Of a rank: the plan's, the GPU's memory; else that of the host, for all of its ranks together."""
+    if plan.memory_bytes:
+        return Limit(num_bytes=plan.memory_bytes, source="the limit of a rank (memory_bytes)")
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return Limit(num_bytes=int(total), source=f"the memory of {device}")
+    return Limit(num_bytes=total_bytes(), source="the memory of this host", is_shared=True)
+
+
+def _refuse(
+    replica: Replica, needs: Mapping[str, int], limit: Limit, *, one_copy: bool, cache: Cache | None
+) -> Steps[None]:
+    """All ranks decide alike, by what each of them needs; {}: it fits for sure."""
+    world = replica.context.world
+    everyone: list[tuple[str, Mapping[str, int]]] = yield from collect(world, [host_identity(), dict(needs)])
+    mine = host_identity()
+    here = [theirs for host, theirs in everyone if host == mine and theirs]
+    problem = refusal(replica.plan, here, limit, ()) if here and too_much(here, limit) else None
+    problems: Sequence[str | None] = yield from collect(world, problem)
+    if not any(problems):
+        return
+    text: str | None = None
+    if world.rank == 0:
+        text = next(each for each in problems if each)
+        if problem:
+            offers = offers_for(
+                replica.job, replica.plan, limit, one_copy=one_copy, num_here=len(here), cache=cache
+            )
+            text = refusal(replica.plan, here, limit, offers)
+    text = yield from share(world, text)
+    raise PlanError(f"{text} (Beyond the limit by less than {MARGIN - 1:.0%} is let through.)")
+
+
+def _in_flight(engine: ProgramEngine, plan: Plan, kept: Mapping[int, int]) -> int:
+    """Most bytes saved at one time. kept: of a microbatch, by this rank's stages."""
+    schedule = engine.cutter.schedule(plan.microbatches)
+    return max(
+        sum(size * moment[stage] for stage, size in kept.items()) for moment in held_by_stage(schedule)
+    )
+
+
+def _results(program: Program) -> int:
+    """Bytes of all results of a program: more than it can save."""
+    return 2 * sum(meta.num_bytes for node in program.nodes for meta in node.outputs)

@@ -1,0 +1,132 @@
+"""A run that cannot fit into memory is refused before it starts, with the numbers and with plans that would fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import meshloom as ml
+from meshloom.core.errors import PlanError
+from meshloom.core.plan import Plan
+from meshloom.planner.fitting import Limit, least_bytes, nearby, predicted_ranks, state_bytes, too_much
+from meshloom.planner.readings import Readings
+from meshloom.train import memory_check
+from tests.live_bytes import Blocks, blocks_job
+
+PARAMETERS = sum(each.nbytes for each in Blocks().parameters())
+
+
+def steps(job: ml.Job, plan: str, **settings: Any) -> float:
+    with ml.Trainer(job, plan, devices="simulated", cache="off", **settings) as trainer:
+        return [trainer.step(batch) for batch in trainer.batches()][-1]
+
+
+@pytest.fixture
+def no_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding plans that fit takes longer than refusing."""
+    monkeypatch.setattr(memory_check, "offers_for", lambda *given, **settings: [])
+
+
+@pytest.mark.usefixtures("silent_export")
+@pytest.mark.slow
+def test_a_model_that_does_not_fit_is_refused_with_plans_that_do():
+    # 4 x parameters without activations; with zero=3 two, two units and activations
+    limit = int(3.5 * PARAMETERS)
+    with pytest.raises(PlanError) as refused:
+        steps(blocks_job(batch_size=2), f"dp=2,memory_bytes={limit}")
+    text = str(refused.value)
+    assert re.match(r"dp=2,memory_bytes=\d+ does not fit: its fullest rank holds 1\.44 MiB at least \(parameters 369 KiB, gradients 369 KiB, "
+                    r"optimizer 738 KiB, without activations\), and the limit of a rank \(memory_bytes\) is 1\.26 MiB\. ", text)  # fmt: skip
+    offers = re.findall(r"(dp=\S+) \(\S+ .iB a rank\)", text)
+    assert len(offers) == 3 and "--overcommit" in text
+    # what is offered runs, and is predicted to fit
+    for offer in offers:
+        readings = Readings(blocks_job(batch_size=2))
+        assert all(
+            each.peak <= limit for each in predicted_ranks(readings, Plan.parse(offer), one_copy=False)
+        )
+        assert steps(blocks_job(batch_size=2), offer) > 0
+
+
+@pytest.mark.usefixtures("no_offers")
+def test_the_user_may_run_it_all_the_same_and_what_fits_is_not_looked_at():
+    asked: list[int] = []
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        asked.append(len(named))
+        return torch.optim.SGD(named, lr=0.1)
+
+    job = replace(blocks_job(batch_size=2), optimizer=optimizer)
+    with pytest.raises(PlanError, match="does not fit"):
+        steps(job, f"dp=1,memory_bytes={PARAMETERS}")
+    expected, asked[:] = steps(job, "dp=1"), []
+    assert steps(job, f"dp=1,memory_bytes={PARAMETERS}", overcommit=True) == expected
+    assert len(asked) == 1  # the job's functions are called as often as without a limit
+
+
+@pytest.mark.usefixtures("no_offers")
+def test_the_host_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory_check, "total_bytes", lambda: 6 * PARAMETERS)
+    job = blocks_job(batch_size=2)
+    assert steps(job, "dp=1") > 0  # 4 x
+    with pytest.raises(
+        PlanError, match=r"the 2 ranks of the host 2\.88 MiB, and the memory of this host is 2\.16 MiB"
+    ):
+        steps(job, "dp=2")
+
+
+@pytest.mark.usefixtures("silent_export", "no_offers")
+@pytest.mark.long
+def test_activations_count_where_the_loss_is_captured(monkeypatch: pytest.MonkeyPatch):
+    # parameters, gradients and state fit, and what a forward saves does not
+    job = blocks_job(batch_size=64)
+    monkeypatch.setattr(memory_check, "total_bytes", lambda: 6 * PARAMETERS)
+    with pytest.raises(PlanError, match=r"optimizer \S+ KiB, activations \S+ MiB\), the 2 ranks of the host"):
+        steps(job, "pp=2,microbatches=2,schedule=gpipe")
+
+
+def test_what_is_refused_exceeds_the_limit_by_a_tenth():
+    needs = [{"parameters": 60}, {"parameters": 48}]
+    assert not too_much(needs, Limit(num_bytes=100, source="", is_shared=True))
+    assert too_much(needs, Limit(num_bytes=98, source="", is_shared=True))
+    assert not too_much(needs, Limit(num_bytes=55, source="")) and too_much(
+        needs, Limit(num_bytes=54, source="")
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "one_copy", "expected"),
+    [
+        ("dp=2", False, (8, 8, 16)),
+        ("dp=2", True, (4, 8, 8)),
+        ("dp=2,zero=1", False, (8, 8, 8)),
+        ("dp=2,zero=2", False, (8, 4, 8)),
+        ("dp=2,zero=3", False, (4, 4, 8)),
+        ("pp=2,tp=2", False, (2, 2, 4)),
+    ],
+)
+def test_the_least_that_a_rank_holds(text: str, one_copy: bool, expected: tuple[int, ...]):
+    named = [("w", torch.nn.Parameter(torch.zeros(2)))]
+    assert tuple(least_bytes(Plan.parse(text), named, 16, one_copy=one_copy).values()) == expected
+
+
+def test_state_is_found_without_values_and_unknown_where_they_are_read():
+    named = list(Blocks().named_parameters())
+    count = len(named)
+    assert state_bytes(blocks_job(), named) == 2 * PARAMETERS + 4 * count  # and a count of steps for each
+
+    def reads(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(named, lr=float(named[0][1].sum()))
+
+    assert state_bytes(replace(blocks_job(), optimizer=reads), named) is None
+
+
+def test_nearby_plans_have_as_many_ranks_and_change_the_least_first():
+    found = list(nearby(Plan(dp=4)))
+    assert {each.mesh.size for each in found} == {4} and len(found) == len(set(found))
+    assert [str(each) for each in found[:3]] == ["dp=4,zero=1", "dp=4,zero=2", "dp=4,zero=3"]
+    assert any(each.pp == 2 and each.tp == 2 for each in found)
