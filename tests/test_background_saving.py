@@ -43,19 +43,24 @@ PLANS = [
 ]  # fmt: skip
 
 
+HELD_SECONDS = 240.0  # threads of low priority, where many others compute
+
+
 class Held:
     """Parts that threads write once they are let go. failing: the number of the part writing that fails, of a disk
     that is full."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
+        self.there = threading.Event()  # a thread is about to write
         self.failing: int | None = None
         self._count = 0
         real = parallel.write_parts
 
         def write(*arguments: Any) -> None:
             if threading.current_thread().name.startswith("saving"):
-                assert self.go.wait(60)
+                self.there.set()
+                assert self.go.wait(HELD_SECONDS)
                 self._count += 1
                 if self._count == self.failing:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -270,6 +275,7 @@ def test_a_directory_that_vanishes_is_one_sentence(held: Held, tmp_path: Path) -
 
     def vanish(step: int) -> None:
         if step == 3:
+            assert held.there.wait(HELD_SECONDS)
             shutil.rmtree(out)
             held.go.set()
 

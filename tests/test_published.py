@@ -23,6 +23,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
 
 
+@pytest.mark.timeout(1200)  # Mamba's loop is long
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.long if name in FAST else pytest.mark.slow) for name in WRITTEN],

@@ -210,7 +210,8 @@ def _largest_share(
         )
         for rank in range(len(next(iter(cut.parts.values()))))
     ]
-    return max(shares) / together(stop - start for _, start, stop in stretches)
+    whole = together(stop - start for _, start, stop in stretches)
+    return max(shares) / whole if whole else 1.0  # of nothing
 
 
 def facts_of_strategies(
