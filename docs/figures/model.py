@@ -7,7 +7,7 @@ from sketch import EVERYBODY, LINE, NOTHING, QUIET, RANKS, Page
 from torch import Tensor, nn
 
 import meshloom as ml
-from meshloom.core.mesh import AXES, Mesh, Place
+from meshloom.core.mesh import AXES, Mesh, MeshCoordinates
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.check import most_in_flight
 from meshloom.pipeline.schedules.timing import Durations, run_on_paper
@@ -26,7 +26,7 @@ def pipeline() -> Page:
     page, left, cell = Page(11.2, 5.2), 0.85, 0.34
     for number, name in enumerate(("gpipe", "1f1b")):
         schedule = make_schedule(name, p, m)
-        timed, peaks = run_on_paper(schedule, Durations.alike(p).of), most_in_flight(schedule)
+        timed, peaks = run_on_paper(schedule, Durations.uniform(p).of), most_in_flight(schedule)
         unit, top = 9.0 / timed.length, 4.9 - number * 2.3
         page.words(
             left,
@@ -108,12 +108,12 @@ def grid() -> Page:
         return 1.15 + 4.75 * place.pp + 2.15 * place.tp, 2.35 - 1.5 * place.dp
 
     for stage in range(mesh.pp):
-        x, _ = corner(mesh.rank(Place(pp=stage)))
+        x, _ = corner(mesh.rank(MeshCoordinates(pp=stage)))
         page.words(x + 1.85, 3.95, f"pp={stage}: {('first', 'last')[stage]} half of the layers", bold=True)
         for part in range(mesh.tp):
             page.words(x + 2.15 * part + wide / 2, 3.55, f"tp={part}", size=10)
     for replica in range(mesh.dp):
-        _, y = corner(mesh.rank(Place(dp=replica)))
+        _, y = corner(mesh.rank(MeshCoordinates(dp=replica)))
         page.words(
             0.1,
             y + high / 2,
