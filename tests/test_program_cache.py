@@ -396,7 +396,7 @@ def test_a_second_description_reads_and_chooses_nothing_and_says_the_same(
     events = [record["event"] for record in first]
     assert first == second and {"division", "stages", "ranks"} <= set(events)
     kinds = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
-    assert kinds == {"reading", "division", "cut", "costs", "memory", "account", "ranks"}
+    assert kinds == {"reading", "division", "cut", "costs", "memory", "account", "ranks", "facts"}
     for path in tmp_path.iterdir():
         path.write_bytes(path.read_bytes()[:-1])
     third, _ = described()
