@@ -165,6 +165,7 @@ def test_training_goes_on_and_the_checkpoint_before_stays(held: Held, tmp_path: 
         second = trainer.save(wait=False)
         assert second == tmp_path / "step-00000002"
         trainer.step(next(batches))
+        assert held.there.wait(HELD_SECONDS)  # the thread's directory is there
         assert checkpoints_in(tmp_path) == [".saving-step-00000002", "step-00000001"]
         assert Checkpoint.open(tmp_path).step == 1
         held.go.set()
