@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from meshloom.core.plan import Plan
-from meshloom.planner.divided import divided
+from meshloom.planner.fitting import predicted_ranks
 from meshloom.planner.memory.rank_memory import PHASES, RankMemory
-from meshloom.planner.ranks import memories_of, shares_of, step_facts
 from meshloom.planner.readings import Readings
-from meshloom.planner.staged_plan import staged
 from tests.live_bytes import blocks_job, is_followed_from_the_start, live_bytes
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -23,13 +21,7 @@ ROUGH = 0.1
 
 
 def predicted(text: str, *, one_copy: bool = False) -> tuple[RankMemory, ...]:
-    plan, readings = Plan.parse(text), Readings(blocks_job())
-    division = divided(readings, plan) if plan.tp > 1 else None
-    stages = staged(readings, plan, offers=False) if plan.pp > 1 else None
-    facts = step_facts(readings, plan)
-    factor = facts.optimizer_factor
-    shares = shares_of(readings, plan, division, stages, optimizer_factor=factor, one_copy=one_copy)
-    return memories_of(readings, plan, shares, facts, one_copy=one_copy)
+    return predicted_ranks(Readings(blocks_job()), Plan.parse(text), one_copy=one_copy)
 
 
 def slow(*values: Any) -> Any:

@@ -97,6 +97,25 @@ def trained(plan: str, kind: str = "blocks", **settings: Any) -> tuple[Any, dict
         return summary, trainer.together(full_state)[0]
 
 
+def assert_goes_on_and_back(kind: str, optimizer: str, ours: str, other: str, tmp_path: Path) -> None:
+    """A checkpoint of one plan resumes under another and its checkpoint under the first, with the same bits."""
+    settings: dict[str, Any] = {"devices": "simulated", "dtype": torch.float64}
+    job = unit_job(kind, optimizer, steps=4)
+    _, before = trained(ours, kind, optimizer=optimizer, steps=2, out=tmp_path / "a")
+    states: list[dict[str, Tensor]] = []
+    for at, directory, under in (("a", "b", other), ("b", "c", ours)):
+        with Trainer(job, under, resume=tmp_path / at, out=tmp_path / directory, **settings) as trainer:
+            there = trainer.together(full_state)[0]
+            assert list(there) == list(before)
+            assert all(torch.equal(there[name], before[name]) for name in before)
+            trainer.save()
+        checkpoint = Checkpoint.open(find(tmp_path / directory))
+        sizes = {key: math.prod(checkpoint.shape(key)) for key in checkpoint.keys()}  # noqa: SIM118
+        states.append({key: checkpoint.read(key, 0, size) for key, size in sizes.items()})
+    assert states[0].keys() == states[1].keys() and states[0]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
 def loss(model: Any, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
@@ -165,22 +184,7 @@ def test_nobody_holds_more_than_slices_the_rest_and_two_units(monkeypatch: pytes
     ],
 )
 def test_a_checkpoint_goes_on_under_another_plan_and_back(optimizer: str, plan: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"devices": "simulated", "dtype": torch.float64}
-    job = unit_job("frozen", optimizer, steps=4)
-    ours = "dp=2,zero=3,microbatches=2"
-    _, before = trained(ours, "frozen", optimizer=optimizer, steps=2, out=tmp_path / "a")
-    states: list[Any] = []
-    for at, directory, under in (("a", "b", plan), ("b", "c", ours)):
-        with Trainer(job, under, resume=tmp_path / at, out=tmp_path / directory, **settings) as trainer:
-            there = trainer.together(full_state)[0]
-            assert list(there) == list(before)
-            assert all(torch.equal(there[name], before[name]) for name in before)
-            trainer.save()
-        checkpoint = Checkpoint.open(find(tmp_path / directory))
-        sizes = {key: math.prod(checkpoint.shape(key)) for key in checkpoint.keys()}  # noqa: SIM118
-        states.append({key: checkpoint.read(key, 0, size) for key, size in sizes.items()})
-    assert states[0].keys() == states[1].keys() and states[0]
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert_goes_on_and_back("frozen", optimizer, "dp=2,zero=3,microbatches=2", plan, tmp_path)
 
 
 def test_blocks_that_repeat_large_parts_and_the_rest_are_units() -> None:

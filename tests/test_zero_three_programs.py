@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshloom.checkpoint.checkpoint import Checkpoint, find
 from meshloom.core.errors import TrainingError
 from meshloom.core.plan import Plan
 from meshloom.core.schedules import SCHEDULES
@@ -25,7 +23,7 @@ from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import OPTIMIZERS, images, make_job, texts, vectors
 from tests.processes import on_ranks
-from tests.test_zero_three import EVALUATE, trained
+from tests.test_zero_three import EVALUATE, assert_goes_on_and_back, trained
 from tests.zero_three_jobs import Blocks, unit_job
 
 DATA = {"cnn": images, "gpt": texts}
@@ -215,21 +213,7 @@ def test_nobody_holds_more_than_slices_the_rest_and_two_units(
 def test_a_checkpoint_goes_on_under_another_plan_and_back(
     kind: str, optimizer: str, ours: str, other: str, tmp_path: Path
 ) -> None:
-    job = unit_job(kind, optimizer, steps=4)
-    _, before = trained(ours, kind, optimizer=optimizer, steps=2, out=tmp_path / "a")
-    states: list[Any] = []
-    for at, directory, under in (("a", "b", other), ("b", "c", ours)):
-        settings: dict[str, Any] = {"devices": "simulated", "dtype": torch.float64}
-        with Trainer(job, under, resume=tmp_path / at, out=tmp_path / directory, **settings) as trainer:
-            there = trainer.together(full_state)[0]
-            assert list(there) == list(before)
-            assert all(torch.equal(there[name], before[name]) for name in before)
-            trainer.save()
-        checkpoint = Checkpoint.open(find(tmp_path / directory))
-        sizes = {key: math.prod(checkpoint.shape(key)) for key in checkpoint.keys()}  # noqa: SIM118
-        states.append({key: checkpoint.read(key, 0, size) for key, size in sizes.items()})
-    assert states[0].keys() == states[1].keys() and states[0]
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert_goes_on_and_back(kind, optimizer, ours, other, tmp_path)
 
 
 @pytest.mark.slow

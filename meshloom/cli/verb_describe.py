@@ -7,7 +7,6 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,7 +19,7 @@ from meshloom.launch.environment import opened_cache
 from meshloom.machine.machine import load, machine_file
 from meshloom.planner.describe import check_weights, describe
 from meshloom.planner.divided import divided
-from meshloom.planner.ranks import memories_of, sends_buckets, shares_of, shares_one_copy, step_facts
+from meshloom.planner.ranks import ranks_of, sends_buckets, shares_one_copy
 from meshloom.planner.readings import Readings
 from meshloom.planner.staged_plan import staged
 from meshloom.report.description import description_records, print_description
@@ -64,11 +63,9 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
         records.write("stages", **stages_record(stages))
     if plan != Plan() and plan.synchronous:
         one_copy = shares_one_copy(plan, arguments.transport)
-        facts = step_facts(readings, plan, batch_size=arguments.batch)
-        given_size: Any = {"batch_size": arguments.batch, "one_copy": one_copy}
-        factor = facts.optimizer_factor
-        shares = shares_of(readings, plan, division, stages, optimizer_factor=factor, **given_size)
-        memories = memories_of(readings, plan, shares, facts, **given_size)
+        shares, memories = ranks_of(
+            readings, plan, division, stages, batch_size=arguments.batch, one_copy=one_copy
+        )
         print("", *lines_of_ranks(shares, memories, sent=sends_buckets(plan)), sep="\n", file=stream)
         if one_copy:
             print(ONE_COPY.format(plan.dp), file=stream)

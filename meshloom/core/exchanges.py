@@ -52,6 +52,8 @@ class ExchangeEntry:
     settings: settings of a plan that only this exchange, and others that list them, can have.
     algorithm: whether its name is that of an all-reduce algorithm.
     sums: whether every replica gets the sum of all gradients, so that gradients can be compressed.
+    fills: whether what opens it gives parameters their values, as a rank may hold slices of them alone;
+        otherwise they have values before.
     only_buckets: whether a rank holds nothing for it but gradients in buckets, as predictions of memory
         assume.
     independent: whether replicas take independent local steps, each from its own parameters.
@@ -65,6 +67,7 @@ class ExchangeEntry:
     settings: tuple[str, ...] = ()
     algorithm: bool = False
     sums: bool = False
+    fills: bool = False
     only_buckets: bool = False
     independent: bool = False
     no_zero: str = ""
@@ -103,11 +106,13 @@ _ALL_UPDATE = f"{_WHO_UPDATES}each of them updates all parameters. Leave zero ou
 _SERVERS_UPDATE = f"{_WHO_UPDATES}the servers do. Use servers=2 or more, and leave zero out."
 
 EXCHANGES: Mapping[str, ExchangeEntry] = {
-    "all_reduce": ExchangeEntry(factory=_ALL_REDUCE, sums=True, only_buckets=True),
-    "ring": ExchangeEntry(factory=_ALL_REDUCE, sums=True, algorithm=True),
-    "tree": ExchangeEntry(factory=_ALL_REDUCE, sums=True, algorithm=True, no_zero=_FULL_SUMS),
-    "halving": ExchangeEntry(factory=_ALL_REDUCE, sums=True, algorithm=True),
-    "hierarchical": ExchangeEntry(factory=_ALL_REDUCE, sums=True, algorithm=True, no_zero=_FULL_SUMS),
+    "all_reduce": ExchangeEntry(factory=_ALL_REDUCE, fills=True, sums=True, only_buckets=True),
+    "ring": ExchangeEntry(factory=_ALL_REDUCE, fills=True, sums=True, algorithm=True),
+    "tree": ExchangeEntry(factory=_ALL_REDUCE, fills=True, sums=True, algorithm=True, no_zero=_FULL_SUMS),
+    "halving": ExchangeEntry(factory=_ALL_REDUCE, fills=True, sums=True, algorithm=True),
+    "hierarchical": ExchangeEntry(
+        factory=_ALL_REDUCE, fills=True, sums=True, algorithm=True, no_zero=_FULL_SUMS
+    ),
     "server": ExchangeEntry(
         factory="meshloom.exchange.server:open_server",
         agreement="servers add up their gradients and send new parameters",

@@ -77,10 +77,10 @@ class Setup:
         if self.plan.dp == 1:
             return self.alone()
         entry = EXCHANGES[self.plan.exchange]
+        if self.sparse or not entry.fills:
+            self.fill_parameters()
         if entry.independent:
             return resolve_name(entry.factory)(self)
-        if self.sparse:
-            self.fill_parameters()
         if self.dense or (self.plan.zero == 3 and self.units()):
             return self._with_sparse(resolve_name(entry.factory)(self), self.group)
         return self.nothing()

@@ -32,7 +32,6 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 def open_server(setup: Setup) -> Exchange:
     """The exchange with the plan's number of servers."""
-    setup.fill_parameters()
     return Server(setup.dense, setup.group, num_servers=setup.plan.servers, **setup.bucket_settings)
 
 

@@ -17,7 +17,7 @@ from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes, format_count
 from meshloom.planner.divided import divided
 from meshloom.planner.memory.rank_memory import RankMemory
-from meshloom.planner.ranks import memories_of, shares_of, step_facts
+from meshloom.planner.ranks import ranks_of
 from meshloom.planner.readings import Readings
 from meshloom.planner.staged_plan import staged
 
@@ -126,14 +126,11 @@ def offers_for(
     return found
 
 
-def predicted_ranks(readings: Readings, plan: Plan, *, one_copy: bool) -> tuple[RankMemory, ...]:
+def predicted_ranks(readings: Readings, plan: Plan, *, one_copy: bool = False) -> tuple[RankMemory, ...]:
     """[rank along pp]: memory under a plan. Raises `CaptureError` or `PlanError` if it cannot run the job."""
     division = divided(readings, plan) if plan.tp > 1 else None
     stages = staged(readings, plan, offers=False) if plan.pp > 1 else None
-    facts = step_facts(readings, plan)
-    factor = facts.optimizer_factor
-    shares = shares_of(readings, plan, division, stages, optimizer_factor=factor, one_copy=one_copy)
-    return memories_of(readings, plan, shares, facts, one_copy=one_copy)
+    return ranks_of(readings, plan, division, stages, one_copy=one_copy)[1]
 
 
 def nearby(plan: Plan) -> Iterator[Plan]:

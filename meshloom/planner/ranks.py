@@ -202,19 +202,23 @@ def _share(
     )
 
 
-def memories_of(
+def ranks_of(
     readings: Readings,
     plan: Plan,
-    shares: Sequence[RankShare],
-    facts: StepFacts,
+    division: Divided | None,
+    stages: StagePlan | None,
     *,
     batch_size: int | None = None,
     one_copy: bool = False,
-) -> tuple[RankMemory, ...]:
-    """[rank along pp], of those that are first along dp and tp. shares: of `shares_of` with the state that
-    `facts` knows of."""
+) -> tuple[tuple[RankShare, ...], tuple[RankMemory, ...]]:
+    """[rank along pp] what ranks hold and send, as `shares_of` says, and the memory that they need; of those that
+    are first along dp and tp. Raises `CaptureError` if the loss cannot be captured."""
+    facts = step_facts(readings, plan, batch_size=batch_size)
+    shares = shares_of(
+        readings, plan, division, stages, batch_size=batch_size, optimizer_factor=facts.optimizer_factor, one_copy=one_copy
+    )  # fmt: skip
     count = len(plan.largest_share(batch_size or readings.job.batch_size))
-    return tuple(
+    memories = tuple(
         memory_of_rank(
             plan,
             each.held,
@@ -226,6 +230,7 @@ def memories_of(
         )
         for each in shares
     )
+    return shares, memories
 
 
 def step_facts(readings: Readings, plan: Plan, *, batch_size: int | None = None) -> StepFacts:
