@@ -10,9 +10,9 @@ import torch
 from meshloom.core.errors import PlanError, TrainingError
 from meshloom.core.plan import Plan
 from meshloom.exchange.zero_three import ZeroThree
-from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
-from tests.test_zero_three import EVALUATE, trained
+from tests.processes import on_ranks
+from tests.test_zero_three import EVALUATE, assert_goes_on_and_back, on_gloo, runs, trained
 from tests.test_zero_three_programs import BLOCKS, equal, holds
 from tests.zero_three_jobs import unit_job
 
@@ -71,21 +71,15 @@ def test_bytes_are_as_predicted_and_a_rank_keeps_a_part_of_its_group() -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_under_another_plan_and_back(tmp_path: Path) -> None:
-    ours, other = "dp=4,zero=3,zero_within=2", "dp=3,zero=3"
-    job = unit_job("tied", "muon", steps=4)
-    _, before = trained(ours, "tied", optimizer="muon", steps=2, out=tmp_path / "a")
-    for at, directory, under in (("a", "b", other), ("b", "c", ours)):
-        with Trainer(
-            job,
-            under,
-            resume=tmp_path / at,
-            out=tmp_path / directory,
-            devices="simulated",
-            dtype=torch.float64,
-        ) as trainer:
-            there = trainer.together(full_state)[0]
-            assert all(torch.equal(there[name], before[name]) for name in before)
-            trainer.save()
+    assert_goes_on_and_back("tied", "muon", "dp=4,zero=3,zero_within=2", "dp=3,zero=3", tmp_path)
+
+
+@pytest.mark.processes
+def test_processes_that_share_nothing_compute_what_simulated_ranks_do() -> None:
+    plans, kinds = ["dp=4,zero=3,zero_within=2,microbatches=2"] * 2, ["shuffled", "tied"]
+    found = on_ranks(on_gloo, 4, plans, kinds, timeout_seconds=120.0)
+    for ours, theirs in zip(found[0], runs(plans, kinds, devices="simulated"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9)  # float64; sums over ranks have no order
 
 
 @pytest.mark.long

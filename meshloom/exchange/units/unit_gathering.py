@@ -79,8 +79,12 @@ class UnitGathering:
         }
         self._traffic = Traffic()  # of this pass
         self._kind = ""
-        self._first_step: Traffic | None = None
-        self._others = Traffic()  # of all passes that are not steps
+        self._chunks, self._most_chunks = (
+            0,
+            0,
+        )  # that have ended in this pass: here, and on the rank that has most
+        self._first_steps: dict[int, Traffic] = {}  # by the most chunks of a rank
+        self._expected = Traffic()  # of all passes so far
         self._group, self._control, self._looks_ahead = group, control, ahead
         self._sums = [part for unit in units for part in unit.trainable_parts]
         self._number_of = {id(part): number for number, part in enumerate(self._sums)}
@@ -94,7 +98,7 @@ class UnitGathering:
         """From now on units are needed in the order of the last pass of this kind."""
         self._order = self._orders.setdefault(kind, _Order())
         self._order.begin()
-        self._kind, self._traffic = kind, Traffic()
+        self._kind, self._traffic, self._chunks = kind, Traffic(), 0
 
     def need(self, units: Collection[Unit]) -> None:
         """Returns when the units' values are here."""
@@ -108,6 +112,7 @@ class UnitGathering:
 
     def chunk_ended(self) -> None:
         """All gradients of a chunk that will come have come."""
+        self._chunks += 1
         for part in self._sums:
             if part.gradient is not None:
                 self.complete(part)
@@ -131,19 +136,19 @@ class UnitGathering:
         self._drop_ahead()
         self._finish_sums()
         if self._kind != STEP:
-            self._others += self._traffic
+            self._expected += self._traffic
             self._traffic = Traffic()
 
     def end_step(self, *, late: bool) -> None:
         """After the pass that is a step. late: whether more gradients have come since it ended."""
         if late:
             self.end_pass()
-        if self._first_step is None:
-            self._first_step = self._traffic
+        self._expected += self._first_steps.setdefault(self._most_chunks, self._traffic)
 
     def expected_bytes(self) -> ExpectedBytes:
-        """Bytes handed to `group`: of every step as many as of the first, which shows what each chunk uses."""
-        return ExpectedBytes(per_step=self._first_step or Traffic(), so_far=self._others)
+        """Bytes handed to `group`: of every step as many as of the first with as many chunks, which shows what each
+        of them uses."""
+        return ExpectedBytes(so_far=self._expected)
 
     def _round(self, needed: Sequence[int], how_far: int) -> int:
         """How far the last rank is."""
@@ -173,15 +178,17 @@ class UnitGathering:
             values, unit = each.wait(), self.units[each.number]
             if each.number in needed and unit.values is None:
                 unit.fill(values)
+        self._most_chunks = max(row[-2] for row in everyone)
         return min(row[-1] for row in everyone)
 
     def _say(self, needed: Sequence[int], how_far: int) -> list[list[int]]:
         """What every rank says: of every unit whether it is needed, of every flat tensor whether its gradient
-        is complete, and how far the rank is."""
+        is complete, how many chunks have ended, and how far the rank is."""
         num = len(self.units)
-        mine = torch.zeros(num + len(self._sums) + 1, dtype=torch.uint8)
+        mine = torch.zeros(num + len(self._sums) + 2, dtype=torch.uint8)
         mine[list(needed)] = 1
         mine[[num + number for number in self._complete]] = 1
+        mine[-2] = self._chunks % 256
         mine[-1] = how_far
         everyone = torch.empty(self._control.size * len(mine), dtype=torch.uint8)
         self._control.all_gather(everyone, mine).wait()
