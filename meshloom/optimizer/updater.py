@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,11 +18,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.core.errors import JobError
+from meshloom.core.errors import JobError, PlanError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Ownership
 from meshloom.optimizer.assignment import assign_everything, assign_parts
 from meshloom.optimizer.clipping import clip
+from meshloom.optimizer.offloading import OffloadedState, may_step_in_windows, offload_directory
 from meshloom.optimizer.optimizer_state import OptimizerState
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers, make_schedulers
 from meshloom.parameters.shards import Shards
@@ -39,6 +41,7 @@ class Updater:
     `local`.
     user: what the job's optimizer function has returned for the named parameters, if it was called already.
     device: of what is updated; None: that of the named parameters.
+    offload: whether the optimizers' state is kept elsewhere; `open` says where.
     Parameters that are replicated over tp are updated by each rank, from gradients with the same bits.
     Raises `JobError` for optimizers or schedulers that cannot be used.
     """
@@ -53,6 +56,7 @@ class Updater:
         stages: Group | None = None,
         user: UserOptimizers | None = None,
         device: torch.device | None = None,
+        offload: bool = False,
     ) -> None:
         self._job, self._exchange, self._stages = job, exchange, stages
         self._shards = shards = shards or Shards({}, None)
@@ -67,6 +71,11 @@ class Updater:
                 "parameter by itself, or Job(elementwise=True) if it does."
             )
         self._schedulers = make_schedulers(job, user.returned)
+        if offload and self._device.type != "cpu":
+            raise PlanError(
+                f"offload=optimizer keeps the optimizer's state on disk beside ranks on CPUs, and this rank is on {self._device}. Use zero=1, or leave offload out."
+            )
+        in_windows = may_step_in_windows(user) if offload else []
         self._assignment = (
             assign_parts(
                 user, named_parameters, named_parameters if local is None else local, exchange, shards
@@ -76,9 +85,33 @@ class Updater:
         )
         self._counted = self._counted_here() if shards.size > 1 and job.clip_grad_norm is not None else None
         names = {name for name, _ in local} if local is not None and stages is not None else None
+        self._offloaded = OffloadedState(user.optimizers, in_windows) if offload else None
         self.state = OptimizerState(
-            user, self._schedulers, self._assignment, shards, exchange.owners, self._device, names
+            user,
+            self._schedulers,
+            self._assignment,
+            shards,
+            exchange.owners,
+            self._device,
+            names,
+            self._offloaded,
         )
+
+    def open(self, files: Path | None) -> None:
+        """Make what state is offloaded to, before the first update. files: directory for its file, if there is one for
+        this run. Raises `PlanError` if there is no room."""
+        if self._offloaded:
+            self._offloaded.open(offload_directory(files))
+
+    def close(self) -> None:
+        """After the last update."""
+        if self._offloaded:
+            self._offloaded.close()
+
+    def begin_step(self) -> None:
+        """Gradients are about to be computed."""
+        if self._offloaded:
+            self._offloaded.ask_for_first()
 
     def update(
         self, gradients: Sequence[Tensor | None], loss: float, *, rate: float = 1.0
@@ -114,7 +147,7 @@ class Updater:
             yield from parts.from_shards.fetch()
         for optimizer in self._optimizers:
             with _scaled(optimizer, rate):
-                optimizer.step()
+                self._offloaded.step(optimizer) if self._offloaded else optimizer.step()
         for target, gradient in before:
             target.grad = gradient  # it is the exchange's
         if parts.from_shards:
@@ -142,7 +175,8 @@ class Updater:
     def notes(self) -> list[str]:
         """What the user should know of how schedulers are stepped, before the first step."""
         looking = [scheduler for scheduler in self._schedulers if isinstance(scheduler, ReduceLROnPlateau)]
-        return [
+        offloaded = self._offloaded.notes() if self._offloaded else []
+        return offloaded + [
             f"ReduceLROnPlateau is stepped after every step, with that step's training loss: patience={scheduler.patience} are steps, not epochs or "
             "evaluations. Choose its patience and threshold for that, or a scheduler that goes by steps alone."
             for scheduler in looking[:1]
