@@ -10,7 +10,7 @@ import torch
 
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
-from meshloom.optimizer import offloading
+from meshloom.optimizer import state_on_disk
 from meshloom.optimizer.offload.state_file import StateFile
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
@@ -140,7 +140,7 @@ def test_restored_state_goes_to_the_file_tensor_by_tensor(
 def test_a_process_holds_the_state_of_one_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Resident pages of the file, as the kernel counts them, while a window is updated and after a save."""
     width = 256  # a matrix is 64 pages
-    monkeypatch.setattr(offloading, "WINDOW_BYTES", 4 * width * width)
+    monkeypatch.setattr(state_on_disk, "WINDOW_BYTES", 4 * width * width)
     seen: list[int] = []
 
     class Watched(torch.optim.AdamW):
@@ -211,13 +211,13 @@ def test_room_that_nothing_refers_to_is_used_again(tmp_path: Path) -> None:
 
 def test_memory_that_others_refer_to_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """State that is a view, or of which there is a view, would be torn from the rest."""
-    monkeypatch.setattr(offloading, "SMALLEST", 1)
+    monkeypatch.setattr(state_on_disk, "SMALLEST", 1)
     tensor = torch.zeros(10)
-    assert offloading._is_movable(tensor)
+    assert state_on_disk._is_movable(tensor)
     view = tensor.view(2, 5)
-    assert not offloading._is_movable(tensor) and not offloading._is_movable(view)
+    assert not state_on_disk._is_movable(tensor) and not state_on_disk._is_movable(view)
     del view
-    assert offloading._is_movable(tensor) and not offloading._is_movable(tensor[2:])
+    assert state_on_disk._is_movable(tensor) and not state_on_disk._is_movable(tensor[2:])
 
 
 def test_a_disk_without_room_is_one_sentence_before_the_first_step(

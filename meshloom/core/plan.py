@@ -52,7 +52,8 @@ class Plan:
     zero: 0 replicates the optimizer's state; 1 shards it over dp: each replica updates one dp-th of the
         parameters. 2: each also holds only its slices of the gradients; 3: and of the parameters.
     zero_within: for zero=3, over how many consecutive replicas, in groups that keep a copy each. 0: over all.
-    offload: `optimizer` keeps the optimizer's state on disk, for models whose state is larger than memory; `none`.
+    offload: `optimizer` keeps the optimizer's state elsewhere and makes updates there: on disk on CPUs, in host memory
+        on GPUs; `none`.
     overlap: whether gradients are exchanged while backward is still computing earlier layers.
     bucket_bytes: size, in bytes, of the buckets in which gradients are exchanged (approximate).
     exchange: how replicas agree. `all_reduce` sums the gradients, and every replica makes the same update;

@@ -17,7 +17,7 @@ from meshloom.core.errors import CheckpointError
 from meshloom.optimizer.assignment import UpdatedParameters
 from meshloom.optimizer.average_state import average_state
 from meshloom.optimizer.gathered_state import gathered_pieces
-from meshloom.optimizer.offloading import OffloadedState
+from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.state_pieces import (
     Read,
     StateShard,
@@ -92,7 +92,7 @@ class OptimizerState:
     def average(self, group: Group, talk: Group) -> Steps[None]:
         """Replicas that have taken independent steps get the same state. Arguments: of `average_state`."""
         for optimizer, held in zip(self._optimizers, self._assignment.held, strict=True):
-            self._traffic += yield from average_state(optimizer, held, group, talk)
+            self._traffic += yield from average_state(optimizer, held, group, talk, self._device)
         self.give_back()
 
     def give_back(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,13 +19,17 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.core.errors import JobError, PlanError
+from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Ownership
 from meshloom.optimizer.assignment import assign_everything, assign_parts
 from meshloom.optimizer.clipping import clip
-from meshloom.optimizer.offloading import OffloadedState, may_step_in_windows, offload_directory
+from meshloom.optimizer.offload.lanes import lane_of
+from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.optimizer_state import OptimizerState
+from meshloom.optimizer.state_on_disk import StateOnDisk
+from meshloom.optimizer.state_on_host import StateOnHost
+from meshloom.optimizer.state_pieces import OwnedSlice
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers, make_schedulers
 from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -41,7 +46,7 @@ class Updater:
     `local`.
     user: what the job's optimizer function has returned for the named parameters, if it was called already.
     device: of what is updated; None: that of the named parameters.
-    offload: whether the optimizers' state is kept elsewhere; `open` says where.
+    offload: whether the optimizers' state is kept elsewhere: on disk, or, of parameters on a GPU, in host memory.
     Parameters that are replicated over tp are updated by each rank, from gradients with the same bits.
     Raises `JobError` for optimizers or schedulers that cannot be used.
     """
@@ -71,11 +76,7 @@ class Updater:
                 "parameter by itself, or Job(elementwise=True) if it does."
             )
         self._schedulers = make_schedulers(job, user.returned)
-        if offload and self._device.type != "cpu":
-            raise PlanError(
-                f"offload=optimizer keeps the optimizer's state on disk beside ranks on CPUs, and this rank is on {self._device}. Use zero=1, or leave offload out."
-            )
-        in_windows = may_step_in_windows(user) if offload else []
+        _ = user.in_windows if offload else None  # found out before slices replace parameters
         self._assignment = (
             assign_parts(
                 user, named_parameters, named_parameters if local is None else local, exchange, shards
@@ -85,7 +86,10 @@ class Updater:
         )
         self._counted = self._counted_here() if shards.size > 1 and job.clip_grad_norm is not None else None
         names = {name for name, _ in local} if local is not None and stages is not None else None
-        self._offloaded = OffloadedState(user.optimizers, in_windows) if offload else None
+        self._offloaded: OffloadedState | None = None
+        if offload:
+            self._offloaded, held = offloaded(user, self._assignment.held, self._device)
+            self._assignment = replace(self._assignment, held=held)
         self.state = OptimizerState(
             user,
             self._schedulers,
@@ -98,10 +102,10 @@ class Updater:
         )
 
     def open(self, files: Path | None) -> None:
-        """Make what state is offloaded to, before the first update. files: directory for its file, if there is one for
-        this run. Raises `PlanError` if there is no room."""
+        """Make what state is offloaded to, before the first update. files: the run's directory, if it has one. Raises
+        `PlanError` if there is no room."""
         if self._offloaded:
-            self._offloaded.open(offload_directory(files))
+            self._offloaded.open(files)
 
     def close(self) -> None:
         """After the last update."""
@@ -111,7 +115,7 @@ class Updater:
     def begin_step(self) -> None:
         """Gradients are about to be computed."""
         if self._offloaded:
-            self._offloaded.ask_for_first()
+            self._offloaded.begin_step()
 
     def update(
         self, gradients: Sequence[Tensor | None], loss: float, *, rate: float = 1.0
@@ -202,6 +206,17 @@ class Updater:
                 which if isinstance(which, bool) else which[slice_.start : slice_.stop].to(self._device)
             )
         return counted
+
+
+def offloaded(
+    user: UserOptimizers, held: Sequence[Sequence[OwnedSlice]], device: torch.device
+) -> tuple[OffloadedState, Sequence[Sequence[OwnedSlice]]]:
+    """The state of these optimizers elsewhere, and what they update then. held: what they update, by optimizer.
+    device: of the parameters."""
+    if device.type == "cpu":
+        return StateOnDisk(user.optimizers, user.in_windows), held
+    on_host = StateOnHost(user.optimizers, user.in_windows, device, lane_of(device), lane_of(device))
+    return on_host, on_host.held(held)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Where the state of a rank's optimizers lies under offload=optimizer, and how they update in windows there.
+"""Optimizer state on a disk: in a mapped file, of which a window is in memory while it is updated.
 
     backward       the kernel reads the first window's state from disk
     update         window 1: step | give back      window 2: step | give back      ...
@@ -24,7 +24,8 @@ from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes
 from meshloom.machine.file_system import file_system_of, keeps_in_memory
 from meshloom.machine.process_memory import return_freed_memory
-from meshloom.optimizer.elementwise import copy_with, steps_in_windows
+from meshloom.optimizer.elementwise import copy_with
+from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.offload.state_file import PAGE, StateFile
 from meshloom.optimizer.offload.windows import (
     WINDOW_BYTES,
@@ -33,17 +34,16 @@ from meshloom.optimizer.offload.windows import (
     step_in_windows,
     windows_of,
 )
-from meshloom.optimizer.user_optimizer import UserOptimizers
 
 SMALLEST = PAGE  # bytes of a tensor that is moved
 USUAL_FACTOR = 2  # bytes of state per byte of parameters, where they cannot be found out before
 PERSISTENT = Path("/var/tmp")  # temporary files that outlive a restart are on a disk
 
 
-class OffloadedState:
+class StateOnDisk(OffloadedState):
     """The state of `optimizers` in a file.
 
-    in_windows: whether each of them may be stepped in windows (`may_step_in_windows`).
+    in_windows: whether each of them may be stepped in windows (`UserOptimizers.in_windows`).
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], in_windows: Sequence[bool]) -> None:
@@ -52,10 +52,8 @@ class OffloadedState:
         self._file: StateFile | None = None
         self._updated: set[Optimizer] = set()
 
-    def open(self, directory: Path) -> None:
-        """Makes the file, with room for all state, before the first update; the optimizers have been given what they
-        update here. Raises `PlanError` if it cannot be made."""
-        self._file = StateFile(directory)
+    def open(self, files: Path | None) -> None:
+        self._file = StateFile(directory_for(files))
         needed = sum(state_bytes_of(each) for each in self._optimizers)
         if needed:
             self._file.reserve(needed)
@@ -66,13 +64,11 @@ class OffloadedState:
             for parameter in parameters_of(optimizer, everything):
                 self.keep(optimizer, parameter)  # what its constructor made
 
-    def ask_for_first(self) -> None:
-        """Has the kernel read the state that the next update begins with, while gradients are computed."""
+    def begin_step(self) -> None:
         if self._file is not None and self._optimizers:
             self._file.ask_for(self._tensors(self._optimizers[0], 0))
 
     def step(self, optimizer: Optimizer) -> None:
-        """One update of all its parameters."""
         assert self._file is not None
         file, windows = self._file, self._windows[id(optimizer)]
         everyone = [parameters_of(optimizer, window) for window in windows]
@@ -104,18 +100,15 @@ class OffloadedState:
         self._file.give_back(tensors)
 
     def keep_all(self) -> None:
-        """`keep` for all parameters, after their state was read or changed outside an update."""
         for optimizer, windows in ((each, self._windows[id(each)]) for each in self._optimizers):
             for parameter in (each for window in windows for each in parameters_of(optimizer, window)):
                 self.keep(optimizer, parameter)
 
     def close(self) -> None:
-        """Closes the file. What it holds lasts as long as the optimizers."""
         if self._file is not None:
             self._file.close()
 
     def notes(self) -> list[str]:
-        """Where it is, and what is in memory while updates are made."""
         assert self._file is not None
         where = f"{self._file.directory} ({file_system_of(self._file.directory) or 'unknown file system'})"
         notes = [
@@ -138,7 +131,7 @@ class OffloadedState:
         return _state_of(optimizer, parameters_of(optimizer, self._windows[id(optimizer)][number]))
 
 
-def offload_directory(out: Path | None) -> Path:
+def directory_for(out: Path | None) -> Path:
     """Where the file is made: in the run's own directory, or else where temporary files go; in /var/tmp if
     those are in memory."""
     if out is not None and out.is_dir():
@@ -146,13 +139,6 @@ def offload_directory(out: Path | None) -> Path:
     temporary = Path(tempfile.gettempdir())
     elsewhere = keeps_in_memory(temporary) and PERSISTENT.is_dir()
     return PERSISTENT if elsewhere and not keeps_in_memory(PERSISTENT) else temporary
-
-
-def may_step_in_windows(user: UserOptimizers) -> list[bool]:
-    """Whether each optimizer may update a few parameters at a time. To be asked before their parameters are
-    replaced by slices."""
-    pairs = zip(user.optimizers, user.reaches, strict=True)
-    return [reach != "optimizer" and steps_in_windows(each) for each, reach in pairs]
 
 
 def state_bytes_of(optimizer: Optimizer) -> int:
