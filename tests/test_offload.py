@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,12 @@ CASES = [
     ("gpt", "muon", "dp=2,compress=powersgd:2"),
     ("cnn", "sgd", "dp=2,zero=3,recompute=full"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _on_cpus(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--device") != "cpu":
+        pytest.skip("it is about ranks on CPUs; benchmarks/gpu has a part for GPUs")
 
 
 @pytest.mark.parametrize(("model", "optimizer", "plan"), few(CASES, 3))
@@ -240,6 +247,28 @@ def test_a_directory_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr("meshloom.optimizer.offload.state_file.file_system_of", lambda _: "tmpfs")
     with pytest.raises(PlanError, match=r"is on tmpfs, which is memory. Give --out"):
         Trainer(make_job("mlp", "sgd"), "dp=1,offload=optimizer", devices="simulated", out=tmp_path)
+
+
+def test_the_file_is_on_a_disk_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the run's directory; else with temporary files; else in /var/tmp."""
+    kinds: dict[Path, str] = {}
+    monkeypatch.setattr("meshloom.machine.file_system.file_system_of", lambda path: kinds.get(path, "ext4"))
+    temporary = Path(tempfile.gettempdir())
+    assert state_on_disk.directory_for(tmp_path) == tmp_path
+    assert state_on_disk.directory_for(None) == state_on_disk.directory_for(tmp_path / "missing") == temporary
+    for remote in ("nfs4", "lustre", "fuse.sshfs"):
+        kinds[tmp_path] = remote
+        assert state_on_disk.directory_for(tmp_path) == temporary
+    kinds[temporary] = "tmpfs"
+    assert state_on_disk.directory_for(None) == Path("/var/tmp")
+    kinds[Path("/var/tmp")] = "tmpfs"
+    assert state_on_disk.directory_for(None) == temporary
+
+
+def test_state_that_is_smaller_than_a_page_stays_in_memory_and_that_is_said() -> None:
+    with Trainer(make_job("mlp", "adamw"), "dp=1,offload=optimizer", devices="simulated") as trainer:
+        (note,) = trainer.replicas[0].updater.notes()
+        assert note.startswith("Optimizer state stays in memory: none of its tensors has 4 KiB on this rank")
 
 
 def test_settings_that_contradict_it_are_refused() -> None:

@@ -89,6 +89,12 @@ CASES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _on_cpus(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--device") != "cpu":
+        pytest.skip("it is about ranks on CPUs; benchmarks/gpu has a part for GPUs")
+
+
 @pytest.mark.parametrize("lane", [DirectLane, LateLane])
 @pytest.mark.parametrize(("model", "optimizer", "plan"), few(CASES, 3))
 def test_bits_are_those_of_the_plan_without_it(

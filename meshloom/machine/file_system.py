@@ -1,4 +1,4 @@
-"""The file system that a directory is on, and whether that keeps files in memory."""
+"""The file system that a directory is on: whether it keeps files in memory, or on other machines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,23 @@ import os
 from pathlib import Path
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+# what their kinds begin with; "fuse." stands for those that programs provide, most of which are remote
+REMOTE = (
+    "nfs",
+    "cifs",
+    "smb",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "gluster",
+    "afs",
+    "9p",
+    "virtiofs",
+    "fuse.",
+    "wekafs",
+    "orangefs",
+)
 
 
 def file_system_of(directory: Path) -> str:
@@ -30,3 +47,8 @@ def file_system_of(directory: Path) -> str:
 def keeps_in_memory(directory: Path) -> bool:
     """Whether files there take memory, not disk."""
     return file_system_of(directory) in IN_MEMORY
+
+
+def is_remote(directory: Path) -> bool:
+    """Whether files there are on another machine, as far as the kind of the file system tells."""
+    return file_system_of(directory).startswith(REMOTE)

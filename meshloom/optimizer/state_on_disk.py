@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes
-from meshloom.machine.file_system import file_system_of, keeps_in_memory
+from meshloom.machine.file_system import file_system_of, is_remote, keeps_in_memory
 from meshloom.machine.process_memory import return_freed_memory
 from meshloom.optimizer.elementwise import copy_with
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
@@ -111,6 +111,10 @@ class StateOnDisk(OffloadedState):
     def notes(self) -> list[str]:
         assert self._file is not None
         where = f"{self._file.directory} ({file_system_of(self._file.directory) or 'unknown file system'})"
+        if not self._file.num_bytes:
+            return [
+                f"Optimizer state stays in memory: none of its tensors has {format_bytes(SMALLEST)} on this rank, and smaller ones are not offloaded."
+            ]
         notes = [
             f"Optimizer state is in an unlinked file in {where}, {format_bytes(self._file.num_bytes)} on this rank; in an update, the state of "
             f"{format_bytes(WINDOW_BYTES)} of parameters or of one larger parameter is in memory at a time."
@@ -131,11 +135,11 @@ class StateOnDisk(OffloadedState):
         return _state_of(optimizer, parameters_of(optimizer, self._windows[id(optimizer)][number]))
 
 
-def directory_for(out: Path | None) -> Path:
-    """Where the file is made: in the run's own directory, or else where temporary files go; in /var/tmp if
-    those are in memory."""
-    if out is not None and out.is_dir():
-        return out
+def directory_for(files: Path | None) -> Path:
+    """Where the file is made: in the run's own directory, unless that is on another machine; else where temporary files
+    go, or in /var/tmp if those are in memory."""
+    if files is not None and files.is_dir() and not is_remote(files):
+        return files
     temporary = Path(tempfile.gettempdir())
     elsewhere = keeps_in_memory(temporary) and PERSISTENT.is_dir()
     return PERSISTENT if elsewhere and not keeps_in_memory(PERSISTENT) else temporary
