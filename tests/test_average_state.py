@@ -31,7 +31,10 @@ def averaged(
     held = [[OwnedSlice("weight", parameter, 0, 6, (2, 3))] for parameter in parameters]
     talk = simulated_groups(len(states))
     expected = run_in_steps(
-        [average_state(*each) for each in zip(optimizers, held, groups, talk, strict=True)]
+        [
+            average_state(*each, torch.device("cpu"))
+            for each in zip(optimizers, held, groups, talk, strict=True)
+        ]
     )
     counted = [
         {

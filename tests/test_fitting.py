@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import meshloom as ml
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 from meshloom.planner.fitting import Limit, least_bytes, nearby, predicted_ranks, state_bytes, too_much
+from meshloom.planner.memory import rank_memory
 from meshloom.planner.readings import Readings
 from meshloom.train import memory_check
 from tests.live_bytes import Blocks, blocks_job
@@ -130,3 +132,31 @@ def test_nearby_plans_have_as_many_ranks_and_change_the_least_first():
     assert {each.mesh.size for each in found} == {4} and len(found) == len(set(found))
     assert [str(each) for each in found[:3]] == ["dp=4,zero=1", "dp=4,zero=2", "dp=4,zero=3"]
     assert any(each.pp == 2 and each.tp == 2 for each in found)
+    assert Plan(dp=4, offload="optimizer") in found
+    assert not any(
+        each.dp == 4 and each.zero == 0 and each.offload == "none"
+        for each in nearby(Plan(dp=4, offload="optimizer"))
+    )
+
+
+def test_offloaded_state_is_not_what_ranks_hold_at_least():
+    named = list(Blocks().named_parameters())
+    needs = {
+        plan: least_bytes(Plan.parse(plan), named, 2 * PARAMETERS, one_copy=False)
+        for plan in ("dp=2", "dp=2,offload=optimizer")
+    }
+    assert needs["dp=2"]["optimizer"] == 2 * PARAMETERS
+    assert needs["dp=2,offload=optimizer"] == {**needs["dp=2"], "optimizer": 0}
+
+
+@pytest.mark.usefixtures("silent_export")
+@pytest.mark.long
+def test_state_that_alone_does_not_fit_is_offered_to_be_offloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Parameters, gradients and activations fit, two averages beside them do not."""
+    monkeypatch.setattr(rank_memory, "WINDOW_BYTES", 4096)
+    limit, job = f"memory_bytes={int(3.5 * PARAMETERS)}", blocks_job(batch_size=3)
+    with pytest.raises(PlanError, match=r"Predicted to fit: dp=1,offload=optimizer,memory_bytes="):
+        steps(job, f"dp=1,{limit}")
+    assert steps(job, f"dp=1,offload=optimizer,{limit}", out=tmp_path) > 0

@@ -42,6 +42,7 @@ ORDER = [
         "comm.shm",
         "exchange.buckets",
         "exchange.units",
+        "optimizer.offload",
         "parameters",
         "program.trace",
         "tensor_parallel.rules",

@@ -28,6 +28,7 @@ plans = st.builds(
     tp_placements=st.dictionaries(patterns, placements, max_size=3),
     microbatches=counts,
     zero=st.integers(0, 1),
+    offload=st.sampled_from(["none", "optimizer"]),
     overlap=st.booleans(),
     bucket_bytes=counts,
     keyed_draws=st.booleans(),
@@ -113,6 +114,7 @@ def test_the_strategy_covers_every_field():
         "microbatches",
         "zero",
         "zero_within",
+        "offload",
         "sync_batch_norm",
         "overlap",
         "bucket_bytes",
@@ -233,9 +235,15 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ("microbatch=2", "A plan has no setting 'microbatch'. Did you mean microbatches?"),
         (
             "color=2",
-            "A plan has no setting 'color'. Known: dp, pp, tp, microbatches, zero, zero_within, sync_batch_norm, overlap, bucket_bytes, keyed_draws, tp_placements, "
-            "memory_bytes, schedule, virtual_stages, cuts, recompute, exchange, servers, staleness, rate_by_age, local_steps, outer_learning_rate, outer_momentum, "
-            "compress, shares.",
+            "A plan has no setting 'color'. Known: dp, pp, tp, microbatches, zero, zero_within, offload, sync_batch_norm, overlap, bucket_bytes, keyed_draws, "
+            "tp_placements, memory_bytes, schedule, virtual_stages, cuts, recompute, exchange, servers, staleness, rate_by_age, local_steps, "
+            "outer_learning_rate, outer_momentum, compress, shares.",
+        ),
+        ("dp=2,offload=optimiser", "offload=optimiser is not known. Did you mean optimizer?"),
+        (
+            "dp=2,exchange=async,offload=optimizer",
+            "offload=optimizer is for ranks that update together, and with exchange=async servers copy their state in memory for every snapshot. "
+            "Use another exchange, or leave offload out.",
         ),
         ("dp=2,exchange=servers", "exchange=servers is not known. Did you mean server?"),
         (

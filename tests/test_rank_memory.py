@@ -65,6 +65,16 @@ def test_the_peak_of_a_step_is_what_each_rank_had(text: str, tolerance: float):
             )
 
 
+def test_offloaded_state_is_in_no_phase_but_for_a_window():
+    """What is followed here counts mapped memory, too."""
+    plan = "dp=2,zero=1,offload=optimizer"
+    (mine,), (own,) = predicted(plan), predicted("dp=2,zero=1")
+    assert mine.optimizer == 0 and mine.offloaded == own.optimizer
+    assert mine.phases["evaluation"] == own.phases["evaluation"] - own.optimizer
+    live = live_bytes(blocks_job(), Plan.parse(plan))[0]
+    assert mine.phases["step"] + mine.offloaded == pytest.approx(live["step"], rel=CLOSE)
+
+
 def test_phases_and_kinds_of_a_rank():
     alone, three = predicted("dp=1")[0], predicted("dp=2,zero=3")[0]
     assert tuple(alone.phases) == tuple(three.phases) == PHASES

@@ -41,7 +41,7 @@ NEEDED = (
     "transformers",
     "yaml",
 )
-PARTS = ("losses", "verify_gpt", "verify_small", "tests", "checkpoints", "memory")
+PARTS = ("losses", "verify_gpt", "verify_small", "tests", "checkpoints", "memory", "offload")
 
 
 def main() -> int:

@@ -6,6 +6,7 @@
     tests         every test that computes and starts no processes, with its worlds on the device
     checkpoints   written on one kind of device, gone on from on the other
     memory        the memory of a step, predicted beside what the allocator counted
+    offload       updates where the optimizer's state is, in host memory, beside updates on the device
 
 A part runs on the CPU as well: then all of its code has run, and nothing has been found out about a GPU.
 """
@@ -171,6 +172,32 @@ def memory(device: str) -> Iterator[Row]:
         )
 
 
+def offload(device: str) -> Iterator[Row]:
+    """Operators of the host round otherwise than those of a GPU. Of AdamW's state, two averages leave the device."""
+    for plan in ("dp=1", "dp=2,zero=1"):
+        where = device if plan == "dp=1" else _simulated(device)
+        away, here = (
+            _trained(_job(MAIN), each, where, steps=5, dtype=torch.float64)
+            for each in (f"{plan},offload=optimizer", plan)
+        )
+        worst = max(abs(one - other) / abs(one) for one, other in zip(here, away, strict=True))
+        yield Row(
+            name=f"5 steps under {plan},offload=optimizer",
+            status=_status(worst <= 1e-9),
+            text=f"losses differ from those of {plan} by {worst:.2g}",
+            figures={"worst": worst},
+        )
+    if device == "cuda":
+        here, away = (_standing(_job(MAIN), plan) for plan in ("dp=1", "dp=1,offload=optimizer"))
+        state = 2 * sum(each.nbytes for each in _job(MAIN).model().parameters())
+        yield Row(
+            name="memory between steps",
+            status=_status(here - away >= 0.9 * state),
+            text=f"{here / 2**20:.1f} MiB, and {away / 2**20:.1f} MiB with offload=optimizer; the state is {state / 2**20:.1f} MiB",
+            figures={"without": here, "with": away, "state": state},
+        )
+
+
 PARTS: dict[str, Callable[[str], Iterator[Row]]] = {
     "losses": losses,
     "verify_gpt": verify_gpt,
@@ -178,6 +205,7 @@ PARTS: dict[str, Callable[[str], Iterator[Row]]] = {
     "tests": tests,
     "checkpoints": checkpoints,
     "memory": memory,
+    "offload": offload,
 }
 
 
@@ -232,6 +260,15 @@ def _counted_peak(job: ml.Job, device: str) -> int:
             torch.cuda.reset_peak_memory_stats()
             trainer.step(batch)
         return torch.cuda.max_memory_allocated()
+
+
+def _standing(job: ml.Job, plan: str) -> int:
+    """Bytes that are allocated on the GPU after two steps."""
+    with ml.Trainer(job, plan, devices="cuda", steps=2, listener=QUIET, cache="off") as trainer:
+        for batch in trainer.batches():
+            trainer.step(batch)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
 
 
 def _at_once() -> list[str]:

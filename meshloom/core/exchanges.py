@@ -184,6 +184,16 @@ def check_zero(zero: int, within: int, dp: int) -> None:
         )
 
 
+def check_offload(offload: str, exchange: str) -> None:
+    """Raise `PlanError` for values that `offload` cannot have."""
+    check_known("offload", offload, ("none", "optimizer"))
+    if offload != "none" and not EXCHANGES[exchange].synchronous:
+        raise PlanError(
+            f"offload={offload} is for ranks that update together, and with exchange={exchange} servers copy their state in memory for every snapshot. "
+            "Use another exchange, or leave offload out."
+        )
+
+
 def check_exchange(plan: ExchangeSettings, defaults: Mapping[str, Any]) -> None:
     """Raise `PlanError` for exchange settings that contradict each other. defaults: of every setting."""
     check_known("exchange", plan.exchange, EXCHANGES)

@@ -13,7 +13,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from meshloom.core.errors import PlanError
-from meshloom.core.exchanges import EXCHANGES, check_exchange, check_zero, complete_compress, exempt_setting
+from meshloom.core.exchanges import (
+    EXCHANGES,
+    check_exchange,
+    check_offload,
+    check_zero,
+    complete_compress,
+    exempt_setting,
+)
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan_shares import check_batch, check_shares, chunk_sizes_of, complete_shares
 from meshloom.core.plan_text import (
@@ -45,6 +52,8 @@ class Plan:
     zero: 0 replicates the optimizer's state; 1 shards it over dp: each replica updates one dp-th of the
         parameters. 2: each also holds only its slices of the gradients; 3: and of the parameters.
     zero_within: for zero=3, over how many consecutive replicas, in groups that keep a copy each. 0: over all.
+    offload: `optimizer` keeps the optimizer's state elsewhere and makes updates there: on disk on CPUs, in host memory
+        on GPUs; `none`.
     overlap: whether gradients are exchanged while backward is still computing earlier layers.
     bucket_bytes: size, in bytes, of the buckets in which gradients are exchanged (approximate).
     exchange: how replicas agree. `all_reduce` sums the gradients, and every replica makes the same update;
@@ -96,6 +105,7 @@ class Plan:
     microbatches: int = 1
     zero: int = 0
     zero_within: int = 0
+    offload: str = "none"
     sync_batch_norm: bool = False
     overlap: bool = True
     bucket_bytes: int = 25 * 2**20
@@ -124,6 +134,7 @@ class Plan:
             object.__setattr__(self, "exchange", "server")
             object.__setattr__(self, "staleness", None)
         check_exchange(self, DEFAULTS)
+        check_offload(self.offload, self.exchange)
         object.__setattr__(self, "shares", complete_shares(self.shares))
         check_shares(self)
         _check_modules(self)

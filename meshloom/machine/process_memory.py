@@ -1,7 +1,9 @@
-"""Resident memory of this process: its peak, and what it may take again."""
+"""Resident memory of this process: its peak, what it may take again, and what it need not keep."""
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import resource
 import sys
 from pathlib import Path
@@ -21,3 +23,9 @@ def regained_bytes() -> int:
     facts = dict(line.split(":", 1) for line in lines)
     peak, now = (1024 * int(facts[name].split()[0]) for name in ("VmHWM", "VmRSS"))
     return max(peak - now, 0)
+
+
+def return_freed_memory() -> None:
+    """Returns to the system what the C library keeps of freed memory, where that is glibc."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

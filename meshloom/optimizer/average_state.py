@@ -24,12 +24,12 @@ from meshloom.telemetry.traffic import Traffic
 
 
 def average_state(
-    optimizer: Optimizer, held: Sequence[OwnedSlice], group: Group, talk: Group
+    optimizer: Optimizer, held: Sequence[OwnedSlice], group: Group, talk: Group, device: torch.device
 ) -> Steps[Traffic]:
     """Sets the state to the mean over the ranks of `group`, which all call it with the same parameters in
     `held`; returns the bytes handed over.
 
-    talk: the same ranks, for what they agree on first; not counted.
+    talk: the same ranks, for what they agree on first; not counted. device: of the group's tensors.
     """
     everyone = yield from collect(
         talk, [[index, key, *_facts(optimizer, value)] for index, key, value in _entries(optimizer, held)]
@@ -58,6 +58,7 @@ def average_state(
         )
         if value.is_floating_point():
             mean = value.to(
+                device,
                 torch.promote_types(value.dtype, torch.float32),
                 copy=True,
                 memory_format=torch.contiguous_format,
@@ -65,7 +66,7 @@ def average_state(
             num_bytes["all_reduce"] += mean.nbytes
             work = group.all_reduce(mean)
         else:
-            mean = value.clone(memory_format=torch.contiguous_format)
+            mean = value.to(device, copy=True, memory_format=torch.contiguous_format)
             num_bytes["broadcast"] += mean.nbytes
             work = group.broadcast(mean, rank)
         yield

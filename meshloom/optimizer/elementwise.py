@@ -21,7 +21,7 @@ import copy
 import math
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from meshloom.core.random import preserved_draws
+from meshloom.optimizer.offload.windows import step_in_windows, windows_of
 
 Reach = Literal["element", "parameter", "optimizer"]
 
@@ -81,6 +82,31 @@ def reach(optimizer: Optimizer, *, elementwise: bool | None = None) -> Reach:
         return "optimizer"
 
 
+def steps_in_windows(optimizer: Optimizer) -> bool:
+    """Whether one update may be made by several calls of `step`, each for some of the parameters
+    (`step_in_windows`): a trial has the same bits, settings and plain attributes as with one call."""
+    called_by: Any = optimizer
+    own_step = vars(optimizer).get("step")
+    if (
+        called_by._optimizer_step_pre_hooks
+        or called_by._optimizer_step_post_hooks
+        or (own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"))
+    ):
+        return False  # what is called once a step would be called several times
+    if isinstance(optimizer, SparseAdam):  # it takes no dense gradients
+        return True
+    with _undisturbed(optimizer):
+        try:
+            pieces = [_Piece(toy, 0, toy.start.numel()) for toy in _toys(optimizer)]
+            one = _run(optimizer, [pieces])
+            several = _run(optimizer, [pieces], lambda each: step_in_windows(each, windows_of(each, 0)))
+            return all(
+                torch.equal(several.ends[number], end) for number, end in one.ends.items()
+            ) and _all_settings(several.optimizers[0]) == _all_settings(one.optimizers[0])
+        except Exception:  # see above
+            return False
+
+
 @dataclass(frozen=True)
 class _Toy:
     """A small parameter in place of those of `ndim` dims in one group; `model` is one of them."""
@@ -122,6 +148,7 @@ class _Outcome:
             (held, value)
             for optimizer in self.optimizers
             for held, state in optimizer.state.items()
+            if isinstance(held, Tensor)  # other keys belong to no parameter
             for value in state.values()
         ]
         return all(
@@ -197,7 +224,17 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in settings.items()}
 
 
-def _run(optimizer: Optimizer, ranks: Sequence[Sequence[_Piece]]) -> _Outcome:
+def _all_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Of its groups, and plain attributes."""
+    attributes = {key: value for key, value in vars(optimizer).items() if _plain(value)}
+    return [*(_settings(group) for group in optimizer.param_groups), attributes]
+
+
+def _run(
+    optimizer: Optimizer,
+    ranks: Sequence[Sequence[_Piece]],
+    update: Callable[[Optimizer], object] = lambda each: each.step(),
+) -> _Outcome:
     toys = {piece.toy.number: piece.toy for pieces in ranks for piece in pieces}
     outcome = _Outcome(toys, {number: toy.start.clone() for number, toy in toys.items()}, [])
     for pieces in ranks:
@@ -206,7 +243,7 @@ def _run(optimizer: Optimizer, ranks: Sequence[Sequence[_Piece]]) -> _Outcome:
         for step in range(len(_SCALES)):
             for piece, parameter in held:
                 parameter.grad = piece.cut(piece.toy.gradients[step])
-            stand_in.step()
+            update(stand_in)
         for piece, parameter in held:
             outcome.ends[piece.toy.number].view(-1)[piece.begin : piece.end] = parameter.detach().reshape(-1)
         outcome.optimizers.append(stand_in)
@@ -216,7 +253,6 @@ def _run(optimizer: Optimizer, ranks: Sequence[Sequence[_Piece]]) -> _Outcome:
 def _copy(optimizer: Optimizer, held: Sequence[tuple[_Piece, nn.Parameter]]) -> Optimizer:
     """An optimizer of the same class and settings over `held`. The constructor is not called, because its
     arguments are not known."""
-    stand_in: Optimizer = object.__new__(type(optimizer))
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     for piece, parameter in held:
         if piece.toy.model in optimizer.state:
@@ -226,19 +262,12 @@ def _copy(optimizer: Optimizer, held: Sequence[tuple[_Piece, nn.Parameter]]) -> 
     # The memo makes every reference inside the copy consistent: an optimizer that wraps another shares its
     # groups, one that keeps a list of parameters of its own finds bystanders there, does not move the toys,
     # and is found out.
-    memo: dict[int, Any] = {id(optimizer): stand_in, id(optimizer.state): state}
-    for group in optimizer.param_groups:
-        memo.update(
-            {
-                id(parameter): nn.Parameter(torch.zeros_like(parameter[:0] if parameter.ndim else parameter))
-                for parameter in group["params"]
-            }
-        )
-    for name, value in vars(optimizer).items():
-        if name != "step":  # a scheduler puts its own there, bound to the original
-            vars(stand_in)[name] = (
-                OrderedDict[Any, Any]() if name.endswith("_hooks") else copy.deepcopy(value, memo)
-            )
+    bystanders = {
+        id(parameter): nn.Parameter(torch.zeros_like(parameter[:0] if parameter.ndim else parameter))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    stand_in = copy_with(optimizer, bystanders, state)
     for index, group in enumerate(stand_in.param_groups):
         group["params"][:] = [parameter for piece, parameter in held if piece.toy.group == index]
         if "param_names" in group:
@@ -248,6 +277,21 @@ def _copy(optimizer: Optimizer, held: Sequence[tuple[_Piece, nn.Parameter]]) -> 
                 torch.full_like(group["lr"], _LEARNING_RATE)
                 if isinstance(group["lr"], Tensor)
                 else _LEARNING_RATE
+            )
+    return stand_in
+
+
+def copy_with(
+    optimizer: Optimizer, parameters: Mapping[int, nn.Parameter], state: Mapping[Any, Any]
+) -> Optimizer:
+    """A copy of an optimizer, made without its constructor, without hooks and with this state. parameters: by the
+    id of those that they replace."""
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): stand_in, id(optimizer.state): state, **parameters}
+    for name, value in vars(optimizer).items():
+        if name != "step":  # a scheduler puts its own there, bound to the original
+            vars(stand_in)[name] = (
+                OrderedDict[Any, Any]() if name.endswith("_hooks") else copy.deepcopy(value, memo)
             )
     return stand_in
 

@@ -81,7 +81,7 @@ def gathered_pieces(
     def run(take: Callable[[str, Tensor], None]) -> Steps[None]:
         for number, (key, (name, dtype)) in enumerate(known.items()):
             divided = shards.pieces[name]
-            flat = mine[key].tensor if key in mine else torch.empty(0, dtype=dtype, device=device)
+            flat = mine[key].tensor.to(device) if key in mine else torch.empty(0, dtype=dtype, device=device)
             if owners is not None:
                 flat = yield from _joined(
                     owners, flat, [rank[number] for rank in spans], divided.num_elements(shards.rank)

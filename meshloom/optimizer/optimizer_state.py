@@ -17,6 +17,7 @@ from meshloom.core.errors import CheckpointError
 from meshloom.optimizer.assignment import UpdatedParameters
 from meshloom.optimizer.average_state import average_state
 from meshloom.optimizer.gathered_state import gathered_pieces
+from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.state_pieces import (
     Read,
     StateShard,
@@ -34,18 +35,20 @@ class OptimizerState:
     """What one rank has of it.
 
     user: the optimizers. assignment: what they update here. owners: the ranks along dp among which that is sliced; None:
-    it is not. names: of this rank's parameters, if other ranks along pp have others; None: all.
+    it is not. names: of this rank's parameters, if other ranks along pp have others; None: all. offloaded: where the
+    state is; None: in memory.
     """
 
     def __init__(
         self, user: UserOptimizers, schedulers: Sequence[Any], assignment: UpdatedParameters, shards: Shards,
         owners: Group | None, device: torch.device, names: Collection[str] | None = None,
+        offloaded: OffloadedState | None = None,
     ) -> None:  # fmt: skip
         self._optimizers: Sequence[Optimizer] = user.optimizers
         self.names = user.names
         self._schedulers, self._assignment = schedulers, assignment
         self._shards, self._owners, self._device, self._names = shards, owners, device, names
-        self._traffic = Traffic()
+        self._offloaded, self._traffic = offloaded, Traffic()
 
     def save(
         self, world: Group, *, self_contained: bool = False, gather: bool = True
@@ -89,7 +92,13 @@ class OptimizerState:
     def average(self, group: Group, talk: Group) -> Steps[None]:
         """Replicas that have taken independent steps get the same state. Arguments: of `average_state`."""
         for optimizer, held in zip(self._optimizers, self._assignment.held, strict=True):
-            self._traffic += yield from average_state(optimizer, held, group, talk)
+            self._traffic += yield from average_state(optimizer, held, group, talk, self._device)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Of what is offloaded, let go of what reading or changing it has brought into memory."""
+        if self._offloaded:
+            self._offloaded.keep_all()
 
     def load(self, read: Read, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
         """Restore what `save` gave on all ranks together, under any plan.
@@ -121,7 +130,8 @@ class OptimizerState:
             for scheduler, saved in zip(self._schedulers, values["schedulers"], strict=True):
                 scheduler.load_state_dict(from_json(saved))
 
-        return state_loader(list(zip(self._optimizers, self._assignment.held, strict=True))), finish
+        placed = self._offloaded.keep if self._offloaded else None
+        return state_loader(list(zip(self._optimizers, self._assignment.held, strict=True)), placed), finish
 
     def expected_bytes(self) -> ExpectedBytes:
         """Of all that was saved and averaged so far."""

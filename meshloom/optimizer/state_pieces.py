@@ -47,7 +47,7 @@ class OwnedSlice:
     def cut(self, whole: Tensor) -> Tensor:
         """The same elements of another tensor [shape], in the shape of `tensor`: a copy."""
         part = self.shards.take(self.name, whole) if self.shards else whole
-        return part.reshape(-1)[self.start : self.stop].clone().view(self.tensor.shape)
+        return part.reshape(-1)[self.start : self.stop].view(self.tensor.shape).clone()
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,12 @@ def state_pieces(
 
 def state_loader(
     of: Sequence[tuple[Optimizer, Sequence[OwnedSlice]]],
+    placed: Callable[[Optimizer, nn.Parameter], None] | None = None,
 ) -> Callable[[str, Sequence[int], Read], None]:
     """Clears these optimizers' state, and returns the function that restores a saved key.
 
-    Its arguments: the key, its full shape, and what reads it. Keys that are not of optimizers are ignored.
+    Its arguments: the key, its full shape, and what reads it. Keys that are not of optimizers are ignored. placed:
+    called after each restored value, with the optimizer and parameter that it is state of.
     """
     by_name: dict[str, list[tuple[Optimizer, OwnedSlice]]] = {}
     for optimizer, held in of:
@@ -116,6 +118,8 @@ def state_loader(
         for optimizer, held in by_name.get(name, ()):
             value = place_state(_load(path, held, read, tuple(shape)), key, held.tensor, optimizer)
             optimizer.state.setdefault(held.tensor, {})[key.removesuffix(_JSON)] = value
+            if placed:
+                placed(optimizer, held.tensor)
 
     return take
 

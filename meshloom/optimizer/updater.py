@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,7 +24,12 @@ from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Ownership
 from meshloom.optimizer.assignment import assign_everything, assign_parts
 from meshloom.optimizer.clipping import clip
+from meshloom.optimizer.offload.lanes import lane_of
+from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.optimizer_state import OptimizerState
+from meshloom.optimizer.state_on_disk import StateOnDisk
+from meshloom.optimizer.state_on_host import StateOnHost
+from meshloom.optimizer.state_pieces import OwnedSlice
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers, make_schedulers
 from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -39,6 +46,7 @@ class Updater:
     `local`.
     user: what the job's optimizer function has returned for the named parameters, if it was called already.
     device: of what is updated; None: that of the named parameters.
+    offload: whether the optimizers' state is kept elsewhere: on disk, or, of parameters on a GPU, in host memory.
     Parameters that are replicated over tp are updated by each rank, from gradients with the same bits.
     Raises `JobError` for optimizers or schedulers that cannot be used.
     """
@@ -53,6 +61,7 @@ class Updater:
         stages: Group | None = None,
         user: UserOptimizers | None = None,
         device: torch.device | None = None,
+        offload: bool = False,
     ) -> None:
         self._job, self._exchange, self._stages = job, exchange, stages
         self._shards = shards = shards or Shards({}, None)
@@ -67,6 +76,7 @@ class Updater:
                 "parameter by itself, or Job(elementwise=True) if it does."
             )
         self._schedulers = make_schedulers(job, user.returned)
+        _ = user.in_windows if offload else None  # found out before slices replace parameters
         self._assignment = (
             assign_parts(
                 user, named_parameters, named_parameters if local is None else local, exchange, shards
@@ -76,9 +86,36 @@ class Updater:
         )
         self._counted = self._counted_here() if shards.size > 1 and job.clip_grad_norm is not None else None
         names = {name for name, _ in local} if local is not None and stages is not None else None
+        self._offloaded: OffloadedState | None = None
+        if offload:
+            self._offloaded, held = offloaded(user, self._assignment.held, self._device)
+            self._assignment = replace(self._assignment, held=held)
         self.state = OptimizerState(
-            user, self._schedulers, self._assignment, shards, exchange.owners, self._device, names
+            user,
+            self._schedulers,
+            self._assignment,
+            shards,
+            exchange.owners,
+            self._device,
+            names,
+            self._offloaded,
         )
+
+    def open(self, files: Path | None) -> None:
+        """Make what state is offloaded to, before the first update. files: the run's directory, if it has one. Raises
+        `PlanError` if there is no room."""
+        if self._offloaded:
+            self._offloaded.open(files)
+
+    def close(self) -> None:
+        """After the last update."""
+        if self._offloaded:
+            self._offloaded.close()
+
+    def begin_step(self) -> None:
+        """Gradients are about to be computed."""
+        if self._offloaded:
+            self._offloaded.begin_step()
 
     def update(
         self, gradients: Sequence[Tensor | None], loss: float, *, rate: float = 1.0
@@ -114,7 +151,7 @@ class Updater:
             yield from parts.from_shards.fetch()
         for optimizer in self._optimizers:
             with _scaled(optimizer, rate):
-                optimizer.step()
+                self._offloaded.step(optimizer) if self._offloaded else optimizer.step()
         for target, gradient in before:
             target.grad = gradient  # it is the exchange's
         if parts.from_shards:
@@ -142,7 +179,8 @@ class Updater:
     def notes(self) -> list[str]:
         """What the user should know of how schedulers are stepped, before the first step."""
         looking = [scheduler for scheduler in self._schedulers if isinstance(scheduler, ReduceLROnPlateau)]
-        return [
+        offloaded = self._offloaded.notes() if self._offloaded else []
+        return offloaded + [
             f"ReduceLROnPlateau is stepped after every step, with that step's training loss: patience={scheduler.patience} are steps, not epochs or "
             "evaluations. Choose its patience and threshold for that, or a scheduler that goes by steps alone."
             for scheduler in looking[:1]
@@ -168,6 +206,17 @@ class Updater:
                 which if isinstance(which, bool) else which[slice_.start : slice_.stop].to(self._device)
             )
         return counted
+
+
+def offloaded(
+    user: UserOptimizers, held: Sequence[Sequence[OwnedSlice]], device: torch.device
+) -> tuple[OffloadedState, Sequence[Sequence[OwnedSlice]]]:
+    """The state of these optimizers elsewhere, and what they update then. held: what they update, by optimizer.
+    device: of the parameters."""
+    if device.type == "cpu":
+        return StateOnDisk(user.optimizers, user.in_windows), held
+    on_host = StateOnHost(user.optimizers, user.in_windows, device, lane_of(device), lane_of(device))
+    return on_host, on_host.held(held)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from meshloom.checkpoint.json_values import NotPlainError, to_json
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
-from meshloom.optimizer.elementwise import Reach, reach
+from meshloom.optimizer.elementwise import Reach, reach, steps_in_windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,13 @@ class UserOptimizers:
         """What the updates of each optimizer depend on. To be read before their parameters are replaced by
         slices."""
         return [reach(each, elementwise=self.elementwise) for each in self.optimizers]
+
+    @cached_property
+    def in_windows(self) -> list[bool]:
+        """Whether each optimizer may update a few parameters at a time. To be read before their parameters are replaced
+        by slices."""
+        pairs = zip(self.optimizers, self.reaches, strict=True)
+        return [each_reach != "optimizer" and steps_in_windows(each) for each, each_reach in pairs]
 
 
 def make_optimizers(job: Job, named_parameters: NamedParameters) -> UserOptimizers:

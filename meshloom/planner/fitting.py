@@ -50,7 +50,7 @@ def least_bytes(plan: Plan, named: NamedParameters, state: int, *, one_copy: boo
     return {
         "parameters": whole // split // (slices if plan.zero == 3 else one),
         "gradients": trained // split // (plan.mesh.num_slices if plan.zero >= 2 else 1),
-        "optimizer": state // split // of_state,
+        "optimizer": state // split // of_state if plan.offload == "none" else 0,
     }
 
 
@@ -134,8 +134,8 @@ def predicted_ranks(readings: Readings, plan: Plan, *, one_copy: bool = False) -
 
 
 def nearby(plan: Plan) -> Iterator[Plan]:
-    """Plans of as many ranks that hold less: state, gradients and parameters in slices; fewer activations; the
-    model in parts.
+    """Plans of as many ranks that hold less: state, gradients and parameters in slices; fewer activations; state
+    elsewhere; the model in parts.
 
     >>> [str(each) for each in nearby(Plan(dp=2))][:4]
     ['dp=2,zero=1', 'dp=2,zero=2', 'dp=2,zero=3', 'dp=2,microbatches=2']
@@ -148,6 +148,7 @@ def nearby(plan: Plan) -> Iterator[Plan]:
         {"recompute": "selective"},
         {"recompute": "full"},
     ]
+    changes += [{"offload": "optimizer"}] if plan.offload == "none" else []
     changes += [{"zero": 3, "microbatches": 4 * m}, {"zero": 3, "recompute": "full"}] if plan.dp > 1 else []
     size = plan.mesh.size
     for tp in (each for each in range(1, size + 1) if size % each == 0):

@@ -203,6 +203,7 @@ class Pricer:
             return predict_memory(
                 program, self._job.optimizer, microbatches=plan.microbatches, dp=plan.dp if one_copy else plan.mesh.num_slices, zero=plan.zero,
                 bucket_bytes=plan.bucket_bytes, one_copy=one_copy, copies=self._job.checkpoint == "background",
+                offload=plan.offload != "none",
             )  # fmt: skip
         except Exception:  # the user's optimizer may do anything; then memory is measured
             return None

@@ -22,7 +22,13 @@ from meshloom.pipeline.stages.stage_cutter import stages_of_part
 from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
 from meshloom.pipeline.stages.stages import Stage, users_of
 from meshloom.planner.divided import Divided
-from meshloom.planner.memory.rank_memory import HeldBytes, RankMemory, has_buckets, memory_of_rank
+from meshloom.planner.memory.rank_memory import (
+    HeldBytes,
+    RankMemory,
+    has_buckets,
+    memory_of_rank,
+    state_by_place,
+)
 from meshloom.planner.memory.stage_kept import kept_bytes_of
 from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR, StepFacts, facts_of
 from meshloom.planner.memory.unit_bytes import unit_bytes
@@ -189,7 +195,7 @@ def _share(
         held=HeldBytes(
             parameters=-(-parameters // plan.dp) if one_copy else parameters,
             gradients=gradients,
-            optimizer=round(factor * per_replica),
+            **state_by_place(plan, round(factor * per_replica)),
             buffers=sum(
                 each.meta.num_bytes for name, each in program.buffers.items() if rank in ownership[name]
             ),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -92,18 +93,17 @@ class Replica:
 
     share: whether replicas of a host may have one copy of the parameters in shared memory.
     stored: programs and choices of earlier runs, for the rank that captures.
+    files: directory for the file of offloaded optimizer state.
     updates: whether it updates its parameters; a worker of an asynchronous run only computes gradients.
     """
 
     def __init__(
         self, job: Job, plan: Plan, context: RankContext, *, dtype: torch.dtype | None = None, share: bool = False, updates: bool = True,
-        timings: Timings | None = None, stored: ProgramCache | None = None,
+        timings: Timings | None = None, stored: ProgramCache | None = None, files: Path | None = None,
     ) -> None:  # fmt: skip
         self.timings = timings or Timings()
-        self.job = job
-        self.plan = plan
-        self.context = context
-        self.dtype = dtype
+        self.job, self.plan, self.context, self.dtype = job, plan, context, dtype
+        self._files = files
         self._share = share
         self.updates = updates
         self.updating = False
@@ -172,7 +172,10 @@ class Replica:
             if made:
                 self.updater = Updater(
                     self.job, whole, self.exchange, self.shards, self.named, self.stage_group, made, self.context.device,
+                    self.plan.offload == "optimizer",
                 )  # fmt: skip
+                self._undo.callback(self.updater.close)
+                yield from check_together(self.context.world, lambda: self.updater.open(self._files))
             yield from self.exchange.open()
         self._start.finish()
         self._undo.enter_context(self.engine.connect(self.exchange))
@@ -188,6 +191,8 @@ class Replica:
         if self.pace:
             self.pace.begin()
         self.exchange.begin_step()
+        if self.updates:
+            self.updater.begin_step()
         self.sums.begin(self.asks)
         doing = self.context.activity
         doing.enter("preparing", step)

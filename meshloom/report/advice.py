@@ -106,6 +106,6 @@ def _of_fullest(held: Sequence[HeldBytes]) -> str:
     mine = held[rank]
     kinds = {
         "parameters": mine.parameters, "gradients": mine.gradients, "optimizer": mine.optimizer, "buffers": mine.buffers, "activations": mine.kept,
-        "exchange": mine.on_the_way + mine.full,
+        "exchange": mine.on_the_way + mine.full, "offloaded": mine.offloaded,
     }  # fmt: skip
     return f"rank {rank} holds most: {', '.join(f'{name} {format_bytes(size)}' for name, size in kinds.items() if size)}"

@@ -52,6 +52,11 @@ def lines_of(found: StagePlan) -> list[str]:
     ]
 
 
+_OFFLOADED = (
+    "offloaded: the optimizer's state, on disk on CPUs and in host memory on GPUs; peaks have what an update needs of it at one time",
+)
+
+
 def lines_of_ranks(shares: Sequence[RankShare], memories: Sequence[RankMemory], *, sent: bool) -> list[str]:
     """What each rank along pp holds by kind and in each phase, and hands over, a row each; of those along dp and
     tp the first. sent: whether what is sent along dp is known."""
@@ -65,6 +70,7 @@ def lines_of_ranks(shares: Sequence[RankShare], memories: Sequence[RankMemory], 
         "batch",
         "exchange",
     ]
+    kinds += ["offloaded"] if any(each.offloaded for each in memories) else []
     rows = [["rank along pp", *kinds, "sent along dp", "pp", "tp"]]
     peaks = [["rank along pp", *PHASES, "peak", "in"]]
     for each, memory in zip(shares, memories, strict=True):
@@ -77,6 +83,7 @@ def lines_of_ranks(shares: Sequence[RankShare], memories: Sequence[RankMemory], 
     return [
         "what a rank holds, the most of each kind, and hands over in a step:",
         *_aligned(rows, words=-1),
+        *(_OFFLOADED if "offloaded" in kinds else ()),
         "its peak by phase (verification is a run of its own, meshloom verify, of which rank 0 also runs one device's steps):",
         *_aligned(peaks, words=len(peaks[0]) - 1),
     ]

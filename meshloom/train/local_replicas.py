@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -29,7 +30,7 @@ T = TypeVar("T")
 class LocalReplicas:
     """`all`: in the order of the world's local ranks. `warnings`: about programs kept from earlier starts.
 
-    dtype, share, cache, timings: as for `Trainer`.
+    dtype, share, cache, timings: as for `Trainer`. files: directory for files beside the run.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class LocalReplicas:
         share: bool,
         cache: str,
         timings: Timings,
+        files: Path | None = None,
     ) -> None:
         self._plan, self._world, self._dtype = plan, world, dtype
         self.all: list[Replica] = []
@@ -52,7 +54,7 @@ class LocalReplicas:
                 self.warnings = stored.warnings if stored else self.warnings
                 of_first = timings if context is world.local[0] else None
                 replica = Replica(
-                    job, plan, context, dtype=dtype, share=share, timings=of_first, stored=stored
+                    job, plan, context, dtype=dtype, share=share, timings=of_first, stored=stored, files=files
                 )
                 building.callback(replica.close)
                 self.all.append(replica)

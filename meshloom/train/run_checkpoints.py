@@ -152,6 +152,8 @@ class RunCheckpoints:
                 )[0],
             )
         else:
+            for replica in self._replicas.all:
+                replica.updater.state.give_back()
             self._came_to(step, path)
         self._replicas.enter("between steps", step)
         return path

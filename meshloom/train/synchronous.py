@@ -62,7 +62,7 @@ class SynchronousRun:
         with ExitStack() as building:
             building.callback(self._stop_requests.close)
             self.replicas = LocalReplicas(
-                job, plan, world, dtype=dtype, share=share, cache=cache, timings=timings
+                job, plan, world, dtype=dtype, share=share, cache=cache, timings=timings, files=out
             )
             building.callback(self.replicas.close)
             first = self.replicas.first

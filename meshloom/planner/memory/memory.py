@@ -22,6 +22,7 @@ from meshloom.core.job import NamedParameters
 from meshloom.core.plan import DEFAULTS
 from meshloom.exchange.buckets.gradient_bytes import gradient_bytes
 from meshloom.planner.memory.fake_step import FakeStep
+from meshloom.planner.memory.rank_memory import window_bytes
 from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR
 from meshloom.planner.memory.unit_bytes import unit_bytes
 from meshloom.program.ir.program import Program
@@ -37,7 +38,8 @@ class Memory:
     gradients: of all parameters when backward is done, with buckets for their exchange.
     optimizer: its state. batch: the tensors of the step's chunks that lie on the device.
     kept: what a chunk's forward leaves behind: activations for its backward.
-    copied: of the state, for a checkpoint that is written in the background.
+    copied: of the state, for a checkpoint that is written in the background. offloaded: of the optimizer's state,
+        elsewhere; what an update needs of it at one time is part of the peak.
     temporaries: everything else at the peak, including the program's constants.
     peaks: phase -> most bytes at one time in it. publish: sending updated parameters, where each rank updates
         a part.
@@ -52,6 +54,7 @@ class Memory:
     temporaries: int
     peaks: Mapping[str, int]
     copied: int = 0
+    offloaded: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peaks", MappingProxyType(dict(self.peaks)))
@@ -82,6 +85,7 @@ def predict_memory(
     bucket_bytes: int = DEFAULTS["bucket_bytes"],
     one_copy: bool = False,
     copies: bool = False,
+    offload: bool = False,
 ) -> Memory:
     """Memory of a step of `program`, which is that of one chunk, on each of `dp` devices.
 
@@ -92,7 +96,7 @@ def predict_memory(
     counted (without their padding), not what the transport itself needs. bucket_bytes: as of a plan.
     one_copy: the devices are ranks of one host that have the parameters and the optimizer's state once; each
     is counted its share of them. copies: whether a device's part of the state is copied beside it, for checkpoints
-    in the background; counted where the device is the host.
+    in the background; counted where the device is the host. offload: whether the optimizer's state is elsewhere.
     """
     if microbatches < 1 or dp < 1 or zero not in (0, 1, 2, 3):
         raise PlanError(
@@ -108,7 +112,9 @@ def predict_memory(
     if zero == 3 and dp > 1 and not one_copy:
         units = unit_bytes({name: each.meta for name, each in program.parameters.items()}, bucket_bytes)
         buckets, parameters = units.held_gradients(dp), units.held_parameters(dp)
-    state = -(-step.optimizer_bytes // divided)
+    state, offloaded = -(-step.optimizer_bytes // divided), 0
+    if offload:
+        state, offloaded = 0, state
     # other devices get one chunk at a time
     held = program.inputs if program.device.type != "cpu" else program.inputs * microbatches
     batch = sum(_num_bytes(each.meta) for each in held)
@@ -117,6 +123,11 @@ def predict_memory(
         copied = copied_bytes(step.parameter_bytes + step.optimizer_bytes, step.buffer_bytes, dp)
     standing = parameters + step.buffer_bytes + step.constant_bytes + state + batch + buckets + copied
     peaks = {phase: standing + num_bytes for phase, num_bytes in step.peaks.items()}
+    largest = max((each.meta.num_bytes for each in program.parameters.values()), default=0)
+    if "update" in peaks:
+        peaks["update"] += window_bytes(
+            offloaded, largest, step.optimizer_bytes / max(step.parameter_bytes, 1)
+        )
     if divided > 1 and not one_copy and zero != 3:
         peaks["publish"] = standing + -(-step.parameter_bytes // dp)  # each rank's part is copied to be sent
     phase = max(peaks, key=lambda each: peaks[each])
@@ -130,6 +141,7 @@ def predict_memory(
         temporaries=step.temporaries.get(phase, peaks[phase] - standing) + step.constant_bytes,
         peaks=peaks,
         copied=copied,
+        offloaded=offloaded,
     )
 
 

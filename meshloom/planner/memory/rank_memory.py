@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.plan import Plan
+from meshloom.optimizer.offload.windows import WINDOW_BYTES
 from meshloom.planner.memory.step_facts import StepFacts
 
 PHASES = ("start-up", "step", "evaluation", "checkpoint", "verification")
@@ -27,7 +28,8 @@ class HeldBytes:
 
     parameters: its own, or its share of one copy that several ranks have. trained: of those that it and its
         replicas update. gradients: of what it updates. on_the_way: buckets beside these and, under zero=3, full
-        gradients of units. full: under zero=3 the full parameters that are there at one time.
+        gradients of units. full: under zero=3 the full parameters that are there at one time. offloaded: of the optimizer's state, what
+        lies in a file or, of a GPU's rank, in host memory; no part of `optimizer` or the total.
     """
 
     parameters: int
@@ -38,6 +40,7 @@ class HeldBytes:
     trained: int
     on_the_way: int = 0
     full: int = 0
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
@@ -51,7 +54,8 @@ class RankMemory:
     """Bytes on one rank. Each kind is the largest of its kind, so they may add up to more than the peak.
 
     exchange: buckets, full units, and what a compression or an outer step keeps. phases: phase -> most bytes at
-    one time in it.
+    one time in it. offloaded: of the optimizer's state, elsewhere; not in the phases, but for what an update needs at
+    one time.
     """
 
     parameters: int
@@ -63,6 +67,7 @@ class RankMemory:
     temporaries: int
     exchange: int
     phases: Mapping[str, int]
+    offloaded: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
@@ -81,7 +86,7 @@ class RankMemory:
         """Bytes by kind."""
         return {
             name: int(getattr(self, name))
-            for name in ("parameters", "buffers", "optimizer", "gradients", "batch", "kept", "temporaries", "exchange")
+            for name in ("parameters", "buffers", "optimizer", "gradients", "batch", "kept", "temporaries", "exchange", "offloaded")
         }  # fmt: skip
 
 
@@ -105,7 +110,8 @@ def memory_of_rank(
     computing += round(others * share) - (0 if has_buckets(plan) else held.gradients)
     if held.full and microbatches == 1:  # slices of gradients are made as units complete theirs
         computing -= held.gradients + held.on_the_way // 2
-    updating = between + batch + max(facts.update // plan.tp, passing)
+    window = window_bytes(held.offloaded, facts.largest // plan.tp, facts.optimizer_factor)
+    updating = between + batch + max(facts.update // plan.tp + window, passing)
     phases = {
         "start-up": _start(plan, held, facts, first=first, one_copy=one_copy),
         "step": max(computing, updating),
@@ -130,7 +136,19 @@ def memory_of_rank(
         temporaries=temporaries + facts.constants,
         exchange=stays + held.on_the_way + held.full,
         phases=phases,
+        offloaded=held.offloaded,
     )
+
+
+def state_by_place(plan: Plan, num_bytes: int) -> dict[str, int]:
+    """Bytes of optimizer state as fields of `HeldBytes`: with the rest, or offloaded."""
+    return {"optimizer": num_bytes} if plan.offload == "none" else {"optimizer": 0, "offloaded": num_bytes}
+
+
+def window_bytes(offloaded: int, largest: int, factor: float) -> int:
+    """Of offloaded state, bytes that are in memory at one time in an update. largest: bytes of a parameter. factor:
+    bytes of state per byte of parameters."""
+    return min(offloaded, round(max(WINDOW_BYTES, largest) * factor))
 
 
 def has_buckets(plan: Plan) -> bool:
@@ -160,7 +178,8 @@ def _of_checkpoint(plan: Plan, facts: StepFacts) -> int:
 def copied_by(held: HeldBytes, plan: Plan, *, one_copy: bool = False) -> int:
     """Bytes of host memory for what a rank copies for a checkpoint in the background: its part of the state."""
     parameters = held.parameters if one_copy or plan.zero == 3 else -(-held.parameters // plan.dp)
-    state = held.optimizer if one_copy or plan.zero else -(-held.optimizer // plan.dp)
+    state = held.optimizer + held.offloaded
+    state = state if one_copy or plan.zero else -(-state // plan.dp)
     return parameters + state + held.buffers
 
 

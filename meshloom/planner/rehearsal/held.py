@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from meshloom.exchange.buckets.gradient_bytes import held_gradients
 from meshloom.exchange.units.unit_slices import UnitFlat
 from meshloom.exchange.zero_three import ZeroThree
-from meshloom.planner.memory.rank_memory import HeldBytes
+from meshloom.planner.memory.rank_memory import HeldBytes, state_by_place
 from meshloom.replica.replica import Replica
 
 
@@ -31,7 +31,7 @@ def held_by(replica: Replica, kept: int, optimizer_factor: float) -> HeldBytes:
     return HeldBytes(
         parameters=-(-whole // plan.dp) if exchange.one_copy else whole,
         gradients=gradients,
-        optimizer=round(optimizer_factor * owned),
+        **state_by_place(plan, round(optimizer_factor * owned)),
         buffers=sum(each.nbytes for each in replica.model.buffers() if not each.is_meta),
         kept=kept,
         trained=sum(size for name, size in trained.items() if name in owned_names),

@@ -1,0 +1,210 @@
+"""Optimizer state on a disk: in a mapped file, of which a window is in memory while it is updated.
+
+    backward       the kernel reads the first window's state from disk
+    update         window 1: step | give back      window 2: step | give back      ...
+                   meanwhile, the kernel reads window 2 ...       window 3 ...
+
+Tensors of a page or more that an optimizer has as state of a parameter are moved into a mapped file as soon as they
+are there, whatever made them: they stay the same objects, so an optimizer does not notice. Smaller ones stay in memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshloom.core.random import preserved_draws
+from meshloom.core.units import format_bytes
+from meshloom.machine.file_system import file_system_of, is_remote, keeps_in_memory
+from meshloom.machine.process_memory import return_freed_memory
+from meshloom.optimizer.elementwise import copy_with
+from meshloom.optimizer.offload.offloaded_state import OffloadedState
+from meshloom.optimizer.offload.state_file import PAGE, StateFile
+from meshloom.optimizer.offload.windows import (
+    WINDOW_BYTES,
+    Window,
+    parameters_of,
+    step_in_windows,
+    windows_of,
+)
+
+SMALLEST = PAGE  # bytes of a tensor that is moved
+USUAL_FACTOR = 2  # bytes of state per byte of parameters, where they cannot be found out before
+PERSISTENT = Path("/var/tmp")  # temporary files that outlive a restart are on a disk
+
+
+class StateOnDisk(OffloadedState):
+    """The state of `optimizers` in a file.
+
+    in_windows: whether each of them may be stepped in windows (`UserOptimizers.in_windows`).
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], in_windows: Sequence[bool]) -> None:
+        self._optimizers, self._in_windows = optimizers, in_windows
+        self._windows: dict[int, list[Window]] = {}  # by id of the optimizer
+        self._file: StateFile | None = None
+        self._updated: set[Optimizer] = set()
+
+    def open(self, files: Path | None) -> None:
+        self._file = StateFile(directory_for(files))
+        needed = sum(state_bytes_of(each) for each in self._optimizers)
+        if needed:
+            self._file.reserve(needed)
+        for optimizer, whether in zip(self._optimizers, self._in_windows, strict=True):
+            windows = windows_of(optimizer, WINDOW_BYTES)
+            everything = [range(len(group["params"])) for group in optimizer.param_groups]
+            self._windows[id(optimizer)] = windows if whether else [everything]
+            for parameter in parameters_of(optimizer, everything):
+                self.keep(optimizer, parameter)  # what its constructor made
+
+    def begin_step(self) -> None:
+        if self._file is not None and self._optimizers:
+            self._file.ask_for(self._tensors(self._optimizers[0], 0))
+
+    def step(self, optimizer: Optimizer) -> None:
+        assert self._file is not None
+        file, windows = self._file, self._windows[id(optimizer)]
+        everyone = [parameters_of(optimizer, window) for window in windows]
+        following = self._optimizers[self._optimizers.index(optimizer) + 1 :][:1]
+
+        def step(number: int, update: Any) -> None:
+            if number + 1 < len(windows):
+                file.ask_for(_state_of(optimizer, everyone[number + 1]))
+            elif following:
+                file.ask_for(self._tensors(following[0], 0))
+            update()
+            for parameter in everyone[number]:
+                self.keep(optimizer, parameter)
+            if (
+                optimizer not in self._updated
+            ):  # the first update makes the state, in memory that nothing else may fit
+                return_freed_memory()
+
+        step_in_windows(optimizer, windows, step)
+        self._updated.add(optimizer)
+
+    def keep(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
+        """Moves the state of a parameter into the file, unless it is there, and gives its pages back."""
+        assert self._file is not None
+        tensors = list(_state_of(optimizer, [parameter]))
+        for each in tensors:
+            if not self._file.holds(each) and _is_movable(each):
+                self._file.place(each)
+        self._file.give_back(tensors)
+
+    def keep_all(self) -> None:
+        for optimizer, windows in ((each, self._windows[id(each)]) for each in self._optimizers):
+            for parameter in (each for window in windows for each in parameters_of(optimizer, window)):
+                self.keep(optimizer, parameter)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def notes(self) -> list[str]:
+        assert self._file is not None
+        where = f"{self._file.directory} ({file_system_of(self._file.directory) or 'unknown file system'})"
+        if not self._file.num_bytes:
+            return [
+                f"Optimizer state stays in memory: none of its tensors has {format_bytes(SMALLEST)} on this rank, and smaller ones are not offloaded."
+            ]
+        notes = [
+            f"Optimizer state is in an unlinked file in {where}, {format_bytes(self._file.num_bytes)} on this rank; in an update, the state of "
+            f"{format_bytes(WINDOW_BYTES)} of parameters or of one larger parameter is in memory at a time."
+        ]
+        whole = [
+            type(each).__name__
+            for each, may in zip(self._optimizers, self._in_windows, strict=True)
+            if not may
+        ]
+        if whole:
+            notes.append(
+                f"{', '.join(dict.fromkeys(whole))} cannot update a few parameters at a time (its updates look at all of them, or its step has hooks), so "
+                "all of its state is in memory during an update, as far as the kernel lets it be."
+            )
+        return notes
+
+    def _tensors(self, optimizer: Optimizer, number: int) -> Iterator[Tensor]:
+        return _state_of(optimizer, parameters_of(optimizer, self._windows[id(optimizer)][number]))
+
+
+def directory_for(files: Path | None) -> Path:
+    """Where the file is made: in the run's own directory, unless that is on another machine; else where temporary files
+    go, or in /var/tmp if those are in memory."""
+    if files is not None and files.is_dir() and not is_remote(files):
+        return files
+    temporary = Path(tempfile.gettempdir())
+    elsewhere = keeps_in_memory(temporary) and PERSISTENT.is_dir()
+    return PERSISTENT if elsewhere and not keeps_in_memory(PERSISTENT) else temporary
+
+
+def state_bytes_of(optimizer: Optimizer) -> int:
+    """Bytes in the file that an optimizer's state takes, in whole pages; found by a step without values, or
+    estimated where it needs values."""
+    parameters: list[nn.Parameter] = [each for group in optimizer.param_groups for each in group["params"]]
+    without = {id(each): nn.Parameter(torch.empty_like(each, device="meta")) for each in parameters}
+    state: dict[Any, Any] = {
+        without[id(each)]: {key: _without_values(value) for key, value in optimizer.state[each].items()}
+        for each in parameters
+        if each in optimizer.state
+    }
+    try:
+        with preserved_draws(), _Numbers():
+            stand_in = copy_with(
+                optimizer, without, type(optimizer.state)(optimizer.state.default_factory, state)
+            )
+            for each in without.values():
+                each.grad = torch.empty_like(each)
+            stand_in.step()
+        found = [each for each in _state_of(stand_in, without.values()) if each.nbytes >= SMALLEST]
+        return sum(-(-each.nbytes // PAGE) * PAGE for each in found)
+    except Exception:  # the user's optimizer may do anything
+        return USUAL_FACTOR * sum(each.nbytes for each in parameters)
+
+
+def _state_of(optimizer: Optimizer, parameters: Any) -> Iterator[Tensor]:
+    """The tensors of these parameters' state, also in lists, tuples and dicts."""
+    for parameter in parameters:
+        if parameter in optimizer.state:
+            yield from _tensors_in(optimizer.state[parameter])
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(each)
+
+
+def _is_movable(tensor: Tensor) -> bool:
+    """Whether it is large, and all of a memory that nothing else refers to."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.nbytes < SMALLEST:
+        return False
+    storage: Any = tensor.untyped_storage()
+    inner: Any = vars(torch)["_C"]
+    return (
+        storage.nbytes() == tensor.nbytes and inner._storage_Use_Count(storage._cdata) == 2
+    )  # the tensor's own, and `storage`
+
+
+def _without_values(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) and value.ndim else value
+
+
+class _Numbers(TorchDispatchMode):
+    """Tensors without values that are asked for a number (a norm) return 1."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,162 @@
+"""An optimizer's state in host memory, where the parameters are on a GPU: it steps on their twins on the host.
+
+    GPU -> host     gradients, values 1 | gradients, values 2 | gradients, values 3 |
+    host                                | step 1              | step 2              | step 3   |
+    host -> GPU                                               | values 1            | values 2 | values 3 |
+
+A *twin* has its parameter's shape, and values while its window is updated: windows take turns in two pieces of pinned
+memory. So the host holds the state and two windows, and parameters are the device's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshloom.core.errors import PlanError
+from meshloom.core.units import format_bytes
+from meshloom.optimizer.offload.lanes import Lane, Wait
+from meshloom.optimizer.offload.offloaded_state import OffloadedState
+from meshloom.optimizer.offload.windows import (
+    WINDOW_BYTES,
+    Window,
+    parameters_of,
+    step_in_windows,
+    windows_of,
+)
+from meshloom.optimizer.state_pieces import OwnedSlice
+
+ALIGNMENT = 64  # bytes, of a tensor in a window's memory
+
+
+class StateOnHost(OffloadedState):
+    """The optimizers' state, in host memory. Takes the place of each parameter in their groups by its twin.
+
+    in_windows: whether each optimizer may be stepped in windows. device: of the parameters. down, up: from the device
+    to the host, and back. Raises `PlanError` for an optimizer that updates on GPUs only.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        in_windows: Sequence[bool],
+        device: torch.device,
+        down: Lane,
+        up: Lane,
+    ) -> None:
+        self._device, self._down, self._up = device, down, up
+        self._of_twin: dict[nn.Parameter, nn.Parameter] = {}
+        self._windows: dict[int, list[Window]] = {}  # by id of the optimizer
+        for optimizer, whether in zip(optimizers, in_windows, strict=True):
+            if any(group.get("capturable") for group in optimizer.param_groups):
+                raise PlanError(
+                    f"offload=optimizer updates on the host, and {type(optimizer).__name__}(capturable=True) updates on GPUs only. Leave capturable out, or "
+                    "leave offload out."
+                )
+            self._take_twins(optimizer)
+            everything = [range(len(group["params"])) for group in optimizer.param_groups]
+            self._windows[id(optimizer)] = windows_of(optimizer, WINDOW_BYTES) if whether else [everything]
+        sizes = [
+            _bytes_of(self._parameters(optimizer, window))
+            for optimizer in optimizers
+            for window in self._windows[id(optimizer)]
+        ]
+        most, count = max(sizes, default=0), 2 if len(sizes) > len(optimizers) else 1
+        pinned = device.type == "cuda"
+        self._rooms = [torch.empty(2 * most, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+        self._left: list[Wait] = [lambda: None] * count  # by room, until its values are the device's
+
+    def held(self, held: Sequence[Sequence[OwnedSlice]]) -> list[list[OwnedSlice]]:
+        """What the optimizers update, by optimizer, with twins in place of parameters."""
+        twins = {id(parameter): twin for twin, parameter in self._of_twin.items()}
+        return [[replace(each, tensor=twins[id(each.tensor)]) for each in parts] for parts in held]
+
+    def step(self, optimizer: Optimizer) -> None:
+        """One update from the gradients on the device, which computes with the new values afterwards."""
+        windows = self._windows[id(optimizer)]
+        twins = [parameters_of(optimizer, window) for window in windows]
+        self._down.after_computation()
+        arrived: list[Wait] = []  # by window
+
+        def step(number: int, update: Any) -> None:
+            if number == 0:
+                arrived.append(self._fetch(0, twins[0]))
+            arrived[number]()
+            if number + 1 < len(windows):
+                arrived.append(self._fetch(number + 1, twins[number + 1]))
+            update()
+            for twin in twins[number]:
+                self._up.copy(self._of_twin[twin].data, twin.data)
+            self._left[number % len(self._rooms)] = self._up.mark()
+
+        try:
+            step_in_windows(optimizer, windows, step)
+        finally:
+            for twin in (each for window in twins for each in window):
+                twin.data, twin.grad = _without_memory(twin), None
+            self._up.before_computation()
+
+    def notes(self) -> list[str]:
+        staged = sum(each.nbytes for each in self._rooms)
+        return [
+            f"Optimizer state is in host memory, where updates are made; {format_bytes(staged)} of pinned memory carry gradients and values of this rank."
+        ]
+
+    def _take_twins(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                twin = nn.Parameter(_without_memory(parameter), requires_grad=parameter.requires_grad)
+                self._of_twin[twin] = parameter
+                group["params"][index] = twin
+                if parameter in optimizer.state:
+                    optimizer.state[twin] = optimizer.state.pop(parameter)
+        for place in (*optimizer.param_groups, vars(optimizer), *optimizer.state.values()):
+            for each in place.values() if isinstance(place, dict) else ():  # pyright: ignore[reportUnnecessaryIsInstance]
+                if isinstance(each, Tensor) and each.device.type != "cpu":
+                    each.data = each.data.cpu()  # it stays the same tensor: a scheduler may hold it
+
+    def _parameters(self, optimizer: Optimizer, window: Window) -> Iterator[nn.Parameter]:
+        return (self._of_twin[each] for each in parameters_of(optimizer, window))
+
+    def _fetch(self, number: int, twins: Sequence[nn.Parameter]) -> Wait:
+        """Gives the twins of a window memory, and sends values and gradients there."""
+        index, at = number % len(self._rooms), 0
+        self._left[index]()
+        room = self._rooms[index]
+        for twin in twins:
+            parameter = self._of_twin[twin]
+            values, at = _part(room, at, parameter)
+            self._down.copy(values, parameter.data)
+            twin.data = values
+            gradient = parameter.grad
+            if gradient is None or gradient.layout != torch.strided:
+                twin.grad = None if gradient is None else gradient.cpu()
+                continue
+            received, at = _part(room, at, parameter)
+            self._down.copy(received, gradient)
+            twin.grad = received
+        return self._down.mark()
+
+
+def _part(room: Tensor, start: int, like: Tensor) -> tuple[Tensor, int]:
+    """A tensor like `like` that begins at a byte of `room`, and where the next one may begin."""
+    stop = start + like.nbytes
+    return room[start:stop].view(like.dtype).view(like.shape), start + _aligned(like.nbytes)
+
+
+def _bytes_of(parameters: Iterator[nn.Parameter]) -> int:
+    return sum(_aligned(each.nbytes) for each in parameters)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _without_memory(like: Tensor) -> Tensor:
+    """A tensor on the host of the same shape, all of whose elements are one."""
+    return torch.zeros((), dtype=like.dtype).expand(like.shape)
