@@ -53,6 +53,7 @@ ORDER = [
         "comm.network",
         "data",
         "parameters.construction",
+        "program.gradients",
         "program.operators",
         "telemetry",
     ],
