@@ -46,6 +46,7 @@ ORDER = [
         "program.trace",
         "tensor_parallel.rules",
     ],
+    ["program.gradients"],
     [
         "checkpoint",
         "comm.collectives",
@@ -53,7 +54,6 @@ ORDER = [
         "comm.network",
         "data",
         "parameters.construction",
-        "program.gradients",
         "program.operators",
         "telemetry",
     ],

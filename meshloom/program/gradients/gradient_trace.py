@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 
+from meshloom.program.gradients.decompositions import decompositions
 from meshloom.program.ir.contexts import Context
 from meshloom.program.ir.lines import place_here
 from meshloom.program.ir.replaced import replaced
@@ -57,7 +58,9 @@ def trace_with_gradients(module: nn.Module, inputs: Sequence[Tensor], *, meta: s
         with _holding(module, fakes), places.recorded():
             return module(*given[len(state) :])
 
-    traced = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*state, *inputs)
+    traced = make_fx(
+        run, tracing_mode="fake", decomposition_table=decompositions(), _allow_non_fake_inputs=True
+    )(*state, *inputs)
     graph: fx.Graph = traced.graph
     _without_detaches_of_autograd(graph)
     given = [node.name for node in graph.nodes if node.op == "placeholder"]
