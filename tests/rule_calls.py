@@ -103,6 +103,8 @@ FIXED = {
     "binary_cross_entropy_with_logits": ("weight",),
     **dict.fromkeys(("floor_divide", "bernoulli", "randint_like"), ("self", "other")),
     "copy": ("self", "src"),
+    "log_sigmoid_backward": ("buffer",),
+    **dict.fromkeys(("silu_backward", "mish_backward", "hardsigmoid_backward"), ("grad_output", "self")),
 }
 """Arguments to which torch gives no gradient."""
 
@@ -751,6 +753,90 @@ def _pooled(name: str, count: int) -> Make:
     return make
 
 
+def _pooled_gradient(name: str, count: int) -> Make:
+    """The backward of pooling or padding [b, c, 6...]."""
+
+    def make(c: Chance) -> OneCall:
+        lead = (*c.one((c.size(),), ()), c.size())
+        x, half = c.normal(*lead, *(6,) * count), (*lead, *(3,) * count)
+        if "pad" in name:
+            return call(name, c.normal(*lead, *(8,) * count), x, (1,) * 2 * count)
+        if "adaptive" in name:
+            return call(name, c.normal(*half), x)
+        kernel = (2,) * count
+        if "avg" in name:
+            return call(name, c.normal(*half), x, kernel, kernel, (0,) * count, False, True, None)
+        function: Any = torch.nn.functional
+        pool = getattr(function, f"max_pool{count}d_with_indices")
+        indices = pool(x, kernel)[1]
+        return call(name, c.normal(*half), x, kernel, kernel, (0,) * count, (1,) * count, False, indices)
+
+    return make
+
+
+def _embedding_gradient(c: Chance) -> OneCall:
+    index = c.below(7, *c.shape(1, 2))
+    return call("embedding_dense_backward", c.normal(*index.shape, c.size()), index, 7, c.one(-1, 3), False)
+
+
+def _convolution_gradient(name: str) -> Make:
+    def make(c: Chance) -> OneCall:
+        count, groups, transposed = c.one(1, 2), c.one(1, 1, 3), c.yes()
+        inner, outer = groups * c.size(), groups * c.size()
+        stride, padding = (c.one(1, 2),) * count, (c.one(0, 1),) * count
+        how = stride, padding, (1,) * count, transposed, (0,) * count, groups
+        shape = (inner, outer // groups) if transposed else (outer, inner // groups)
+        x, weight = c.normal(c.size(), inner, *(5,) * count), c.normal(*shape, *(3,) * count)
+        gradient = c.normal(*torch.ops.aten.convolution(x, weight, None, *how).shape)
+        other, size = (weight, x) if "input" in name else (x, weight)
+        return call(name, gradient, other, tuple(size.shape), *how)
+
+    return make
+
+
+def _index_put(c: Chance) -> OneCall:
+    x, count = c.normal(5, 4, 6), c.one(3, 7)
+    index = c.below(4, count)
+    places, values = c.one(
+        ((index,), (count, 4, 6)), ((None, index), (5, count, 6)), ((None, index), (6,)),
+        ((index, c.below(4, count)), (count, 6)), ((index, None, c.below(6, count)), (count, 4)),
+    )  # fmt: skip
+    return call("index_put", x, places, c.normal(*values), True)
+
+
+def _diagonal_scatter(c: Chance) -> OneCall:
+    x = c.normal(4, 5, 4)
+    one, other = c.one((0, 2), (0, 1), (-2, -1))
+    diagonal = x.diagonal(0, one, other)
+    return call("diagonal_scatter", x, c.normal(*diagonal.shape), 0, one, other)
+
+
+def _gradient(name: str, *rest: Any) -> Make:
+    """An elementwise backward: an incoming gradient, and what its forward was given."""
+
+    def make(c: Chance) -> OneCall:
+        shape = c.shape()
+        return call(name, c.normal(*shape), c.normal(*shape), *rest)
+
+    return make
+
+
+def _elu_gradient(c: Chance) -> OneCall:
+    shape = c.shape()
+    return call("elu_backward", c.normal(*shape), 1.0, 1.0, 1.0, False, c.normal(*shape))
+
+
+def _dropout_gradient(c: Chance) -> OneCall:
+    shape = c.shape()
+    return call("native_dropout_backward", c.normal(*shape), c.normal(*shape) > 0, 1.25)
+
+
+def _log_sigmoid_gradient(c: Chance) -> OneCall:
+    shape = c.shape()
+    x = c.normal(*shape)
+    return call("log_sigmoid_backward", c.normal(*shape), x, torch.exp(-x.abs()))
+
+
 def _upsampled(name: str, count: int) -> Make:
     def make(c: Chance) -> OneCall:
         x = c.normal(c.size(), c.size(), *(3 for _ in range(count)))
@@ -1200,7 +1286,33 @@ CALLS: dict[str, list[Make]] = {
     "soft_margin_loss": [_loss("soft_margin_loss")],
     "binary_cross_entropy_with_logits": [_loss("binary_cross_entropy_with_logits")],
     "glu": [_glu],
-}
+    **{
+        f"{name}_backward": [_gradient(f"{name}_backward", *rest)]
+        for name, rest in {
+            "tanh": (), "sigmoid": (), "gelu": (), "silu": (), "mish": (), "hardswish": (), "hardsigmoid": (),
+            "threshold": (0.0,), "leaky_relu": (0.1, False), "hardtanh": (-0.5, 0.5), "hardshrink": (0.5,), "softshrink": (0.5,),
+            "softplus": (1.0, 20.0),
+        }.items()
+    },
+    "elu_backward": [_elu_gradient],
+    "native_dropout_backward": [_dropout_gradient],
+    "log_sigmoid_backward": [_log_sigmoid_gradient],
+    **{
+        name: [_pooled_gradient(name, count)]
+        for count in (2, 3)
+        for name in (
+            f"avg_pool{count}d_backward", f"_adaptive_avg_pool{count}d_backward", f"max_pool{count}d_with_indices_backward",
+            f"reflection_pad{count}d_backward", f"replication_pad{count}d_backward",
+        )
+    },
+    "embedding_dense_backward": [_embedding_gradient],
+    **{
+        name: [_convolution_gradient(name)]
+        for name in ("meshloom::convolution_input_gradient", "meshloom::convolution_weight_gradient")
+    },
+    "index_put": [_index_put],
+    "diagonal_scatter": [_diagonal_scatter],
+}  # fmt: skip
 
 POINTWISE: dict[str, list[Make]] = {
     **{

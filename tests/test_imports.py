@@ -47,6 +47,7 @@ ORDER = [
         "program.trace",
         "tensor_parallel.rules",
     ],
+    ["program.gradients"],
     [
         "checkpoint",
         "comm.collectives",

@@ -1,5 +1,4 @@
-"""Losses that take gradients inside run under dp, and are refused with the user's line where a program would
-be needed.
+"""Losses that take gradients inside are one device's under every plan: their gradients are operators of the program.
 
 Found from outside: under tp and pp they ended in "We found a fake tensor in the exported program constant's
 list" without a line, some with a traceback, and verifying `vmap(jacrev)` under dp in an error of vmap's.
@@ -22,6 +21,7 @@ from meshloom.core.plan import Plan
 from meshloom.program.trace.inner_gradients import transforms_ended
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.families.measure import largest_error
 from tests.loss_jobs import job_of
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -93,22 +93,28 @@ def test_with_dp_they_are_one_device(loss: Callable[[nn.Module, Batch], Tensor])
     assert report and report.passed
 
 
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2,pp=2,tp=2"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_where_a_program_is_needed_the_line_is_said(loss: Callable[[nn.Module, Batch], Tensor]):
+def test_where_a_program_is_needed_they_are_one_device(loss: Callable[[nn.Module, Batch], Tensor], plan: str):
+    report = verify(job_of(loss), Plan.parse(plan), devices="simulated", dtype=torch.float64)
+    assert report and report.passed, report.causes
+    assert largest_error(report) <= 1e-10  # sums over ranks in other orders
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0  # type: ignore[attr-defined]
+
+
+def test_what_a_loss_adds_to_gradients_of_parameters_is_refused_with_its_line():
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        value = F.cross_entropy(model(batch["x"]), batch["y"])
+        (0.1 * value).backward(retain_graph=True)  # here
+        return value
+
     lines, first = inspect.getsourcelines(loss)
     line = first + next(number for number, text in enumerate(lines) if "# here" in text)
-    what = (
-        "uses a transform of torch.func"
-        if loss in (maml, jacobian, directional)
-        else "takes a gradient itself"
-    )
     with pytest.raises(CaptureError) as refused, Trainer(job_of(loss), "tp=2", devices="simulated"):
         pass
-    assert f"The loss {what}" in str(refused.value) and f"test_inner_gradients.py:{line}" in str(
-        refused.value
-    )
+    assert "The loss adds to the gradient of 0.weight" in str(refused.value)
+    assert f"test_inner_gradients.py:{line}" in str(refused.value)
     assert "Plans with dp alone run the module as it is" in str(refused.value)
-    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0  # type: ignore[attr-defined]
 
 
 def test_a_transform_that_was_left_half_way_is_over():

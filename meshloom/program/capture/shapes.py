@@ -29,10 +29,10 @@ from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.lines import describe_line, line_of_error
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
+from meshloom.program.ir.replaced import replaced
 from meshloom.program.ir.sparse_constants import empty_like
 from meshloom.program.trace.block_calls import Shortcuts
 from meshloom.program.trace.build import build
-from meshloom.program.trace.export_patches import replaced
 from meshloom.program.trace.on_cpu import fake_mode
 from meshloom.program.trace.precision import build_model
 from meshloom.program.trace.repeated_export import (

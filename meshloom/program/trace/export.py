@@ -24,13 +24,19 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from meshloom.core.errors import CaptureError
+from meshloom.program.gradients.gradient_trace import trace_with_gradients
 from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, SourcePlace, place_here, place_of_error
 from meshloom.program.trace.attributes import Changed, attributes_restored, plain_attributes, plain_values
 from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcuts
 from meshloom.program.trace.export_patches import ctc_loss_without_values, patched_for_export, without_cache
 from meshloom.program.trace.folding import Folding
-from meshloom.program.trace.inner_gradients import InnerGradients, transforms_ended
+from meshloom.program.trace.inner_gradients import (
+    InnerGradientError,
+    InnerGradients,
+    accumulation_refused,
+    transforms_ended,
+)
 
 _torch: Any = torch  # for private names
 META = "custom"  # the one key of node.meta that export carries through all of its passes
@@ -73,6 +79,8 @@ def export(
     with without_cache(model) if shortcuts.no_cache else nullcontext(False) as switched:
         try:
             return _exported(model, loss, leaves, folding)
+        except InnerGradientError:
+            return _traced(model, loss, leaves)
         except CaptureError as error:
             if switched or (folding is not None and folding.count):
                 raise ShortcutError(str(error)) from error
@@ -84,25 +92,58 @@ def _exported(
 ) -> Exported:
     seen = _Seen(folding=folding)
     wrapper = _Loss(model, loss, seen)
-    copies = tuple(leaf.detach().clone() for leaf in leaves)  # the same tensor twice becomes two
-    try:
-        with (
-            warnings.catch_warnings(),
-            patched_for_export(),
-            ctc_loss_without_values(),
-            _quiet(),
-            transforms_ended(),
-        ):
-            warnings.simplefilter("ignore")  # about attributes, which are checked here
-            exported = torch.export.export(wrapper, copies, strict=False)
-    except CaptureError:
-        raise
-    except Exception as error:
-        seen.gradients.check()
-        seen.gradients.refuse_transforms(error)
-        raise CaptureError(_explain(error)) from error
+    with _for_tracing():
+        try:
+            exported = torch.export.export(wrapper, _copies(leaves), strict=False)
+        except CaptureError:
+            raise
+        except Exception as error:
+            seen.gradients.check()
+            seen.gradients.check_error(error)
+            raise CaptureError(_explain(error)) from error
     seen.gradients.check(exported.graph_module.graph)
     return _from_exported(exported, seen)
+
+
+def _traced(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor]) -> Exported:
+    """The loss with the gradients that it takes itself, which export does not see."""
+    seen = _Seen(traced=True)
+    wrapper = _Loss(model, loss, seen)
+    with _for_tracing():
+        try:
+            found = trace_with_gradients(wrapper, _copies(leaves), meta=META)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(_explain(error)) from error
+    assert seen.out_spec is not None
+    names = (
+        {value: name.removeprefix("model.") for value, name in each.items()}
+        for each in (found.parameters, found.buffers)
+    )
+    parameters, buffers = names
+    return Exported(
+        graph=found.graph, parameters=parameters, buffers=buffers, constants=found.constants, inputs=found.inputs,
+        out_spec=seen.out_spec, changed=seen.changed, left=seen.left,
+    )  # fmt: skip
+
+
+def _copies(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same tensor twice becomes two."""
+    return tuple(leaf.detach().clone() for leaf in leaves)
+
+
+@contextmanager
+def _for_tracing() -> Iterator[None]:
+    with (
+        warnings.catch_warnings(),
+        patched_for_export(),
+        ctc_loss_without_values(),
+        _quiet(),
+        transforms_ended(),
+    ):
+        warnings.simplefilter("ignore")  # about attributes, which are checked here
+        yield
 
 
 def context_of(node: fx.Node) -> Context:
@@ -136,6 +177,7 @@ class _Seen:
     changed: list[Changed] = field(default_factory=list)
     left: list[tuple[str, str, Any, Any]] = field(default_factory=list)
     gradients: InnerGradients = field(default_factory=InnerGradients)
+    traced: bool = False  # with the gradients that the loss takes
     folding: Folding | None = None
 
 
@@ -155,7 +197,7 @@ class _Loss(nn.Module):
             _recorded(self.model, self._seen.folding),
             attributes_restored(self.model),
             _written_buffers(self.model),
-            self._seen.gradients.recorded(),
+            accumulation_refused(self.model) if self._seen.traced else self._seen.gradients.recorded(),
         ):
             value = self._loss(self.model, leaves)
         after, now = plain_attributes(self.model), plain_values(self.model)

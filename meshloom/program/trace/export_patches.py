@@ -17,6 +17,7 @@ from torch.distributions import Distribution
 from torch.utils import checkpoint
 
 from meshloom.program.ir.lines import place_here
+from meshloom.program.ir.replaced import replaced
 from meshloom.program.operators.autograd_functions import Applied, check_products, refusal, with_operators
 from meshloom.program.trace.on_cpu import fake_ctc_loss
 
@@ -64,20 +65,6 @@ def without_cache(model: nn.Module) -> Iterator[bool]:
     finally:
         for each in on:
             each["use_cache"] = True
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute of a class or module, and restores it on exit."""
-    before = owner.__dict__.get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def _apply(applied: list[Applied]) -> Any:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from meshloom.program.ir.replaced import replaced
 from meshloom.program.ir.sparse_constants import memory_of
 from meshloom.program.trace.attributes import TORCHS_OWN, plain_text
 from meshloom.program.trace.block_calls import ENTER, LEAVE, REPEAT, REPEAT_SEVERAL, layouts_of
-from meshloom.program.trace.export_patches import replaced
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CONTENTS = ("_parameters", "_buffers", "_modules")

@@ -1,4 +1,4 @@
-"""Records where a loss takes gradients itself, which `torch.export` loses without an error or a line."""
+"""Notices where a loss takes gradients itself, which `torch.export` loses without an error or a line."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._functorch import eager_transforms, vmap
 
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.lines import WAY_OUT, SourcePlace, place_here
-from meshloom.program.trace.export_patches import replaced
+from meshloom.program.ir.replaced import replaced
 
 _torch: Any = torch  # for private names
-_TRANSFORM = "uses a transform of torch.func (grad, jacrev, jvp, vmap, ...)"
 _ENTERED = (
     (_torch.autograd, "_engine_run_backward"),
     (eager_transforms, "grad_increment_nesting"),
     (eager_transforms, "jvp_increment_nesting"),
     (vmap, "vmap_increment_nesting"),
 )
+
+
+class InnerGradientError(CaptureError):
+    """A loss takes gradients itself: it must be traced with them (`program/gradients/gradient_trace.py`)."""
 
 
 @dataclass
@@ -34,30 +37,63 @@ class InnerGradients:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Records calls inside."""
+        """Records calls inside, and ends with the first gradient."""
         with ExitStack() as around:
             for module, name in _ENTERED:
-                places = self.backward if module is _torch.autograd else self.transforms
-                recording = _recording(getattr(module, name), places)
-                around.enter_context(replaced(module, name, recording))
+                around.enter_context(replaced(module, name, self._recording(module, name)))
             yield
 
     def check(self, graph: fx.Graph | None = None) -> None:
-        """Raise `CaptureError` if a gradient was taken, even if unused, or the graph has transform steps."""
+        """Raise `InnerGradientError` if a gradient was taken, even if unused, or the graph has transform
+        steps."""
         if self.backward:
-            raise _refused(self.backward[0], "takes a gradient itself (torch.autograd.grad or backward)")
+            raise InnerGradientError(f"The loss takes a gradient itself at {self.backward[0]}.")
         nodes = graph.nodes if graph is not None and self.transforms else ()
         if any("_functorch" in (getattr(node.target, "__module__", None) or "") for node in nodes):
-            raise _refused(self.transforms[0], _TRANSFORM)
+            raise InnerGradientError(f"The loss uses a transform of torch.func at {self.transforms[0]}.")
 
-    def refuse_transforms(self, error: Exception) -> None:
-        """Raise `CaptureError` if `error` comes from `torch.func`."""
+    def check_error(self, error: Exception) -> None:
+        """Raise `InnerGradientError` if `error` comes from `torch.func`."""
         trace, inside = error.__traceback__, False
         while trace:
             inside |= "_functorch" in trace.tb_frame.f_code.co_filename
             trace = trace.tb_next
         if self.transforms and (inside or "functorch" in str(error) or "vmap" in str(error)):
-            raise _refused(self.transforms[0], _TRANSFORM) from error
+            raise InnerGradientError(
+                f"The loss uses a transform of torch.func at {self.transforms[0]}."
+            ) from error
+
+    def _recording(self, module: Any, name: str) -> Any:
+        function = getattr(module, name)
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            # otherwise it is a part of a transform that is already recorded
+            if not _torch._C._functorch.get_dynamic_layer_stack_depth():
+                (self.backward if module is _torch.autograd else self.transforms).append(place_here(2))
+                self.check()
+            return function(*args, **kwargs)
+
+        return recording
+
+
+@contextmanager
+def accumulation_refused(model: nn.Module) -> Iterator[None]:
+    """Raises `CaptureError` where a `backward` inside adds to the gradients of the model's parameters."""
+    run = _torch.autograd._engine_run_backward
+
+    def running(*args: Any, **kwargs: Any) -> Any:
+        before = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found = run(*args, **kwargs)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not before[name]:
+                raise CaptureError(
+                    f"The loss adds to the gradient of {name} by a backward() of its own at {place_here(2)}, beside the gradient that training takes. "
+                    f"Take it with torch.autograd.grad, or name what it is for: backward(inputs=[x]). {WAY_OUT}"
+                )
+        return found
+
+    with replaced(_torch.autograd, "_engine_run_backward", running):
+        yield
 
 
 @contextmanager
@@ -70,17 +106,3 @@ def transforms_ended() -> Iterator[None]:
     finally:
         if functorch.get_dynamic_layer_stack_depth() > depth:
             functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-
-
-def _recording(function: Any, places: list[SourcePlace]) -> Any:
-    def recording(*args: Any, **kwargs: Any) -> Any:
-        # otherwise it is a part of a transform that is already recorded
-        if not _torch._C._functorch.get_dynamic_layer_stack_depth():
-            places.append(place_here(2))
-        return function(*args, **kwargs)
-
-    return recording
-
-
-def _refused(place: SourcePlace, what: str) -> CaptureError:
-    return CaptureError(f"The loss {what} at {place}, which a program cannot represent. {WAY_OUT}")

@@ -65,6 +65,7 @@ def without_mutation(exported: Exported, likes: Mapping[str, Shape]) -> Pure:
         assertion = node.op == "call_function" and any(part in str(node.target) for part in _DROPPED)
         if assertion and not node.users:
             exported.graph.erase_node(node)
+    _change_shapes_out_of_place(exported)
     return _Rewriter(exported, infer(exported.graph, likes)).rewrite()
 
 
@@ -126,11 +127,7 @@ class _Rewriter:
 
     def _write(self, node: fx.Node, operand: fx.Node) -> None:
         self._check(node, operand)
-        name = name_of(node)
-        if name in _SHAPE_WRITES:
-            self._change_shape(node, operand)
-            return
-        value = self._new_value(node, operand, name)
+        value = self._new_value(node, operand, name_of(node))
         self.operand_of[node] = operand
         at = operand
         while at in self.view_of or at in self.operand_of:
@@ -169,7 +166,7 @@ class _Rewriter:
         hidden = graded and not self._shape(operand).requires_grad
         context = node.meta.get(META, {}).get("context")
         without_grad = context and not context.grad and self._shape(owner).requires_grad
-        if name_of(node) != "detach_" and (without_grad or hidden):
+        if without_grad or hidden:
             raise _refusal(node, "writes, without gradient, to a tensor that has one")
 
     def _new_value(self, node: fx.Node, operand: fx.Node, name: str) -> fx.Node:
@@ -197,16 +194,6 @@ class _Rewriter:
         if function is None or name in _RUN_ON_A_COPY or not _keeps_shape(function, node, was, self.inferred):
             function, args = out_of_place, (node.target, *args)
         return self._replacing(node, self.graph.call_function(function, args, kwargs))
-
-    def _change_shape(self, node: fx.Node, operand: fx.Node) -> None:
-        function = functional(node)
-        viewed = any(operand in (each, self.operand_of.get(each)) for each in self.view_of.values())
-        if function is None or viewed or operand in self.view_of:
-            raise _refusal(node, "changes the shape of a tensor that is a view or has one")
-        value = self.graph.call_function(function, (self._read(operand), *node.args[1:]), node.kwargs)
-        value.meta = dict(node.meta)
-        self._put(operand, value)
-        self._put(node, value)
 
     def _read(self, node: fx.Node) -> fx.Node:
         """The new node with the current value of an old one."""
@@ -243,6 +230,20 @@ class _Rewriter:
 
     def _shape(self, node: fx.Node) -> Shape:
         return self.inferred.shapes[node][0]
+
+
+def _change_shapes_out_of_place(exported: Exported) -> None:
+    """Turns operators that change a tensor's shape in place into views, which all later nodes use instead."""
+    for node in exported.graph.nodes:
+        if node.op != "call_function" or name_of(node) not in _SHAPE_WRITES:
+            continue
+        function, operand = functional(node), node.args[0]
+        if function is None or (operand.op == "placeholder" and operand.name not in exported.inputs):
+            raise _refusal(node, "changes in place a tensor that the model keeps")
+        node.target = function
+        for user in list(operand.users):
+            if node < user:
+                user.replace_input_with(operand, node)
 
 
 def _written_operand(node: fx.Node) -> fx.Node | None:

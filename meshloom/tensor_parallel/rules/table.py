@@ -12,6 +12,7 @@ from meshloom.tensor_parallel.rules.dim_reductions import REDUCTIONS
 from meshloom.tensor_parallel.rules.elementwise import ELEMENTWISE, elementwise, is_elementwise
 from meshloom.tensor_parallel.rules.expansion import EXPANSION
 from meshloom.tensor_parallel.rules.factors import Factors
+from meshloom.tensor_parallel.rules.gradients import GRADIENTS
 from meshloom.tensor_parallel.rules.indexing import INDEXING
 from meshloom.tensor_parallel.rules.losses import LOSSES
 from meshloom.tensor_parallel.rules.matrices import MATRICES
@@ -42,6 +43,7 @@ BUILT_IN: Rules = {
     **SPATIAL,
     **MATRICES,
     **RECURRENT,
+    **GRADIENTS,
 }
 
 

@@ -1,0 +1,1 @@
+"""Tracing a loss together with the gradients that it takes itself."""
