@@ -26,6 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, SourcePlace, place_here, place_of_error
+from meshloom.program.opaque.stand_ins import Recorded, standing_in
 from meshloom.program.trace.attributes import Changed, attributes_restored, plain_attributes, plain_values
 from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcuts
 from meshloom.program.trace.export_patches import ctc_loss_without_values, patched_for_export, without_cache
@@ -64,15 +65,16 @@ def export(
     loss: Callable[[nn.Module], Any],
     leaves: Sequence[Tensor],
     shortcuts: Shortcuts = SHORTCUTS[-1],
+    recorded: Recorded | None = None,
 ) -> Exported:
-    """Export `loss(model, leaves)`.
+    """Export `loss(model, leaves)`. recorded: calls of opaque modules, which become operators.
 
     Raises `CaptureError`; `ShortcutError` if a shortcut was taken, as that may be the cause.
     """
     folding = Folding() if shortcuts.fold else None
     with without_cache(model) if shortcuts.no_cache else nullcontext(False) as switched:
         try:
-            return _exported(model, loss, leaves, folding)
+            return _exported(model, loss, leaves, folding, recorded or {})
         except CaptureError as error:
             if switched or (folding is not None and folding.count):
                 raise ShortcutError(str(error)) from error
@@ -80,9 +82,13 @@ def export(
 
 
 def _exported(
-    model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor], folding: Folding | None
+    model: nn.Module,
+    loss: Callable[[nn.Module], Any],
+    leaves: Sequence[Tensor],
+    folding: Folding | None,
+    recorded: Recorded,
 ) -> Exported:
-    seen = _Seen(folding=folding)
+    seen = _Seen(folding=folding, recorded=recorded)
     wrapper = _Loss(model, loss, seen)
     copies = tuple(leaf.detach().clone() for leaf in leaves)  # the same tensor twice becomes two
     try:
@@ -137,6 +143,7 @@ class _Seen:
     left: list[tuple[str, str, Any, Any]] = field(default_factory=list)
     gradients: InnerGradients = field(default_factory=InnerGradients)
     folding: Folding | None = None
+    recorded: Recorded = field(default_factory=dict[str, Any])
 
 
 class _Loss(nn.Module):
@@ -154,6 +161,7 @@ class _Loss(nn.Module):
         with (
             _recorded(self.model, self._seen.folding),
             attributes_restored(self.model),
+            standing_in(self.model, self._seen.recorded),
             _written_buffers(self.model),
             self._seen.gradients.recorded(),
         ):
@@ -291,7 +299,7 @@ def _from_exported(exported: ExportedProgram, seen: _Seen) -> Exported:
         if node.op == "get_attr" or isinstance(node.target, _torch._ops.HigherOrderOperator):
             raise CaptureError(
                 f"{node.target} at {describe_place(node)} is control flow or a kernel that a program cannot represent. {WAY_OUT}"
-            )
+            ).at(path_of(node))
     return result
 
 
