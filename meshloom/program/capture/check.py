@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.random import KeyedDraws, derive, preserved_draws, seed_everything
-from meshloom.program.capture.restored import cloned, restored
+from meshloom.program.capture.restored import attributes_put_back, cloned, restored
 from meshloom.program.capture.sketch import Sketch, sketch
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.program import Program
@@ -39,6 +39,10 @@ class Difference:
     error: float
     what: str
     telling: bool = True
+
+
+class DiffersError(CaptureError):
+    """A program that computes other numbers than eager. path: the first module that does; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,9 @@ def check_against_module(
         for number, batch in enumerate(batches):
             batch = in_precision(batch, program.precision)
             seed = derive("check", number)
-            expected = _eager(model, loss, batch, seed, keyed=draws)
+            # opaque modules start from the same attributes as eager
+            with attributes_put_back(model) if program.opaque else nullcontext():
+                expected = _eager(model, loss, batch, seed, keyed=draws)
             difference = _difference(_program(program, parameters, mirror, batch, seed), expected)
             worst = max(worst, difference, key=lambda each: each.error)
             finite &= all(bool(torch.isfinite(torch.as_tensor(each)).all()) for each in expected.outputs)
@@ -107,7 +113,7 @@ def check_against_module(
                     if path is None
                     else f"the first module whose output differs is {path or 'the model'}"
                 )
-                raise CaptureError(
+                raise DiffersError(
                     f"The captured program differs from the model: {difference.what} differs by {difference.error:.1e} (limit {limit:.0e}); {where}. {WAY_OUT}"
                 ).at(path)
     return replace(worst, telling=finite and all(moved.values()))
@@ -121,7 +127,8 @@ def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch:
         mirror = _copies(model.named_buffers())
         batch, seed = in_precision(batch, program.precision), derive("check", 0)
         draws = any(node.num_draws for node in program.nodes)
-        expected = _eager(model, loss, batch, seed, keyed=draws, backward=False)
+        with attributes_put_back(model) if program.opaque else nullcontext():
+            expected = _eager(model, loss, batch, seed, keyed=draws, backward=False)
         found = _program(program, dict(model.named_parameters()), mirror, batch, seed, backward=False)
     difference = _difference(found, expected)
     if not difference.error <= limit:

@@ -2,7 +2,8 @@
 
     what cannot be read                         becomes one operator
     a line that export fails at                 the innermost module whose code it is in
-    a program that computes other numbers       the first module whose output or gradient differs
+    a program that computes other numbers       the first module whose output differs; where all agree, the one
+                                                found by bisection, whose program is right
     a part that is no operator (its shapes      the module around it, up to the model
     depend on values, say)
 
@@ -12,7 +13,8 @@ the loss function, stays refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ from torch import nn
 
 from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Job
+from meshloom.program.capture.check import DiffersError
 from meshloom.program.ir.lines import SourceLine, line_of_error
 from meshloom.program.opaque.bound import ChangedCallError
 from meshloom.program.opaque.stand_ins import OpaqueError
@@ -60,11 +63,55 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
         except (CaptureError, ChangedCallError) as error:
             if refused is None or not isinstance(error, OpaqueError | ChangedCallError):
                 refused = error
+            if isinstance(error, DiffersError) and error.path is None:
+                found = _bisected(read, parts, model, str(error).split(". ")[0])
+                if found is None:
+                    break
+                return found
             parts = _with_next(parts, error, model)
             if parts is None:
                 break
     assert refused is not None
     raise refused
+
+
+def _bisected(read: Callable[[Parts], T], parts: Parts, model: nn.Module, why: str) -> T | None:
+    """The result of `read` with the smallest further part that it succeeds with; None: not even with the model."""
+
+    def attempt(paths: Sequence[str]) -> T | None:
+        with suppress(CaptureError, ChangedCallError):
+            return read(_outermost({**parts, **dict.fromkeys(paths, why)}))
+        return None
+
+    best, at = attempt([""]), ""
+    while best is not None:
+        group = list(_children(model, at))
+        found = attempt(group) if group else None
+        while found is not None and len(group) > 1:
+            halves = group[: len(group) // 2], group[len(group) // 2 :]
+            tried = next(((half, each) for half in halves if (each := attempt(half)) is not None), None)
+            if tried is None:  # several modules
+                return found
+            group, found = tried
+        if found is None:
+            return best
+        best, (at,) = found, group
+    return None
+
+
+def _children(model: nn.Module, path: str) -> Iterator[str]:
+    """The modules in a module, and those in lists of them."""
+    for name, child in model.get_submodule(path).named_children():
+        below = f"{path}.{name}" if path else name
+        if _is_container(child):
+            yield from _children(model, below)
+        else:
+            yield below
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether it has no forward: a list or dict of modules."""
+    return getattr(type(module), "forward", None) is nn.Module.forward
 
 
 def _is_asked(asked: Any, path: str, module: nn.Module) -> bool:
@@ -77,11 +124,7 @@ def _with_next(parts: Parts, error: CaptureError | ChangedCallError, model: nn.M
     """The parts with the smallest module that this error asks for."""
     modules = dict(model.named_modules())
     for path in _candidates(error, model):
-        if (
-            path in parts
-            or path not in modules
-            or getattr(type(modules[path]), "forward", None) is nn.Module.forward
-        ):
+        if path in parts or path not in modules or _is_container(modules[path]):
             continue
         if any(_is_below(path, other) for other in parts) and not isinstance(error, OpaqueError):
             continue

@@ -23,15 +23,12 @@ def restored(model: nn.Module) -> Iterator[None]:
         if not isinstance(module, torch.jit.ScriptModule)  # whose buffers are never replaced
     ]
     values = {id(buffer): (buffer, buffer.detach().clone()) for buffer in model.buffers()}
-    plain = plain_values(model)
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with attributes_restored(model):
+        with attributes_put_back(model):
             yield
     finally:
-        for (path, name), value in plain.items():
-            vars(model.get_submodule(path))[name] = value
         for module, own in buffers:
             vars(module)["_buffers"].update(own)
         with torch.no_grad():
@@ -39,6 +36,18 @@ def restored(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def attributes_put_back(model: nn.Module) -> Iterator[None]:
+    """Restores plain attributes, and those that hold tensors, on exit."""
+    plain = plain_values(model)
+    try:
+        with attributes_restored(model):
+            yield
+    finally:
+        for (path, name), value in plain.items():
+            vars(model.get_submodule(path))[name] = value
 
 
 def cloned(batch: Any) -> Any:
