@@ -56,6 +56,7 @@ ORDER = [
         "data",
         "parameters.construction",
         "program.operators",
+        "program.opaque",
         "telemetry",
     ],
     ["asynchronous.protocol", "comm", "machine", "pipeline.schedules", "program.ir"],

@@ -22,9 +22,19 @@ class JobError(MeshloomError):
 
 
 class CaptureError(MeshloomError):
-    """A loss that cannot be captured as a program: it depends on more than its tensors, or on none."""
+    """A loss that cannot be captured as a program: it depends on more than its tensors, or on none.
+
+    path: the module at which it fails, where that is known. line: the user's line, where that is.
+    """
 
     exit_code = 2
+    path: str | None = None
+    line: object = None
+
+    def at(self, path: str | None, line: object = None) -> CaptureError:
+        """The error, with the module or line at which the capture failed."""
+        self.path, self.line = path, line
+        return self
 
 
 class DeviceError(MeshloomError):

@@ -100,6 +100,8 @@ class Job:
         blocks that repeat, and modules with large parameters.
     rules: sharding rules of custom operators: operator -> its dims, like
         `{"mylib::swiglu": "b* f, b* f -> b* f"}` (docs/rules.md).
+    opaque: names or types of modules that tp, pp and recomputation run as they are, whole, as one operator each
+        (docs/opaque.md); modules that cannot be read are found without being named.
 
     Modules train in the mode in which `model` returned them, in every step and under every plan: a submodule
     in evaluation mode (batch norm with frozen statistics) stays so. A model that is itself in evaluation
@@ -143,6 +145,7 @@ class Job:
     weight_names: Mapping[str, str | None] | Callable[[str], str | None] | None = None
     units: Sequence[str | type[nn.Module]] | None = None
     rules: Mapping[str, str] = field(default_factory=dict[str, str])
+    opaque: Sequence[str | type[nn.Module]] = ()
 
     def __post_init__(self) -> None:
         for name, example in _EXAMPLES.items():
@@ -183,6 +186,7 @@ class Job:
             raise JobError(f"Job(init={self.init!r}) is not known. Use {' or '.join(map(repr, INITS))}.")
         self._check_weights()
         _check_units(self.units)
+        _check_opaque(self.opaque)
         if not isinstance(self.rules, Mapping) or not all(
             isinstance(each, str) for pair in self.rules.items() for each in pair
         ):
@@ -224,6 +228,15 @@ def _check_units(units: Any) -> None:
     ):
         raise JobError(
             'Job(units=...) must be names or types of modules, like units=[Block] or units=["encoder", "decoder"].'
+        )
+
+
+def _check_opaque(opaque: Any) -> None:
+    if isinstance(opaque, str | type) or not all(
+        isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module)) for each in opaque
+    ):
+        raise JobError(
+            'Job(opaque=...) must be names or types of modules, like opaque=[Router] or opaque=["blocks.3.router"].'
         )
 
 

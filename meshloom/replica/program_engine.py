@@ -122,7 +122,7 @@ class ProgramEngine(Engine):
         self.shards = Shards(self.programs.pieces, self.tp)
         yield from take_share(model, self.shards, unfilled, self.context.world)
         self._model = model
-        self._outside[self.job.loss] = Outside(self.job.loss, model)
+        self._outside[self.job.loss] = Outside(self.job.loss, model, self.programs.opaque)
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
         several = self.plan.num_chunks > 1
         for stage in self.stages:
@@ -221,7 +221,7 @@ class ProgramEngine(Engine):
             self._outside[metric].check_step()
         yield from self.programs.ready(batch, loss=metric, training=False)
         if metric not in self._outside:
-            self._outside[metric] = Outside(metric, self._model)
+            self._outside[metric] = Outside(metric, self._model, self.programs.opaque)
         self._sums.count(self.microbatches.evaluate(batch, metric, take))
 
     def refresh_borrowed(self) -> Steps[None]:

@@ -25,6 +25,7 @@ from meshloom.comm.pieces import Pieces, take
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.lines import describe_line
 from meshloom.program.ir.nodes import Node
+from meshloom.program.opaque.bound import bound
 from meshloom.program.run.execute import run_program
 from meshloom.tensor_parallel.layout.cuts import pieces_of, route_of
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part, cut_of
@@ -39,7 +40,8 @@ _SEED = 7
 def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> str:
     """One sentence: the operator and the user's line, or that all agree. model: unsharded, in the
     program's precision."""
-    program = part.choice.layout.program
+    program = bound(part.choice.layout.program, model)
+    programs = [bound(each, model) for each in part.programs]
     state = {
         name: each.detach().double() if each.is_floating_point() else each.detach()
         for name, each in _state(model).items()
@@ -53,7 +55,7 @@ def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> str:
         split = [_split(program, state, part, rank) for rank in range(part.choice.num_ranks)]
         _backward(
             run_in_lockstep(
-                part.programs, [each[0] for each in split], [each[1] for each in split], batch,
+                programs, [each[0] for each in split], [each[1] for each in split], batch,
                 dtype=torch.float64, visit=ranks.note_ranks,
             )
         )  # fmt: skip

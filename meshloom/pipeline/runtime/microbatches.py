@@ -26,6 +26,7 @@ from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, t
 from meshloom.pipeline.stages.stages import Crossing, Stage
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.nodes import Node
+from meshloom.program.opaque.bound import bound
 from meshloom.program.operators.fused_grad_accumulation import GradAccumulator
 from meshloom.program.store.fifo_cache import FifoCache
 from meshloom.program.store.program_key import ProgramKey
@@ -81,7 +82,7 @@ class Microbatches:
         self._each_microbatch = each_microbatch
         self._programs = programs
         self._parameters = parameters
-        self._buffers = LiveBuffers(model)
+        self._model, self._buffers = model, LiveBuffers(model)
         self._pp, self._tp = pp, tp
         self._device = device
         self._ready = ready
@@ -248,6 +249,7 @@ class Microbatches:
             accumulator=self._accumulator if stages[0].program.training else None,
             visit=visit,
             elsewhere=self._units,
+            bind=partial(bound, model=self._model),
         )
         return run
 

@@ -51,6 +51,7 @@ class StageRun:
     split: weight gradients are computed apart from those of inputs. accumulator: accumulates weight
         gradients; default: `.grad`, by autograd where possible.
     visit: called with every node and its value; slower. elsewhere: as for `run_flat`.
+    bind: gives a program's opaque calls their modules.
     """
 
     def __init__(
@@ -67,10 +68,14 @@ class StageRun:
         accumulator: GradAccumulator | None = None,
         visit: Callable[[Node, Any], None] | None = None,
         elsewhere: Elsewhere | None = None,
+        bind: Callable[[Program], Program] | None = None,
     ) -> None:
         self._visit, self._elsewhere = visit, elsewhere
         self._deferred = DeferredWeightGradients(accumulator or DirectAccumulator())
-        programs = {id(each): self._fused(each.program, accumulator, split) for each in stages}
+        programs = {
+            id(each): self._fused(bind(each.program) if bind else each.program, accumulator, split)
+            for each in stages
+        }
         self._programs = [programs[id(each)] for each in stages]
         self._stages = stages
         self._parameters, self._buffers = parameters, buffers

@@ -162,6 +162,11 @@ class ProgramStore:
         """The number of captured programs."""
         return sum(each.num_captured for each in self._captured.values())
 
+    @property
+    def opaque(self) -> Mapping[str, str]:
+        """Modules that programs run as they are, and why."""
+        return {path: why for each in self._captured.values() for path, why in each.opaque.items()}
+
     def told(self) -> str | None:
         """How many captures served which sizes, for people; None: each loss was captured once."""
         found = [each for captured in self._captured.values() for each in captured.size_notes()]

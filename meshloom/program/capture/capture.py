@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,8 @@ from torch import Tensor, fx, nn
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
+from meshloom.program.capture.opaque_parts import asked_for
+from meshloom.program.capture.opaque_runs import recorded_calls
 from meshloom.program.ir.batch_values import read_values
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
@@ -40,6 +42,7 @@ def capture(
     dtype: torch.dtype | None = None,
     numbers: bool = True,
     shortcuts: Shortcuts | None = None,
+    opaque: Mapping[str, str] | None = None,
 ) -> Program:
     """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if none exists.
 
@@ -47,10 +50,13 @@ def capture(
     refused.
     dtype: convert the model and the batches to it first. shortcuts: those to take; None: as many as possible.
     numbers: whether numbers in a batch may be inputs; else the program is specialized to them.
+    opaque: as in `capture_module`; default: the parts that the job asks for.
     """
     with one_thread():
         model = build_model(job, dtype, training=training, beside=batches[0])
-        return capture_module(model, job.loss, batches, dtype=dtype, numbers=numbers, shortcuts=shortcuts)
+        parts = asked_for(job, model) if opaque is None else opaque
+        given: Any = {"numbers": numbers, "shortcuts": shortcuts, "opaque": parts}
+        return capture_module(model, job.loss, batches, dtype=dtype, **given)
 
 
 def capture_module(
@@ -62,11 +68,13 @@ def capture_module(
     numbers: bool = True,
     shortcuts: Shortcuts | None = None,
     once: bool = False,
+    opaque: Mapping[str, str] | None = None,
 ) -> Program:
     """`capture` of an existing module, which is unchanged afterwards, its tensors and plain attributes
     included.
 
     once: export it with the first batch alone, where the loss is known to freeze nothing.
+    opaque: modules that become operators, and why; those that are not called are left out.
     """
     batches = in_precision(batches[0], dtype), in_precision(batches[1], dtype)
     given = leaves_of(batches[0]), leaves_of(batches[1])
@@ -74,11 +82,12 @@ def capture_module(
 
     def read(leaves: Sequence[Leaves], shortcuts: Shortcuts) -> Program:
         def built(exported: Exported, number: int) -> Program:
-            return build(exported, model, leaves[number].tensors, device_of(model, leaves[0]), dtype)
+            device = device_of(model, leaves[0])
+            return build(exported, model, leaves[number].tensors, device, dtype, parts)
 
         if once:
-            return built(export_once(model, loss, leaves[0], shortcuts), 0)
-        first, second = export_twice(model, loss, (leaves[0], leaves[1]), shortcuts)
+            return built(export_once(model, loss, leaves[0], shortcuts, recorded), 0)
+        first, second = export_twice(model, loss, (leaves[0], leaves[1]), shortcuts, recorded)
         same = _same(first, second) and all(
             one.stride() == leaves[1].tensors[name].stride() for name, one in leaves[0].tensors.items()
         )
@@ -91,6 +100,8 @@ def capture_module(
         return read(leaves, shortcuts) if shortcuts else with_shortcuts(partial(read, leaves))
 
     with capturing(dtype):
+        recorded = recorded_calls(model, loss, batches[:1] if once else batches, tuple(opaque or ()))
+        parts = {path: why for path, why in (opaque or {}).items() if path in recorded}
         program, others = read_values(given, read_shortly, numbers=numbers)
     return replace(program, others=others)
 

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.random import KeyedDraws, derive, preserved_draws, seed_everything
+from meshloom.program.capture.restored import attributes_put_back, cloned, restored
 from meshloom.program.capture.sketch import Sketch, sketch
-from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.program import Program
+from meshloom.program.opaque.bound import bound
 from meshloom.program.run.execute import run_program
-from meshloom.program.trace.attributes import attributes_restored, plain_values
 from meshloom.program.trace.precision import build_model, default_precision, in_precision
 from meshloom.program.trace.repeated_export import one_thread
 
@@ -39,6 +39,10 @@ class Difference:
     error: float
     what: str
     telling: bool = True
+
+
+class DiffersError(CaptureError):
+    """A program that computes other numbers than eager. path: the first module that does; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,10 @@ def check_against_module(
     besides activations no memory of the model's size is needed. For gradients larger than `sketch.SMALL`
     norms are estimated from sketches, within a few percent, and equal gradients have a distance of zero.
     """
+    program = bound(program, model)
     limit = tolerance if tolerance is not None else _tolerance(program)
     worst = Difference(0.0, "the loss")
-    with one_thread(), _restored(model), preserved_draws(), default_precision(program.precision):
+    with one_thread(), restored(model), preserved_draws(), default_precision(program.precision):
         mirror = _copies(model.named_buffers())
         parameters = {
             name: parameter.detach().requires_grad_(parameter.requires_grad)
@@ -93,58 +98,43 @@ def check_against_module(
         for number, batch in enumerate(batches):
             batch = in_precision(batch, program.precision)
             seed = derive("check", number)
-            expected = _eager(model, loss, batch, seed, keyed=draws)
+            # opaque modules start from the same attributes as eager
+            with attributes_put_back(model) if program.opaque else nullcontext():
+                expected = _eager(model, loss, batch, seed, keyed=draws)
             difference = _difference(_program(program, parameters, mirror, batch, seed), expected)
             worst = max(worst, difference, key=lambda each: each.error)
             finite &= all(bool(torch.isfinite(torch.as_tensor(each)).all()) for each in expected.outputs)
             for name, each in expected.gradients.items():
                 moved[name] = moved.get(name, False) or each.norm() > 0
             if not difference.error <= limit:
-                where = _first_difference(program, model, loss, batch, parameters, mirror, seed, limit)
-                raise CaptureError(
-                    f"The captured program differs from the model: {difference.what} differs by {difference.error:.1e} (limit {limit:.0e}); {where}. {WAY_OUT}"
+                path = _first_difference(program, model, loss, batch, parameters, mirror, seed, limit)
+                where = (
+                    "every module's output is the same, so the difference is in the backward or in the loss function"
+                    if path is None
+                    else f"the first module whose output differs is {path or 'the model'}"
                 )
+                raise DiffersError(
+                    f"The captured program differs from the model: {difference.what} differs by {difference.error:.1e} (limit {limit:.0e}); {where}. {WAY_OUT}"
+                ).at(path)
     return replace(worst, telling=finite and all(moved.values()))
 
 
 def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch: Any) -> None:
     """Compare one forward: outputs of the loss, and buffers. For programs that were fully compared before."""
+    program = bound(program, model)
     limit = _tolerance(program)
-    with one_thread(), _restored(model), preserved_draws(), default_precision(program.precision):
+    with one_thread(), restored(model), preserved_draws(), default_precision(program.precision):
         mirror = _copies(model.named_buffers())
         batch, seed = in_precision(batch, program.precision), derive("check", 0)
         draws = any(node.num_draws for node in program.nodes)
-        expected = _eager(model, loss, batch, seed, keyed=draws, backward=False)
+        with attributes_put_back(model) if program.opaque else nullcontext():
+            expected = _eager(model, loss, batch, seed, keyed=draws, backward=False)
         found = _program(program, dict(model.named_parameters()), mirror, batch, seed, backward=False)
     difference = _difference(found, expected)
     if not difference.error <= limit:
         raise CaptureError(
             f"{difference.what} of its forward differs from eager's by {difference.error:.1e} (limit {limit:.0e})."
         )
-
-
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Clears gradients, and restores gradients, buffers and plain attributes on exit."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(module, dict(vars(module)["_buffers"])) for module in model.modules()]
-    values = {id(buffer): (buffer, buffer.detach().clone()) for buffer in model.buffers()}
-    plain = plain_values(model)
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with attributes_restored(model):
-            yield
-    finally:
-        for (path, name), value in plain.items():
-            vars(model.get_submodule(path))[name] = value
-        for module, own in buffers:
-            vars(module)["_buffers"].update(own)
-        with torch.no_grad():
-            for buffer, value in values.values():
-                buffer.copy_(value)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def _eager(
@@ -157,7 +147,7 @@ def _eager(
         _taking_gradients(dict(model.named_parameters())) as gradients,
         KeyedDraws() if keyed else nullcontext(),
     ):
-        outputs = tree_leaves(loss(model, _cloned(batch)))
+        outputs = tree_leaves(loss(model, cloned(batch)))
         if backward:
             _backward(outputs)  # inside the modes: checkpointed blocks draw again
     return _Ran(_detached(outputs), gradients, _copies(model.named_buffers()))
@@ -203,11 +193,6 @@ def _backward(outputs: list[Any]) -> None:
     """Backward of the loss, if it requires grad; checkpointed blocks do not support `autograd.grad`."""
     if isinstance(outputs[0], Tensor) and outputs[0].requires_grad:
         outputs[0].sum().backward()
-
-
-def _cloned(batch: Any) -> Any:
-    leaves = leaves_of(batch)
-    return leaves.rebuild([leaf.detach().clone() for leaf in leaves.tensors.values()])
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -273,8 +258,9 @@ def _first_difference(
     buffers: Mapping[str, Tensor],
     seed: int,
     limit: float,
-) -> str:
-    """The first module, in order of execution, whose eager output is none of its values in the program."""
+) -> str | None:
+    """The first module, in order of execution, whose eager output is none of its values in the program; None: all
+    are."""
     values: dict[str, list[Tensor]] = {}
 
     def collect(node: Any, value: Any) -> None:
@@ -288,15 +274,15 @@ def _first_difference(
     with _watched(model, outputs):
         seed_everything(seed)
         with KeyedDraws():
-            loss(model, _cloned(batch))
+            loss(model, cloned(batch))
     for path, output in outputs:
         inside = [
             each for name in values if name == path or name.startswith(f"{path}.") for each in values[name]
         ]
         same_shape = [each for each in inside if each.shape == output.shape]
         if same_shape and min(_error(each, output) for each in same_shape) > limit:
-            return f"the first module whose output differs is {path or 'the model'}"
-    return "every module's output is the same, so the difference is in the backward or in the loss function"
+            return path
+    return None
 
 
 @contextmanager

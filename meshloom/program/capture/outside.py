@@ -15,7 +15,7 @@ from __future__ import annotations
 import dis
 import enum
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -41,16 +41,18 @@ class OutsideChange:
 
 
 class Outside:
-    """The current values of what `function` and `model` read."""
+    """The current values of what `function` and `model` read. opaque: modules that programs run as they are."""
 
-    def __init__(self, function: Callable[..., Any], model: nn.Module | None = None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], model: nn.Module | None = None, opaque: Collection[str] = ()
+    ) -> None:
         self._places: list[_Place] = []
         self._paths: dict[int, str] = {}  # of the model's modules
         # by identity; what is in it stays alive, so that no identity is used again
         self._seen: dict[Any, Any] = {}
         self._walk(function, "the loss", None, _NOTHING, 0)
         if model is not None:
-            self._walk_model(model)
+            self._walk_model(model, opaque)
         self._seen.clear()
 
     def changed(self) -> OutsideChange | None:
@@ -83,9 +85,12 @@ class Outside:
                 f"step was not made. Put the value into the batch (in collate), where it may change. {WAY_OUT}"
             )
 
-    def _walk_model(self, model: nn.Module) -> None:
+    def _walk_model(self, model: nn.Module, opaque: Collection[str]) -> None:
+        run_as_they_are = {id(each) for path in opaque for each in model.get_submodule(path).modules()}
         for path, module in model.named_modules():
-            code = getattr(type(module).forward, "__code__", None)
+            if id(module) in run_as_they_are:
+                continue
+            code = getattr(getattr(type(module), "forward", None), "__code__", None)  # none of a scripted one
             if not isinstance(code, CodeType):
                 continue
             self._paths[id(module)] = path

@@ -38,12 +38,17 @@ def unlifted(program: Program, job: Job, batch: Any, dtypes: Mapping[str, torch.
     )
     own = leaves.rebuild(list(tensors))
     try:
-        found = capture_shapes(job, own, training=program.training, device=program.device)
+        found = (
+            None
+            if program.opaque
+            else capture_shapes(job, own, training=program.training, device=program.device)
+        )
     except Exception:
         found = None  # the constructor needs values, for example
     # a capture by shapes has no numbers of the batch as inputs
     if found is None or _facts(found) != _facts(program):
-        found = capture(job, (own, own), training=program.training, numbers=takes_numbers(program.others))
+        numbers = takes_numbers(program.others)
+        found = capture(job, (own, own), training=program.training, numbers=numbers, opaque=program.opaque)
     return found if _facts(found) == _facts(program) else None
 
 

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.program.ir.schemas import arguments_of, is_written
 from meshloom.program.ir.sparse_constants import dense_parts, memory_of
+from meshloom.program.opaque.call import OpaqueCall
+from meshloom.program.opaque.operator import OPAQUE, OPAQUE_BACKWARD
 
 aten = torch.ops.aten
 _flop_counter: Any = flop_counter  # its formulas by operator have no types
@@ -31,11 +33,15 @@ _OVERWRITE = {
     "random_",
     "exponential_",
 }
+_OPAQUE = {OPAQUE, OPAQUE_BACKWARD}
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> int:
-    """FLOPs of an ATen call: matrix products, convolutions, attention, fused recurrent layers; else 0."""
+    """FLOPs of an ATen call: matrix products, convolutions, attention, fused recurrent layers, opaque calls; else 0."""
+    if func in _OPAQUE:
+        cost = OpaqueCall.of(args[3]).cost
+        return cost.flops if func is OPAQUE else cost.backward_flops
     formula = _FORMULAS.get(func.overloadpacket) or _FORMULAS_BY_NAME.get(func.name())
     return int(formula(*args, **kwargs, out_val=value)) if formula else 0
 
@@ -44,6 +50,10 @@ def bytes_read_and_written(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any
 ) -> tuple[int, int]:
     """Bytes that an ATen call reads and writes, each element once; 0 for views and allocations."""
+    if func in _OPAQUE:
+        cost = OpaqueCall.of(args[3]).cost
+        forward = cost.read_bytes, cost.written_bytes
+        return forward if func is OPAQUE else (cost.backward_read_bytes, cost.backward_written_bytes)
     name = func.overloadpacket.__name__
     outputs = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     if name in _ALLOCATE or not outputs:

@@ -35,6 +35,7 @@ class Program:
     in_place: buffers that operators update while they run (running statistics).
     device: of the capture. training: whether the module was in training mode.
     precision: dtype to which model and batch were converted; None: the job's own.
+    opaque: module -> why it is one operator: its calls are nodes that run the user's own code.
     by_shapes: captured without values: constants have none, and the program can be analysed but not run.
     kept: nodes that are not recomputed in the backward; None: nothing is recomputed. Values stay the same.
     shared: cache of compiled code, shared by programs that are equal up to integers. compiled: its own.
@@ -52,6 +53,7 @@ class Program:
     device: torch.device
     training: bool
     precision: torch.dtype | None = None
+    opaque: Mapping[str, str] = field(default_factory=dict[str, str])
     by_shapes: bool = False
     kept: frozenset[str] | None = None
     others: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
@@ -87,7 +89,7 @@ class Program:
             self.out_spec,
         ]
         facts += [dict(self.updates), sorted(self.in_place), self.device, self.training, self.precision]
-        facts += [self.by_shapes, dict(self.others)]
+        facts += [self.by_shapes, dict(self.others), sorted(self.opaque)]
         for node in self.nodes:
             facts += [node.name, node.operator, node.args, dict(node.kwargs), node.context, node.path]
             facts += [node.draw, node.num_draws, node.outputs]

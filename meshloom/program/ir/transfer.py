@@ -32,7 +32,7 @@ from meshloom.program.ir.nodes import Input, Variable
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import bits_of, dense_parts, from_parts, is_sparse
 
-_MAGIC = b"meshloom program 1\n"
+_MAGIC = b"meshloom program 2\n"
 _HASH_BYTES = 16
 _LENGTH_BYTES = 8
 
@@ -58,6 +58,7 @@ def pack(program: Program) -> bytes:
         "device": str(program.device),
         "training": program.training,
         "precision": encoded(program.precision),
+        "opaque": dict(program.opaque),
         "by_shapes": program.by_shapes,
         "others": dict(program.others),
     }
@@ -109,6 +110,7 @@ def _program(header: Mapping[str, Any], values: Mapping[str, Tensor]) -> Program
         device=torch.device(header["device"]),
         training=header["training"],
         precision=decoded(header["precision"]),
+        opaque=header["opaque"],
         by_shapes=header["by_shapes"],
         others=header["others"],
     )

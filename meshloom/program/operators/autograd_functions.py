@@ -130,7 +130,7 @@ def refusal(applied: Applied) -> CaptureError:
     return CaptureError(
         f"{applied.function.__name__}.apply at {applied.place} has a custom backward, which a program cannot represent unless it multiplies "
         f"the incoming gradient element by element. Write it with torch operators. {WAY_OUT}"
-    )
+    ).at(None, applied.place.line)
 
 
 def _run(applied: Applied, args: Sequence[Any]) -> tuple[Any, Any]:

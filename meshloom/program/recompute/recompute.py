@@ -22,6 +22,7 @@ from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.cost.rates import Rates, default_rates
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
+from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.recompute.saved_tensors import Save, Source, recomputation_of
 from meshloom.program.recompute.segments import Segment, is_view, segments_of
 from meshloom.program.recompute.selective import Candidate, cheapest_kept
@@ -127,7 +128,7 @@ def kept_values(
 
 def _price(node: Node, cost: Cost | None, rates: Rates) -> float | None:
     """Bytes that are worth recomputing a node; None: it is not recomputed."""
-    if cost is None:
+    if cost is None or is_opaque(node):
         return None
     if "attention" in node.operator:
         return 0.0

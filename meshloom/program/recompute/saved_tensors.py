@@ -18,6 +18,7 @@ from torch import Tensor
 from meshloom.program.ir.draws import passing_over_draws
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.sparse_constants import memory_of, offset_of, strides_of
+from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.operators.collectives import Joint, Transition, elements_of_change
 from meshloom.program.operators.gathered import GatheredLayers
 from meshloom.program.recompute.segments import Segment
@@ -80,13 +81,17 @@ def recomputation_of(
     """How a segment is recomputed. borders: owners of the memory that later segments read. kept: nodes whose
     results are kept, and `NODE:` for nodes whose inner tensors are.
 
-    needed: numbers of the saves that a backward can use; None: all. Received values are kept, not sent again.
+    needed: numbers of the saves that a backward can use; None: all. Received values are kept, not sent again, and
+    what opaque modules return and save, as they may have effects and save as much as values say.
     """
     by_name = {node.name: node for node in segment.nodes}
-    communicating = {node.name for node in segment.nodes if communicates(node.target)}
+    opaque = {node.name for node in segment.nodes if is_opaque(node)}
+    communicating = {node.name for node in segment.nodes if communicates(node.target)} | opaque
     stops = {*kept, *communicating, *segment.results, *borders} & by_name.keys()
 
     def is_kept(save: Save) -> bool:
+        if save.node in opaque:
+            return True
         if save.inside:
             return f"{save.owner}:" in kept or save.owner in communicating
         return save.owner not in by_name or save.owner in stops

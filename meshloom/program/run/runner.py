@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,8 @@ from meshloom.program.ir.callables import keyed, keyed_out_of_place, out_of_plac
 from meshloom.program.ir.contexts import Entered
 from meshloom.program.ir.nodes import Node, Ref, refs_in
 from meshloom.program.ir.program import Program
+from meshloom.program.opaque.bound import OpaqueModule
 from meshloom.program.operators.collectives import Joint
-from meshloom.program.operators.sliced_draws import PartOfDraw
 from meshloom.program.recompute.saved_frame import Elsewhere
 
 Shared = dict[Any, Callable[..., Any]]  # functions of programs that differ in integers only
@@ -174,7 +175,7 @@ def lower(
             target = keyed_out_of_place
         elif node.num_draws:
             target, args = keyed, (target, *args)
-        if target is keyed and isinstance(args[0], PartOfDraw):
+        if target is keyed and not hasattr(args[0], "__name__"):
             specials.append(args[0])
             made[node.name] = graph.call_method("draw", (special, len(specials) - 1, *args[1:]), kwargs)
         elif isinstance(target, Joint):
@@ -198,7 +199,7 @@ def _has_name(node: Node) -> bool:
 def _is_special(node: Node) -> bool:
     """Whether a node is one of `Lowered.special`."""
     if node.num_draws:
-        return isinstance(node.target, PartOfDraw)
+        return not _has_name(node)
     return isinstance(node.target, Joint) or not _has_name(node)
 
 
@@ -222,11 +223,18 @@ def _numbers_in(nodes: Iterable[Node], outputs: Iterable[Any]) -> list[int]:
 
 
 class Special:
-    """Callables of a program that are no plain functions. group: the ranks over which it is sharded."""
+    """Callables of a program that are no plain functions. group: the ranks over which it is sharded. around_opaque:
+    a context for opaque modules."""
 
-    def __init__(self, targets: Sequence[Any], group: Group | None) -> None:
+    def __init__(
+        self,
+        targets: Sequence[Any],
+        group: Group | None,
+        around_opaque: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self._targets = targets
         self._group = group
+        self._around_opaque = around_opaque
         self.seed: int | None = None  # of the generator, when `mark` was called
 
     def mark(self) -> None:
@@ -239,11 +247,16 @@ class Special:
 
     def call(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """Call number `number`, without communication."""
-        return self._targets[number](*args, **kwargs)
+        with self._around(number):
+            return self._targets[number](*args, **kwargs)
 
     def draw(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """Call number `number`, which draws, with keyed seeds."""
-        return keyed(self._targets[number], *args, **kwargs)
+        with self._around(number):
+            return keyed(self._targets[number], *args, **kwargs)
+
+    def _around(self, number: int) -> AbstractContextManager[Any]:
+        return self._around_opaque() if isinstance(self._targets[number], OpaqueModule) else nullcontext()
 
 
 class _Visit:

@@ -103,6 +103,10 @@ class _ProgramRun(NamedTuple):
         kept = self.elsewhere.pack(tensor) if self.elsewhere else tensor
         return kept if is_elsewhere(kept) else None
 
+    def keeping_all(self) -> AbstractContextManager[Any]:
+        """A context in which what autograd saves is kept, as opaque modules save what values say."""
+        return saved_tensors_hooks(self.elsewhere.pack if self.elsewhere else _itself, open_saved)
+
     def watching(self) -> AbstractContextManager[Any]:
         return self.elsewhere.watching() if self.elsewhere else nullcontext()
 
@@ -165,7 +169,7 @@ class _Compiled:
         self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], around: _ProgramRun
     ) -> Sequence[Any]:
         """The results, then what is held for recomputation. as_it_was: values of buffers that change."""
-        special = Special(self._special, around.group)
+        special = Special(self._special, around.group, around.keeping_all)
         if not any(self.recipe.again):
             return self._forward(entered, None, special, *given)
         frame = Frame(self.recipe.again, partial(self.recompute, around), around.elsewhere)
@@ -223,7 +227,7 @@ class _FirstRun:
         runs, segment = self._runs, self._runs.segment
         first_draw = next((node.name for node in segment.nodes if node.num_draws), None)
         module, targets, made = runs.function(segment.nodes, segment.given, segment.results, first_draw)
-        special = Special(targets, around.group)
+        special = Special(targets, around.group, around.keeping_all)
         watch = _Watch(module.graph, {each: name for name, each in made.items()})
         saved: list[tuple[str, Tensor]] = []
 
@@ -293,6 +297,10 @@ class _Watch:
             if node in self._names:
                 self.values[self._names[node]] = known[node]
         raise AssertionError("a graph without an output")
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _layout(value: Any) -> Any:

@@ -163,6 +163,12 @@ class CapturedLoss:
         """All programs of a mode, in the order of their capture."""
         return [each for (mode, _), programs in self._known.items() if mode == training for each in programs]
 
+    @property
+    def opaque(self) -> Mapping[str, str]:
+        """Modules that its programs run as they are, and why."""
+        programs = (each for known in self._known.values() for each in known)
+        return {path: why for program in programs for path, why in program.opaque.items()}
+
     def size_notes(self) -> list[str]:
         """For users: which captures served which sizes, in each mode that saw batches of several shapes."""
         found: list[str] = []

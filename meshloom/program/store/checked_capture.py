@@ -17,6 +17,7 @@ from meshloom.machine.cores import cores
 from meshloom.parameters.unfilled_model import comparable
 from meshloom.program.capture.capture import capture_module
 from meshloom.program.capture.check import check_against_module, check_forward
+from meshloom.program.capture.opaque_parts import Parts, asked_for, read_in_parts
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import takes_numbers, with_other_numbers
 from meshloom.program.ir.leaves import leaves_of
@@ -62,10 +63,12 @@ class CheckedCapture:
 
     def at_other_sizes(self, known: Program, *batches: Any) -> Program | None:
         """The program for batches of other sizes, captured from shapes alone; None where it differs from
-        `known` in more than sizes."""
+        `known` in more than sizes, or has opaque parts, whose code needs values."""
+        if known.opaque:
+            return None
         with default_precision(self._default):
             ends = batches[0], batches[-1]
-            return resized(known, self._job, ends, lambda model, pair: self._capture(pair, model))
+            return resized(known, self._job, ends, lambda model, pair: self._capture(pair, model, {}))
 
     def _program(
         self, batches: Sequence[Any], training: bool, model: nn.Module, *, is_first: bool
@@ -74,20 +77,29 @@ class CheckedCapture:
         entry: ProgramCacheKey | None = None
         if is_first and self._stored is not None:
             with self._timings.of("looking at what was kept"), one_thread():
-                kind = f"{training} {self._dtype} {self._default}"
+                kind = f"{training} {self._dtype} {self._default} {sorted(asked_for(self._job, model))}"
                 entry = self._stored.entry(model, self._job.loss, leaves_of(read[0]), kind=kind)
                 program = self._cached(entry, model, fresh[-1], training) if entry else None
             if program is not None:
                 return program
-        program = self._capture(read, model)
+        program = read_in_parts(
+            lambda parts: self._checked(read, fresh, model, parts), model, asked_for(self._job, model)
+        )
+        if entry is not None and self._stored is not None:
+            self._stored.keep(entry, program, self._compared_as.get(program.digest()))
+        return program
+
+    def _checked(
+        self, read: tuple[Any, Any], fresh: Sequence[Any], model: nn.Module, parts: Parts
+    ) -> Program:
+        """The program with these opaque parts, if it equals eager."""
+        program = self._capture(read, model, parts)
         outside = Outside(self._job.loss)  # state that the first forwards set up does no harm
         try:
             program = self._compared(program, read, fresh, model)
         except CaptureError as error:
             program = self._with_fewer_shortcuts(program, read, fresh, model, error)
         outside.check_read()
-        if entry is not None and self._stored is not None:
-            self._stored.keep(entry, program, self._compared_as.get(program.digest()))
         return program
 
     def _with_fewer_shortcuts(
@@ -102,7 +114,7 @@ class CheckedCapture:
         outside of the model counts calls, or a cache may matter. error: of the one with all of them."""
         tried = {refused.digest()}
         for shortcuts in SHORTCUTS[1:]:
-            program = self._capture(read, model, shortcuts=shortcuts)
+            program = self._capture(read, model, refused.opaque, shortcuts=shortcuts)
             if program.digest() in tried:
                 continue
             tried.add(program.digest())
@@ -144,7 +156,7 @@ class CheckedCapture:
                 self._compare(program, fresh, read[0], model, vary_numbers=True)
             except Exception:
                 # Given a tensor in place of the number, the loss computes something else, or fails.
-                program = self._capture(read, model, numbers=False)
+                program = self._capture(read, model, program.opaque, numbers=False)
             else:
                 return program
         self._compare(program, fresh, read[0], model, vary_numbers=False)
@@ -154,14 +166,15 @@ class CheckedCapture:
         self,
         batches: tuple[Any, Any],
         model: nn.Module,
+        parts: Parts,
         *,
         numbers: bool = True,
         shortcuts: Shortcuts | None = None,
     ) -> Program:
         with self._timings.of("reading"):
             program = capture_module(
-                model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, shortcuts=shortcuts
-            )
+                model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, shortcuts=shortcuts, opaque=parts
+            )  # fmt: skip
             gc.collect()  # torch.export leaves the model in cycles
             return program
 
@@ -194,8 +207,8 @@ class CheckedCapture:
         def read(batch: Any) -> Program:
             numbers = takes_numbers(program.others)
             return capture_module(
-                model, self._job.loss, (batch, batch), dtype=self._dtype, numbers=numbers, once=True
-            )
+                model, self._job.loss, (batch, batch), dtype=self._dtype, numbers=numbers, once=True, opaque=program.opaque
+            )  # fmt: skip
 
         found = smaller(program, self._job, batches[0], read)
         if found is None:

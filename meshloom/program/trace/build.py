@@ -22,8 +22,9 @@ def build(
     leaves: Mapping[str, Tensor],
     device: torch.device,
     precision: torch.dtype | None,
+    opaque: Mapping[str, str] | None = None,
 ) -> Program:
-    """The program of an exported loss. leaves: the batch's tensors, as exported."""
+    """The program of an exported loss. leaves: the batch's tensors, as exported. opaque: its opaque parts."""
     parameters = _variables(model.named_parameters(remove_duplicate=False))
     buffers = _variables(model.named_buffers(remove_duplicate=False))
     tensors: dict[str, Tensor] = dict(exported.constants)
@@ -61,6 +62,7 @@ def build(
         device=device,
         training=model.training,
         precision=precision,
+        opaque=dict(opaque or {}),
     )
     return unfolded(program)
 

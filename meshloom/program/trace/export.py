@@ -27,6 +27,7 @@ from meshloom.core.errors import CaptureError
 from meshloom.program.gradients.gradient_trace import trace_with_gradients
 from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, SourcePlace, place_here, place_of_error
+from meshloom.program.opaque.stand_ins import Recorded, standing_in
 from meshloom.program.trace.attributes import Changed, attributes_restored, plain_attributes, plain_values
 from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcuts
 from meshloom.program.trace.export_patches import ctc_loss_without_values, patched_for_export, without_cache
@@ -70,15 +71,16 @@ def export(
     loss: Callable[[nn.Module], Any],
     leaves: Sequence[Tensor],
     shortcuts: Shortcuts = SHORTCUTS[-1],
+    recorded: Recorded | None = None,
 ) -> Exported:
-    """Export `loss(model, leaves)`.
+    """Export `loss(model, leaves)`. recorded: calls of opaque modules, which become operators.
 
     Raises `CaptureError`; `ShortcutError` if a shortcut was taken, as that may be the cause.
     """
     folding = Folding() if shortcuts.fold else None
     with without_cache(model) if shortcuts.no_cache else nullcontext(False) as switched:
         try:
-            return _exported(model, loss, leaves, folding)
+            return _exported(model, loss, leaves, folding, recorded or {})
         except InnerGradientError:
             return _traced(model, loss, leaves)
         except CaptureError as error:
@@ -88,9 +90,13 @@ def export(
 
 
 def _exported(
-    model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor], folding: Folding | None
+    model: nn.Module,
+    loss: Callable[[nn.Module], Any],
+    leaves: Sequence[Tensor],
+    folding: Folding | None,
+    recorded: Recorded,
 ) -> Exported:
-    seen = _Seen(folding=folding)
+    seen = _Seen(folding=folding, recorded=recorded)
     wrapper = _Loss(model, loss, seen)
     with _for_tracing():
         try:
@@ -179,6 +185,7 @@ class _Seen:
     gradients: InnerGradients = field(default_factory=InnerGradients)
     traced: bool = False  # with the gradients that the loss takes
     folding: Folding | None = None
+    recorded: Recorded = field(default_factory=dict[str, Any])
 
 
 class _Loss(nn.Module):
@@ -196,6 +203,7 @@ class _Loss(nn.Module):
         with (
             _recorded(self.model, self._seen.folding),
             attributes_restored(self.model),
+            standing_in(self.model, self._seen.recorded),
             _written_buffers(self.model),
             accumulation_refused(self.model) if self._seen.traced else self._seen.gradients.recorded(),
         ):
@@ -333,7 +341,7 @@ def _from_exported(exported: ExportedProgram, seen: _Seen) -> Exported:
         if node.op == "get_attr" or isinstance(node.target, _torch._ops.HigherOrderOperator):
             raise CaptureError(
                 f"{node.target} at {describe_place(node)} is control flow or a kernel that a program cannot represent. {WAY_OUT}"
-            )
+            ).at(path_of(node))
     return result
 
 

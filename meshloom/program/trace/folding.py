@@ -4,7 +4,7 @@ Calls are identical if their modules have the same structure, classes, shapes an
 layouts and equal numbers, under the same autocast and grad mode, and if the traced forward reads no plain
 attribute in which the modules differ (a layer's index, say). A call is traced by itself if it has effects
 that another could not repeat: it writes to its inputs or to attributes of its modules, returns views of its
-inputs, or has hooks inside.
+inputs, or has hooks or opaque modules inside.
 
 Calls are recorded as operators (`block_calls.py`); `unfold.py` puts copies of the traced nodes there.
 """
@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshloom.program.ir.replaced import replaced
 from meshloom.program.ir.sparse_constants import memory_of
+from meshloom.program.opaque.stand_ins import is_standing_in
 from meshloom.program.trace.attributes import TORCHS_OWN, plain_text
 from meshloom.program.trace.block_calls import ENTER, LEAVE, REPEAT, REPEAT_SEVERAL, layouts_of
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CONTENTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -219,9 +220,11 @@ def _definer_of_forward(kind: type) -> Any:
 
 
 def _block_of(module: nn.Module, structures: dict[Any, int]) -> _Block | None:
-    """None if a submodule has hooks. structures: known ones, with their numbers."""
+    """None if a submodule has hooks, or is opaque. structures: known ones, with their numbers."""
     parts = dict(_parts(module, ""))
-    if any(vars(each).get(name) for path, each in parts.items() if path for name in _HOOKS):
+    if any(map(is_standing_in, parts.values())):
+        return None
+    if any(vars(each).get(name) for path, each in parts.items() if path for name in HOOKS):
         return None
     state = tuple(
         (each, kind, name)

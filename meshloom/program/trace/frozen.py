@@ -30,10 +30,11 @@ def check_draws() -> Callable[[Callable[[], Any]], None]:
     def check(rerun: Callable[[], Any]) -> None:
         for kind, state in kinds.items():
             if state() != before[kind]:
+                line = line_that_changes(rerun, state)
                 raise CaptureError(
-                    f"The forward draws from {kind} at {line_that_changes(rerun, state)}; a program would keep the one draw for ever. "
+                    f"The forward draws from {kind} at {describe_line(line)}; a program would keep the one draw for ever. "
                     f"Draw with torch (torch.rand, torch.randint). {WAY_OUT}"
-                )
+                ).at(None, line)
 
     return check
 
@@ -45,31 +46,32 @@ def check_equal(first: Program, second: Program) -> None:
             raise CaptureError(
                 f"What runs at {describe_line(one.line or other.line)} depends on more than the batch's tensors and torch's draws: "
                 f"read twice it was {_shown(one, other)} and {_shown(other, one)}. Compute it from tensors. {WAY_OUT}"
-            )
+            ).at(one.path)
     for name, constant in first.constants.items():
         other = second.constants.get(name)
         if other is None or not equal_bits(constant, other):
-            line = next(
-                (node.line for node in first.nodes if any(ref.name == name for ref in node.operands())), None
+            user = next(
+                (node for node in first.nodes if any(ref.name == name for ref in node.operands())), None
             )
+            line = user.line if user else None
             raise CaptureError(
                 f"A tensor made outside of torch's operators is used at {describe_line(line)}, and was another one when the loss was captured again. "
                 f"Make it with torch from the batch, or make it a buffer. {WAY_OUT}"
-            )
+            ).at(user.path if user else None)
     if first.describe() != second.describe():
         raise CaptureError(
             f"Reading the loss twice gave two programs, of {len(first.nodes)} and {len(second.nodes)} operators. {WAY_OUT}"
         )
 
 
-def line_that_changes(run: Callable[[], Any], observe: Callable[[], Any]) -> str:
-    """The user's line in `run` during which the value of `observe` first changed.
+def line_that_changes(run: Callable[[], Any], observe: Callable[[], Any]) -> SourceLine | None:
+    """The user's line in `run` during which the value of `observe` first changed; None: it was not found.
 
     >>> counts = [0]
     >>> def count():
     ...     counts[0] += 1
-    >>> line_that_changes(count, lambda: counts[0])
-    'a line that could not be found'
+    >>> line_that_changes(count, lambda: counts[0]) is None
+    True
     """
     found: list[SourceLine | None] = []
     seen = observe()
@@ -94,7 +96,7 @@ def line_that_changes(run: Callable[[], Any], observe: Callable[[], Any]) -> str
         pass
     finally:
         sys.settrace(previous)
-    return describe_line(found[0] if found else None)
+    return found[0] if found else None
 
 
 def _fact(node: Node) -> str:

@@ -15,8 +15,10 @@ from meshloom.program.ir.contexts import Context, Entered
 from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.sparse_constants import empty_like, is_sparse, memory_of, offset_of, strides_of
+from meshloom.program.opaque.call import OpaqueCall
+from meshloom.program.opaque.operator import OPAQUE
 from meshloom.program.trace.block_calls import LEAVE, REPEAT, REPEAT_SEVERAL, layouts_of
-from meshloom.program.trace.export import context_of, describe_place
+from meshloom.program.trace.export import context_of, describe_place, path_of
 from meshloom.program.trace.on_cpu import AsOnCPU, fake_mode
 
 
@@ -76,7 +78,9 @@ def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
                 except Exception as error:
                     raise CaptureError(
                         f"{node.target} at {describe_place(node)} could not run without values: {str(error).splitlines()[0]}. {WAY_OUT}"
-                    ) from error
+                    ).at(path_of(node)) from error
+                if node.target is OPAQUE:
+                    counter.count += OpaqueCall.of(args[3]).num_draws
                 if counter.count > before:
                     draws[node] = counter.count - before
             tensors = [leaf for leaf in tree_leaves(values.get(node)) if isinstance(leaf, Tensor)]
@@ -84,12 +88,12 @@ def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
                 raise CaptureError(
                     f"The shape of the result of {node.target} at {describe_place(node)} depends on the values in the batch, "
                     f"so no one program computes it. Keep the shape, with torch.where or a mask. {WAY_OUT}"
-                )
+                ).at(path_of(node))
             if node.op == "call_function" and any(each.layout != torch.strided for each in tensors):
                 raise CaptureError(
                     f"The result of {node.target} at {describe_place(node)} is a sparse tensor, and in a program only constants are sparse. "
                     f"Create it once, outside of the forward, and keep it as a plain attribute. {WAY_OUT}"
-                )
+                ).at(path_of(node))
             shapes[node] = tuple(map(shape_of, tensors))
     return Inferred(shapes=shapes, draws=draws)
 

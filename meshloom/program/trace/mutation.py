@@ -10,7 +10,7 @@ use, just as eager's views see the write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,10 @@ from meshloom.program.ir.schemas import (
     name_of,
     running_statistics,
 )
+from meshloom.program.opaque.call import OpaqueCall
+from meshloom.program.opaque.operator import OPAQUE
 from meshloom.program.trace.block_calls import ENTER, LEAVE
-from meshloom.program.trace.export import META, Exported, describe_place
+from meshloom.program.trace.export import META, Exported, describe_place, path_of
 from meshloom.program.trace.infer import Inferred, Shape, infer
 from meshloom.program.trace.views import written
 
@@ -118,7 +120,7 @@ class _Rewriter:
             viewed = next((each for each in inputs if self.inferred.storage(each) == storage), None)
             if viewed is not None:
                 self.view_of[node] = viewed
-        for buffer in running_statistics(node):
+        for buffer in (*running_statistics(node), *_written_by_opaque(node)):
             if buffer.op != "placeholder" or buffer.name not in self.exported.buffers:
                 raise _refusal(node, "updates running statistics that are not buffers of the model")
             if buffer not in self.written_buffers:
@@ -211,7 +213,7 @@ class _Rewriter:
     def _replacing(self, node: fx.Node, new: fx.Node) -> fx.Node:
         """`new` for the old `node`. Unused draws stay, too: later draws are numbered after them."""
         new.meta = dict(node.meta)
-        effect = node in self.inferred.draws or node.target in (ENTER, LEAVE)
+        effect = node in self.inferred.draws or node.target in (ENTER, LEAVE, OPAQUE)
         if effect or any(True for _ in running_statistics(node)):
             self.with_effects.add(new)
         return new
@@ -244,6 +246,14 @@ def _change_shapes_out_of_place(exported: Exported) -> None:
         for user in list(operand.users):
             if node < user:
                 user.replace_input_with(operand, node)
+
+
+def _written_by_opaque(node: fx.Node) -> Iterator[Any]:
+    """Buffers that an opaque module writes."""
+    if node.target is OPAQUE:
+        call: Any = node.args[3]
+        state: Any = node.args[1]
+        yield from (state[number] for number in OpaqueCall.of(call).written)
 
 
 def _written_operand(node: fx.Node) -> fx.Node | None:
@@ -295,4 +305,4 @@ def _keeps_shape(function: Any, node: fx.Node, before: Shape, inferred: Inferred
 def _refusal(node: fx.Node, what: str) -> CaptureError:
     return CaptureError(
         f"{name_of(node)} at {describe_place(node)} {what}, which a program cannot represent. Write it out of place. {WAY_OUT}"
-    )
+    ).at(path_of(node))

@@ -15,7 +15,8 @@ from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.leaves import Leaves
-from meshloom.program.ir.lines import WAY_OUT
+from meshloom.program.ir.lines import WAY_OUT, describe_line
+from meshloom.program.opaque.stand_ins import Recorded
 from meshloom.program.trace.attributes import Changed
 from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcuts
 from meshloom.program.trace.export import Exported, export
@@ -49,17 +50,35 @@ def with_shortcuts(read: Callable[[Shortcuts], T]) -> T:
 
 
 def export_twice(
-    model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], shortcuts: Shortcuts
+    model: nn.Module,
+    loss: LossFunction,
+    leaves: tuple[Leaves, Leaves],
+    shortcuts: Shortcuts,
+    recorded: Recorded | None = None,
 ) -> tuple[Exported, Exported]:
-    """Both exports, the first with plain attributes as a forward leaves them: it may set something up."""
-    steady, second = _export_until_steady(model, loss, leaves, always=True, shortcuts=shortcuts)
+    """Both exports, the first with plain attributes as a forward leaves them: it may set something up.
+
+    recorded: as in `export`.
+    """
+    steady, second = _export_until_steady(
+        model, loss, leaves, always=True, shortcuts=shortcuts, recorded=recorded
+    )
     assert second is not None
     return steady, second
 
 
-def export_once(model: nn.Module, loss: LossFunction, leaves: Leaves, shortcuts: Shortcuts) -> Exported:
+def export_once(
+    model: nn.Module,
+    loss: LossFunction,
+    leaves: Leaves,
+    shortcuts: Shortcuts,
+    recorded: Recorded | None = None,
+) -> Exported:
     """One export, and more only if the first forward changes attributes."""
-    return _export_until_steady(model, loss, (leaves, leaves), always=False, shortcuts=shortcuts)[0]
+    found = _export_until_steady(
+        model, loss, (leaves, leaves), always=False, shortcuts=shortcuts, recorded=recorded
+    )
+    return found[0]
 
 
 def device_of(model: nn.Module, leaves: Leaves) -> torch.device:
@@ -82,10 +101,17 @@ def check_tensors(leaves: Leaves) -> None:
 
 
 def _export_until_steady(
-    model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, always: bool, shortcuts: Shortcuts
+    model: nn.Module,
+    loss: LossFunction,
+    leaves: tuple[Leaves, Leaves],
+    *,
+    always: bool,
+    shortcuts: Shortcuts,
+    recorded: Recorded | None,
 ) -> tuple[Exported, Exported | None]:
     def read(number: int) -> Exported:
-        return export(model, _loss_of(loss, leaves[number]), list(leaves[number].tensors.values()), shortcuts)
+        tensors = list(leaves[number].tensors.values())
+        return export(model, _loss_of(loss, leaves[number]), tensors, shortcuts, recorded)
 
     def read_seeded(number: int) -> Exported:
         seed_everything(derive("capture", number))
@@ -126,14 +152,14 @@ def _loss_of(loss: LossFunction, leaves: Leaves) -> Any:
 def _refuse_attribute(model: nn.Module, changed: Changed, rerun: Callable[[], Any]) -> CaptureError:
     path, attribute, before, after = changed
     module = model.get_submodule(path)
-    line = line_that_changes(rerun, lambda: repr(vars(module).get(attribute)))
+    line = describe_line(line_that_changes(rerun, lambda: repr(vars(module).get(attribute))))
     if attribute == "training":
         return CaptureError(
             f"The forward switches {path or 'the model'} between training and evaluation at {line}, and a program has one mode. "
             f"Switch it where the model is built. {WAY_OUT}"
-        )
+        ).at(path)
     name = f"{path}.{attribute}" if path else attribute
     return CaptureError(
         f"The forward changes the attribute {name} from {before} to {after} at {line}, which a program would not do. "
         f"Make it a buffer (register_buffer) that is updated with torch. {WAY_OUT}"
-    )
+    ).at(path)

@@ -27,7 +27,10 @@ _HEADER = 3  # calls, decay, calls in evaluation mode
 
 def tracks(module: nn.Module) -> bool:
     """Whether a layer has running statistics that torch's own forward updates."""
-    if type(module).forward not in (_BatchNorm.forward, _InstanceNorm.forward) or "forward" in vars(module):
+    if getattr(type(module), "forward", None) not in (
+        _BatchNorm.forward,
+        _InstanceNorm.forward,
+    ) or "forward" in vars(module):
         return False
     return bool(module.track_running_stats) and module.running_mean is not None
 

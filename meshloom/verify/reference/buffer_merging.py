@@ -29,7 +29,7 @@ class BufferMerging:
         write_only = [
             module
             for module in model.modules()
-            if type(module).forward in (_BatchNorm.forward, _InstanceNorm.forward)
+            if getattr(type(module), "forward", None) in (_BatchNorm.forward, _InstanceNorm.forward)
         ]
         excluded = {id(buffer) for module in write_only for buffer in module.buffers(recurse=False)}
         modules = dict(model.named_modules(remove_duplicate=False))

@@ -84,6 +84,8 @@ class ModuleWatch:
         handles: list[Any] = []
         try:
             for name, module in self.model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # takes no hooks
                 handles.append(module.register_forward_pre_hook(self._enter(name)))
                 handles.append(module.register_forward_hook(self._leave(name)))
             yield self

@@ -1,0 +1,239 @@
+"""Decides what is tried where a loss cannot be read: which modules become opaque, the smallest first.
+
+    what cannot be read                         becomes one operator
+    a line that export fails at                 the innermost module whose code it is in
+    a program that computes other numbers       the first module whose output differs; where all agree, the one
+                                                found by bisection, whose program is right
+    a part that is no operator (its shapes      the module around it, up to the model
+    depend on values, say)
+
+Modules of the same class and flags go together, as the others would fail next. What fails outside of all modules, in
+the loss function, stays refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from meshloom.core.errors import CaptureError, JobError
+from meshloom.core.job import Job
+from meshloom.program.capture.check import DiffersError
+from meshloom.program.ir.lines import SourceLine, line_of_error
+from meshloom.program.opaque.bound import ChangedCallError
+from meshloom.program.opaque.stand_ins import OpaqueError
+from meshloom.program.trace.attributes import TORCHS_OWN
+from meshloom.program.trace.folding import HOOKS
+
+T = TypeVar("T")
+Parts = Mapping[str, str]  # module -> why it is opaque
+MOST_TRIED = 32
+
+
+def asked_for(job: Job, model: nn.Module) -> dict[str, str]:
+    """The modules that `Job(opaque=...)` names, outermost ones. Raises `JobError` for a name without a module."""
+    found: dict[str, str] = {}
+    for asked in job.opaque:
+        paths = [path for path, each in model.named_modules() if _is_asked(asked, path, each)]
+        if not paths:
+            name = asked if isinstance(asked, str) else asked.__name__
+            known = dict.fromkeys(type(each).__name__ for each in model.modules())
+            raise JobError(
+                f"Job(opaque=...) names {name}, and the model has no module of that name or class. Its classes are {', '.join(known)}."
+            )
+        found |= dict.fromkeys(paths, "the job asks for it")
+    return _outermost(found)
+
+
+def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) -> T:
+    """The result of `read` with the fewest and smallest opaque parts that let it succeed.
+
+    Raises the error that remains if there are none.
+    """
+    parts: Parts | None = asked
+    refused: Exception | None = None
+    for _ in range(MOST_TRIED):
+        try:
+            return read(parts)
+        except (CaptureError, ChangedCallError) as error:
+            if refused is None or not isinstance(error, OpaqueError | ChangedCallError):
+                refused = error
+            if isinstance(error, DiffersError) and error.path is None:
+                found = _bisected(read, parts, model, str(error).split(". ")[0])
+                if found is None:
+                    break
+                return found
+            parts = _with_next(parts, error, model)
+            if parts is None:
+                break
+    assert refused is not None
+    raise refused
+
+
+def _bisected(read: Callable[[Parts], T], parts: Parts, model: nn.Module, why: str) -> T | None:
+    """The result of `read` with the smallest further part that it succeeds with; None: not even with the model."""
+
+    def attempt(paths: Sequence[str]) -> T | None:
+        with suppress(CaptureError, ChangedCallError):
+            return read(_outermost({**parts, **dict.fromkeys(paths, why)}))
+        return None
+
+    best, at = attempt([""]), ""
+    while best is not None:
+        group = list(_children(model, at))
+        found = attempt(group) if group else None
+        while found is not None and len(group) > 1:
+            halves = group[: len(group) // 2], group[len(group) // 2 :]
+            tried = next(((half, each) for half in halves if (each := attempt(half)) is not None), None)
+            if tried is None:  # several modules
+                return found
+            group, found = tried
+        if found is None:
+            return best
+        best, (at,) = found, group
+    return None
+
+
+def _children(model: nn.Module, path: str) -> Iterator[str]:
+    """The modules in a module, and those in lists of them."""
+    for name, child in model.get_submodule(path).named_children():
+        below = f"{path}.{name}" if path else name
+        if _is_container(child):
+            yield from _children(model, below)
+        else:
+            yield below
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether it has no forward: a list or dict of modules."""
+    return getattr(type(module), "forward", None) is nn.Module.forward
+
+
+def _is_asked(asked: Any, path: str, module: nn.Module) -> bool:
+    if not isinstance(asked, str):
+        return isinstance(module, asked)
+    return path == asked or path.rpartition(".")[2] == asked or type(module).__name__ == asked
+
+
+def _with_next(parts: Parts, error: CaptureError | ChangedCallError, model: nn.Module) -> Parts | None:
+    """The parts with the smallest module that this error asks for."""
+    modules = dict(model.named_modules())
+    for path in _candidates(error, model):
+        if path in parts or path not in modules or _is_container(modules[path]):
+            continue
+        if any(_is_below(path, other) for other in parts) and not isinstance(error, OpaqueError):
+            continue
+        why = _reason(error, path)
+        alike = [other for other, each in modules.items() if path and _are_alike(modules[path], each)]
+        return _outermost({**parts, **dict.fromkeys(alike, why), path: why})
+    return None
+
+
+def _candidates(error: CaptureError | ChangedCallError, model: nn.Module) -> Iterator[str]:
+    """Modules, the innermost first."""
+    if isinstance(error, OpaqueError | ChangedCallError):
+        yield from list(_with_parents(error.module))[1:]
+        return
+    if error.path is not None:
+        yield from _with_parents(error.path)
+        return
+    found = list(_on_the_way(error, model))
+    if not found and isinstance(error.line, SourceLine):
+        line = error.line
+        found = [path for path, each in model.named_modules() if _has_line(type(each), line)][:1]
+        found = list(_with_parents(found[0])) if found else []
+    for path in found[:1]:
+        for below, each in model.get_submodule(path).named_modules(prefix=path):
+            if isinstance(each, torch.jit.ScriptModule):  # of which an export sees nothing
+                yield below
+    yield from found
+
+
+def _on_the_way(error: BaseException, model: nn.Module) -> Iterator[str]:
+    """The modules whose methods ran when an exception was raised."""
+    # an export's proxies of a module share its dict
+    owners = {id(vars(each)): path for path, each in model.named_modules()}
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    for each in reversed(causes):
+        found: dict[str, None] = {}
+        trace = each.__traceback__
+        while trace:
+            own = trace.tb_frame.f_locals.get("self")
+            path = owners.get(id(getattr(own, "__dict__", None)))
+            if path is not None:
+                found.pop(path, None)
+                found[path] = None
+            trace = trace.tb_next
+        if found:
+            yield from reversed(found)
+            return
+
+
+def _with_parents(path: str) -> Iterator[str]:
+    """
+    >>> list(_with_parents("h.0.mlp"))
+    ['h.0.mlp', 'h.0', 'h', '']
+    """
+    yield path
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _has_line(kind: type, line: SourceLine) -> bool:
+    """Whether a line is in a method of a class."""
+    for each in kind.__mro__:
+        if each.__module__.startswith("torch.nn"):
+            continue
+        for function in vars(each).values():
+            if isinstance(function, FunctionType) and line.number in _lines(function.__code__, line.file):
+                return True
+    return False
+
+
+def _lines(code: CodeType, file: str) -> set[int]:
+    if code.co_filename != file:
+        return set()
+    found = {number for _, _, number in code.co_lines() if number is not None}
+    inner = (_lines(each, file) for each in code.co_consts if isinstance(each, CodeType))
+    return found.union(*inner)
+
+
+def _are_alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether modules are of one class of the user's, with the same flags and texts as attributes, and hooks if the
+    other has some."""
+    if type(one) is not type(other) or type(one).__module__.startswith("torch."):
+        return one is other
+    return _flags(one) == _flags(other)
+
+
+def _flags(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in TORCHS_OWN and (value is None or isinstance(value, bool | str))
+    } | {name: bool(vars(module).get(name)) for name in HOOKS}
+
+
+def _outermost(parts: Mapping[str, str]) -> dict[str, str]:
+    return {path: why for path, why in parts.items() if not any(_is_below(path, other) for other in parts)}
+
+
+def _is_below(path: str, other: str) -> bool:
+    return path != other and (not other or path.startswith(f"{other}."))
+
+
+def _reason(error: Exception, path: str) -> str:
+    """One clause: why a module cannot be read."""
+    if isinstance(error, OpaqueError):
+        return str(error).removesuffix(".")
+    line = line_of_error((error.__cause__ or error).__traceback__)
+    text = str(error).split(". ")[0].strip()
+    return text if line is None or str(line) in text else f"{text} ({line})"

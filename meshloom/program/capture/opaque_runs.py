@@ -1,0 +1,256 @@
+"""Runs a loss in eager to record the calls of its opaque modules: layouts, draws, buffers written, costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import LossFunction
+from meshloom.core.random import derive, preserved_draws, seed_everything
+from meshloom.program.capture.restored import cloned, restored
+from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
+from meshloom.program.ir.draws import CountDraws
+from meshloom.program.ir.encoding import encoded
+from meshloom.program.ir.sparse_constants import memory_of, storage_of
+from meshloom.program.opaque.call import OpaqueCall, OpaqueCost, meta_of, split_arguments, state_of
+from meshloom.program.opaque.stand_ins import LeafPlace, OpaqueError, Recorded, RecordedCall, intercepted
+
+
+def recorded_calls(
+    model: nn.Module, loss: LossFunction, batches: Sequence[Any], paths: Sequence[str]
+) -> Recorded:
+    """The calls of the modules at `paths`, which must be alike for all `batches`. The model is unchanged afterwards.
+
+    Raises `OpaqueError` for a module whose calls are no operators: their shapes depend on values, say.
+    """
+    first: dict[str, list[RecordedCall]] | None = None
+    for number, batch in enumerate(batches if paths else ()):
+        found = _calls(model, loss, batch, paths, derive("capture", number))
+        for path, calls in (first or {}).items():
+            _check_alike(path, calls, found[path])
+        first = first or found
+    return first or {}
+
+
+def _calls(
+    model: nn.Module, loss: LossFunction, batch: Any, paths: Sequence[str], seed: int
+) -> dict[str, list[RecordedCall]]:
+    found: dict[str, list[RecordedCall]] = {path: [] for path in paths}
+
+    def handle(
+        path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        try:
+            returned, call = _record(module, method, run, args, kwargs)
+        except CaptureError as error:
+            raise OpaqueError(path, str(error)) from error
+        found[path].append(call)
+        return returned
+
+    with restored(model), preserved_draws(), intercepted(model, paths, handle):
+        seed_everything(seed)
+        loss(model, cloned(batch))
+    return {path: calls for path, calls in found.items() if calls}
+
+
+def _record(
+    module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, RecordedCall]:
+    """What the call returned, and its record."""
+    spec, plain, inputs = split_arguments(args, kwargs)
+    shapes = _shapes_for_other_values(module, run, args, kwargs)
+    names, state = state_of(module)
+    modes = tuple(each.training for each in module.modules())
+    before = [each._version for each in (*inputs, *state)]  # pyright: ignore[reportPrivateUsage]
+    attributes = _tensor_attributes(module)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    meter = _Meter()
+    with CountDraws() as counter, saved_tensors_hooks(pack, lambda each: each), meter:
+        returned = run(*args, **kwargs)
+    now = [each._version for each in (*inputs, *state)]  # pyright: ignore[reportPrivateUsage]
+    replaced = {id(each) for each in state} - {id(each) for each in state_of(module)[1]}
+    changed = [number for number, (was, each) in enumerate(zip(before, now, strict=True)) if was != each]
+    if any(number < len(inputs) for number in changed):
+        raise CaptureError("it writes to its input in place")
+    written = {number - len(inputs) for number in changed} | {
+        number for number, each in enumerate(state) if id(each) in replaced
+    }
+    if any(isinstance(state[number], nn.Parameter) for number in written):
+        raise CaptureError("it writes to its parameters in the forward")
+    left = [
+        (place, each)
+        for place, each in _tensor_attributes(module).items()
+        if attributes.get(place) is not each
+    ]
+    leaves, structure = tree_flatten(returned)
+    made: list[Tensor] = []
+    places: list[int] = []
+    recalled: list[Any] = []
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            encoded(leaf)  # plain, or refused
+            recalled.append(leaf)
+            continue
+        given = next((number for number, each in enumerate(inputs) if each is leaf), None)
+        known = next((number for number, each in enumerate(made) if each is leaf), None)
+        if given is not None:
+            recalled.append(LeafPlace(("given", given)))
+            continue
+        if known is None:
+            known = len(made)
+            made.append(leaf)
+            places.append(place)
+        recalled.append(LeafPlace(("made", known)))
+    for other in shapes:
+        if other != [tuple(each.shape) for each in made]:
+            raise CaptureError(
+                f"the shapes that it returns depend on values: {[tuple(each.shape) for each in made]} and {other}"
+            )
+    results = [*made, *(each for _, each in left)]
+    cost = replace(
+        meter.cost(),
+        **_backward(results, [*inputs, *(each for each in state)]),
+        **_saved(saved, inputs, state),
+    )
+    call = OpaqueCall(
+        method=method,
+        spec=spec,
+        leaves=plain,
+        state=names,
+        modes=modes,
+        written=tuple(sorted(written)),
+        results=tuple(map(meta_of, results)),
+        places=tuple(places),
+        num_leaves=len(leaves),
+        attributes=tuple(place for place, _ in left),
+        num_draws=counter.count,
+        cost=cost,
+    )
+    layouts = tuple(replace(_input_meta(each), requires_grad=False) for each in inputs)
+    return returned, RecordedCall(call=call, inputs=layouts, spec=structure, leaves=tuple(recalled))
+
+
+def _shapes_for_other_values(
+    module: nn.Module, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[list[tuple[int, ...]]]:
+    """Shapes of what it returns for inputs with other values: negated, and in another order. It may fail on some."""
+    found: list[list[tuple[int, ...]]] = []
+    for change in (_negated, _turned):
+        with suppress(Exception), torch.no_grad(), restored(module), preserved_draws():
+            given = tree_map_only(Tensor, change, (args, kwargs))
+            unique: dict[int, Tensor] = {}
+            for each in tree_leaves(run(*given[0], **given[1])):
+                if isinstance(each, Tensor) and not any(each is one for one in tree_leaves(given)):
+                    unique.setdefault(id(each), each)
+            found.append([tuple(each.shape) for each in unique.values()])
+    return found
+
+
+def _negated(tensor: Tensor) -> Tensor:
+    return -tensor.detach() if tensor.is_floating_point() else tensor.clone()
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    """Its elements from the last to the first."""
+    return tensor.detach().flip(tuple(range(tensor.ndim)))
+
+
+def _input_meta(tensor: Tensor) -> Any:
+    try:
+        return meta_of(tensor)
+    except CaptureError as error:
+        raise CaptureError(str(error).replace("it returns", "it is given")) from error
+
+
+def _check_alike(path: str, calls: Sequence[RecordedCall], others: Sequence[RecordedCall]) -> None:
+    if len(calls) != len(others):
+        raise OpaqueError(
+            path, f"it is called {len(calls)} times for one batch and {len(others)} times for another"
+        )
+    for one, other in zip(calls, others, strict=True):
+        mine, theirs = one.call, other.call
+        if [each.shape for each in mine.results] != [each.shape for each in theirs.results]:
+            shapes = [[list(each.shape) for each in call.results] for call in (mine, theirs)]
+            raise OpaqueError(
+                path, f"the shapes that it returns depend on values: {shapes[0]} and {shapes[1]}"
+            )
+        if mine.num_draws != theirs.num_draws:
+            raise OpaqueError(
+                path, f"how often it draws depends on values: {mine.num_draws} and {theirs.num_draws} times"
+            )
+        if replace(mine, cost=theirs.cost) != theirs or one.leaves != other.leaves:
+            raise OpaqueError(path, "what it is given or returns besides tensors depends on values")
+
+
+def _tensor_attributes(module: nn.Module) -> dict[tuple[str, str], Tensor]:
+    """Plain attributes that are tensors, such as a loss that a module leaves for later."""
+    return {
+        (path, name): value
+        for path, each in module.named_modules()
+        for name, value in vars(each).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _backward(results: Sequence[Tensor], operands: Sequence[Tensor]) -> dict[str, int]:
+    """The cost of its backward, which runs once."""
+    roots = [each for each in results if each.requires_grad]
+    wanted = [each for each in operands if each.requires_grad]
+    meter = _Meter()
+    if roots and wanted:
+        with suppress(Exception), meter:  # a user's backward may need what only the loss's own brings
+            torch.autograd.grad(
+                roots, wanted, [torch.ones_like(each) for each in roots], retain_graph=True, allow_unused=True
+            )
+    cost = meter.cost()
+    return {
+        "backward_flops": cost.flops,
+        "backward_read_bytes": cost.read_bytes,
+        "backward_written_bytes": cost.written_bytes,
+    }
+
+
+def _saved(saved: Sequence[Tensor], inputs: Sequence[Tensor], state: Sequence[Tensor]) -> Mapping[str, Any]:
+    """What autograd keeps of it."""
+    memory = {memory_of(each): storage_of(each).nbytes() for each in saved if each.layout == torch.strided}
+    of_inputs = {memory_of(each): number for number, each in enumerate(inputs)}
+    kept_inputs = tuple(sorted(of_inputs[each] for each in memory.keys() & of_inputs.keys()))
+    own = memory.keys() - of_inputs.keys() - {memory_of(each) for each in state}
+    return {"saved_bytes": sum(memory[each] for each in own), "saved_inputs": kept_inputs}
+
+
+class _Meter(TorchDispatchMode):
+    """Adds up FLOPs and bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flops = self._read = self._written = 0
+
+    def cost(self) -> OpaqueCost:
+        return OpaqueCost(flops=self._flops, read_bytes=self._read, written_bytes=self._written)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        value = func(*args, **(kwargs or {}))
+        if func.namespace != "prim" and not any(
+            each.layout != torch.strided for each in tree_leaves((args, value)) if isinstance(each, Tensor)
+        ):
+            self._flops += flops(func, args, kwargs or {}, value)
+            read, written = bytes_read_and_written(func, args, kwargs or {}, value)
+            self._read, self._written = self._read + read, self._written + written
+        return value

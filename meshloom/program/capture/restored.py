@@ -1,0 +1,56 @@
+"""A model as it was before it ran, and batches that a run may write to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.trace.attributes import attributes_restored, plain_values
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Clears gradients, and restores gradients, buffers and plain attributes on exit."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [
+        (module, dict(vars(module)["_buffers"]))
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)  # whose buffers are never replaced
+    ]
+    values = {id(buffer): (buffer, buffer.detach().clone()) for buffer in model.buffers()}
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with attributes_put_back(model):
+            yield
+    finally:
+        for module, own in buffers:
+            vars(module)["_buffers"].update(own)
+        with torch.no_grad():
+            for buffer, value in values.values():
+                buffer.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextmanager
+def attributes_put_back(model: nn.Module) -> Iterator[None]:
+    """Restores plain attributes, and those that hold tensors, on exit."""
+    plain = plain_values(model)
+    try:
+        with attributes_restored(model):
+            yield
+    finally:
+        for (path, name), value in plain.items():
+            vars(model.get_submodule(path))[name] = value
+
+
+def cloned(batch: Any) -> Any:
+    """A batch of copies."""
+    leaves = leaves_of(batch)
+    return leaves.rebuild([leaf.detach().clone() for leaf in leaves.tensors.values()])

@@ -1,0 +1,116 @@
+"""Opaque calls of a program bound to the modules of one rank, which run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from meshloom.core.errors import TrainingError
+from meshloom.program.ir.draws import CountDraws
+from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.program import Program
+from meshloom.program.opaque.call import OpaqueCall
+from meshloom.program.opaque.module_tensors import ModuleTensors
+from meshloom.program.opaque.operator import OPAQUE, is_opaque
+
+INSTEAD = "Make the module around it opaque, or the model, with Job(opaque=...)."
+
+
+def bound(program: Program, model: nn.Module) -> Program:
+    """The program with opaque calls run by the submodules of `model`; itself if it has none."""
+    if not any(map(is_opaque, program.nodes)):
+        return program
+    return replace(program, nodes=tuple(_bound(node, model) for node in program.nodes))
+
+
+def _bound(node: Node, model: nn.Module) -> Node:
+    if not is_opaque(node):
+        return node
+    path, text = node.args[2:]
+    return replace(node, target=OpaqueModule(model.get_submodule(path), path, OpaqueCall.of(text)))
+
+
+class ChangedCallError(TrainingError):
+    """A call of an opaque module that is not like the recorded one. module: its path."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(why)
+        self.module = path
+
+
+class OpaqueModule:
+    """A module's call as the target of a node."""
+
+    _schema = OPAQUE._schema
+
+    def __init__(self, module: nn.Module, path: str, call: OpaqueCall) -> None:
+        self.opaque_call = call
+        self._module, self._path = module, path
+        self._modules = list(module.modules())
+        self._tensors = ModuleTensors(module, call.state)
+
+    def __str__(self) -> str:
+        return str(OPAQUE)
+
+    def __call__(
+        self, inputs: Sequence[Tensor], state: Sequence[Tensor], path: str, text: str
+    ) -> list[Tensor]:
+        """The results of the call."""
+        call = self.opaque_call
+        args, kwargs = call.arguments(inputs)
+        counter = CountDraws() if call.num_draws else None
+        before = torch.default_generator.get_state() if counter is None else None
+        with self._tensors.replaced_by(state), self._in_modes(), counter or nullcontext():
+            returned: Any = self._run(args, kwargs)
+            left = [vars(self._module.get_submodule(below)).get(name) for below, name in call.attributes]
+        drew = counter.count if counter else int(not torch.equal(before, torch.default_generator.get_state()))  # pyright: ignore[reportArgumentType]
+        if drew != call.num_draws:
+            raise ChangedCallError(
+                self._path,
+                f"{self._name()} draws as often as its values say: {call.num_draws} times at the capture and not in this batch, so later draws cannot be "
+                f"those of one device. {INSTEAD}",
+            )
+        return self._results(returned, left)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.opaque_call.method == "forward":
+            return self._module.forward(*args, **kwargs)
+        return self._module(*args, **kwargs)
+
+    def _results(self, returned: Any, left: Sequence[Any]) -> list[Tensor]:
+        call = self.opaque_call
+        leaves = tree_leaves(returned)
+        found = [leaves[place] for place in call.places if place < len(leaves)] + list(left)
+        shapes = [tuple(each.shape) if isinstance(each, Tensor) else None for each in found]
+        wanted = [each.shape for each in call.results]
+        if len(leaves) != call.num_leaves or shapes != wanted:
+            raise ChangedCallError(
+                self._path,
+                f"{self._name()} returned tensors of shapes {shapes} for this batch, and of {wanted} when the loss was captured: they depend on values. {INSTEAD}",
+            )
+        return found
+
+    def _name(self) -> str:
+        return f"{self._path or 'the model'} ({type(self._module).__name__}), an opaque part,"
+
+    @contextmanager
+    def _in_modes(self) -> Iterator[None]:
+        """The modules train or evaluate as when captured."""
+        changed = [
+            (each, each.training)
+            for each, mode in zip(self._modules, self.opaque_call.modes, strict=True)
+            if each.training != mode
+        ]
+        for each, mode in changed:
+            each.training = not mode
+        try:
+            yield
+        finally:
+            for each, mode in changed:
+                each.training = mode

@@ -1,0 +1,130 @@
+"""Calls of opaque modules intercepted: watched while they run in eager, and replaced by the operator in an export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from meshloom.core.errors import CaptureError
+from meshloom.program.ir.nodes import Meta
+from meshloom.program.opaque.call import METHODS, OpaqueCall, split_arguments, state_of
+from meshloom.program.opaque.operator import OPAQUE
+
+# path, module, method, run, args, kwargs
+Handle = Callable[[str, nn.Module, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+_SLOTS = {"__call__": "_compiled_call_impl", "forward": "forward"}
+
+
+class OpaqueError(CaptureError):
+    """A part that cannot be opaque; the one around it may. module: its path."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path or 'the model'} cannot be one operator: {why}.")
+        self.module = path
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedCall:
+    """A call as it ran in eager. inputs: layouts of its tensors. spec, leaves: what it returned: plain leaves, or
+    ("made", index of a result) or ("given", index of an input)."""
+
+    call: OpaqueCall
+    inputs: tuple[Meta, ...]
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+
+
+Recorded = Mapping[str, Sequence[RecordedCall]]
+
+
+class LeafPlace(tuple[str, int]):
+    """Where a returned tensor comes from."""
+
+
+@contextmanager
+def intercepted(model: nn.Module, paths: Sequence[str], handle: Handle) -> Iterator[None]:
+    """Calls of these modules go to `handle`, except inside of one another."""
+    inside = False
+    before: list[tuple[dict[str, Any], str, Any]] = []
+
+    def call(
+        path: str, module: nn.Module, method: str, run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        nonlocal inside
+        if inside:
+            return run(*args, **kwargs)
+        inside = True
+        try:
+            return handle(path, module, method, run, args, kwargs)
+        finally:
+            inside = False
+
+    for path in paths:
+        module: Any = model.get_submodule(path)
+        held = vars(module)
+        for method in METHODS:
+            slot = _SLOTS[method]
+            before.append((held, slot, held.get(slot, _NOTHING)))
+            # `_compiled_call_impl` takes the place of `_call_impl`, hooks included
+            run = (held.get(slot) or module._call_impl) if method == "__call__" else module.forward
+            held[slot] = partial(call, path, module, method, run)
+    try:
+        yield
+    finally:
+        for held, slot, was in reversed(before):
+            if was is _NOTHING:
+                del held[slot]
+            else:
+                held[slot] = was
+
+
+_NOTHING = object()
+
+
+@contextmanager
+def standing_in(model: nn.Module, recorded: Recorded) -> Iterator[None]:
+    """Calls of opaque modules are operators, one after another as they were recorded."""
+    if not recorded:
+        yield
+        return
+    following = {path: iter(calls) for path, calls in recorded.items()}
+
+    def handle(
+        path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        known = next(following[path], None)
+        try:
+            spec, plain, inputs = split_arguments(args, kwargs)
+        except CaptureError as error:
+            raise OpaqueError(path, str(error)) from error
+        if known is None or (known.call.method, known.call.spec, known.call.leaves) != (method, spec, plain):
+            raise OpaqueError(path, "it is called otherwise when the loss is read")
+        shapes = [(tuple(each.shape), each.dtype) for each in inputs]
+        if shapes != [(each.shape, each.dtype) for each in known.inputs]:
+            raise OpaqueError(path, "its inputs have shapes that depend on values")
+        names, state = state_of(module)
+        assert names == known.call.state
+        made: list[Tensor] = OPAQUE(inputs, state, path, known.call.text()) if known.call.results else []
+        made = [
+            each if meta.requires_grad or not each.requires_grad else each.detach()
+            for each, meta in zip(made, known.call.results, strict=True)
+        ]
+        for (below, name), value in zip(known.call.attributes, made[len(known.call.places) :], strict=True):
+            vars(module.get_submodule(below))[name] = value
+        found = {"made": made, "given": inputs}
+        leaves = [found[each[0]][each[1]] if isinstance(each, LeafPlace) else each for each in known.leaves]
+        return tree_unflatten(leaves, known.spec)
+
+    with intercepted(model, list(recorded), handle):
+        yield
+
+
+def is_standing_in(module: nn.Module) -> bool:
+    """Whether a module's calls are intercepted."""
+    return isinstance(vars(module).get("_compiled_call_impl"), partial)
