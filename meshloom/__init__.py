@@ -6,6 +6,7 @@ from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.mesh import Mesh
+from meshloom.core.moments.current_step import step
 from meshloom.core.plan import Plan
 from meshloom.telemetry.progress import Listener, Progress
 
@@ -22,6 +23,7 @@ __all__ = [
     "Plan",
     "Progress",
     "Trainer",
+    "step",
 ]
 __version__ = "0.1.0"
 

@@ -60,7 +60,7 @@ ORDER = [
         "telemetry",
     ],
     ["asynchronous.protocol", "comm", "machine", "pipeline.schedules", "program.ir"],
-    ["comm.liveness"],
+    ["comm.liveness", "core.moments"],
     ["core"],
 ]
 LEVEL = {room: len(ORDER) - line for line, rooms in enumerate(ORDER) for room in rooms}

@@ -155,7 +155,7 @@ class ProcessRun:
 
     def evaluate(self) -> dict[str, float]:
         """Every metric of the job's `Evaluate` over all of its data, with the values that `model` has."""
-        return self._inspection.evaluate([])
+        return self._inspection.evaluate([], self._due.newest)
 
     def finish(self) -> None:
         """What is written, is written in `fit`."""

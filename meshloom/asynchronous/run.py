@@ -150,7 +150,7 @@ class AsynchronousRun:
 
     def evaluate(self) -> dict[str, float]:
         """Every metric of the job's `Evaluate` over all of its data, at the newest snapshot."""
-        return self._inspection.evaluate(self._servers.contents(self._newest[0]))
+        return self._inspection.evaluate(self._servers.contents(self._newest[0]), self._newest[0])
 
     def save(self, *, wait: bool = True) -> Path:
         """Write the newest snapshot as a checkpoint into `out`; its path."""

@@ -46,6 +46,19 @@ def seed_torch(value: int) -> None:
         torch.default_generator.manual_seed(value)
 
 
+@contextmanager
+def python_draws_of(seed: int) -> Iterator[None]:
+    """A context in which `random` and numpy draw from `seed`; their states outside are restored."""
+    kept = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        numpy.random.set_state(kept[1])
+
+
 def model_seed(seed: int) -> int:
     """The seed of the initial parameters."""
     return derive(seed, "model")
@@ -54,6 +67,11 @@ def model_seed(seed: int) -> int:
 def chunk_seed(seed: int, step: int, chunk: int) -> int:
     """The seed of the draws of chunk `chunk` of the global batch of step `step`."""
     return derive(seed, "chunk", step, chunk)
+
+
+def evaluation_seed(seed: int, step: int, chunk: int) -> int:
+    """The seed of what `random` and numpy draw for chunk `chunk` of batch `step` of an evaluation."""
+    return derive(seed, "evaluation", step, chunk)
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:

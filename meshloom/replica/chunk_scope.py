@@ -13,8 +13,9 @@ from torch import nn
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
+from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
-from meshloom.core.random import KeyedDraws, Rows, chunk_seed, seed_everything
+from meshloom.core.random import KeyedDraws, Rows, chunk_seed, evaluation_seed, seed_torch
 from meshloom.data.chunks import Chunk
 from meshloom.data.to_device import to_device
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
@@ -75,6 +76,14 @@ class ChunkScope:
             self._seed(chunk, around, None)
             yield
 
+    def moment(self, chunk: Chunk) -> Moment:
+        """Of a chunk's forward."""
+        return Moment(chunk_seed(self._job.seed, chunk.step, self._key_of(chunk)[0]), chunk.step)
+
+    def evaluation(self, chunk: Chunk, updates: int) -> Moment:
+        """Of a chunk's metrics after `updates` updates."""
+        return Moment(evaluation_seed(self._job.seed, chunk.step, chunk.index), updates)
+
     def done(self, chunk: Chunk, weight: torch.Tensor | float, loss_sum: torch.Tensor) -> None:
         """After a chunk, once its loss is known."""
         if self.observer:
@@ -93,17 +102,23 @@ class ChunkScope:
         with self.draws(chunk):
             return rerun()
 
-    def _seed(self, chunk: Chunk, around: ExitStack, observer: Observer | None) -> None:
+    def _key_of(self, chunk: Chunk) -> tuple[int, Rows | None]:
+        """The number of the chunk whose draws this one has, and which of its rows."""
         # With synchronised batch statistics, microbatch j of all replicas is one chunk, of which this replica
         # computes some rows. Keyed draws give it the same rows of that chunk's draws; without keys every
         # replica needs a seed of its own, or all would draw the same numbers.
-        plan, index, rows = self._plan, chunk.index, None
+        plan = self._plan
         if plan.sync_batch_norm and plan.keyed_draws:
             m = plan.microbatches
             index = chunk.index % m
             sizes = plan.sizes(chunk.batch)[index::m]
-            rows = Rows(sum(sizes[: self._context.place.dp]), chunk.samples, sum(sizes))
-        seed_everything(chunk_seed(self._job.seed, chunk.step, index))
+            return index, Rows(sum(sizes[: self._context.place.dp]), chunk.samples, sum(sizes))
+        return chunk.index, None
+
+    def _seed(self, chunk: Chunk, around: ExitStack, observer: Observer | None) -> None:
+        plan, moment = self._plan, self.moment(chunk)
+        seed_torch(moment.seed)
+        around.enter_context(moment.entered())
         seen = around.enter_context(observer.watch(chunk, self._model)) if observer else None
         if plan.keyed_draws and not plan.captures:  # programs key their draws themselves
-            around.enter_context(KeyedDraws(rows, seen))
+            around.enter_context(KeyedDraws(self._key_of(chunk)[1], seen))

@@ -22,6 +22,7 @@ from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.steps import Steps
 from meshloom.core.job import LossFunction, NamedParameters
 from meshloom.core.mesh import Axis
+from meshloom.core.moments.current_step import Moment
 from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Emit, Exchange
 from meshloom.optimizer.sparse_parameters import Sparse
@@ -97,7 +98,9 @@ class Engine(ABC):
         all-reduce of `loss_sums` over the replicas has started."""
 
     @abstractmethod
-    def evaluate(self, batch: Any, metric: LossFunction, take: Callable[[Any], None]) -> Steps[None]:
+    def evaluate(
+        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
+    ) -> Steps[None]:
         """Evaluate `metric` on a batch in evaluation mode; `take` receives the result on the ranks that
         compute it."""
 

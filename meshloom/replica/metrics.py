@@ -20,25 +20,25 @@ from meshloom.replica.replica import Replica
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
-def evaluate(replica: Replica, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
-    """Mean of every metric over all replicas' chunks, in evaluation mode.
+def evaluate(replica: Replica, chunks: Iterable[Chunk], updates: int) -> Steps[dict[str, float]]:
+    """Mean of every metric over all replicas' chunks, in evaluation mode, after `updates` updates.
 
     Within a round of local steps the mean of the replicas' parameters is evaluated; afterwards each replica
     continues from its own.
     """
     if replica.exchange.settled:
-        return (yield from _evaluate(replica, chunks))
+        return (yield from _evaluate(replica, chunks, updates))
     put_back = yield from replica.exchange.show_mean()
     try:
         yield from replica.engine.refresh_borrowed()
-        values = yield from _evaluate(replica, chunks)
+        values = yield from _evaluate(replica, chunks, updates)
     finally:
         put_back()
     yield from replica.engine.refresh_borrowed()
     return values
 
 
-def _evaluate(replica: Replica, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
+def _evaluate(replica: Replica, chunks: Iterable[Chunk], updates: int) -> Steps[dict[str, float]]:
     assert replica.job.evaluate
     metrics = replica.job.evaluate.metrics
     sums = MetricSums(metrics, replica.context.device)
@@ -46,10 +46,10 @@ def _evaluate(replica: Replica, chunks: Iterable[Chunk]) -> Steps[dict[str, floa
         for chunk in chunks:
             if not chunk.samples:
                 continue
-            data = replica.scope.data(chunk)
+            data, moment = replica.scope.data(chunk), replica.scope.evaluation(chunk, updates)
             for name, metric in metrics.items():
                 with naming(name):
-                    yield from replica.engine.evaluate(data, metric, partial(sums.add, name, chunk))
+                    yield from replica.engine.evaluate(data, metric, moment, partial(sums.add, name, chunk))
     yield from replica.engine.add_up("pp", sums.sums)
     if replica.plan.dp > 1:
         work = replica.replicas.all_reduce(sums.sums)

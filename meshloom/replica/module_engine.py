@@ -17,6 +17,7 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job, LossFunction, NamedParameters, as_sum
 from meshloom.core.mesh import Axis
+from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Emit, Exchange
@@ -109,8 +110,11 @@ class ModuleEngine(Engine):
     def computing(self, kind: str, *, idle: bool = False) -> AbstractContextManager[None]:
         return self._units.computing(kind, idle=idle) if self._units else nullcontext()
 
-    def evaluate(self, batch: Any, metric: LossFunction, take: Callable[[Any], None]) -> Steps[None]:
-        take(metric(self._model, batch))
+    def evaluate(
+        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
+    ) -> Steps[None]:
+        with moment.entered():
+            take(metric(self._model, batch))
         if self._units:
             self._units.chunk_ended()
         return

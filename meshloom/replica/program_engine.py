@@ -26,6 +26,7 @@ from meshloom.core.compiled import compiled_notes, without_compilation
 from meshloom.core.errors import CaptureError, DataError
 from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.mesh import Axis
+from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.data.samples import first_batches
@@ -216,7 +217,9 @@ class ProgramEngine(Engine):
     def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
         yield from self._sums.add_up(axis, sums)
 
-    def evaluate(self, batch: Any, metric: LossFunction, take: Callable[[Any], None]) -> Steps[None]:
+    def evaluate(
+        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
+    ) -> Steps[None]:
         if metric in self._outside:
             self._outside[metric].check_step()
         yield from self.programs.ready(batch, loss=metric, training=False)

@@ -43,7 +43,7 @@ class TeamEvaluation:
         self._meter.evaluations += 1
         with replicas.computing():
             values = replicas.together(
-                lambda replica: evaluate(replica, chunks[replicas.all.index(replica)])
+                lambda replica: evaluate(replica, chunks[replicas.all.index(replica)], next_step)
             )[0]
         replicas.enter("between steps", next_step)
         return values

@@ -17,7 +17,7 @@ from meshloom.telemetry.progress import Listener
 class DueSnapshots:
     """evaluation, saved: the newest results. newest: the version of the start, which is not due.
 
-    ending: whether the run is to end with a checkpoint of the next snapshot, and evaluates no more.
+    newest: version of the newest one. ending: whether the run is to end with a checkpoint of the next snapshot, and evaluates no more.
     """
 
     def __init__(
@@ -29,14 +29,14 @@ class DueSnapshots:
         self.ending = False
         self._inspection, self._settings, self._job, self._listener = inspection, settings, job, listener
         self._num_servers = num_servers
-        self._newest = newest
+        self.newest = newest
         self._waiting: deque[int] = deque()
         self._running: _InspectionThread | None = None
 
     def add(self, version: int) -> None:
         """All servers have this snapshot, which is to be evaluated or saved."""
-        if version > self._newest:
-            self._newest = version
+        if version > self.newest:
+            self.newest = version
             self._waiting.append(version)
 
     def advance(self, directory: Path) -> bool:
@@ -81,7 +81,7 @@ class _InspectionThread(threading.Thread):
             snapshots = [read_snapshot(path) for path in self._paths]
             contents = [content for _, content in snapshots]
             if self._evaluates:
-                self.evaluation = self._inspection.evaluate(contents)
+                self.evaluation = self._inspection.evaluate(contents, self.version)
             if self._saves:
                 self.saved = self._inspection.save(self.version, contents, snapshots[0][0].state)
             for path in self._paths:

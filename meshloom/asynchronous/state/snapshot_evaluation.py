@@ -43,7 +43,7 @@ class Inspection:
         self._replaced = run_in_steps([opening])[0]
         if self._job.evaluate is not None:
             with untouched(self.model):
-                self._replica.evaluate(self._chunks(num_batches=1))
+                self._replica.evaluate(self._chunks(num_batches=1), 0)
 
     def load(self, contents: Sequence[Content | None]) -> None:
         """Load the values of a snapshot, by server."""
@@ -51,14 +51,14 @@ class Inspection:
         if there:  # else no update is done yet: the model is as the job built it
             self._replica.load([content.values for content in there], there[0].buffers)
 
-    def evaluate(self, contents: Sequence[Content | None]) -> dict[str, float]:
-        """Every metric of the job's `Evaluate` over all of its data."""
+    def evaluate(self, contents: Sequence[Content | None], version: int) -> dict[str, float]:
+        """Every metric of the job's `Evaluate` over all of its data, after `version` updates."""
         if self._job.evaluate is None:
             raise JobError(
                 "This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every)."
             )
         self.load(contents)
-        return self._replica.evaluate(self._chunks())
+        return self._replica.evaluate(self._chunks(), version)
 
     def save(self, version: int, contents: Sequence[Content], state: Any) -> Path:
         """Write a checkpoint into `out`; its path. state: the head's."""

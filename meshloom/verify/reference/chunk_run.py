@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
+from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, preserved_draws, seed_everything
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch, digest_values
@@ -45,7 +46,7 @@ class ChunkRun:
         initial_seed = torch.initial_seed()
         self._watch.start()
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
-        with default_dtype(self._dtype), casts, KeyedDraws(forward.rows, draws):
+        with default_dtype(self._dtype), casts, KeyedDraws(forward.rows, draws), at_step(step):
             loss_sum, weight = as_sum(self._job.loss(self._model, batch), len(forward.samples))
             loss_sum.backward()
         modules = self._watch.stop()
