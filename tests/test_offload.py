@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -198,6 +199,23 @@ def test_tensors_keep_identity_values_and_strides(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(tensors, values, strict=True))
     assert tensors[0].stride() == (1, 7)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_kernel_has_dropped_comes_back_from_the_disk(tmp_path: Path) -> None:
+    """As where memory is short: pages are written, taken from the cache, asked for and read again."""
+    file = StateFile(tmp_path)
+    tensor = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
+    expected = tensor.clone()
+    file.place(tensor)
+    for _ in range(3):
+        file.give_back([tensor])
+        descriptor = file._file.fileno()
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        file.ask_for([tensor])
+        assert torch.equal(tensor, expected)
+        tensor += 1
+        expected += 1
 
 
 def test_room_that_nothing_refers_to_is_used_again(tmp_path: Path) -> None:
