@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshloom.core.errors import PlanError
+from meshloom.core.plan import Plan
 from meshloom.optimizer import state_on_host, updater
 from meshloom.optimizer.offload.lanes import DirectLane, Lane, Wait, lane_of
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
@@ -22,6 +23,7 @@ from meshloom.optimizer.state_on_host import StateOnHost
 from meshloom.optimizer.state_pieces import OwnedSlice
 from meshloom.optimizer.user_optimizer import UserOptimizers
 from meshloom.replica.replica_state import full_state
+from meshloom.train import memory_check
 from meshloom.train.trainer import Trainer
 from tests.covering import few
 from tests.offload_jobs import Counting, job_with, offload_job, tensor_files
@@ -95,7 +97,7 @@ def _on_cpus(request: pytest.FixtureRequest) -> None:
         pytest.skip("it is about ranks on CPUs; benchmarks/gpu has a part for GPUs")
 
 
-@pytest.mark.parametrize("lane", [DirectLane, LateLane])
+@pytest.mark.parametrize("lane", few([LateLane, DirectLane], 1, pytest.mark.slow))
 @pytest.mark.parametrize(("model", "optimizer", "plan"), few(CASES, 3))
 def test_bits_are_those_of_the_plan_without_it(
     model: str, optimizer: str, plan: str, lane: type[Lane], monkeypatch: pytest.MonkeyPatch
@@ -165,3 +167,19 @@ def test_what_updates_on_gpus_only_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_hosts_own_memory_needs_no_lane() -> None:
     assert isinstance(lane_of(CPU), DirectLane)
+
+
+def test_state_that_the_host_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is the ranks' of one host counts together; under zero=1 they hold half as much."""
+    monkeypatch.setattr(memory_check, "total_bytes", lambda: 3000)
+    with Trainer(offload_job("mlp", "groups"), "dp=2", devices="simulated", overcommit=True) as trainer:
+        for replica in trainer.replicas:
+            replica.plan = Plan.parse("dp=2,offload=optimizer")
+        with pytest.raises(
+            PlanError,
+            match=r"2 ranks of a host hold at least 3.\d\d KiB of optimizer state in its memory, which is 2.93 KiB",
+        ):
+            trainer.together(memory_check.check_host_fits)
+        for replica in trainer.replicas:
+            replica.plan = Plan.parse("dp=2,zero=1,offload=optimizer")
+        trainer.together(memory_check.check_host_fits)

@@ -38,8 +38,8 @@ class Limit:
 def least_bytes(plan: Plan, named: NamedParameters, state: int, *, one_copy: bool) -> dict[str, int]:
     """What the fullest rank holds at least, by kind: parameters, gradients and optimizer state alone.
 
-    named: all parameters of the model, of which only shapes are read. state: bytes of one device's optimizer state.
-    one_copy: replicas may be counted their share of one copy.
+    named: all parameters of the model, of which only shapes are read. state: bytes of one device's optimizer state;
+    what is offloaded is elsewhere. one_copy: replicas may be counted their share of one copy.
     """
     split = plan.tp * plan.pp
     whole = sum(each.nbytes for _, each in named)

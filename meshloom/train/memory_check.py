@@ -7,6 +7,7 @@ is captured (tp, pp), also when a rank knows its part of it, at what that saves 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +16,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.cache import Cache
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
+from meshloom.core.units import format_bytes, format_count
 from meshloom.launch.environment import opened_cache
 from meshloom.launch.transport import host_identity
 from meshloom.machine.host_memory import total_bytes
@@ -35,6 +37,8 @@ def prepare(replica: Replica, *, overcommit: bool, cache: str) -> Steps[None]:
     kept = None if overcommit else opened_cache(cache)
     if not overcommit:
         yield from check_model_fits(replica, cache=kept)
+        if replica.plan.offload != "none" and replica.context.device.type != "cpu":
+            yield from check_host_fits(replica)
     yield from replica.prepare()
     if not overcommit:
         yield from check_part_fits(replica, cache=kept)
@@ -52,6 +56,23 @@ def check_model_fits(replica: Replica, *, cache: Cache | None) -> Steps[None]:
         state = state_bytes(replica.job, named)
         needs = least_bytes(plan, named, state or 0, one_copy=one_copy)
     yield from _refuse(replica, needs, limit, one_copy=one_copy, cache=cache)
+
+
+def check_host_fits(replica: Replica) -> Steps[None]:
+    """Beside GPUs: state that is offloaded to the memory of the host. Raises `PlanError`."""
+    named, in_memory = list(replica.model.named_parameters()), replace(replica.plan, offload="none")
+    state = state_bytes(replica.job, named) or 0
+    mine = least_bytes(in_memory, named, state, one_copy=replica.may_share)["optimizer"], total_bytes()
+    everyone: list[tuple[str, int, int]] = yield from collect(replica.context.world, [host_identity(), *mine])
+    for host in dict.fromkeys(host for host, _, _ in everyone):
+        here = [(held, there) for each, held, there in everyone if each == host]
+        held, there = sum(each for each, _ in here), here[0][1]
+        if held > MARGIN * there:
+            raise PlanError(
+                f"{replica.plan} does not fit: {format_count(len(here), 'rank')} of a host hold at least {format_bytes(held)} of optimizer state in its memory, "
+                f"which is {format_bytes(there)}. Use zero=1 over more replicas, more hosts, or leave offload out. --overcommit (Trainer: overcommit=True) runs it "
+                "all the same."
+            )
 
 
 def check_part_fits(replica: Replica, *, cache: Cache | None) -> Steps[None]:
