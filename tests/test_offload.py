@@ -135,6 +135,44 @@ def test_checkpoints_have_the_same_bytes_and_each_resumes_the_other(
         assert all(torch.equal(ours[name], each) for name, each in expected.items())
 
 
+@pytest.mark.long
+def test_a_save_in_the_background_has_the_same_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small(monkeypatch)
+    job = offload_job("mlp", "groups", steps=3, checkpoint="background", checkpoint_every=1)
+    ran(job, "dp=2,zero=1", out=tmp_path / "without")
+    ran(job, "dp=2,zero=1,offload=optimizer", out=tmp_path / "with")
+    assert tensor_files(tmp_path / "without") == tensor_files(tmp_path / "with")
+
+
+class SparseEmbedding(torch.nn.Module):
+    """Tokens [batch, length] -> logits [batch, length, 29]; the embedding's gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(29, 9, sparse=True), torch.nn.Linear(9, 29)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens))
+
+
+@pytest.mark.parametrize("plan", few(["dp=1", "dp=2,zero=1"], 0))
+def test_several_optimizers_one_with_sparse_gradients(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small(monkeypatch)
+
+    def build(named: list[tuple[str, torch.nn.Parameter]]) -> list[torch.optim.Optimizer]:
+        parameters = dict(named)
+        embedding = parameters.pop("embed.weight")
+        return [torch.optim.SparseAdam([embedding]), torch.optim.AdamW(parameters.values())]
+
+    job = replace(
+        job_with("gpt", build),
+        model=SparseEmbedding,
+        loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch["x"]).mT, batch["y"]),
+    )
+    without, with_it = (ran(job, each) for each in (plan, f"{plan},offload=optimizer"))
+    assert all(torch.equal(with_it[name], each) for name, each in without.items())
+
+
 def test_restored_state_goes_to_the_file_tensor_by_tensor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -141,6 +141,8 @@ class RunCheckpoints:
             return (yield from carry_out(write=write_divided(divided), group=world))
 
         path = self._replicas.together(write)[0]
+        for replica in self._replicas.all:
+            replica.updater.state.give_back()
         if copies:
             self._under_way = BackgroundSave(
                 step,
@@ -152,8 +154,6 @@ class RunCheckpoints:
                 )[0],
             )
         else:
-            for replica in self._replicas.all:
-                replica.updater.state.give_back()
             self._came_to(step, path)
         self._replicas.enter("between steps", step)
         return path
