@@ -241,6 +241,40 @@ def smoothed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss + slope.pow(2).sum() + F.cross_entropy(model(tokens, noise)[0], batch["y"])
 
 
+class Equilibrium(nn.Module):
+    """x [batch, 7] -> scores [batch, 5] of the z with z = f(z, x), whose backward is a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given, self.inner, self.out = nn.Linear(7, 10), nn.Linear(10, 10), nn.Linear(10, 5)
+
+    def step(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(z) + self.given(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = x.new_zeros(len(x), 10)
+            for _ in range(20):
+                z = self.step(z, x)
+        z = self.step(z, x)
+        if self.training:
+            fixed = z.clone().detach().requires_grad_()
+            again = self.step(fixed, x)
+
+            def backward_hook(gradient: Tensor) -> Tensor:
+                found = gradient
+                for _ in range(9):
+                    found = torch.autograd.grad(again, fixed, found, retain_graph=True)[0] + gradient
+                return found
+
+            z.register_hook(backward_hook)
+        return self.out(z)
+
+
+def classified(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
 JOBS: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[], Samples]]] = {
     "heat equation": (lambda: mlp(2, 1), heat, samples(2)),
     "forces": (Energy, forces, samples(5, 3)),
@@ -253,6 +287,7 @@ JOBS: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[], Samples]]] = {
     "hamiltonian": (lambda: mlp(6, 1), hamiltonian, samples(6)),
     "flow": (lambda: mlp(5, 4), flow, samples(4)),
     "adversarial images": (Regularised, adversarial, samples(3, 8, 8)),
+    "equilibrium": (Equilibrium, classified, samples(7)),
     "smoothed tokens": (Tokens, smoothed, samples(7)),
 }
 

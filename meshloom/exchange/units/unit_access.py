@@ -6,6 +6,7 @@ after.
                                      gathered when the first of it is wanted back, and dropped after the last
     anywhere else                    whatever torch function gets a parameter finds it gathered; it then stays
                                      until the chunk ends (a loss that reads weights, calls of parts of a unit)
+    a transform of torch.func        finds all units gathered, which stay until the chunk ends
     a program                        whatever operator gets a parameter finds it gathered; it is dropped when an
                                      operator uses another unit, in forward and backward, and at the end of an action
 
@@ -27,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 from meshloom.core.errors import TrainingError
 from meshloom.exchange.units.unit_gathering import UnitGathering
 from meshloom.exchange.units.unit_slices import Unit
+
+_torch: Any = torch  # for private names
 
 
 class UnitAccess:
@@ -58,7 +61,7 @@ class UnitAccess:
         self._gathering.begin_pass(kind)
         self._computing, self._written = True, None
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack), self.watching():
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack), _transforms(), self.watching():
                 for unit in self._units if not idle else ():
                     if unit.module is None:
                         unit.stays = True
@@ -77,6 +80,12 @@ class UnitAccess:
                 f"{self._written} was changed in a forward or backward. With zero=3 its values are a copy that is let go of, so the change would be lost. "
                 "Leave it to the optimizer, compute the changed value anew in forward, or use zero=2."
             )
+
+    def gather_all(self) -> None:
+        """All units are here until the chunk ends."""
+        for unit in self._units:
+            unit.stays = True
+        self._need(self._units)
 
     def chunk_ended(self) -> None:
         """After a chunk's backward."""
@@ -197,6 +206,50 @@ class _Saved:
 def unpack(saved: Any) -> Tensor:
     """The tensor of what `UnitAccess.pack` has returned."""
     return saved.tensor() if isinstance(saved, _Saved) else saved
+
+
+class _WithoutHooks:
+    """What disables hooks on saved tensors for a transform of `torch.func`, which refuses to take gradients under them:
+    hooks of units are taken off for so long, and what is saved are the values themselves, which stay.
+
+    num_open: contexts in which it is installed; those of simulated ranks do not end in the order of their beginning.
+    """
+
+    def __init__(self, disable: Callable[[str], AbstractContextManager[None]]) -> None:
+        self.disable = disable
+        self.num_open = 0
+
+    @contextmanager
+    def __call__(self, message: str) -> Iterator[None]:
+        top = _torch._C._autograd._top_saved_tensors_default_hooks(True)
+        access = getattr(top[0], "__self__", None) if top else None
+        if not isinstance(access, UnitAccess):  # inside another transform, or under hooks of the user's
+            with self.disable(message):
+                yield
+            return
+        access.gather_all()
+        _torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with self.disable(message):
+                yield
+        finally:
+            _torch._C._autograd._push_saved_tensors_default_hooks(*top)
+
+
+@contextmanager
+def _transforms() -> Iterator[None]:
+    """Context in which `torch.func` can take gradients."""
+    graph: Any = torch.autograd.graph
+    if not isinstance(graph.disable_saved_tensors_hooks, _WithoutHooks):
+        graph.disable_saved_tensors_hooks = _WithoutHooks(graph.disable_saved_tensors_hooks)
+    installed = graph.disable_saved_tensors_hooks
+    installed.num_open += 1
+    try:
+        yield
+    finally:
+        installed.num_open -= 1
+        if not installed.num_open:
+            graph.disable_saved_tensors_hooks = installed.disable
 
 
 class _Uses(TorchFunctionMode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,6 +113,14 @@ def _trilinear(x: Any, w: Any, y: Any, *args: Any, out_shape: Any = None, **kwar
     return 3 * math.prod(map(max, *shapes))
 
 
+def _convolution_gradient(
+    gradient: Any, other: Any, size: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *args: Any, of_weight: bool, out_shape: Any = None,
+) -> int:  # fmt: skip
+    """As many as the convolution itself has, from its input and weight, of which the gradient of one has the other."""
+    x, weight = (other, size) if of_weight else (size, other)
+    return 2 * gradient[0] * math.prod((x if transposed else gradient)[2:]) * math.prod(weight)
+
+
 # Missing in torch's table: the attention and the recurrent layer of CPUs.
 _FORMULAS: Mapping[Any, Any] = {
     **_flop_counter.flop_registry,
@@ -126,4 +135,10 @@ _FORMULAS: Mapping[Any, Any] = {
 _FORMULAS_BY_NAME: Mapping[str, Any] = {
     "transformers::grouped_mm_fallback": _flop_counter.shape_wrapper(_grouped_product),
     "transformers::grouped_mm_fallback_backward": _flop_counter.shape_wrapper(_grouped_product_backward),
+    "meshloom::convolution_input_gradient": _flop_counter.shape_wrapper(
+        partial(_convolution_gradient, of_weight=False)
+    ),
+    "meshloom::convolution_weight_gradient": _flop_counter.shape_wrapper(
+        partial(_convolution_gradient, of_weight=True)
+    ),
 }

@@ -1,4 +1,5 @@
-"""Notices where a loss takes gradients itself, which `torch.export` loses without an error or a line."""
+"""Notices where a loss takes gradients itself, or puts hooks on them, which `torch.export` loses without an error or a
+line."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._functorch import eager_transforms, vmap
 
 from meshloom.core.errors import CaptureError
@@ -18,6 +19,7 @@ from meshloom.program.ir.replaced import replaced
 _torch: Any = torch  # for private names
 _ENTERED = (
     (_torch.autograd, "_engine_run_backward"),
+    (Tensor, "register_hook"),
     (eager_transforms, "grad_increment_nesting"),
     (eager_transforms, "jvp_increment_nesting"),
     (vmap, "vmap_increment_nesting"),
@@ -30,7 +32,7 @@ class InnerGradientError(CaptureError):
 
 @dataclass
 class InnerGradients:
-    """backward: where autograd ran (`grad`, `backward`); transforms: where one of `torch.func` began."""
+    """backward: where autograd ran (`grad`, `backward`) or a hook was put on a gradient; transforms: where one of `torch.func` began."""
 
     backward: list[SourcePlace] = field(default_factory=list[SourcePlace])
     transforms: list[SourcePlace] = field(default_factory=list[SourcePlace])
@@ -69,7 +71,9 @@ class InnerGradients:
         def recording(*args: Any, **kwargs: Any) -> Any:
             # otherwise it is a part of a transform that is already recorded
             if not _torch._C._functorch.get_dynamic_layer_stack_depth():
-                (self.backward if module is _torch.autograd else self.transforms).append(place_here(2))
+                (self.transforms if module in (eager_transforms, vmap) else self.backward).append(
+                    place_here(2)
+                )
                 self.check()
             return function(*args, **kwargs)
 
