@@ -17,8 +17,10 @@ from meshloom.planner.blocks import Block, blocks_of
 from meshloom.planner.memory.memory import Memory, predict_memory
 from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR
 from meshloom.planner.readings import Readings
+from meshloom.program.cost.opaque_shares import opaque_notes
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
+from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.store.fingerprint import function_fingerprint
 
 
@@ -27,7 +29,7 @@ class Description:
     """One step of a job on one device, with its batch as one chunk.
 
     whole: the model as a block. unused: parameters that the loss does not use. unpriced: operators of other
-    libraries without a formula for their FLOPs, which count as 0. memory: of a step; None where the optimizer
+    libraries without a formula for their FLOPs, which count as 0. opaque: sentences on modules that run as written. memory: of a step; None where the optimizer
     cannot be run without values; `no_memory` then says so in one sentence. machine: for which seconds are
     predicted; None: none was measured.
     """
@@ -37,6 +39,7 @@ class Description:
     batch_size: int
     unused: tuple[str, ...]
     unpriced: tuple[str, ...]
+    opaque: tuple[str, ...]
     tied: Sequence[tuple[str, ...]]
     memory: Memory | None
     no_memory: str
@@ -65,13 +68,14 @@ def describe(
         whole = blocks_of(program, reading.costs, reading.kinds, machine)
     used = {ref.name for node in program.nodes for ref in node.operands()}
     without_flops = [node for node in program.nodes if not reading.costs[node.name].flops]
-    unpriced = [node.operator for node in without_flops if _is_foreign(node)]
+    unpriced = [node.operator for node in without_flops if _is_foreign(node) and not is_opaque(node)]
     return Description(
         program=program,
         whole=whole,
         batch_size=batch_size or job.batch_size,
         unused=tuple(name for name, each in program.parameters.items() if each.value not in used),
         unpriced=tuple(dict.fromkeys(unpriced)),
+        opaque=tuple(opaque_notes(program, reading.costs)),
         tied=[(name, *each.aliases) for name, each in program.parameters.items() if each.aliases],
         memory=memory,
         no_memory=no_memory,

@@ -1,20 +1,24 @@
-"""A job's loss captured by shapes alone, once for every requested number of samples."""
+"""A job's loss captured by shapes alone, or with values where parts of it are opaque, once for every requested number
+of samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import nn
 
 from meshloom.core.cache import Cache
+from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.data.samples import first_batches
 from meshloom.program.capture.shapes import Built, capture_shapes
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
+from meshloom.program.ir.sparse_constants import empty_like
+from meshloom.program.store.captured_loss import CapturedLoss, pairs_of
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.stored_costs import cached_costs
 from meshloom.telemetry.timings import Timings
@@ -58,8 +62,18 @@ class Readings:
 
     def _reading(self, samples: int) -> Reading:
         (batch,) = first_batches(self.job, 1, samples)
-        program = capture_shapes(self.job, batch, kept=self._kept, built=self._model)
+        try:
+            program = capture_shapes(self.job, batch, kept=self._kept, built=self._model)
+        except CaptureError:
+            program = self._with_values(samples)
         return Reading(program=program, kinds=self._kinds, timings=self.timings, stored=self.stored)
+
+    def _with_values(self, samples: int) -> Program:
+        """The program captured with values, where modules that need them are opaque."""
+        captured = CapturedLoss(self.job, timings=self.timings, stored=self.stored)
+        program = captured.capture_any(pairs_of(first_batches(self.job, 2, samples)))
+        constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
+        return replace(program, constants=constants, by_shapes=True)
 
     def _model(self, build: Callable[[], Built]) -> Built:
         """Built once for all sizes, except after a capture, which may leave traces in it."""
@@ -72,6 +86,9 @@ class Readings:
         return self._built
 
     def _kept(self, model: nn.Module, leaves: Leaves, read: Callable[[], Program]) -> Program:
+        if self.job.opaque:
+            raise CaptureError("Opaque modules run once, on values.")
+
         def read_it() -> Program:
             self._built = None
             return read()

@@ -252,7 +252,7 @@ class ProgramEngine(Engine):
 
     @property
     def notes(self) -> list[str]:
-        return compiled_notes(self._compiled)
+        return [*compiled_notes(self._compiled), *self.programs.opaque_notes()]
 
     @property
     def holders(self) -> Mapping[str, tuple[int, ...]] | None:

@@ -47,6 +47,7 @@ def description_records(description: Description, depth: int | None = None) -> l
         "training": program.training,
         "unused": description.unused,
         "unpriced": description.unpriced,
+        "opaque": description.opaque,
         "tied": description.tied,
         "machine": description.machine.name if description.machine else None,
     }
@@ -156,6 +157,7 @@ def _remarks(description: Description) -> list[str]:
     lines += [f"tied: {_some(names, ' = ')}" for names in description.tied[:NAMES]]
     if len(description.tied) > NAMES:
         lines.append(f"tied: {len(description.tied) - NAMES} more")
+    lines += description.opaque
     if description.unpriced:
         lines.append(f"FLOPs not known, counted as 0: {', '.join(description.unpriced)}")
     if description.unused:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from meshloom.core.units import format_bytes
 from meshloom.program.cost.cost import Cost
 from meshloom.program.ir.nodes import Node, Variable
+from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.operators.collectives import Collective
 from meshloom.tensor_parallel.layout.cuts import cuts_by_axis
 from meshloom.tensor_parallel.layout.placement import Part
@@ -187,7 +188,7 @@ class _Namer:
 
     def _why_computed(self, node: Node) -> str:
         if node.name not in self._choice.layout.mapped:
-            return "there is no rule for it"
+            return "it runs as written" if is_opaque(node) else "there is no rule for it"
         ways = strategies_of(node, self._choice.layout, self._choice.numbers, self._cuts)
         if not any(each.work < 1 for each in ways):
             return "it needs all of its operands"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, on_rank_0, share
@@ -24,15 +24,18 @@ from meshloom.pipeline.stages.stage_cutter import StageCutter
 from meshloom.pipeline.stages.stage_forms import StageForms
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.capture.unlifted import unlifted
+from meshloom.program.cost.cost import costs
+from meshloom.program.cost.opaque_shares import opaque_notes
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.batch_values import fits
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.sizes.any_size import AnySize, sizes_of_batch, sizes_of_program
 from meshloom.program.sizes.symbolic import Sizes
-from meshloom.program.store.captured_loss import CapturedLoss
+from meshloom.program.store.captured_loss import CapturedLoss, pairs_of
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.program_key import ProgramKey, shapes_of
+from meshloom.program.store.stored_costs import cached_costs
 from meshloom.program.trace.precision import default_precision
 from meshloom.telemetry.timings import Timings
 from meshloom.tensor_parallel.division import Division
@@ -167,6 +170,11 @@ class ProgramStore:
         """Modules that programs run as they are, and why."""
         return {path: why for each in self._captured.values() for path, why in each.opaque.items()}
 
+    def opaque_notes(self) -> list[str]:
+        """Which modules training runs as they are, why, and how much of the model they are."""
+        read = [each for each in self._of(self._job.loss).programs[:1] if each.opaque]
+        return [note for each in read for note in opaque_notes(each, cached_costs(self._stored, each, costs))]
+
     def told(self) -> str | None:
         """How many captures served which sizes, for people; None: each loss was captured once."""
         found = [each for captured in self._captured.values() for each in captured.size_notes()]
@@ -214,7 +222,7 @@ class ProgramStore:
         group: Group,
         model: nn.Module | None = None,
     ) -> Steps[ProgramKey]:
-        pairs = _pairs(batches) if group.rank == 0 else []
+        pairs = pairs_of(batches) if group.rank == 0 else []
         captured = self._of(loss)
         program = yield from captured.capture_together(group, pairs, training=training, model=model)
         own: Program | None = None
@@ -246,22 +254,3 @@ class ProgramStore:
         if program.others not in known:
             known.append(program.others)
         return key
-
-
-def _pairs(batches: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Pairs of batches with the first one's shapes to capture with; each replaces one that the loss cannot
-    compute.
-
-    Another batch of the job if there is one. Otherwise the first with its samples rotated by one. But
-    integers have meanings (offsets into other tensors, lengths), so the loss may fail on rotated ones: then
-    they stay unchanged.
-    """
-    first, leaves = batches[0], leaves_of(batches[0])
-    others = [each for each in map(leaves_of, batches[1:]) if shapes_of(each) == shapes_of(leaves)]
-    real = [(first, leaves.rebuild(list(each.tensors.values()))) for each in others[:1]]
-
-    def rotated(leaf: Tensor, every: bool) -> Tensor:
-        return leaf.roll(1, 0) if leaf.ndim and (leaf.is_floating_point() or every) else leaf
-
-    moved = ([rotated(leaf, every) for leaf in leaves.tensors.values()] for every in (True, False))
-    return [*real, *((first, leaves.rebuild(tensors)) for tensors in moved)]

@@ -8,6 +8,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 
 class SavedBytes:
@@ -39,6 +41,8 @@ class SavedBytes:
         self._hooks.__exit__(kind, error, where)
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+        if isinstance(tensor, FakeTensor | FunctionalTensor):  # of a capture in between
+            return tensor
         address = tensor.untyped_storage().data_ptr()
         return tensor if address in self._given or not address else _Saved(tensor, self)
 

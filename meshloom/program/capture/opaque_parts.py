@@ -235,5 +235,5 @@ def _reason(error: Exception, path: str) -> str:
     if isinstance(error, OpaqueError):
         return str(error).removesuffix(".")
     line = line_of_error((error.__cause__ or error).__traceback__)
-    text = str(error).split(". ")[0].strip()
+    text = str(error).split(", so no one program")[0].split(". ")[0].strip()
     return text if line is None or str(line) in text else f"{text} ({line})"

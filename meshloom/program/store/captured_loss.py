@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, share, share_bytes
@@ -164,10 +164,14 @@ class CapturedLoss:
         return [each for (mode, _), programs in self._known.items() if mode == training for each in programs]
 
     @property
+    def programs(self) -> list[Program]:
+        """All of them, in the order of their capture."""
+        return [each for known in self._known.values() for each in known]
+
+    @property
     def opaque(self) -> Mapping[str, str]:
         """Modules that its programs run as they are, and why."""
-        programs = (each for known in self._known.values() for each in known)
-        return {path: why for program in programs for path, why in program.opaque.items()}
+        return {path: why for program in self.programs for path, why in program.opaque.items()}
 
     def size_notes(self) -> list[str]:
         """For users: which captures served which sizes, in each mode that saw batches of several shapes."""
@@ -217,6 +221,25 @@ class CapturedLoss:
         _check_num_batches(batches)
         program = self.get(batches[0], training=training)
         return json.dumps([_key(batches[0], training), program.digest() if program else ""]).encode()
+
+
+def pairs_of(batches: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Pairs of batches with the first one's shapes to capture with; each replaces one that the loss cannot
+    compute.
+
+    Another batch of the job if there is one. Otherwise the first with its samples rotated by one. But
+    integers have meanings (offsets into other tensors, lengths), so the loss may fail on rotated ones: then
+    they stay unchanged.
+    """
+    first, leaves = batches[0], leaves_of(batches[0])
+    others = [each for each in map(leaves_of, batches[1:]) if shapes_of(each) == shapes_of(leaves)]
+    real = [(first, leaves.rebuild(list(each.tensors.values()))) for each in others[:1]]
+
+    def rotated(leaf: Tensor, every: bool) -> Tensor:
+        return leaf.roll(1, 0) if leaf.ndim and (leaf.is_floating_point() or every) else leaf
+
+    moved = ([rotated(leaf, every) for leaf in leaves.tensors.values()] for every in (True, False))
+    return [*real, *((first, leaves.rebuild(tensors)) for tensors in moved)]
 
 
 def _broadcast_from_rank_0(group: Group, make: Callable[[], bytes]) -> Steps[bytes]:

@@ -1,0 +1,45 @@
+"""Which parts of a program are opaque, why, and how much of its parameters and FLOPs they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from meshloom.program.cost.cost import Cost
+from meshloom.program.ir.program import Program
+from meshloom.program.opaque.operator import is_opaque
+
+NAMED = 3
+
+
+def opaque_notes(program: Program, costs: Mapping[str, Cost]) -> list[str]:
+    """One sentence per reason; none for a program without opaque parts."""
+    named: dict[str, list[str]] = {}
+    for path, why in program.opaque.items():
+        named.setdefault(why, []).append(path)
+    return [_note(program, costs, paths, why) for why, paths in named.items()]
+
+
+def _note(program: Program, costs: Mapping[str, Cost], paths: Sequence[str], why: str) -> str:
+    names = ", ".join(path or "the model" for path in paths[:NAMED])
+    more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
+    parameters, flops = opaque_shares(program, costs, paths)
+    return (
+        f"{names}{more} {'run' if len(paths) > 1 else 'runs'} as written, as one operator that is not divided: {why}. "
+        f"{'They are' if len(paths) > 1 else 'It is'} {parameters:.1%} of the parameters and {flops:.1%} of the FLOPs."
+    )
+
+
+def opaque_shares(
+    program: Program, costs: Mapping[str, Cost], paths: Sequence[str] | None = None
+) -> tuple[float, float]:
+    """The share of opaque parts in a program's parameters, and in its FLOPs forward and backward. paths: of which;
+    default: of all."""
+    nodes = [node for node in program.nodes if is_opaque(node) and (paths is None or node.args[2] in paths)]
+    used = {ref.name for node in nodes for ref in node.operands()}
+    sizes = {each.value: math.prod(each.meta.shape) for each in program.parameters.values()}
+    work = {name: each.flops + each.backward_flops for name, each in costs.items()}
+    return (
+        sum(size for value, size in sizes.items() if value in used) / (sum(sizes.values()) or 1),
+        sum(work[node.name] for node in nodes) / (sum(work.values()) or 1),
+    )
