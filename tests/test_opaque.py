@@ -20,10 +20,12 @@ from meshloom.planner.readings import Readings
 from meshloom.program.cost.opaque_shares import opaque_shares
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
+from meshloom.program.opaque.bound import ChangedCallError, OpaqueModule
 from meshloom.program.opaque.operator import call_of_node, is_opaque
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.verify.run import verify
-from tests.opaque_jobs import PARTS, WIDTH, Net, Readable, Router, job_of, part_job
+from tests.opaque_jobs import LENGTH, PARTS, WIDTH, Net, Readable, Router, job_of, part_job
+from tests.processes import on_ranks
 
 pytestmark = [pytest.mark.usefixtures("silent_export", "dear_memory")]
 
@@ -66,12 +68,12 @@ def opaque_paths(program: Program) -> Sequence[str]:
     return sorted(program.opaque)
 
 
-@pytest.mark.parametrize("name", ["router", "hooks"])
+@pytest.mark.parametrize("name", ["router", pytest.param("hooks", marks=pytest.mark.long)])
 def test_the_smallest_module_that_cannot_be_read_is_found(name: str) -> None:
     assert opaque_paths(captured(part_job(name))) == FOUND[name]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(PARTS) - {"router", "hooks"}))
 def test_the_smallest_module_is_found_in_each_kind(name: str) -> None:
     assert opaque_paths(captured(part_job(name))) == FOUND[name]
@@ -98,6 +100,7 @@ def test_a_program_with_a_part_travels_as_bytes() -> None:
     assert other.opaque == program.opaque
 
 
+@pytest.mark.long
 def test_a_module_is_opaque_because_the_job_asks() -> None:
     for asked in ("blocks.1", Readable, "Readable"):
         program = captured(job_of(lambda: Net([], "rr"), opaque=[asked]))
@@ -201,6 +204,7 @@ def test_a_part_is_evaluated_in_evaluation_mode() -> None:
     assert node.num_draws == 0 and not any(call_of_node(node).modes)
 
 
+@pytest.mark.long
 def test_batches_of_other_sizes_are_captured_for_themselves() -> None:
     job = part_job("router")
     loss = CapturedLoss(job)
@@ -259,3 +263,62 @@ def test_twelve_layers_with_one_unreadable_router_are_divided() -> None:
     parameters, flops = opaque_shares(found.program, readings.of(8).costs)
     assert 0 < parameters < 0.05 and 0 < flops < 0.05
     assert f"It is {parameters:.1%} of the parameters and {flops:.1%} of the FLOPs." in note
+
+
+def verdict(kind: str, plan: str) -> bool | None:
+    """Whether a plan on rank processes equals one device; None on ranks that do not report."""
+    report = verify(part_job(kind), Plan.parse(plan), devices="auto", steps=2, dtype=torch.float64)
+    return report.passed if report is not None else None
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "plan", "size"),
+    [
+        ("buffers", "pp=2,microbatches=2", 2),
+        pytest.param("dropout", "pp=2,tp=2", 4, marks=pytest.mark.slow),
+        pytest.param("attribute", "dp=2,pp=2", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_in_processes_equal_one_device(kind: str, plan: str, size: int) -> None:
+    assert on_ranks(verdict, size, kind, plan, timeout_seconds=150.0)[0]
+
+
+def test_a_part_whose_shapes_change_later_stops_the_step() -> None:
+    program = captured(part_job("router"))
+    (node,) = filter(is_opaque, program.nodes)
+    call = call_of_node(node)
+    model = Net([Cuts()])
+    part = OpaqueModule(model.parts[0], "parts.0", call)
+    state = list(model.parts[0].parameters())
+    x = torch.ones(8, LENGTH, WIDTH)
+    (y,) = part([x], state, "parts.0", call.text())
+    assert y.shape == x.shape
+    with pytest.raises(
+        ChangedCallError, match=r"parts.0 \(Cuts\), an opaque part, returned tensors of shapes"
+    ):
+        part([-x], state, "parts.0", call.text())
+
+
+class Cuts(Router):
+    """Returns half of its rows if they are negative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if x.sum() > 0 else y[:4]
+
+
+@pytest.mark.long
+def test_what_a_loss_differs_by_is_found_by_bisection() -> None:
+    class OnlyInEager(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return y if torch.compiler.is_exporting() else y.detach() + 3 * (y - y.detach())
+
+    program = captured(job_of(lambda: Net([OnlyInEager()], "rr0r")))
+    assert opaque_paths(program) == ["parts.0"]
+    assert "differs" in program.opaque["parts.0"]
