@@ -92,7 +92,14 @@ def test_a_plan_trains_by_the_rule(case: str, plan: str):
 @pytest.mark.parametrize(
     ("case", "plan"),
     combinations(
-        [], [("spectral norm", "dp=2"), ("batch renorm", "tp=2,microbatches=3"), ("annealed", PLANS[8])], 1
+        [],
+        [
+            ("spectral norm", "dp=2"),
+            ("observed", "dp=2"),
+            ("batch renorm", "tp=2,microbatches=3"),
+            ("annealed", PLANS[8]),
+        ],
+        1,
     ),
 )
 def test_verify_holds_plans_to_the_rule(case: str, plan: str):

@@ -81,7 +81,9 @@ class BufferMerging:
             for replayed in (together, *([name] for name in separate)):
                 if replayed:
                     after = rerun(chunk, {**start, **{name: merged[name] for name in replayed}})
-                    merged |= {name: after[name] for name in replayed}
+                    for name in replayed:
+                        overwritten = ~torch.isfinite(start[name]) & ~_equal(new[name], start[name])
+                        merged[name] = torch.where(overwritten, new[name], after[name])
             for name in (tied | names) - set(recurrences):
                 fits = name in merged and merged[name].shape == new[name].shape
                 value = new[name]
