@@ -36,7 +36,14 @@ ORDER = [
     ["program.capture"],
     ["launch.processes", "program.run"],
     ["asynchronous.messaging", "launch", "optimizer", "program.recompute"],
-    ["comm.torch", "exchange", "planner.measure", "program.cost", "tensor_parallel.layout"],
+    [
+        "comm.torch",
+        "exchange",
+        "planner.measure",
+        "program.cost",
+        "program.python_draws",
+        "tensor_parallel.layout",
+    ],
     [
         "checkpoint.writing",
         "comm.shm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,20 @@ import torch
 from jobs import vectors
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 import meshloom as ml
-from meshloom.core.errors import JobError
+from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Evaluate, Job
+from meshloom.core.plan import Plan
 from meshloom.core.random import chunk_seed, model_seed, sample_order, seed_everything
+from meshloom.program.capture.shapes import capture_shapes
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
+from meshloom.verify.run import verify
 
 STEPS = 4
+PROGRAMS = ["tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "dp=2,tp=2,zero=3"]
 EAGER = ["dp=2", "dp=2,zero=1", "dp=2,zero=3"]
 
 
@@ -71,14 +77,15 @@ class Doubles(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"x": self.fields["x"][index].double(), "y": self.fields["y"][index]}
 
 
-def one_device(job: Job, num_chunks: int, steps: int = STEPS) -> list[Tensor]:
+def one_device(job: Job, num_chunks: int, *, drop_last: bool = False) -> list[Tensor]:
     """The parameters after a plain loop over the same chunks, each seeded, with the step counted by hand."""
     seed_everything(model_seed(job.seed))
     model = job.model()
     optimizer: Any = job.optimizer(list(model.named_parameters()))
     data = job.data()
-    for step in range(steps):
-        order = sample_order(job.seed, step // 3, len(data), True)[step % 3 * 12 :][:12]
+    each = 2 if drop_last else 3
+    for step in range(STEPS):
+        order = sample_order(job.seed, step // each, len(data), True)[step % each * 12 :][:12]
         optimizer.zero_grad()
         size = len(order) // num_chunks
         for chunk in range(num_chunks):
@@ -143,3 +150,133 @@ def test_a_metric_knows_the_number_of_updates() -> None:
 def test_there_is_no_step_outside_of_one() -> None:
     with pytest.raises(JobError, match="where no step is computed"):
         ml.step()
+
+
+def chunks_of(plan: str) -> int:
+    return Plan.parse(plan).num_chunks
+
+
+class Drops(nn.Module):
+    """Two layers, each left out in some chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            if random.random() >= 0.4:
+                x = x + layer(x).relu()
+        return self.head(x)
+
+
+def annealed(model: nn.Module, batch: Any) -> Tensor:
+    found = model(batch["x"])
+    weight = min(1.0, ml.step() / 2) + math.exp(-ml.step() / 3)
+    loss = F.cross_entropy(found, batch["y"])
+    return loss + weight * found.square().mean() if ml.step() % 2 == 0 else loss
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", PROGRAMS)
+@pytest.mark.parametrize(("model", "loss"), [(Noisy, mixup), (Drops, annealed)])
+def test_draws_are_inputs_of_programs(plan: str, model: Any, loss: Any) -> None:
+    job = job_of(model, loss, drop_last=True, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    check_equal(trained(job, plan), one_device(job, chunks_of(plan), drop_last=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,tp=2", "pp=2,microbatches=2"])
+def test_verify_draws_alike(plan: str) -> None:
+    report = verify(job_of(), Plan.parse(plan), devices="simulated", steps=2)
+    assert report is not None and report.passed
+
+
+@pytest.mark.long
+def test_metrics_draw_alike_in_programs() -> None:
+    def metric(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["x"] * random.uniform(1, 2)).mean() * ml.step()
+
+    found: dict[str, dict[str, float]] = {}
+    for plan in ("dp=2", "dp=2,tp=2"):
+        job = job_of(evaluate=Evaluate(data=Doubles, metrics={"mean": metric}, every=2))
+        with Trainer(job, plan=plan, devices="simulated") as trainer:
+            trainer.fit()
+            found[plan] = trainer.evaluate()
+    assert found["dp=2"] == pytest.approx(found["dp=2,tp=2"], rel=1e-10)
+
+
+@pytest.mark.long
+def test_a_program_by_shapes_has_its_draws_as_inputs() -> None:
+    program = capture_shapes(job_of(), default_collate([Doubles()[0]] * 4))
+    assert [each.name for each in program.tensor_inputs if each.name.startswith("drawn")]
+
+
+class Many(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if random.random() > 0.5:  # here
+                x = layer(x)
+        return x
+
+
+def test_too_many_ways_are_refused_by_name() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["x"]).mean()
+
+    with pytest.raises(CaptureError, match=r"# here.* in more than 16 ways"):
+        trained(job_of(Many, loss), "tp=2")
+
+
+NEEDS_IT = {
+    "the number itself is needed": lambda x: x * float(random.random()),
+    "random.shuffle changes its argument": lambda x: random.shuffle([1, 2]) or x,
+    "NumPy needs the number itself": lambda x: x * numpy.asarray(random.random()).item(),
+    "would keep the one draw": lambda x: x * unbound(),
+}
+unbound = random.random
+
+
+@pytest.mark.parametrize("why", list(NEEDS_IT))
+def test_what_cannot_be_an_input_is_refused_by_name(why: str) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(NEEDS_IT[why](batch["x"])).mean()
+
+    with pytest.raises(CaptureError, match=why):
+        trained(job_of(lambda: nn.Linear(7, 7), loss), "tp=2")
+
+
+# Each is compared with Python's own, in a loss that multiplies by it.
+USES = {
+    "sums": lambda: 1 - random.random() * 2 + numpy.random.rand() / 3,
+    "powers": lambda: random.random() ** 2 + 2 ** random.random(),
+    "math": lambda: math.cos(random.random()) + math.sqrt(ml.step()),
+    "numpy": lambda: numpy.maximum(random.random(), 0.5) + numpy.exp(numpy.random.beta(1, 2)),
+    "clipped": lambda: max(0.2, min(0.8, random.random())),
+    "whole": lambda: random.randint(1, 3) + numpy.random.randint(5),
+    "range": lambda: sum(random.random() for _ in range(random.randint(1, 3))),
+    "chosen": lambda: random.choice([0.1, 0.5]) * random.choice("abc").count("a"),
+    "tensor": lambda: torch.tensor(random.random()) + torch.tensor([random.random(), 1.0]).sum(),
+    "array": lambda: torch.as_tensor(numpy.random.rand(3) * 2 + 1)[1:].sum(),
+    "items": lambda: numpy.random.permutation(4)[2] + random.sample(range(9), 3)[0],
+    "rounded": lambda: round(random.random() * 5, 1) + abs(random.gauss(0, 1)),
+    "truth": lambda: 2.0 if ml.step() else 1.0,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("use", list(USES))
+def test_what_can_be_done_with_a_draw(use: str) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch["x"]) * USES[use]()).square().mean()
+
+    def losses(plan: str) -> list[float]:
+        job = job_of(lambda: nn.Linear(7, 4), loss, drop_last=True)
+        with Trainer(job, plan=plan, devices="simulated") as trainer:
+            return [trainer.step(batch) for batch in trainer.batches()]
+
+    assert losses("dp=2,tp=2") == pytest.approx(losses("dp=2"), rel=1e-10)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -79,6 +79,10 @@ class ChunkScope:
     def moment(self, chunk: Chunk) -> Moment:
         """Of a chunk's forward."""
         return Moment(chunk_seed(self._job.seed, chunk.step, self._key_of(chunk)[0]), chunk.step)
+
+    def moments(self, chunks: Iterable[Chunk]) -> list[tuple[Any, Moment]]:
+        """The batches of chunks on the computing device, with their moments."""
+        return [(self.data(chunk), self.moment(chunk)) for chunk in chunks]
 
     def evaluation(self, chunk: Chunk, updates: int) -> Moment:
         """Of a chunk's metrics after `updates` updates."""

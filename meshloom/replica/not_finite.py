@@ -53,10 +53,12 @@ def locate_nan(
     parameters: HeldParameters,
     team: Group,
     chunks: Sequence[Chunk],
+    batches: Sequence[Any],
     scope: ChunkScope,
     microbatches: Microbatches,
 ) -> Steps[list[Any] | None]:
-    """The first operator of this rank's stages that gives NaN, as `Engine.locate_nan`. team: all ranks of the replica."""
+    """The first operator of this rank's stages that gives NaN, as `Engine.locate_nan`. team: all ranks of the replica.
+    batches: of the chunks."""
     kept = parameters.kept().items()
     bad = next((name for name, each in kept if not bool(torch.isfinite(each).all())), None)
     everyone = yield from collect(team, bad)
@@ -83,7 +85,7 @@ def locate_nan(
     with parameters.computing("rerun", idle=not chunks):
         for number, chunk in enumerate(chunks):
             microbatches.look(
-                scope.data(chunk),
+                batches[number],
                 lambda stage, microbatch, rerun: scope.draws(chunk),  # noqa: B023
                 partial(look, number),
             )

@@ -49,6 +49,7 @@ from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator
+from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.chunk_scope import ChunkScope
@@ -86,6 +87,7 @@ class ProgramEngine(Engine):
             job, plan, team, self.division, dtype=dtype, timings=timings, stored=stored
         )
         self.cutter = self.programs.cutter
+        self._drawn = DrawnBatches(job, team, dtype)
         self._sums = TeamSums(self.pp, self.tp)
         self.stages: tuple[Stage, ...] = ()  # of this rank, as first cut
         self.ownership: PipelineOwnership
@@ -103,25 +105,22 @@ class ProgramEngine(Engine):
 
     def _open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None) -> Steps[None]:
         self._compiled = without_compilation(model)
-        size = self.plan.largest_share(self.job.batch_size)[0]
+        world, size = self.context.world, self.plan.largest_share(self.job.batch_size)[0]
         with self._timings.of("first batches"):
-            batches = (
-                yield from on_rank_0(self.context.world, lambda: first_batches(self.job, 2, size), DataError)
-            ) or []
+            first = yield from on_rank_0(world, lambda: first_batches(self.job, 2, size), DataError)
+        batches = first or []
         there = [to_device(each, self.context.device, self.dtype) for each in batches]
-        own = batches[0] if batches else None
-        with unfilled.standing_in() if unfilled and self.context.world.rank == 0 else nullcontext():
-            stages = yield from self.programs.open(there, self.context.world, model, own=own)
+        there, alone = yield from self._drawn.opened(model, [there, batches[:1]], world)
+        with unfilled.standing_in() if unfilled and world.rank == 0 else nullcontext():
+            stages = yield from self.programs.open(there, world, model, own=next(iter(alone), None))
         yield from on_rank_0(
-            self.context.world,
-            lambda: check_following(self.programs.others, leaves_of(batches[-1]).values),
-            CaptureError,
+            world, lambda: check_following(self.programs.others, leaves_of(there[-1]).values), CaptureError
         )
         self.stages = tuple(stage for stage in stages if self.cutter.ranks[stage.number] == self.pp.rank)
         self.ownership = PipelineOwnership(self.cutter.holders, self.pp)
         self.ownership.release(model)
         self.shards = Shards(self.programs.pieces, self.tp)
-        yield from take_share(model, self.shards, unfilled, self.context.world)
+        yield from take_share(model, self.shards, unfilled, world)
         self._model = model
         self._outside[self.job.loss] = Outside(self.job.loss, model, self.programs.opaque)
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
@@ -191,7 +190,7 @@ class ProgramEngine(Engine):
         activity = self.context.activity
         activity.follow(self.microbatches.actions(len(chunks), most))
         self._outside[self.job.loss].check_step()
-        batches = [scope.data(chunk) for chunk in chunks]
+        batches = yield from self._drawn.all_drawn(scope.moments(chunks))
         for batch in batches:
             yield from self.programs.ready(batch)
         for parameter in self._parameters.values():
@@ -222,6 +221,7 @@ class ProgramEngine(Engine):
     ) -> Steps[None]:
         if metric in self._outside:
             self._outside[metric].check_step()
+        batch = yield from self._drawn.with_draws(batch, moment, metric, training=False)
         yield from self.programs.ready(batch, loss=metric, training=False)
         if metric not in self._outside:
             self._outside[metric] = Outside(metric, self._model, self.programs.opaque)
@@ -237,7 +237,8 @@ class ProgramEngine(Engine):
         return self._gathered.weights(self._held.slices)
 
     def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
-        return (yield from locate_nan(self._held, self._team, chunks, scope, self.microbatches))
+        batches = yield from self._drawn.all_drawn(scope.moments(chunks))
+        return (yield from locate_nan(self._held, self._team, chunks, batches, scope, self.microbatches))
 
     def check_replicated(self) -> Steps[str | None]:
         mine = {**self._held.kept(), **held(self._model.named_buffers())}

@@ -30,6 +30,7 @@ from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.batch_values import fits
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
+from meshloom.program.python_draws.explore import DrawnBatch
 from meshloom.program.sizes.any_size import AnySize, sizes_of_batch, sizes_of_program
 from meshloom.program.sizes.symbolic import Sizes
 from meshloom.program.store.captured_loss import CapturedLoss, pairs_of
@@ -104,14 +105,14 @@ class ProgramStore:
             self._own_dtypes = {
                 name: getattr(torch, each.removeprefix("torch.")) for name, each in names.items()
             }
-        key = yield from self._capture(self._job.loss, True, batches, world, model)
+        key = yield from self._capture(_loss_of(batches, self._job.loss), True, batches, world, model)
         return self.stages(key)
 
     def ready(
         self, batch: Any, *, loss: LossFunction | None = None, training: bool = True
     ) -> Steps[ProgramKey]:
         """Makes sure that batches like this one have stages. The replica's ranks all pass the same batch."""
-        loss = loss or self._job.loss
+        loss = _loss_of([batch], loss or self._job.loss)
         key = self._key(batch, loss, training)
         if key is not None and key in self._entries:
             return key
@@ -141,7 +142,7 @@ class ProgramStore:
 
     def key(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> ProgramKey:
         """The key of a batch that is ready."""
-        key = self._key(batch, loss or self._job.loss, training)
+        key = self._key(batch, _loss_of([batch], loss or self._job.loss), training)
         assert key is not None, "ready() comes first"
         return key
 
@@ -254,3 +255,9 @@ class ProgramStore:
         if program.others not in known:
             known.append(program.others)
         return key
+
+
+def _loss_of(batches: Sequence[Any], loss: LossFunction) -> LossFunction:
+    """`loss`, or what it is on the way that these batches go."""
+    first = batches[0] if batches else None
+    return first.loss if isinstance(first, DrawnBatch) else loss

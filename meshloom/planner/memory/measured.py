@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshloom.core.job import Job
+from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import preserved_draws
 from meshloom.planner.memory.memory import Memory
 from meshloom.program.ir.leaves import leaves_of
@@ -28,7 +29,7 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
     device: where the model and the chunks are put. The model is the job's, from its own start.
     """
     where = torch.device(device)
-    with preserved_draws():
+    with preserved_draws(), at_step(0):
         model = build_model(job, None, training=True).to(where)
         chunks = [_moved(chunk, where) for chunk in chunks]
         named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]

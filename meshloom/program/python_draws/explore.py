@@ -1,0 +1,123 @@
+"""Finds all paths of a loss: it runs once for each, with the outcomes of its tests given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import LossFunction
+from meshloom.core.moments.current_step import Moment
+from meshloom.program.ir.lines import WAY_OUT, describe_line, is_users
+from meshloom.program.python_draws.following import MAX_WAYS, Follower, check_followed
+from meshloom.program.python_draws.paths import Path
+
+EXAMPLE = Moment(0, 0)  # of the values that paths are found with
+_TELLING = {"random", "step"}
+
+
+class DrawnBatch(dict[str, Any]):
+    """A batch, and the inputs that its chunk's draws are. loss: of the path that it goes."""
+
+    def __init__(self, loss: LossFunction, batch: Any, drawn: Sequence[Tensor]) -> None:
+        super().__init__(batch=batch, drawn=list(drawn))
+        self.loss = loss
+
+
+def loss_of_path(loss: LossFunction, path: Path) -> LossFunction:
+    """The loss of a `DrawnBatch` that goes this path."""
+    return partial(_followed, loss, path.text)
+
+
+def _followed(loss: LossFunction, text: str, model: nn.Module, batch: DrawnBatch) -> Any:
+    path = Path.parse(text)
+    follower = Follower(EXAMPLE, path.outcomes, batch["drawn"])
+    with follower.following():
+        found = loss(model, batch["batch"])
+    check_followed(follower, path)
+    return found
+
+
+def explore(run: Callable[[], Any]) -> list[Path]:
+    """All paths of what `run` runs, the one with the most operators first; none if it draws nothing.
+
+    Raises `CaptureError` if there are too many, or a draw is used in a way that cannot be followed.
+    """
+    waiting: list[tuple[Any, ...]] = [()]
+    found: dict[Path, int] = {}
+    while waiting:
+        forced = waiting.pop()
+        follower = Follower(EXAMPLE, forced)
+        try:
+            with follower.following():
+                run()
+        except CaptureError:
+            raise
+        except Exception:
+            if not follower.events:
+                return []  # whoever captures it says what is wrong
+            if not forced:
+                raise
+            continue  # what is drawn may never lead here
+        if not follower.events:
+            return []
+        found[follower.path] = follower.calls
+        if len(found) > MAX_WAYS:
+            raise CaptureError(
+                f"What is drawn at {describe_line(follower.lines[0])} decides what runs, in more than "
+                f"{MAX_WAYS} ways, and each is a program of its own. Multiply by the outcome instead, so that it becomes an input: "
+                f"x + float_of * layer(x), with float_of = torch.tensor(random.random()) >= p. {WAY_OUT}"
+            )
+        outcomes = follower.path.outcomes
+        for number in range(len(forced), len(outcomes)):
+            waiting += [(*outcomes[:number], other) for other in follower.alternatives[number]]
+    return sorted(found, key=lambda each: -found[each])
+
+
+def may_draw(loss: LossFunction, model: nn.Module) -> bool:
+    """Whether the code of the loss and the model may name `random`, `numpy.random` or `meshloom.step`."""
+    functions: list[Any] = [loss]
+    while isinstance(functions[-1], partial):
+        functions.append(functions[-1].func)
+    names = {getattr(each, "__module__", None) for each in functions}
+    names |= {type(functions[-1]).__module__, *(type(each).__module__ for each in model.modules())}
+    return any(map(_module_draws, _with_users(filter(None, names))))
+
+
+def _with_users(names: Iterator[str]) -> list[ModuleType]:
+    """The modules of these names, and the user's modules that they use."""
+    waiting = [sys.modules[each] for each in names if each in sys.modules]
+    found: dict[str, ModuleType] = {}
+    while waiting:
+        module = waiting.pop()
+        if module.__name__ in found or module.__name__.split(".")[0] in ("torch", "meshloom", "builtins"):
+            continue
+        found[module.__name__] = module
+        for value in list(vars(module).values()):
+            name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            used = sys.modules.get(name) if isinstance(name, str) else None
+            if used is not None and is_users(getattr(used, "__file__", None) or "<>"):
+                waiting.append(used)
+    return list(found.values())
+
+
+def _module_draws(module: ModuleType) -> bool:
+    for value in list(vars(module).values()):
+        own = list(vars(value).values()) if isinstance(value, type) else [value]
+        for each in own:
+            function = getattr(each, "__func__", each)
+            if isinstance(function, FunctionType) and _TELLING & set(_names(function.__code__)):
+                return True
+    return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names(each)
