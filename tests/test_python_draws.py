@@ -24,6 +24,7 @@ from meshloom.program.capture.shapes import capture_shapes
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.processes import on_ranks
 
 STEPS = 4
 PROGRAMS = ["tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "dp=2,tp=2,zero=3"]
@@ -170,6 +171,9 @@ class Drops(nn.Module):
         return self.head(x)
 
 
+FEW = [(Noisy, "dp=2,pp=2,tp=2"), (Drops, "tp=2")]  # the rest is slow
+
+
 def annealed(model: nn.Module, batch: Any) -> Tensor:
     found = model(batch["x"])
     weight = min(1.0, ml.step() / 2) + math.exp(-ml.step() / 3)
@@ -178,8 +182,14 @@ def annealed(model: nn.Module, batch: Any) -> Tensor:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plan", PROGRAMS)
-@pytest.mark.parametrize(("model", "loss"), [(Noisy, mixup), (Drops, annealed)])
+@pytest.mark.parametrize(
+    ("model", "loss", "plan"),
+    [
+        pytest.param(model, loss, plan, marks=() if (model, plan) in FEW else pytest.mark.slow)
+        for plan in PROGRAMS
+        for model, loss in ((Noisy, mixup), (Drops, annealed))
+    ],
+)
 def test_draws_are_inputs_of_programs(plan: str, model: Any, loss: Any) -> None:
     job = job_of(model, loss, drop_last=True, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
     check_equal(trained(job, plan), one_device(job, chunks_of(plan), drop_last=True))
@@ -269,7 +279,9 @@ USES = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("use", list(USES))
+@pytest.mark.parametrize(
+    "use", [use if use in ("math", "chosen") else pytest.param(use, marks=pytest.mark.slow) for use in USES]
+)
 def test_what_can_be_done_with_a_draw(use: str) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return (model(batch["x"]) * USES[use]()).square().mean()
@@ -280,3 +292,15 @@ def test_what_can_be_done_with_a_draw(use: str) -> None:
             return [trainer.step(batch) for batch in trainer.batches()]
 
     assert losses("dp=2,tp=2") == pytest.approx(losses("dp=2"), rel=1e-10)
+
+
+def _verified(plan: str) -> bool | None:
+    report = verify(job_of(Drops, annealed), Plan.parse(plan), devices="cpu", steps=2, dtype=torch.float64)
+    return None if report is None else report.passed
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["tp=2", pytest.param("dp=2", marks=pytest.mark.slow)])
+def test_processes_draw_as_one_device_does(plan: str) -> None:
+    found = on_ranks(_verified, 2, plan)
+    assert found[0] is True
