@@ -81,7 +81,12 @@ def export(
     with without_cache(model) if shortcuts.no_cache else nullcontext(False) as switched:
         try:
             return _exported(model, loss, leaves, folding, recorded or {})
-        except InnerGradientError:
+        except InnerGradientError as error:
+            if recorded:
+                names = ", ".join(path or "the model" for path in recorded)
+                raise CaptureError(
+                    f"The loss takes gradients itself, and is traced with them as a whole, so {names} cannot be opaque. {WAY_OUT}"
+                ) from error
             return _traced(model, loss, leaves)
         except CaptureError as error:
             if switched or (folding is not None and folding.count):
