@@ -71,6 +71,7 @@ def _record(
     names, state = state_of(module)
     modes = tuple(each.training for each in module.modules())
     before = [each._version for each in (*inputs, *state)]  # pyright: ignore[reportPrivateUsage]
+    values = [None if isinstance(each, nn.Parameter) else each.detach().clone() for each in state]
     attributes = _tensor_attributes(module)
     saved: list[Tensor] = []
 
@@ -86,8 +87,11 @@ def _record(
     changed = [number for number, (was, each) in enumerate(zip(before, now, strict=True)) if was != each]
     if any(number < len(inputs) for number in changed):
         raise CaptureError("it writes to its input in place")
+    # batch normalization writes its running statistics without counting it as a write
     written = {number - len(inputs) for number in changed} | {
-        number for number, each in enumerate(state) if id(each) in replaced
+        number
+        for number, (value, each) in enumerate(zip(values, state, strict=True))
+        if id(each) in replaced or (value is not None and not _equal(value, each))
     }
     if any(isinstance(state[number], nn.Parameter) for number in written):
         raise CaptureError("it writes to its parameters in the forward")
@@ -231,6 +235,11 @@ def _saved(saved: Sequence[Tensor], inputs: Sequence[Tensor], state: Sequence[Te
     kept_inputs = tuple(sorted(of_inputs[each] for each in memory.keys() & of_inputs.keys()))
     own = memory.keys() - of_inputs.keys() - {memory_of(each) for each in state}
     return {"saved_bytes": sum(memory[each] for each in own), "saved_inputs": kept_inputs}
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether values are equal; NaN equals NaN."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 class _Meter(TorchDispatchMode):

@@ -81,8 +81,8 @@ def export(
     with without_cache(model) if shortcuts.no_cache else nullcontext(False) as switched:
         try:
             return _exported(model, loss, leaves, folding, recorded or {})
-        except InnerGradientError:
-            return _traced(model, loss, leaves)
+        except InnerGradientError as error:
+            return _traced(model, loss, leaves, recorded or {}, error)
         except CaptureError as error:
             if switched or (folding is not None and folding.count):
                 raise ShortcutError(str(error)) from error
@@ -111,8 +111,19 @@ def _exported(
     return _from_exported(exported, seen)
 
 
-def _traced(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor]) -> Exported:
+def _traced(
+    model: nn.Module,
+    loss: Callable[[nn.Module], Any],
+    leaves: Sequence[Tensor],
+    recorded: Recorded,
+    taken: InnerGradientError,
+) -> Exported:
     """The loss with the gradients that it takes itself, which export does not see."""
+    if recorded:
+        raise CaptureError(
+            f"{str(taken).removesuffix('.')}, beside the opaque {', '.join(recorded)}, and what is traced with its gradients has no opaque parts. "
+            f"Take the gradient inside of the part, or write the part with torch operators. {WAY_OUT}"
+        )
     seen = _Seen(traced=True)
     wrapper = _Loss(model, loss, seen)
     with _for_tracing():
