@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy
@@ -224,9 +225,24 @@ class _Scriptable(nn.Module):
         return y
 
 
+class Normed(nn.Module):
+    """Running statistics, which torch writes without counting a write. cumulative: averages over all chunks."""
+
+    def __init__(self, *, cumulative: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=None if cumulative else 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum().item() > 1e9:
+            return x
+        return self.norm(self.linear(x).flatten(0, 1)).view_as(x)
+
+
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "router": Router, "own function": OwnFunction, "branches": Branches, "numpy": WithNumpy, "buffers": Counts, "dropout": Drops, "packed": Packed, "hooks": Hooked,
     "frozen": Frozen, "attribute": UsesLeft, "shapes of values": ValueShapes, "scripted": Scripted,
+    "normed": Normed, "normed over all chunks": partial(Normed, cumulative=True),
 }  # fmt: skip
 
 

@@ -50,6 +50,8 @@ FOUND = {
     "attribute": ["parts.0.part"],
     "shapes of values": ["parts.0"],
     "scripted": ["parts.0.inner"],
+    "normed": ["parts.0"],
+    "normed over all chunks": ["parts.0"],
 }
 
 

@@ -48,6 +48,7 @@ from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator
 from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.program.store.program_cache import ProgramCache
@@ -132,6 +133,7 @@ class ProgramEngine(Engine):
                 several=several,
                 changing=stage.changing,
                 followed=stage.program.in_place,
+                opaque=[str(node.args[2]) for node in stage.program.nodes if is_opaque(node)],
                 unite=self._sums.union,
             )
         self._gathered = GatheredTensors(

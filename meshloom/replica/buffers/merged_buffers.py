@@ -27,6 +27,15 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 RULE = "what the chunks write is merged in their order (docs/buffers.md)."
 
 
+def is_inside(name: str, modules: Collection[str]) -> bool:
+    """Whether a name is that of one of the modules, or of something in them.
+
+    >>> is_inside("a.b.weight", ["a.b"]), is_inside("a.bc", ["a.b"]), is_inside("a", [""])
+    (True, False, True)
+    """
+    return any(not path or name == path or name.startswith(f"{path}.") for path in modules)
+
+
 class RunningStatistics:
     """The buffers of `model` over a training step.
 
@@ -35,23 +44,28 @@ class RunningStatistics:
     One replica's running statistics follow each other by themselves. synchronised: microbatch j of all
     replicas is one chunk, and batch norm layers see to their own statistics.
     changing: where a program runs instead of the layers' own forwards, the buffers that it changes, and the
-        only ones here. followed: those of them that only follow each other (running statistics).
+        only ones here. followed: those of them that only follow each other (running statistics). opaque: the paths of
+        modules whose own forwards the program runs.
     unite: among ranks that compute a chunk together (`find_recurrences`).
     """
 
     def __init__(
         self, model: nn.Module, group: Group | None, *, several: bool = True, synchronised: bool = False,
-        changing: Collection[str] | None = None, followed: Collection[str] = (),
+        changing: Collection[str] | None = None, followed: Collection[str] = (), opaque: Collection[str] = (),
         unite: Unite = lambda flags: flags,
     ) -> None:  # fmt: skip
         self._group = group if group is not None and group.size > 1 else None
         replaced = not synchronised and changing is None
-        layers = [each for each in model.named_modules() if tracks(each[1])] if replaced else []
+        layers = [
+            (name, module)
+            for name, module in model.named_modules()
+            if tracks(module) and (replaced or is_inside(name, opaque))
+        ]
         own = [module for module in model.modules() if isinstance(module, _BatchNorm)] if synchronised else []
         self._norms = NormStatistics(layers if self._group else [])
         handled = norm_buffers([module for _, module in layers] + own)
         if changing is not None and not self._group:
-            changing = set(changing) - set(followed)
+            changing = {each for each in changing if each not in followed or is_inside(each, opaque)}
         self._others = ChunkWrites(model, handled, joined=synchronised, changing=changing, unite=unite)
         self._active = several and self._norms.length + self._others.length > 0
         self._moving = 0  # elements gathered in the last step because some buffer changed

@@ -57,20 +57,23 @@ class WriteMaps:
             return []
         for buffer in changed:
             buffer.read = buffer.read or buffer.name in written.read
-            factor = written.factors.get(buffer.name)
+            factor, new = written.factors.get(buffer.name), where[buffer.name] & _finite(buffer)
+            if not bool(new.any()):  # it may be written otherwise once it is finite
+                continue
             if factor is None:
                 buffer.last, buffer.factor, buffer.known = True, None, None
             elif not buffer.last:
-                new = where[buffer.name] if buffer.known is None else where[buffer.name] & ~buffer.known
+                new = new if buffer.known is None else new & ~buffer.known
                 buffer.factor = factor if buffer.factor is None else torch.where(new, factor, buffer.factor)
                 buffer.known = new if buffer.known is None else buffer.known | new
         return list(written.tied)
 
     def _has_new(self, buffer: TrackedBuffer, chunk: ChunkEnds) -> bool:
         """Whether the chunk has changed elements whose factor is not known; on all ranks or on none."""
-        if buffer.known is None or self._every_chunk:
-            return buffer.known is None
-        return bool((chunk.where[buffer.name] & ~buffer.known).any())
+        if self._every_chunk:
+            return buffer.known is None and bool(_finite(buffer).any())
+        new = chunk.where[buffer.name] & _finite(buffer)
+        return bool((new if buffer.known is None else new & ~buffer.known).any())
 
     def of_chunk(self, buffer: TrackedBuffer, chunk: ChunkEnds, tied: Sequence[str]) -> tuple[Tensor, Tensor]:
         """a and c [numel] of one chunk."""
@@ -126,3 +129,8 @@ class WriteMaps:
             return ones
         out, shift = flat(results[buffer.name]) - flat(point), flat(shifted) - flat(point)
         return torch.where(unclear, factor_of(out, shift, buffer.start.dtype), ones)
+
+
+def _finite(buffer: TrackedBuffer) -> Tensor:
+    """Whether each element [numel] was finite before the step."""
+    return torch.isfinite(flat(buffer.start))
