@@ -189,6 +189,12 @@ class Branch(nn.Module):
         return self.head(torch.tanh(layer(torch.tanh(self.first(x)))))
 
 
+def deciding_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """What runs depends on values, outside of all modules: no program computes it."""
+    loss = F.cross_entropy(model(batch["x"]), batch["y"])
+    return loss * 2 if loss > 1 else loss
+
+
 def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy over samples."""
     return F.cross_entropy(model(batch["x"]), batch["y"])

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
+from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.sizes import smaller as rules
 from meshloom.program.sizes.smaller import shrunk
 from meshloom.program.store import checked_capture as module
@@ -138,23 +138,25 @@ def test_where_nothing_is_left_to_compare_the_whole_is(sizes: list[int]):
     assert sizes == [32, TOKENS]
 
 
-def test_a_program_that_is_not_eager_is_refused_all_the_same(
+def test_a_program_that_is_not_eager_is_not_used_all_the_same(
     sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    """The fault is planted in what makes a program of what was exported, at all sizes."""
-    build = module.capture_module
+    """The fault is planted in what makes a program of what was exported, at all sizes. Then the model runs as
+    written."""
+    build, planted = module.capture_module, 0
 
     def wrong(*args: Any, **settings: Any) -> Program:
+        nonlocal planted
         program = build(*args, **settings)
         nodes = [node for node in program.nodes if node.target is torch.ops.aten.add.Tensor]
         for node in nodes:
             object.__setattr__(node, "target", torch.ops.aten.sub.Tensor)
-        assert nodes
+        planted += len(nodes)
         return program
 
     monkeypatch.setattr(module, "capture_module", wrong)
-    with pytest.raises(CaptureError, match="The captured program differs from the model"):
-        CapturedLoss(job_of()).capture(batches(), model=Model(with_places))
+    program = CapturedLoss(job_of()).capture(batches(), model=Model(with_places))
+    assert planted and [node.args[2] for node in program.nodes if is_opaque(node)] == [""]
     assert sizes[0] == 32 and TOKENS in sizes
 
 
