@@ -47,7 +47,7 @@ def _on_cpus(request: pytest.FixtureRequest) -> None:
         pytest.skip("it is about ranks on CPUs; benchmarks/gpu has a part for GPUs")
 
 
-@pytest.mark.parametrize(("model", "optimizer", "plan"), few(CASES, 3))
+@pytest.mark.parametrize(("model", "optimizer", "plan"), few(CASES, 3, pytest.mark.slow))
 def test_bits_are_those_of_the_plan_without_it(
     model: str, optimizer: str, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,8 @@ def test_replicas_with_fewer_microbatches_pass_over_the_others(schedule: str, ba
     "plan",
     [
         pytest.param(f"dp=2,{BLOCKS},zero=3,microbatches=2", marks=pytest.mark.slow),
-        pytest.param("dp=2,pp=2,zero=3,microbatches=2,schedule=zb-v,recompute=full", marks=pytest.mark.long),
+        pytest.param("dp=2,pp=2,zero=3,microbatches=2,schedule=zb-v,recompute=full", marks=pytest.mark.slow),
+        pytest.param(f"dp=2,{BLOCKS},zero=3", marks=pytest.mark.long),
     ],
 )
 def test_bytes_are_as_predicted_and_evaluation_is_one_devices(plan: str) -> None:
@@ -205,9 +206,9 @@ def test_nobody_holds_more_than_slices_the_rest_and_two_units(
         pytest.param("frozen", "adamw", f"dp=2,{BLOCKS},zero=3", "dp=3,zero=3", marks=pytest.mark.slow),
         pytest.param("tied", "muon", "dp=2,pp=2,zero=3,microbatches=2", "dp=1", marks=pytest.mark.slow),
         pytest.param(
-            "tied", "adafactor", f"dp=2,pp=2,{BLOCKS},zero=3,microbatches=2", f"dp=2,{BLOCKS},zero=1", marks=pytest.mark.long
+            "tied", "adafactor", f"dp=2,pp=2,{BLOCKS},zero=3,microbatches=2", f"dp=2,{BLOCKS},zero=1", marks=pytest.mark.slow
         ),
-        pytest.param("tied", "sgd", "dp=2,zero=3,recompute=full", "dp=2,pp=2,zero=3", marks=pytest.mark.slow),
+        pytest.param("tied", "sgd", "dp=2,zero=3,recompute=full", "dp=2,pp=2,zero=3", marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_a_checkpoint_goes_on_under_another_plan_and_back(
