@@ -21,12 +21,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import meshloom as ml
 from meshloom.cli.main import main
+from meshloom.core.errors import CaptureError
 from meshloom.machine.machine import example_machine, save
 from meshloom.planner import describe as planner
 from meshloom.planner.blocks import Block, rows_of
 from meshloom.planner.readings import Readings
 from meshloom.report.description import description_records, print_description
 from meshloom.telemetry.timings import Timings
+from tests.jobs import deciding_loss
 
 FILE = str(Path(__file__).with_name("describe_jobs.py"))
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "_alone")]
@@ -341,6 +343,21 @@ def test_a_wrong_request_is_one_sentence_and_2(
     error = capsys.readouterr().err
     assert sentence in error
     assert "Traceback" not in error
+
+
+def test_a_model_that_the_host_cannot_hold_is_not_built_for_what_needs_values():
+    """Of 4 TiB, with a loss that no shapes compute."""
+    width = 2**20
+    job = replace(
+        job_of(lambda: nn.Linear(width, width, bias=False)),
+        loss=deciding_loss,
+        data=lambda: [{"x": torch.zeros(width), "y": torch.tensor(0)}] * 4,
+    )
+    for each in (job, replace(job, opaque=[nn.Linear])):
+        with pytest.raises(
+            CaptureError, match=r"depends on the values in the batch|does not fit into the memory"
+        ):
+            Readings(each).of(2)
 
 
 def test_a_plan_with_tp_is_told_before_it_runs(capsys: pytest.CaptureFixture[str]):

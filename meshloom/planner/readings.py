@@ -13,6 +13,7 @@ from meshloom.core.cache import Cache
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.data.samples import first_batches
+from meshloom.machine.host_memory import free_bytes
 from meshloom.program.capture.shapes import Built, capture_shapes
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.ir.leaves import Leaves
@@ -51,6 +52,7 @@ class Readings:
         self._read: dict[int, Reading] = {}
         self._built: Built | None = None  # a model that nothing has read
         self._kinds: Mapping[str, str] = {}
+        self._num_bytes = 0  # of its parameters and buffers
 
     def of(self, samples: int) -> Reading:
         """The reading for the first batch of so many samples. Raises `CaptureError` if the loss cannot be
@@ -65,6 +67,8 @@ class Readings:
         try:
             program = capture_shapes(self.job, batch, kept=self._kept, built=self._model)
         except CaptureError:
+            if self._num_bytes > free_bytes():
+                raise
             program = self._with_values(samples)
         return Reading(program=program, kinds=self._kinds, timings=self.timings, stored=self.stored)
 
@@ -83,11 +87,15 @@ class Readings:
                 path: type(module).__name__
                 for path, module in self._built[0].named_modules(remove_duplicate=False)
             }
+            model = self._built[0]
+            self._num_bytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
         return self._built
 
     def _kept(self, model: nn.Module, leaves: Leaves, read: Callable[[], Program]) -> Program:
         if self.job.opaque:
-            raise CaptureError("Opaque modules run once, on values.")
+            raise CaptureError(
+                "Opaque modules run once, on values, and the model does not fit into the memory of this host with them."
+            )
 
         def read_it() -> Program:
             self._built = None
