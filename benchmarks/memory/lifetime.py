@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "step")]
 from gpt import GPT, Size, loss, make_data, make_optimizer
+from launched import torchrun
 from records import write_records
 
 import meshloom as ml
@@ -106,11 +107,7 @@ def measured(arguments: argparse.Namespace, size: Size, system: str) -> dict[str
                 directory,
                 *(["--resume"] if resumes else []),
             ]
-            launch = [
-                "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--log-dir", directory,
-                "--nproc-per-node", ranks,
-            ]  # fmt: skip
-            command = [sys.executable, *map(str, [*launch, *words])]
+            command = [*torchrun(ranks, directory), *map(str, words)]
             for mark in Path(directory).glob("part-*"):
                 mark.unlink()
             process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -175,23 +172,21 @@ def lines_of(record: dict[str, Any]) -> Iterator[str]:
 # --- On a rank.
 
 
-@contextmanager
-def part_of(arguments: argparse.Namespace, name: str) -> Iterator[None]:
-    """This rank is in a part of its run, until it is in another."""
+def enter(arguments: argparse.Namespace, part: str) -> None:
+    """This rank is in a part of its run, until it enters another."""
     mark = Path(arguments.directory, f"part-{os.environ['RANK']}")
     draft = mark.with_suffix(".new")
-    draft.write_text(f"{os.getpid()} {name}")
+    draft.write_text(f"{os.getpid()} {part}")
     draft.rename(mark)
-    yield
 
 
 def on_rank(arguments: argparse.Namespace, size: Size) -> None:
     torch.set_num_threads(1)
-    with part_of(arguments, IMPORTED):
-        time.sleep(20 * arguments.every)
+    enter(arguments, IMPORTED)
+    time.sleep(20 * arguments.every)
     (theirs if arguments.systems == [PEER] else ours)(arguments, size)
-    with part_of(arguments, DONE):
-        time.sleep(5 * arguments.every)
+    enter(arguments, DONE)
+    time.sleep(5 * arguments.every)
 
 
 def job_of(size: Size, batch: int) -> ml.Job:
@@ -205,62 +200,61 @@ def job_of(size: Size, batch: int) -> ml.Job:
 def ours(arguments: argparse.Namespace, size: Size) -> None:
     out = Path(arguments.directory, "run")
     settings: dict[str, Any] = {"transport": "gloo"} if "zero=3" in arguments.systems[0] else {}
-    with (
-        part_of(arguments, "start-up"),
-        ml.Trainer(
-            job_of(size, arguments.batch), arguments.systems[0], devices="cpu", out=out, cache="off",
-            resume=out if arguments.resume else None, **settings,
-        ) as trainer,
-    ):  # fmt: skip
-        with part_of(arguments, "steps"):
-            for _, batch in zip(range(3), trainer.batches(), strict=False):
-                trainer.step(batch)
-        with part_of(arguments, "evaluation"):
-            trainer.evaluate()
-        with part_of(arguments, "checkpoint"):
-            trainer.save()
+    enter(arguments, "start-up")
+    with ml.Trainer(
+        job_of(size, arguments.batch), arguments.systems[0], devices="cpu", out=out, cache="off",
+        resume=out if arguments.resume else None, **settings,
+    ) as trainer:  # fmt: skip
+        enter(arguments, "steps")
+        for _, batch in zip(range(3), trainer.batches(), strict=False):
+            trainer.step(batch)
+        enter(arguments, "evaluation")
+        trainer.evaluate()
+        enter(arguments, "checkpoint")
+        trainer.save()
 
 
 def theirs(arguments: argparse.Namespace, size: Size) -> None:
     """FSDP2: every block a unit, and the rest another."""
-    with part_of(arguments, "start-up"):
-        dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        with torch.device("meta"):
-            model = GPT(size)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        model.to_empty(device="cpu")
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
-                module.reset_parameters()
-        optimizer = make_optimizer(list(model.named_parameters()))
-        path = Path(arguments.directory, "dcp")
-        if arguments.resume:
-            weights, state = get_state_dict(model, optimizer)
-            dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
-            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-            del weights, state
+    enter(arguments, "start-up")
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = GPT(size)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
+            module.reset_parameters()
+    optimizer = make_optimizer(list(model.named_parameters()))
+    path = Path(arguments.directory, "dcp")
+    if arguments.resume:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        del weights, state
     batches = make_data(4 * arguments.batch, size).tensors[0].split(arguments.batch)
 
     def mine(batch: Tensor) -> list[Tensor]:
         return [batch.chunk(dist.get_world_size())[dist.get_rank()]]
 
-    with part_of(arguments, "steps"):
-        for batch in batches[:3]:
-            loss(model, mine(batch)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    with part_of(arguments, "evaluation"), torch.no_grad():
+    enter(arguments, "steps")
+    for batch in batches[:3]:
+        loss(model, mine(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    enter(arguments, "evaluation")
+    with torch.no_grad():
         for batch in batches[:2]:
             loss(model, mine(batch))
-    with part_of(arguments, "checkpoint"):
-        weights, state = get_state_dict(model, optimizer)
-        if arguments.resume and dist.get_rank() == 0:
-            shutil.rmtree(path)
-        dist.barrier()
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    enter(arguments, "checkpoint")
+    weights, state = get_state_dict(model, optimizer)
+    if arguments.resume and dist.get_rank() == 0:
+        shutil.rmtree(path)
+    dist.barrier()
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
     dist.destroy_process_group()
 
 

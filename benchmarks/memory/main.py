@@ -30,6 +30,7 @@ from torch.utils.data import TensorDataset
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "step")]
 from gpt import loss, make_data, make_model, make_optimizer
+from launched import torchrun
 from records import write_records
 
 import meshloom as ml
@@ -59,16 +60,6 @@ def main() -> int:
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         for plan in arguments.plans:
-            launch = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--local-addr",
-                "127.0.0.1",
-                "--log-dir",
-                directory,
-            ]
             words = [
                 "--plans",
                 plan,
@@ -81,7 +72,7 @@ def main() -> int:
             ]
             size = ml.Plan.parse(plan).mesh.size
             code = subprocess.run(
-                [*launch, "--nproc-per-node", str(size), __file__, *words],
+                [*torchrun(size, directory), __file__, *words],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             ).returncode
             if code:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.recording import RecordedGroup
+from meshloom.core.units import round_up
 
 _ALIGNMENT = 64  # bytes: a cache line, and the alignment of vector instructions
 
@@ -71,7 +72,7 @@ def in_window(window: Window, rank: int, extents: Sequence[Extent]) -> list[Tens
     for each in extents:
         num_bytes = each.num_elements * each.dtype.itemsize
         tensors.append(memory[at : at + num_bytes].view(each.dtype))
-        at += _aligned(num_bytes)
+        at += round_up(num_bytes, _ALIGNMENT)
     return tensors
 
 
@@ -81,8 +82,4 @@ def window_bytes(extents: Sequence[Extent]) -> int:
     >>> window_bytes([Extent(num_elements=3, dtype=torch.float32, device=torch.device("cpu"))] * 2)
     128
     """
-    return sum(_aligned(each.num_elements * each.dtype.itemsize) for each in extents)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return sum(round_up(each.num_elements * each.dtype.itemsize, _ALIGNMENT) for each in extents)

@@ -34,8 +34,7 @@ def derive(*parts: int | str) -> int:
 def seed_everything(value: int) -> None:
     """Seed torch (every device), `random` and numpy."""
     seed_torch(value)
-    random.seed(value)
-    numpy.random.seed(value % 2**32)
+    _seed_python(value)
 
 
 def seed_torch(value: int) -> None:
@@ -49,9 +48,24 @@ def seed_torch(value: int) -> None:
 @contextmanager
 def python_draws_of(seed: int) -> Iterator[None]:
     """A context in which `random` and numpy draw from `seed`; their states outside are restored."""
+    with _python_preserved():
+        _seed_python(seed)
+        yield
+
+
+def python_generators(seed: int) -> tuple[random.Random, numpy.random.RandomState]:
+    """Generators of their own that draw what `random` and numpy draw in `python_draws_of`."""
+    return random.Random(seed), numpy.random.RandomState(seed % 2**32)
+
+
+def _seed_python(value: int) -> None:
+    random.seed(value)
+    numpy.random.seed(value % 2**32)
+
+
+@contextmanager
+def _python_preserved() -> Iterator[None]:
     kept = random.getstate(), numpy.random.get_state()
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
     try:
         yield
     finally:
@@ -90,13 +104,12 @@ def sample_order(seed: int, epoch: int, num_samples: int, shuffle: bool) -> list
 @contextmanager
 def preserved_draws() -> Iterator[None]:
     """Restore the CPU generators of torch, `random` and numpy at the end of the context."""
-    kept = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    kept = torch.get_rng_state()
     try:
-        yield
+        with _python_preserved():
+            yield
     finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
-        numpy.random.set_state(kept[2])
+        torch.set_rng_state(kept)
 
 
 @dataclass(frozen=True)

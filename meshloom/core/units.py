@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts as people read and write them."""
+"""Bytes, seconds and counts: as people read and write them, and in whole units."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ def format_bytes(num_bytes: float) -> str:
         if num_bytes >= 2**exponent * 0.9995:
             return f"{_three_digits(num_bytes / 2**exponent)} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not smaller.
+
+    >>> round_up(0, 64), round_up(1, 64), round_up(64, 64)
+    (0, 64, 64)
+    """
+    return -(-number // multiple) * multiple
 
 
 def parse_bytes(text: str) -> int:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.core.random import preserved_draws
-from meshloom.core.units import format_bytes
+from meshloom.core.units import format_bytes, round_up
 from meshloom.machine.file_system import file_system_of, is_remote, keeps_in_memory
 from meshloom.machine.process_memory import return_freed_memory
 from meshloom.optimizer.elementwise import copy_with
@@ -30,9 +30,9 @@ from meshloom.optimizer.offload.state_file import PAGE, StateFile
 from meshloom.optimizer.offload.windows import (
     WINDOW_BYTES,
     Window,
+    all_windows,
     parameters_of,
     step_in_windows,
-    windows_of,
 )
 
 SMALLEST = PAGE  # bytes of a tensor that is moved
@@ -57,12 +57,8 @@ class StateOnDisk(OffloadedState):
         needed = sum(state_bytes_of(each) for each in self._optimizers)
         if needed:
             self._file.reserve(needed)
-        for optimizer, whether in zip(self._optimizers, self._in_windows, strict=True):
-            windows = windows_of(optimizer, WINDOW_BYTES)
-            everything = [range(len(group["params"])) for group in optimizer.param_groups]
-            self._windows[id(optimizer)] = windows if whether else [everything]
-            for parameter in parameters_of(optimizer, everything):
-                self.keep(optimizer, parameter)  # what its constructor made
+        self._windows = all_windows(self._optimizers, self._in_windows, WINDOW_BYTES)
+        self.keep_all()  # what constructors made
 
     def begin_step(self) -> None:
         if self._file is not None and self._optimizers:
@@ -82,9 +78,8 @@ class StateOnDisk(OffloadedState):
             update()
             for parameter in everyone[number]:
                 self.keep(optimizer, parameter)
-            if (
-                optimizer not in self._updated
-            ):  # the first update makes the state, in memory that nothing else may fit
+            if optimizer not in self._updated:
+                # the first update makes the state, in memory that nothing else may fit
                 return_freed_memory()
 
         step_in_windows(optimizer, windows, step)
@@ -164,7 +159,7 @@ def state_bytes_of(optimizer: Optimizer) -> int:
                 each.grad = torch.empty_like(each)
             stand_in.step()
         found = [each for each in _state_of(stand_in, without.values()) if each.nbytes >= SMALLEST]
-        return sum(-(-each.nbytes // PAGE) * PAGE for each in found)
+        return sum(round_up(each.nbytes, PAGE) for each in found)
     except Exception:  # the user's optimizer may do anything
         return USUAL_FACTOR * sum(each.nbytes for each in parameters)
 

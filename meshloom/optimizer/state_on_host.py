@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshloom.core.errors import PlanError
-from meshloom.core.units import format_bytes
+from meshloom.core.units import format_bytes, round_up
 from meshloom.optimizer.offload.lanes import Lane, Wait
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.offload.windows import (
     WINDOW_BYTES,
     Window,
+    all_windows,
     parameters_of,
     step_in_windows,
-    windows_of,
 )
 from meshloom.optimizer.state_pieces import OwnedSlice
 
@@ -51,16 +51,14 @@ class StateOnHost(OffloadedState):
     ) -> None:
         self._device, self._down, self._up = device, down, up
         self._of_twin: dict[nn.Parameter, nn.Parameter] = {}
-        self._windows: dict[int, list[Window]] = {}  # by id of the optimizer
-        for optimizer, whether in zip(optimizers, in_windows, strict=True):
+        for optimizer in optimizers:
             if any(group.get("capturable") for group in optimizer.param_groups):
                 raise PlanError(
                     f"offload=optimizer updates on the host, and {type(optimizer).__name__}(capturable=True) updates on GPUs only. Leave capturable out, or "
                     "leave offload out."
                 )
             self._take_twins(optimizer)
-            everything = [range(len(group["params"])) for group in optimizer.param_groups]
-            self._windows[id(optimizer)] = windows_of(optimizer, WINDOW_BYTES) if whether else [everything]
+        self._windows = all_windows(optimizers, in_windows, WINDOW_BYTES)
         sizes = [
             _bytes_of(self._parameters(optimizer, window))
             for optimizer in optimizers
@@ -146,15 +144,11 @@ class StateOnHost(OffloadedState):
 def _part(room: Tensor, start: int, like: Tensor) -> tuple[Tensor, int]:
     """A tensor like `like` that begins at a byte of `room`, and where the next one may begin."""
     stop = start + like.nbytes
-    return room[start:stop].view(like.dtype).view(like.shape), start + _aligned(like.nbytes)
+    return room[start:stop].view(like.dtype).view(like.shape), start + round_up(like.nbytes, ALIGNMENT)
 
 
 def _bytes_of(parameters: Iterator[nn.Parameter]) -> int:
-    return sum(_aligned(each.nbytes) for each in parameters)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return sum(round_up(each.nbytes, ALIGNMENT) for each in parameters)
 
 
 def _without_memory(like: Tensor) -> Tensor:

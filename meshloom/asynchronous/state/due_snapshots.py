@@ -15,9 +15,10 @@ from meshloom.telemetry.progress import Listener
 
 
 class DueSnapshots:
-    """evaluation, saved: the newest results. newest: the version of the start, which is not due.
+    """evaluation, saved: the newest results. newest: the version of the newest snapshot; at first that of the start,
+    which is not due.
 
-    newest: version of the newest one. ending: whether the run is to end with a checkpoint of the next snapshot, and evaluates no more.
+    ending: whether the run is to end with a checkpoint of the next snapshot, and evaluates no more.
     """
 
     def __init__(

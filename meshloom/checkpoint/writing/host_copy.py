@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshloom.checkpoint.writing.parallel import DividedState, Part
+from meshloom.core.units import round_up
 
 _ALIGNED_BYTES = 64  # where each part begins
 
@@ -47,7 +48,7 @@ class HostCopy:
         starts, position = list[int](), 0
         for _, part in divided.parts:
             starts.append(position)
-            position += -(-part.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+            position += round_up(part.nbytes, _ALIGNED_BYTES)
         self._gpus = {part.device for _, part in divided.parts if part.device.type == "cuda"}
         taken = memory.take(position, pinned=bool(self._gpus))
         copies: list[Part] = []

@@ -21,6 +21,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, separate
 from meshloom.core.errors import TrainingError
+from meshloom.core.units import round_up
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -256,7 +257,7 @@ def extent_of(named: Sequence[tuple[str, nn.Parameter]], multiple: int, num_extr
     """Of a bucket of these parameters."""
     length = num_extra + sum(parameter.numel() for _, parameter in named)
     first = named[0][1]
-    return Extent(num_elements=-(-length // multiple) * multiple, dtype=first.dtype, device=first.device)
+    return Extent(num_elements=round_up(length, multiple), dtype=first.dtype, device=first.device)
 
 
 def entries_of(named: Sequence[tuple[str, nn.Parameter]]) -> list[BucketEntry]:

@@ -79,10 +79,8 @@ class UnitGathering:
         }
         self._traffic = Traffic()  # of this pass
         self._kind = ""
-        self._chunks, self._most_chunks = (
-            0,
-            0,
-        )  # that have ended in this pass: here, and on the rank that has most
+        self._chunks = 0  # that have ended in this pass, here
+        self._most_chunks = 0  # on the rank that has most
         self._first_steps: dict[int, Traffic] = {}  # by the most chunks of a rank
         self._expected = Traffic()  # of all passes so far
         self._group, self._control, self._looks_ahead = group, control, ahead

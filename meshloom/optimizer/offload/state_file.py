@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from meshloom.core.errors import PlanError
-from meshloom.core.units import format_bytes
+from meshloom.core.units import format_bytes, round_up
 from meshloom.machine.file_system import file_system_of, keeps_in_memory
 
 PAGE = mmap.PAGESIZE
@@ -75,7 +75,7 @@ class StateFile:
 
     def reserve(self, num_bytes: int) -> None:
         """Takes so much of the disk, for tensors to come. Raises `PlanError` if it is not there."""
-        length = _whole_pages(max(num_bytes, PAGE))
+        length = round_up(max(num_bytes, PAGE), PAGE)
         free = shutil.disk_usage(self.directory).free
         try:
             if free < length:  # some file systems would fill the disk before they fail
@@ -94,7 +94,7 @@ class StateFile:
 
     def place(self, tensor: Tensor) -> None:
         """Moves a tensor's elements into the file; the tensor stays the same object."""
-        bits = self._take(_whole_pages(tensor.nbytes))[: tensor.nbytes]
+        bits = self._take(round_up(tensor.nbytes, PAGE))[: tensor.nbytes]
         moved = bits.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
         moved.copy_(tensor.detach())
         tensor.data = moved
@@ -139,7 +139,3 @@ class StateFile:
 def _let_go(taken: dict[int, _Extent], freed: dict[int, list[_Extent]], address: int) -> None:
     extent = taken.pop(address)
     freed[extent.length].append(extent)
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE) * PAGE

@@ -45,6 +45,19 @@ def windows_of(optimizer: Optimizer, num_bytes: int = WINDOW_BYTES) -> list[Wind
     return [*windows, window]
 
 
+def all_windows(
+    optimizers: Sequence[Optimizer], in_windows: Sequence[bool], num_bytes: int
+) -> dict[int, list[Window]]:
+    """By id of the optimizer, its windows of up to `num_bytes`. in_windows: whether it may be stepped so; otherwise it
+    has one, of all its parameters."""
+    return {
+        id(each): windows_of(each, num_bytes)
+        if whether
+        else [[range(len(group["params"])) for group in each.param_groups]]
+        for each, whether in zip(optimizers, in_windows, strict=True)
+    }
+
+
 def parameters_of(optimizer: Optimizer, window: Window) -> list[nn.Parameter]:
     """The parameters of a window."""
     groups = zip(optimizer.param_groups, window, strict=True)

@@ -25,6 +25,7 @@ from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Job
 from meshloom.program.capture.check import DiffersError
 from meshloom.program.ir.lines import SourceLine, line_of_error
+from meshloom.program.ir.nodes import is_within
 from meshloom.program.opaque.bound import ChangedCallError
 from meshloom.program.opaque.stand_ins import OpaqueError
 from meshloom.program.trace.attributes import TORCHS_OWN
@@ -126,7 +127,9 @@ def _with_next(parts: Parts, error: CaptureError | ChangedCallError, model: nn.M
     for path in _candidates(error, model):
         if path in parts or path not in modules or _is_container(modules[path]):
             continue
-        if any(_is_below(path, other) for other in parts) and not isinstance(error, OpaqueError):
+        if any(path != other and is_within(path, other) for other in parts) and not isinstance(
+            error, OpaqueError
+        ):
             continue
         why = _reason(error, path)
         alike = [other for other, each in modules.items() if path and _are_alike(modules[path], each)]
@@ -223,11 +226,11 @@ def _flags(module: nn.Module) -> dict[str, Any]:
 
 
 def _outermost(parts: Mapping[str, str]) -> dict[str, str]:
-    return {path: why for path, why in parts.items() if not any(_is_below(path, other) for other in parts)}
-
-
-def _is_below(path: str, other: str) -> bool:
-    return path != other and (not other or path.startswith(f"{other}."))
+    return {
+        path: why
+        for path, why in parts.items()
+        if not any(path != other and is_within(path, other) for other in parts)
+    }
 
 
 def _reason(error: Exception, path: str) -> str:

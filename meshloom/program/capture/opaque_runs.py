@@ -23,6 +23,7 @@ from meshloom.program.ir.encoding import encoded
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
 from meshloom.program.opaque.call import OpaqueCall, OpaqueCost, meta_of, split_arguments, state_of
 from meshloom.program.opaque.stand_ins import LeafPlace, OpaqueError, Recorded, RecordedCall, intercepted
+from meshloom.program.trace.frozen import equal_bits
 
 
 def recorded_calls(
@@ -91,7 +92,7 @@ def _record(
     written = {number - len(inputs) for number in changed} | {
         number
         for number, (value, each) in enumerate(zip(values, state, strict=True))
-        if id(each) in replaced or (value is not None and not _equal(value, each))
+        if id(each) in replaced or (value is not None and not equal_bits(value, each))
     }
     if any(isinstance(state[number], nn.Parameter) for number in written):
         raise CaptureError("it writes to its parameters in the forward")
@@ -235,11 +236,6 @@ def _saved(saved: Sequence[Tensor], inputs: Sequence[Tensor], state: Sequence[Te
     kept_inputs = tuple(sorted(of_inputs[each] for each in memory.keys() & of_inputs.keys()))
     own = memory.keys() - of_inputs.keys() - {memory_of(each) for each in state}
     return {"saved_bytes": sum(memory[each] for each in own), "saved_inputs": kept_inputs}
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether values are equal; NaN equals NaN."""
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 class _Meter(TorchDispatchMode):

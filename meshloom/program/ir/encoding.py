@@ -13,6 +13,7 @@ import operator
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import TreeSpec, treespec_dumps, treespec_loads
 
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.callables import out_of_place
@@ -166,6 +167,15 @@ def decoded_context(value: dict[str, Any]) -> Context:
         Autocast(**{**region, "dtype": decoded({"dtype": region["dtype"]})}) for region in value["autocast"]
     )
     return Context(autocast=tuple(regions), grad=value["grad"])
+
+
+def encoded_structure(spec: TreeSpec) -> str | None:
+    """A structure as text that decodes to an equal one; None if there is no such text."""
+    try:
+        text = treespec_dumps(spec)
+        return text if treespec_loads(text) == spec else None
+    except Exception:  # a type registered without a name, or keys that are not texts
+        return None
 
 
 def encoded_tensor(tensor: Variable | Input) -> dict[str, Any]:

@@ -165,3 +165,12 @@ def operator_name(target: Any) -> str:
     if hasattr(target, "_schema"):
         return str(target).removeprefix("aten.").removesuffix(".default")
     return getattr(target, "__name__", str(target))
+
+
+def is_within(path: str, module: str) -> bool:
+    """Whether a path is that of a module, or of something in it.
+
+    >>> is_within("a.b.weight", "a.b"), is_within("a.b", "a.b"), is_within("a.bc", "a.b"), is_within("a", "")
+    (True, True, False, True)
+    """
+    return not module or path == module or path.startswith(f"{module}.")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, treespec_dumps, treespec_loads
+from torch.utils._pytree import TreeSpec, treespec_loads
 
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.contexts import Context
@@ -25,6 +25,7 @@ from meshloom.program.ir.encoding import (
     encoded,
     encoded_context,
     encoded_node,
+    encoded_structure,
     encoded_tensor,
 )
 from meshloom.program.ir.lines import WAY_OUT, SourceLine
@@ -147,13 +148,9 @@ def _part(description: Mapping[str, Any], value: Tensor | None) -> Tensor:
 
 
 def _dumped(spec: TreeSpec) -> str:
-    """The structure of the outputs, as text that decodes to an equal one."""
-    try:
-        text = treespec_dumps(spec)
-        same = treespec_loads(text) == spec
-    except Exception:  # a type registered without a name, or keys that are not texts
-        text, same = "", False
-    if not same:
+    """The structure of the outputs."""
+    text = encoded_structure(spec)
+    if text is None:
         raise CaptureError(
             f"The loss returns {' '.join(str(spec).split())}, which cannot be sent to another rank. Return tensors, numbers, and tuples, lists or dicts of them."
         )

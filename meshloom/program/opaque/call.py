@@ -14,10 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import TreeSpec, tree_flatten, treespec_loads
 
 from meshloom.core.errors import CaptureError
-from meshloom.program.ir.encoding import decoded, decoded_meta, encoded, encoded_meta
+from meshloom.program.ir.encoding import (
+    decoded,
+    decoded_meta,
+    encoded,
+    encoded_meta,
+    encoded_structure,
+)
 from meshloom.program.ir.nodes import Meta
 
 METHODS = ("__call__", "forward")
@@ -100,12 +106,8 @@ def split_arguments(
     """The structure of arguments, their plain leaves and their tensors. Raises `CaptureError` for other objects."""
     leaves, spec = tree_flatten((args, kwargs))
     plain = tuple(None if isinstance(each, Tensor) else [encoded(each)] for each in leaves)
-    try:
-        text = treespec_dumps(spec)
-        same = treespec_loads(text) == spec
-    except Exception:  # a type registered without a name, or keys that are not texts
-        text, same = "", False
-    if not same:
+    text = encoded_structure(spec)
+    if text is None:
         raise CaptureError(
             f"its arguments are {' '.join(str(spec).split())[:160]}, which have no name on another rank"
         )

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from meshloom.core.errors import CaptureError
 from meshloom.core.moments.current_step import Moment, answered_by
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, describe_line, place_here
+from meshloom.program.ir.replaced import replaced
 from meshloom.program.python_draws.drawn import Drawn, call_torch, expression_of, holds_drawn, refused
 from meshloom.program.python_draws.paths import Event, Expression, Generators, Path, as_input
-from meshloom.program.trace.export_patches import replaced
 
 RANDOM = """
     random uniform randint randrange gauss normalvariate betavariate expovariate triangular lognormvariate gammavariate sample choices

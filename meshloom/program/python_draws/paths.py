@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import math
 import operator
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from meshloom.core.moments.current_step import Moment
+from meshloom.core.random import python_generators
 
 # An expression: ("drawn", number), or (name of a function, argument, ...); arguments that are constants are
 # ("constant", value). Nested tuples of literals, so that its text can be read back.
@@ -74,11 +74,8 @@ class Generators:
     """Those of `random` and numpy as they are at the beginning of a chunk, without touching the global ones."""
 
     def __init__(self, moment: Moment) -> None:
-        numpy_seed = moment.seed % 2**32
-        self._of: Mapping[str, Any] = {
-            "random": random.Random(moment.seed),
-            "numpy.random": numpy.random.RandomState(numpy_seed),
-        }
+        of_python, of_numpy = python_generators(moment.seed)
+        self._of: Mapping[str, Any] = {"random": of_python, "numpy.random": of_numpy}
         self._step = moment.step
 
     def draw(self, event: Event, values: list[Any]) -> Any:

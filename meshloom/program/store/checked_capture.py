@@ -75,16 +75,15 @@ class CheckedCapture:
     ) -> Program:
         read, fresh = (batches[0], batches[1]), batches[-2:]
         entry: ProgramCacheKey | None = None
+        asked = asked_for(self._job, model)
         if is_first and self._stored is not None:
             with self._timings.of("looking at what was kept"), one_thread():
-                kind = f"{training} {self._dtype} {self._default} {sorted(asked_for(self._job, model))}"
+                kind = f"{training} {self._dtype} {self._default} {sorted(asked)}"
                 entry = self._stored.entry(model, self._job.loss, leaves_of(read[0]), kind=kind)
                 program = self._cached(entry, model, fresh[-1], training) if entry else None
             if program is not None:
                 return program
-        program = read_in_parts(
-            lambda parts: self._checked(read, fresh, model, parts), model, asked_for(self._job, model)
-        )
+        program = read_in_parts(lambda parts: self._checked(read, fresh, model, parts), model, asked)
         if entry is not None and self._stored is not None:
             self._stored.keep(entry, program, self._compared_as.get(program.digest()))
         return program

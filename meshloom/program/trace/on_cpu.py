@@ -10,6 +10,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
+from meshloom.core.units import round_up
+
 
 def fake_mode(*, static_shapes: bool | None = None, allow_non_fake_inputs: bool = False) -> FakeTensorMode:
     """A mode whose tensors have no values; sizes that depend on values are symbols. Arguments as in torch."""
@@ -103,11 +105,11 @@ def workspace_bytes(length: int, batch: int, features: int, *, hidden: int, item
         steps * _row(4 * hidden, itemsize) * itemsize,  # gates
         steps * _row(hidden, itemsize) * itemsize,
     ]
-    return sum(-(-part // 4096) * 4096 for part in parts)
+    return sum(round_up(part, 4096) for part in parts)
 
 
 def _row(num_elements: int, itemsize: int) -> int:
     """Elements of a row: full cache lines, and one more to avoid conflicts of rows in the cache."""
     line = 64 // itemsize
-    rounded = -(-num_elements // line) * line
+    rounded = round_up(num_elements, line)
     return rounded + line if rounded % 256 == 0 else rounded

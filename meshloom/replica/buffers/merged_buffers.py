@@ -19,21 +19,13 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.core.units import plural
+from meshloom.program.ir.nodes import is_within
 from meshloom.replica.buffers.chunk_writes import ChunkWrites
 from meshloom.replica.buffers.norm_statistics import NormStatistics, norm_buffers, tracks
 from meshloom.replica.buffers.recurrence import Unite
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 RULE = "what the chunks write is merged in their order (docs/buffers.md)."
-
-
-def is_inside(name: str, modules: Collection[str]) -> bool:
-    """Whether a name is that of one of the modules, or of something in them.
-
-    >>> is_inside("a.b.weight", ["a.b"]), is_inside("a.bc", ["a.b"]), is_inside("a", [""])
-    (True, False, True)
-    """
-    return any(not path or name == path or name.startswith(f"{path}.") for path in modules)
 
 
 class RunningStatistics:
@@ -56,16 +48,20 @@ class RunningStatistics:
     ) -> None:  # fmt: skip
         self._group = group if group is not None and group.size > 1 else None
         replaced = not synchronised and changing is None
+
+        def is_opaque(name: str) -> bool:
+            return any(is_within(name, path) for path in opaque)
+
         layers = [
             (name, module)
             for name, module in model.named_modules()
-            if tracks(module) and (replaced or is_inside(name, opaque))
+            if tracks(module) and (replaced or is_opaque(name))
         ]
         own = [module for module in model.modules() if isinstance(module, _BatchNorm)] if synchronised else []
         self._norms = NormStatistics(layers if self._group else [])
         handled = norm_buffers([module for _, module in layers] + own)
         if changing is not None and not self._group:
-            changing = {each for each in changing if each not in followed or is_inside(each, opaque)}
+            changing = {each for each in changing if each not in followed or is_opaque(each)}
         self._others = ChunkWrites(model, handled, joined=synchronised, changing=changing, unite=unite)
         self._active = several and self._norms.length + self._others.length > 0
         self._moving = 0  # elements gathered in the last step because some buffer changed

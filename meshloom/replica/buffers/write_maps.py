@@ -87,9 +87,8 @@ class WriteMaps:
             a = torch.where(where, 0, torch.ones_like(start))
         else:
             a = torch.where(where, self._factor(buffer, start), self._untouched(buffer, chunk, where, start))
-        a = torch.where(
-            where & ~torch.isfinite(start), 0, a
-        )  # a start like an observer's: the last write counts
+        # a start like an observer's: the last write counts
+        a = torch.where(where & ~torch.isfinite(start), 0, a)
         kept = (a == 1) & ~where
         return a, torch.where(a == 0, end, torch.where(kept, 0, end - a * start))
 
