@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from meshloom.checkpoint.format import checkpoint_directories, named_step
+
 SECONDS_TO_TELL = 10.0
 
 
@@ -99,8 +101,10 @@ def wait_for_checkpoint(process: subprocess.Popen[str], out: Path) -> None:
 
 
 def newest(out: Path) -> int:
-    """The step of the newest checkpoint; 0: there is none."""
-    return max((int(path.name.removeprefix("step-")) for path in out.glob("step-*")), default=0)
+    """The step of the newest checkpoint; 0: there is none. One killed before its renaming is one too."""
+    return max(
+        (int(named_step(path).removeprefix("step-")) for path in checkpoint_directories(out)), default=0
+    )
 
 
 def steps_after_resume(words: list[str], out: Path) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.killing import command, left, let_run, ranks, running
+from tests.killing import command, left, let_run, newest, ranks, running
 
 pytestmark = [
     pytest.mark.processes,
@@ -145,7 +145,7 @@ def test_a_fault(
         who = re.sub(r"^worker \d", r"(\g<0>|a worker)", who)  # which has no number before it is let in
         assert re.search(rf"(?i){who}\b", errors), f"{story}\n{errors}"
     assert done or process.returncode != 0, f"{story}: it ended well without its work\n{errors}"
-    more = ("--resume", str(out)) if list(out.glob("step-*")) else ("--overwrite",) if out.exists() else ()
+    more = ("--resume", str(out)) if newest(out) else ("--overwrite",) if out.exists() else ()
     if not done:
         run_to_the_end(plan, out, *more)
     if plan in SYNCHRONOUS or plan == ASYNCHRONOUS[0]:

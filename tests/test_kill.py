@@ -53,7 +53,7 @@ def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
     resumed = 0
     for attempt in range(30):
         out = tmp_path / f"run-{attempt % 5}"  # later runs go on from what earlier ones left
-        more = ["--resume", str(out)] if list(out.glob("step-*")) else []
+        more = ["--resume", str(out)] if newest(out) else []
         with running(command(out, *more)) as process:
             let_run(process, chooser.uniform(0.0, 12.0))  # start-up takes about half of it
             rank, at = kill_a_rank(process, chooser)
@@ -62,7 +62,7 @@ def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
         assert ended - at < SECONDS_TO_TELL
         assert re.search(rf"[Rr]ank {rank} \(dp={rank}\) was killed by SIGKILL", errors), errors
         assert_nothing_left(out)
-        if list(out.glob("step-*")) and attempt >= 25:
+        if newest(out) and attempt >= 25:
             began, last = steps_after_resume(command(out), out)
             assert last == began + 5
             resumed += 1

@@ -90,9 +90,11 @@ def test_a_worker_that_is_told_to_go_pushes_its_share_first(tmp_path: Path) -> N
     world = World(job, "dp=1,exchange=async", tmp_path)
     with world.serving():
         world.work(stop=stop)
-        while not any(event.get("what") == "left" for event in world.told[0]):
-            assert not world.errors
-        assert world.updates() == [1, 2, 3, 4]
+        # the server may tell that the worker has left before the update of its last share
+        while world.updates() != [1, 2, 3, 4] or not any(
+            event.get("what") == "left" for event in world.told[0]
+        ):
+            assert not world.errors and len(world.updates()) <= 4
         world.work()  # another one goes on
         assert world.finished.wait(WAIT_SECONDS), world.errors
     assert world.updates() == list(range(1, 10))
