@@ -30,6 +30,8 @@ def test_measured_collectives_take_what_was_measured():
                     expected, rel=1e-9
                 )
     assert rates_of(machine, 2).flops_per_second == machine.operation("matmul", "float32").rate
+    alone = rates_of(machine, 1)
+    assert {alone.collective_seconds(each, 1e9, 1) for each in COLLECTIVES} == {0.0}
 
 
 def test_a_machine_without_links_keeps_the_defaults():

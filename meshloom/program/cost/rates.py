@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -126,7 +127,9 @@ def _source(machine: Machine) -> str:
 
 def _line(machine: Machine, collective: LinkCollective, num_ranks: int) -> LinearSeconds:
     start, end = (collective_seconds(machine, collective, size, num_ranks) for size in (0.0, _MANY))
-    return LinearSeconds(latency_seconds=start, bytes_per_second=_MANY / (end - start))
+    # a rank alone sends nothing
+    slope = _MANY / (end - start) if end > start else math.inf
+    return LinearSeconds(latency_seconds=start, bytes_per_second=slope)
 
 
 def rates_here(device: str, num_ranks: int, dtype: str = "float32") -> Rates:
