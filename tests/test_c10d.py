@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.objects import agree, collect, scatter_objects, share
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
-from meshloom.comm.torch import c10d_operations
+from meshloom.comm.torch import c10d_operations, direct_exchange
 from meshloom.comm.torch.c10d import C10dGroup
 from meshloom.core.errors import CollectiveError, MeshloomError, PeerLostError
 
@@ -133,10 +134,19 @@ def _everything_on_a_rank() -> list[torch.Tensor]:
     return run_in_steps([_everything(_join())])[0]
 
 
+def _everything_directly() -> list[torch.Tensor]:
+    direct_exchange._LEAST_BYTES = 0
+    group = _join()
+    results = run_in_steps([_everything(group)])[0]
+    group.close()
+    return results
+
+
+@pytest.mark.parametrize("on_a_rank", [_everything_on_a_rank, _everything_directly])
 @pytest.mark.parametrize("size", [2, 3])
-def test_processes_equal_one_process(size: int):
+def test_processes_equal_one_process(size: int, on_a_rank: Callable[[], list[torch.Tensor]]):
     expected = run_in_steps([_everything(group) for group in simulated_groups(size)])
-    for here, there in zip(on_ranks(_everything_on_a_rank, size), expected, strict=True):
+    for here, there in zip(on_ranks(on_a_rank, size), expected, strict=True):
         assert len(here) == len(there)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(here, there, strict=True))
 
@@ -156,7 +166,7 @@ def test_reduction_is_bit_identical_on_all_ranks_and_near_the_simulated_one():
 
 
 def _many_at_once() -> tuple[list[int], bool]:
-    c10d_operations._COPIED_BYTES = 2 * 4000  # of which two operations fit
+    c10d_operations._HELD_BYTES = 2 * 4000  # of which two operations fit
     group = _join()
     sums, everyone = [torch.empty(500) for _ in range(6)], [torch.empty(1000) for _ in range(6)]
     works: list[Any] = []
@@ -184,7 +194,7 @@ def _one_after_another() -> int:
     whole = torch.empty(2)
     for _ in range(100):
         group.all_gather(whole, torch.ones(1)).wait()
-    kept = len(group._operations._copied)
+    kept = len(group._operations._holding)
     dist.destroy_process_group()
     return kept
 
@@ -193,6 +203,26 @@ def test_operations_that_are_over_are_not_kept():
     """Small ones were kept until 64 MiB had been gathered in all: millions of them in a long run, counted
     again by each."""
     assert on_ranks(_one_after_another, 2) == [1, 1]
+
+
+def _sums_of_odd_values(group: Group) -> Steps[list[torch.Tensor]]:
+    values = torch.randn(3 * 40_003, generator=torch.Generator().manual_seed(group.rank))
+    mine, whole = torch.empty(40_003), torch.empty(3 * 40_003)
+    works = [group.reduce_scatter(mine, values, "avg"), group.all_gather(whole, values[:40_003])]
+    yield
+    for work in works:
+        work.wait()
+    return [mine, whole, values]
+
+
+def _sums_on_a_rank() -> list[torch.Tensor]:
+    return run_in_steps([_sums_of_odd_values(_join())])[0]
+
+
+def test_what_is_exchanged_directly_is_added_in_the_order_of_ranks():
+    expected = run_in_steps([_sums_of_odd_values(group) for group in simulated_groups(3)])
+    for here, there in zip(on_ranks(_sums_on_a_rank, 3), expected, strict=True):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(here, there, strict=True))
 
 
 def _values_on_a_rank() -> object:
@@ -255,6 +285,51 @@ def test_abort_fails_operations_of_all_ranks_within_seconds():
     assert first[1] == "rank 0 (dp=0) lost rank 1 (dp=1), which has aborted, in all_reduce of 12 B."
     assert third[1] == "rank 2 (dp=2) lost rank 1 (dp=1), which has aborted, in all_reduce of 12 B."
     assert max(first[2], third[2]) < 5
+
+
+def _one_aborts_directly() -> object:
+    group, store = _join(), dist.group.WORLD.get_group_store()
+    group.barrier().wait()
+    whole, part = torch.empty(90_000), torch.ones(30_000)
+    if group.rank == 1:
+        work = group.all_gather(whole, part)
+        group.abort()
+        errors = _error_of(work.wait), _error_of(lambda: group.all_gather(whole, part))
+        store.wait(["0", "2"], timedelta(seconds=30))  # this process lives on: no connection closes
+        return errors
+    # the second one lacks rank 1
+    error = _error_of(lambda: [group.all_gather(whole, part).wait() for _ in range(2)])
+    store.set(str(group.rank), "")
+    return error
+
+
+def test_abort_fails_direct_exchanges_of_all_ranks_within_seconds():
+    first, aborted, third = on_ranks(_one_aborts_directly, 3)
+    there = "rank 1 (dp=1) has aborted its group: all_gather of 117 KiB cannot run."
+    assert [(kind, text) for kind, text, _ in aborted] == [(PeerLostError, there)] * 2
+    for rank, (kind, text, seconds) in ((0, first), (2, third)):
+        assert kind is PeerLostError and seconds < 5
+        assert (
+            text
+            == f"rank {rank} (dp={rank}) lost rank 1 (dp=1), which has aborted, in all_gather of 117 KiB."
+        )
+
+
+def _one_is_killed_directly() -> object:
+    group = _join()
+    group.barrier().wait()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    mine, whole = torch.empty(30_000), torch.ones(90_000)
+    return _error_of(lambda: group.reduce_scatter(mine, whole).wait())
+
+
+def test_a_killed_process_fails_direct_exchanges_of_the_others_at_once():
+    first, _, third = on_ranks(_one_is_killed_directly, 3, may_die=[1])
+    for rank, (kind, text, seconds) in ((0, first), (2, third)):
+        assert kind is PeerLostError and seconds < 5
+        assert text.startswith(f"rank {rank} (dp={rank}) lost one of rank "), text
+        assert "This was a part of reduce_scatter of 352 KiB." in text
 
 
 def _one_is_killed() -> object:

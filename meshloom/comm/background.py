@@ -42,8 +42,10 @@ class Patience:
 
     def wait_for(self, operation: Future[Any], what: str) -> None:
         """Wait for an operation, checking once a second for a rank that left."""
+        self.check(what)
         self._activity.waits()
         while not wait_for_futures([operation], _POLL_SECONDS).done:
+            self.check(what)
             if left := self.who_left():
                 raise PeerLostError(f"{self.member} lost {left}, which has aborted, in {what}.")
         if (error := operation.exception()) is not None:

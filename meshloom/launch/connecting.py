@@ -35,7 +35,7 @@ class RankGroups:
         self._mesh, self._rank, self._store, self._transports = mesh, rank, store, transports
         self._device, self._timeout, self._activity, self._secret = device, timeout, activity, secret
         self.process_groups: list[dist.ProcessGroup] = []
-        self._open: list[ShmGroup | HostsGroup | ExplicitGroup] = []
+        self._open: list[C10dGroup | ShmGroup | HostsGroup | ExplicitGroup] = []
         self._rounds = 0
 
     def connect(
@@ -82,7 +82,9 @@ class RankGroups:
         assert isinstance(process_group, dist.ProcessGroup)
         self.process_groups.append(process_group)
         device = self._device if "nccl" in backend else None
-        return C10dGroup(process_group, self._names(ranks), device, activity, self._secret)
+        group = C10dGroup(process_group, self._names(ranks), device, activity, self._secret)
+        self._open.append(group)
+        return group
 
     def _within_host(self, ranks: Sequence[int], use: str, activity: Activity) -> ShmGroup:
         hosts = self._transports.hosts

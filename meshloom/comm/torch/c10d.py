@@ -17,7 +17,10 @@ from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.reductions import divide
 from meshloom.comm.torch.c10d_operations import C10dOperations
+from meshloom.comm.torch.direct_exchange import DirectExchange
 from meshloom.core.units import format_bytes
+
+_END_SECONDS = 5.0  # for the thread of its direct exchange
 
 # torch 2.13 renamed these two and warns about the old names.
 _NEW_NAMES = hasattr(dist, "all_gather_single")
@@ -57,7 +60,9 @@ class C10dGroup(Group):
         self._process_group = process_group
         self._members = tuple(members)
         self._device = device or torch.device("cpu")
-        self._operations = C10dOperations(process_group, self._members, activity or Activity())
+        activity = activity or Activity()
+        self._operations = C10dOperations(process_group, self._members, activity)
+        self._direct = DirectExchange(process_group, self._members, self._operations, activity)
 
     @property
     def rank(self) -> int:
@@ -86,6 +91,8 @@ class C10dGroup(Group):
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         output, tensor = output.detach(), tensor.detach()
+        if self._direct.serves(output):
+            return self._direct.reduce_scatter(output, tensor, op)
         # Gloo's own is an all-reduce of a copy.
         in_place = (
             tensor.device.type == "cpu" and output.data_ptr() == tensor.data_ptr() + self.rank * output.nbytes
@@ -108,6 +115,8 @@ class C10dGroup(Group):
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         output, tensor = output.detach(), tensor.detach()
+        if self._direct.serves(tensor):
+            return self._direct.all_gather(output, tensor)
         return self._operations.start(
             f"all_gather of {format_bytes(tensor.nbytes)}",
             [output, tensor],
@@ -184,7 +193,12 @@ class C10dGroup(Group):
             "barrier", [token], lambda: self._all_reduced(token, "sum"), synchronize
         )
 
+    def close(self) -> None:
+        """End its thread, if it has one."""
+        self._direct.close(_END_SECONDS)
+
     def abort(self) -> None:
+        self._direct.abort()
         if self._operations.abort() and self._device.type == "cuda":
             self._process_group.abort()  # NCCL kernels under way spin until then
 

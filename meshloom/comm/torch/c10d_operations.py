@@ -23,7 +23,7 @@ from meshloom.core.errors import ABORTED, CollectiveError, PeerLostError
 _POLL = timedelta(seconds=1)
 # Gloo copies what it scatters or gathers until somebody has waited for it. With more bytes under way the
 # oldest operations are waited for first.
-_COPIED_BYTES = 64 << 20
+_HELD_BYTES = 64 << 20
 
 # Fragments of messages of Gloo, NCCL and the store, in lower case.
 _TIMED_OUT = ("timed out", "timeout")
@@ -52,7 +52,8 @@ class C10dOperations:
         self._activity = activity
         self._notes = Notes(process_group.get_group_store)
         self._aborted = False
-        self._copied: deque[_C10dWork] = deque()  # under way, of which the backend holds a copy
+        # under way, with what the backend or this rank holds for them in bytes
+        self._holding: deque[tuple[Work, int]] = deque()
 
     def start(
         self,
@@ -72,21 +73,21 @@ class C10dOperations:
         """
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         copied_bytes = copied_bytes if on_cpu else 0
-        self._make_room(copied_bytes)
-        with self._explained(what):
+        self.make_room(copied_bytes)
+        with self.explained(what):
             self._check_aborted(what)
             work = start()
         if work is None:
             raise CollectiveError(f"{self._member} takes no part in {what}.")
-        started = _C10dWork(self, work, what, tensors, finish, on_cpu and not is_message, copied_bytes)
+        started = _C10dWork(self, work, what, tensors, finish, on_cpu and not is_message)
         if copied_bytes:
-            self._copied.append(started)
+            self.hold(started, copied_bytes)
         return started
 
     def wait_for(self, work: dist.Work, what: str, poll: bool) -> None:
         """Wait for a started operation. poll: check once a second whether a rank has aborted."""
         self._activity.waits()
-        with self._explained(what):
+        with self.explained(what):
             self._wait(work, what, poll)
         self._activity.goes_on()
 
@@ -102,13 +103,17 @@ class C10dOperations:
         """The member that has aborted, if one has and its note can be read."""
         return self._notes.who_left()
 
-    def _make_room(self, copied_bytes: int) -> None:
-        """Wait for the oldest operations if the backend's copies would become too many bytes."""
-        if not copied_bytes:
+    def make_room(self, num_bytes: int) -> None:
+        """Wait for the oldest operations if what is held for them would become too many bytes."""
+        if not num_bytes:
             return
-        self._copied = deque(each for each in self._copied if each.copied_bytes)
-        while self._copied and sum(each.copied_bytes for each in self._copied) + copied_bytes > _COPIED_BYTES:
-            self._copied.popleft().wait()
+        self._holding = deque(each for each in self._holding if _holds(each[0]))
+        while self._holding and sum(each for _, each in self._holding) + num_bytes > _HELD_BYTES:
+            self._holding.popleft()[0].wait()
+
+    def hold(self, work: Work, num_bytes: int) -> None:
+        """So much is held for an operation until it is over."""
+        self._holding.append((work, num_bytes))
 
     def _wait(self, work: dist.Work, what: str, poll: bool) -> None:
         while poll:
@@ -129,8 +134,8 @@ class C10dOperations:
             raise PeerLostError(f"{self._member} has aborted its group: {what} cannot run.")
 
     @contextmanager
-    def _explained(self, what: str) -> Generator[None]:
-        """Turn a backend's error into one that says which rank and operation it is about."""
+    def explained(self, what: str) -> Generator[None]:
+        """Turns a backend's error into one that says which rank and operation it is about."""
         try:
             yield
         except RuntimeError as error:
@@ -157,7 +162,6 @@ class _C10dWork(Work):
     tensors: Sequence[Tensor]  # kept alive while the backend uses their memory
     finish: Callable[[], None] | None
     poll: bool
-    copied_bytes: int  # of which the backend holds a copy
 
     def wait(self) -> None:
         if self.work is None:
@@ -167,10 +171,14 @@ class _C10dWork(Work):
             self.finish()
         self.work = None
         self.tensors = ()
-        self.copied_bytes = 0
 
     def is_finished(self) -> bool:
         return self.work is None or self.work.is_completed()
+
+
+def _holds(work: Work) -> bool:
+    """Whether memory is held for it: Gloo keeps its copies until somebody has waited."""
+    return work.work is not None if isinstance(work, _C10dWork) else not work.is_finished()
 
 
 def _first_line(error: Exception) -> str:
