@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
-from meshloom.core.errors import PeerLostError, TrainingError
+from meshloom.core.errors import PeerLostError
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.telemetry.traffic import ExpectedBytes
 
@@ -528,36 +528,3 @@ def test_a_rank_that_is_lost_while_a_chunk_runs_again_ends_the_step(runs_before:
 
     with pytest.raises(PeerLostError, match="rank 1 went away"), statistics.chunk(again):
         total(model, torch.ones(1, 2))
-
-
-class Sparse(nn.Module):
-    """A sparse buffer, and a counter; forgets: whether the forward writes the sparse one too."""
-
-    def __init__(self, *, forgets: bool = False) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4, dtype=torch.float64)
-        self.forgets = forgets
-        self.register_buffer("adjacency", torch.eye(4, dtype=torch.float64).to_sparse())
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        if self.forgets:
-            self.adjacency *= 0.9
-        return torch.sparse.mm(self.adjacency, self.linear(x).T)
-
-
-def test_a_sparse_buffer_stays_as_it_is_over_several_chunks_and_others_are_merged():
-    """Comparing its values ended in "Could not run 'aten::equal'"."""
-    world = World(Sparse, 1)
-    for _ in range(2):
-        world.step([inputs(3, 2)])
-    (model,) = world.models
-    assert int(model.get_buffer("count")) == 4
-    assert torch.equal(model.get_buffer("adjacency").to_dense(), torch.eye(4, dtype=torch.float64))
-    assert world.notes() == []
-
-
-def test_a_sparse_buffer_that_the_forward_writes_is_refused_by_name():
-    with pytest.raises(TrainingError, match="Buffer adjacency is a sparse matrix that the forward changes"):
-        World(lambda: Sparse(forgets=True), 1).step([inputs(3, 2)])

@@ -18,6 +18,7 @@ from meshloom.core.modes import as_trained
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
 from meshloom.parameters.keyed_init import call_model
+from meshloom.program.ir.sparse_constants import keep_as_constants, sparse_attributes
 
 
 def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
@@ -35,7 +36,7 @@ def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn
     # Module.to would drop the imaginary part of complex ones
     for tensor in (*model.parameters(), *model.buffers()) if dtype else ():
         tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
-    return as_trained(model)
+    return as_trained(keep_as_constants(model))
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -69,20 +70,9 @@ def facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
             "checkpoint",
         )
     }
+    sparse = {each.name: each.digest() for each in sparse_attributes(model)}
     given = {"weights": "from files"} if job.weights is not None else {}
-    return {"plan": str(plan), **settings, **given, **described}
-
-
-def check_dense_buffers(model: nn.Module, why: str) -> None:
-    """Raises `JobError` with the name of the first sparse buffer, if there is one. why: what a sparse buffer
-    prevents."""
-    sparse = next((name for name, each in model.named_buffers() if each.layout != torch.strided), None)
-    if sparse is not None:
-        raise JobError(
-            f"Buffer {sparse} is a sparse matrix ({str(model.get_buffer(sparse).layout).removeprefix('torch.')}), and {why}. "
-            f"If it never changes make it a plain attribute (self.{sparse.rpartition('.')[2]} = ..., in COO layout under tp and pp); "
-            "under dp its indices and values can be buffers, of which the forward makes the matrix."
-        )
+    return {"plan": str(plan), **settings, **given, **described, **sparse}
 
 
 def copy_from_first(model: nn.Module, group: Group, skip: Collection[str] = ()) -> Steps[None]:

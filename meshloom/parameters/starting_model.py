@@ -21,7 +21,7 @@ from meshloom.core.job import Job, NamedParameters
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_torch
 from meshloom.parameters.file_weights import FileWeights, FromFiles
-from meshloom.parameters.model import build_model, check_dense_buffers, copy_from_first, state_of
+from meshloom.parameters.model import build_model, copy_from_first, state_of
 from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
 from meshloom.parameters.value_reads import ValueReadError, ValueReads
 from meshloom.telemetry.traffic import Traffic
@@ -62,9 +62,6 @@ class StartingModel:
         """Makes sure that all ranks start with equal values, by copying those of rank 0 where they may differ.
         Returns the bytes copied. weights: values in files, which take precedence."""
         copied = Traffic()
-        num_ranks = self._context.world.size
-        if num_ranks > 1:
-            check_dense_buffers(self.model, f"{num_ranks} ranks keep only dense buffers equal")
         if self._is_part and (yield from self._fills_alone()):
             if weights and self._unfilled:
                 self._unfilled.values = FromFiles(weights, self._unfilled.values)

@@ -21,6 +21,7 @@ from meshloom.parameters.keyed_init import keyed_values
 from meshloom.parameters.model import build_model, replace_tensors, state_of
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.stand_ins import standing_in
+from meshloom.program.ir.sparse_constants import sparse_attributes
 
 LONG_SECONDS = 60.0
 MANY_DRAWS = 10**9  # fewer take no minute anywhere
@@ -206,6 +207,8 @@ def record_unfilled(build: Callable[[], nn.Module], device: torch.device) -> Unf
         return str(error)
     except Exception as error:  # whatever it is, if building as usual fails too that error is the one to see
         return repr(error)
+    for each in list(sparse_attributes(model)):
+        each.move(device)
     return UnfilledModel(model, recorded, device)
 
 

@@ -18,6 +18,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, Rows, chunk_seed, evaluation_seed, seed_torch
 from meshloom.data.chunks import Chunk
 from meshloom.data.to_device import to_device
+from meshloom.program.ir.sparse_constants import sparse_attributes
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 
 
@@ -53,6 +54,7 @@ class ChunkScope:
         self._job, self._plan, self._context, self._model, self._dtype = job, plan, context, model, dtype
         self.statistics: dict[int, RunningStatistics] = {}
         self.observer: Observer | None = None
+        self._constants = list(sparse_attributes(model))
 
     def data(self, chunk: Chunk) -> Any:
         """The chunk's batch on the computing device."""
@@ -94,7 +96,10 @@ class ChunkScope:
             self.observer.chunk_done(chunk, float(weight), float(loss_sum.detach()))
 
     def finish(self) -> Steps[None]:
-        """After the step's last chunk: merge buffers over chunks and replicas."""
+        """After the step's last chunk: merge buffers over chunks and replicas. Raises `TrainingError` if a forward has
+        changed a constant."""
+        for constant in self._constants:
+            constant.check()
         for statistics in self.statistics.values():
             yield from statistics.finish()
 

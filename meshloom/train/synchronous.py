@@ -21,7 +21,6 @@ from meshloom.launch.events import send_event
 from meshloom.launch.failure import report_stop
 from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import World
-from meshloom.parameters.model import check_dense_buffers
 from meshloom.replica.replica_state import check_identical, check_team, settle
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.telemetry.summary import Summary
@@ -77,8 +76,6 @@ class SynchronousRun:
             building.callback(self._checkpoints.close)
             self.replicas.together(lambda replica: prepare(replica, overcommit=overcommit, cache=cache))
             self._data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
-            if out:
-                check_dense_buffers(first.model, "checkpoints hold only dense buffers")
             self._measurement = ShareMeasurement(
                 job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated"
             )

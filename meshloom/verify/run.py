@@ -26,7 +26,6 @@ from meshloom.launch.environment import launched_rank
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.parameters.digest import digest
 from meshloom.parameters.file_weights import build_filled_model
-from meshloom.parameters.model import check_dense_buffers
 from meshloom.replica.replica import Replica, StepResult
 from meshloom.replica.replica_state import each_gradient, each_of_state, replicated_state
 from meshloom.telemetry.progress import Listener
@@ -86,7 +85,6 @@ def verify(
         replace(job, evaluate=None), keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, transport=transport, dtype=dtype, share=True, listener=quiet,
         recorded_shares=shares, oversubscribe=oversubscribe, overcommit=overcommit, cache="off",
     ) as trainer:  # fmt: skip
-        check_dense_buffers(trainer.replicas[0].model, "only dense buffers are compared")
         owned = trainer.together(_owned)[0]
         comparison: ComparisonRun | None = None
         if trainer.world.main:

@@ -5,13 +5,16 @@ A graph's adjacency matrix in `torch.sparse.mm(A, x)` is one. Operators may read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _python_dispatch
 
+from meshloom.core.errors import TrainingError
 from meshloom.program.ir.nodes import contiguous_strides
 
 _dispatch: Any = _python_dispatch
@@ -65,3 +68,64 @@ def empty_like(tensor: Tensor, device: torch.device | str) -> Tensor:
         coalesced = is_sparse(tensor) and tensor.is_coalesced()
     empty = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in parts]
     return from_parts(empty, tensor.shape, coalesced=coalesced) if is_sparse(tensor) else empty[0]
+
+
+def keep_as_constants(model: nn.Module) -> nn.Module:
+    """Makes every sparse buffer a plain attribute of its module: a constant, which is neither saved nor exchanged, and
+    which ranks make alike.
+
+    >>> model = nn.Module()
+    >>> model.register_buffer("edges", torch.eye(2).to_sparse())
+    >>> list(keep_as_constants(model).buffers()), model.edges.layout
+    ([], torch.sparse_coo)
+    """
+    for module in model.modules():
+        buffers: dict[str, Tensor | None] = vars(module)["_buffers"]
+        for name in [name for name, each in buffers.items() if each is not None and _has_no_strides(each)]:
+            vars(module)[name] = buffers.pop(name)
+            vars(module)["_non_persistent_buffers_set"].discard(name)
+    return model
+
+
+@dataclass(frozen=True, eq=False)
+class SparseAttribute:
+    """A sparse tensor that is an attribute of a module, as it was found. name: dotted, from the model."""
+
+    name: str
+    module: nn.Module
+    tensor: Tensor
+    version: int
+
+    def digest(self) -> str:
+        """Of its values; equal for equal bits."""
+        dense = self.tensor.detach().to_sparse_coo()
+        found = blake2b(f"{self.tensor.layout} {self.tensor.dtype} {list(self.tensor.shape)}".encode())
+        for part in (dense._indices(), dense._values()):
+            found.update(bits_of(part).numpy().data)
+        return found.hexdigest()
+
+    def check(self) -> None:
+        """Raises `TrainingError` if it is another tensor now, or was written."""
+        now = vars(self.module).get(self.name.rpartition(".")[2])
+        if now is not self.tensor or self.tensor._version != self.version:
+            raise TrainingError(
+                f"{self.name} is a sparse matrix, which is a constant of the run, and a forward has changed it. "
+                "Keep what changes in dense buffers (its values, say), of which the forward makes the matrix."
+            )
+
+    def move(self, device: torch.device) -> None:
+        """To a device, in place of the tensor that is there."""
+        vars(self.module)[self.name.rpartition(".")[2]] = self.tensor.to(device)
+
+
+def sparse_attributes(model: nn.Module) -> Iterator[SparseAttribute]:
+    """The sparse tensors that are attributes of the model's modules."""
+    for prefix, module in model.named_modules():
+        for name, each in vars(module).items():
+            if isinstance(each, Tensor) and _has_no_strides(each):
+                dotted = f"{prefix}.{name}" if prefix else name
+                yield SparseAttribute(name=dotted, module=module, tensor=each, version=each._version)
+
+
+def _has_no_strides(tensor: Tensor) -> bool:
+    return tensor.layout != torch.strided

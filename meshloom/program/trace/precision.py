@@ -15,6 +15,7 @@ from meshloom.core.job import Job
 from meshloom.core.modes import as_trained
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.sparse_constants import keep_as_constants
 
 
 def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: Any = None) -> nn.Module:
@@ -35,6 +36,7 @@ def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: 
             tensor.data = tensor.data.to(dtype)
     if (device := leaves_of(beside).device) is not None:
         model = model.to(device)
+    keep_as_constants(model)
     return as_trained(model) if training else model.eval()
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.replica.buffers.recurrence import Unite, differ, flat, same, unflat
-from meshloom.replica.buffers.tracked_buffer import ChunkEnds, SparseBuffers, TrackedBuffer, fits, num_reals
+from meshloom.replica.buffers.tracked_buffer import ChunkEnds, TrackedBuffer, fits, num_reals
 from meshloom.replica.buffers.write_maps import WriteMaps
 
 CHANGED, RESHAPED, LAST, READ, GROUP = range(5)  # facts about a buffer, one number each
@@ -55,10 +55,9 @@ class ChunkWrites:
         self._moving: list[TrackedBuffer] = []
         self._told: set[str] = set()
         self._buffers: list[TrackedBuffer] = []
-        self._sparse = SparseBuffers(model)
         for name, buffer in model.named_buffers():
             owner, _, key = name.rpartition(".")
-            if buffer.layout != torch.strided or id(buffer) in handled:
+            if id(buffer) in handled:
                 continue
             if changing is None or name in changing:
                 number, start = len(self._buffers), buffer.detach().clone()
@@ -78,9 +77,7 @@ class ChunkWrites:
         """Around a chunk, which sees the buffers as before the step. rerun: of `RunningStatistics.chunk`."""
         if not self._begun:
             self._begin()
-        sparse = self._sparse.writes()
         yield
-        self._sparse.check_unchanged(sparse)
         chunk = ChunkEnds(rerun)
         for buffer in self._buffers:
             now = buffer.now()

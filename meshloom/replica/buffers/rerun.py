@@ -63,6 +63,6 @@ def restored(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for module, name, buffer, value in kept:
                 # a backward to come may want what did not change
-                if not buffer.is_meta and buffer.layout == torch.strided and not same(buffer, value):
+                if not buffer.is_meta and not same(buffer, value):
                     buffer.copy_(value)
                 module._buffers[name] = buffer  # pyright: ignore[reportPrivateUsage]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshloom.core.errors import TrainingError
 from meshloom.replica.buffers.recurrence import same
 
 
@@ -55,31 +54,6 @@ class ChunkEnds:
     rerun: Callable[[], Any] | None
     ends: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     where: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-
-
-class SparseBuffers:
-    """The sparse matrices among a model's buffers, which have to stay unchanged."""
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = dict(model.named_modules(remove_duplicate=False))
-        self._places = {
-            name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2])
-            for name, buffer in model.named_buffers()
-            if buffer.layout != torch.strided
-        }
-
-    def writes(self) -> dict[str, tuple[int, int]]:
-        """Which object each of them is, and torch's count of writes to it."""
-        now = {name: module._buffers.get(key) for name, (module, key) in self._places.items()}  # pyright: ignore[reportPrivateUsage]
-        return {name: (id(each), each._version if each is not None else 0) for name, each in now.items()}  # pyright: ignore[reportPrivateUsage]
-
-    def check_unchanged(self, before: dict[str, tuple[int, int]]) -> None:
-        """Raise `TrainingError` naming one that was written since `before`."""
-        for name, writes in self.writes().items():
-            if writes != before[name]:
-                raise TrainingError(
-                    f"Buffer {name} is a sparse matrix that the forward changes, and only dense ones of several chunks can be merged. Make it dense."
-                )
 
 
 def fits(now: Tensor, buffer: TrackedBuffer) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.program.ir.sparse_constants import keep_as_constants
+
 
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
@@ -56,7 +58,7 @@ def convert_model(model: nn.Module, device: torch.device, dtype: torch.dtype | N
     for tensor in (*moved.parameters(), *moved.buffers()):
         if dtype is not None and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
-    return moved
+    return keep_as_constants(moved)
 
 
 def most_precise(model: nn.Module) -> torch.dtype:
