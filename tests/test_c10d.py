@@ -357,6 +357,41 @@ def test_a_killed_process_fails_operations_of_the_others_at_once():
         assert seconds < 5
 
 
+class _LateWork:
+    """A work that ends just after a wait of a second has given up. failure: of the operation."""
+
+    def __init__(self, failure: str | None) -> None:
+        self.failure, self.ended = failure, False
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if not self.ended:
+            assert timeout is not None
+            self.ended = True
+            raise RuntimeError("Operation timed out!")
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+
+def _late_works() -> tuple[bool, tuple[type, str, float]]:
+    group = _join()
+    fine = group._operations.start("all_reduce of 4 B", [torch.ones(1)], lambda: _LateWork(None))  # type: ignore
+    fine.wait()
+    failed = group._operations.start(
+        "all_reduce of 4 B", [torch.ones(1)], lambda: _LateWork("Connection closed")
+    )  # type: ignore
+    return fine.is_finished(), _error_of(failed.wait)
+
+
+def test_an_operation_that_ends_as_a_wait_gives_up_is_no_failure():
+    """On a busy machine rank 0 "waited too long for rank 2" after one second of ten minutes."""
+    for finished, (kind, text, _) in on_ranks(_late_works, 2):
+        assert finished and kind is PeerLostError
+        assert " lost rank " in text and "Connection closed" in text
+
+
 def _never_comes() -> object:
     group = _join(timeout_seconds=3.0)
     if group.rank == 1:

@@ -122,8 +122,9 @@ class C10dOperations:
                 work.wait(_POLL)
                 return
             except RuntimeError:
-                if work.is_completed():
-                    raise  # the operation itself failed; otherwise only this wait timed out
+                if work.is_completed():  # it failed, or ended just after this wait gave up
+                    work.wait()
+                    return
                 if left := self.who_left():
                     raise PeerLostError(f"{self._member} lost {left}, {ABORTED}, in {what}.") from None
         self._check_aborted(what)
