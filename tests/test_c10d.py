@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -376,12 +376,10 @@ class _LateWork:
 
 
 def _late_works() -> tuple[bool, tuple[type, str, float]]:
-    group = _join()
-    fine = group._operations.start("all_reduce of 4 B", [torch.ones(1)], lambda: _LateWork(None))  # type: ignore
+    group, late = _join(), cast("Any", _LateWork)
+    fine = group._operations.start("all_reduce of 4 B", [torch.ones(1)], lambda: late(None))
     fine.wait()
-    failed = group._operations.start(
-        "all_reduce of 4 B", [torch.ones(1)], lambda: _LateWork("Connection closed")
-    )  # type: ignore
+    failed = group._operations.start("all_reduce of 4 B", [torch.ones(1)], lambda: late("Connection closed"))
     return fine.is_finished(), _error_of(failed.wait)
 
 
