@@ -103,6 +103,16 @@ class Exchange(ABC):
         """Whether this rank keeps only its slices of the parameters (zero=3)."""
         return False
 
+    def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
+        """What this rank keeps of all parameters, frozen ones too, if `only_slices`. borrowed: also of those that
+        others own."""
+        return []
+
+    @property
+    def inner(self) -> Exchange | None:
+        """The exchange of most parameters, where this one is around it."""
+        return None
+
     def open(self) -> Steps[None]:
         """Called once, before the parameters are first read."""
         return

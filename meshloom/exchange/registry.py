@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.rank_context import SliceGroups
@@ -33,7 +33,7 @@ class Setup:
     a step only. windows: the group, if its ranks can share memory. may_share: whether they may then share one
     copy of the parameters. units: of all parameters, for zero=3. control: the replicas' group for messages
     that are not counted. slices: parts of the replicas, under zero_within. lent: name of what several ranks along pp hold -> whether this one updates it. sparse:
-    names of the parameters with sparse gradients; kept, sparse_only: some of these, as for `WithSparse`.
+    names of the parameters with sparse gradients; kept, sparse_only, used_rows: of these, as for `WithSparse`.
     """
 
     plan: Plan
@@ -52,6 +52,7 @@ class Setup:
     sparse: Collection[str] = ()
     kept: Collection[str] = ()
     sparse_only: Collection[str] = ()
+    used_rows: Callable[[str], Tensor | None] = lambda name: None
 
     @property
     def dense(self) -> Named:
@@ -77,7 +78,7 @@ class Setup:
         if self.plan.dp == 1:
             return self.alone()
         entry = EXCHANGES[self.plan.exchange]
-        if self.sparse or not entry.fills:
+        if (self.sparse and self.plan.zero < 3) or not entry.fills:
             self.fill_parameters()
         if entry.independent:
             return resolve_name(entry.factory)(self)
@@ -107,4 +108,6 @@ class Setup:
         if not self.sparse:
             return exchange
         sparse = [(name, each) for name, each in self.named if name in self.sparse]
-        return WithSparse(exchange, sparse, group, kept=self.kept, sparse_only=self.sparse_only)
+        return WithSparse(
+            exchange, sparse, group, kept=self.kept, sparse_only=self.sparse_only, used_rows=self.used_rows
+        )

@@ -13,7 +13,7 @@ updates exactly those rows. All other parameters are left to another exchange.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -23,6 +23,7 @@ from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import TrainingError
 from meshloom.exchange.exchange import Emit, Exchange, Slice
+from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 NOT_USED = -1
@@ -34,7 +35,8 @@ class WithSparse(Exchange):
     group: the replicas; None: there is one. Where `inner` has owners, each also owns an even share of the
     elements of `named`. kept: names of parameters whose optimizer takes sparse gradients. `finish` returns
     those as sparse tensors, of the parameter's shape where all of it is owned, else of one dim. sparse_only:
-    names of those whose optimizer takes no others, so that a dense gradient is an error.
+    names of those whose optimizer takes no others, so that a dense gradient is an error. used_rows: of a name, the rows
+    that were used in the step, where gradients arrive dense; None: they arrive sparse.
     """
 
     def __init__(
@@ -45,10 +47,13 @@ class WithSparse(Exchange):
         *,
         kept: Collection[str],
         sparse_only: Collection[str],
+        used_rows: Callable[[str], Tensor | None] = lambda name: None,
     ) -> None:
         self._inner, self._named, self._group = inner, list(named), group
         self._kept, self._sparse_only = frozenset(kept), frozenset(sparse_only)
+        self._used_rows = used_rows
         self._num_owners = inner.num_owners
+        self._ids = {id(each) for _, each in self._named}
         here = group.rank if group is not None and inner.owners is not None else 0
         self._shares = [
             [_share(name, each, owner, self._num_owners) for name, each in self._named]
@@ -57,6 +62,9 @@ class WithSparse(Exchange):
         self._mine = (
             [each for each in self._shares[here] if each.start < each.stop] if here < self._num_owners else []
         )
+        if inner.only_slices:
+            names = {name for name, _ in self._named}
+            self._mine = [each for each in inner.each_slice() if each.name in names]
         self._arrived: dict[int, list[Tensor]] = {}  # by id of the parameter, of every chunk so far
         self._whole: dict[str, Tensor | None] = {}  # of the newest step, averaged
         self._sent: Counter[str] = Counter()
@@ -77,6 +85,14 @@ class WithSparse(Exchange):
     def one_copy(self) -> bool:
         assert not self._inner.one_copy, "parameters with sparse gradients are not shared"
         return False
+
+    @property
+    def only_slices(self) -> bool:
+        return self._inner.only_slices
+
+    @property
+    def inner(self) -> Exchange:
+        return self._inner
 
     def open(self) -> Steps[None]:
         yield from self._inner.open()
@@ -103,11 +119,18 @@ class WithSparse(Exchange):
     def begin_last_chunk(self) -> None:
         self._inner.begin_last_chunk()
 
+    def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
+        return None if id(parameter) in self._ids else self._inner.grad_buffer(parameter)
+
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        if id(parameter) not in self._arrived:
+        if id(parameter) not in self._ids:
             self._inner.gradient_ready(parameter)
         elif parameter.grad is not None:
-            self._arrived[id(parameter)].append(parameter.grad)
+            arrived, gradient = self._arrived[id(parameter)], parameter.grad
+            if arrived and arrived[-1].layout == gradient.layout == torch.strided:
+                arrived[-1].add_(gradient)
+            else:
+                arrived.append(gradient)
             parameter.grad = None
 
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
@@ -116,7 +139,7 @@ class WithSparse(Exchange):
         mine = [self._add_up(name, parameter) for name, parameter in self._named]
         self._arrived = {id(parameter): [] for _, parameter in self._named}
         dense = yield from self._inner.finish(weight)
-        sums = (yield from self._sum(mine, self._group)) if self._group is not None else mine
+        sums = (yield from _Sums(self._named, self._group, self._sent).sums(mine)) if self._group else mine
         divisor = float(weight)
         for total in sums if divisor != 1.0 else ():
             if total is not None:
@@ -126,7 +149,7 @@ class WithSparse(Exchange):
 
     def publish(self) -> Steps[None]:
         yield from self._inner.publish()
-        if self._group is None or self._num_owners == 1:
+        if self._group is None or self._num_owners == 1 or self.only_slices:
             return
         works: list[Work] = []
         for owner, shares in enumerate(self._shares):
@@ -141,7 +164,9 @@ class WithSparse(Exchange):
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
         yield from self._inner.each_gradient(gradients[: len(gradients) - len(self._mine)], emit)
         for name, total in self._whole.items():
-            yield from emit(name, total if total is None or name in self._kept else total.to_dense())
+            if total is not None and (name not in self._kept or self._used_rows(name) is not None):
+                total = total.to_dense()  # ranks that gather shards of it gather dense ones
+            yield from emit(name, total)
 
     def expected_bytes(self) -> ExpectedBytes:
         return self._inner.expected_bytes() + ExpectedBytes(so_far=Traffic({"dp": dict(self._sent)}))
@@ -158,53 +183,20 @@ class WithSparse(Exchange):
 
     def _add_up(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         """This replica's gradient over all chunks, with each row once, in order."""
-        arrived = self._arrived[id(parameter)]
+        arrived, used = self._arrived[id(parameter)], self._used_rows(name)
+        if used is not None and arrived:
+            (dense,) = arrived
+            rows = used | (dense != 0).flatten(1).any(1)
+            if name in self._sparse_only and not torch.equal(rows, used):
+                raise _is_dense(name)
+            return _coalesced(rows.nonzero()[:, 0], dense[rows], parameter)
         if name in self._sparse_only and any(each.layout == torch.strided for each in arrived):
-            raise TrainingError(
-                f"The gradient of {name} is dense, and its optimizer (SparseAdam) takes sparse ones only. Give it a dense optimizer such as Adam, or use "
-                "the parameter in nn.Embedding(sparse=True) alone, not also as another layer's weight."
-            )
+            raise _is_dense(name)
         if not arrived:
             return None
         sparse = [_of_rows(each) for each in arrived]
         indices = torch.cat([each.indices()[0] for each in sparse])
         return _coalesced(indices, torch.cat([each.values() for each in sparse]), parameter)
-
-    def _sum(self, mine: Sequence[Tensor | None], group: Group) -> Steps[list[Tensor | None]]:
-        """The sum over all ranks, with the same bits on each."""
-        device = self._named[0][1].device
-        counts = torch.tensor(
-            [NOT_USED if each is None else each.values().shape[0] for each in mine],
-            dtype=torch.int64,
-            device=device,
-        )
-        everyone = counts.new_empty(group.size * len(mine))
-        work = group.all_gather(everyone, counts)
-        yield
-        work.wait()
-        self._sent["all_gather"] += counts.nbytes
-        table: list[list[int]] = everyone.view(group.size, len(mine)).T.tolist()
-        sums = [
-            self._start(each, parameter, used, group)
-            for each, (_, parameter), used in zip(mine, self._named, table, strict=True)
-        ]
-        yield
-        return [each.finish() if each is not None else None for each in sums]
-
-    def _start(
-        self, mine: Tensor | None, parameter: nn.Parameter, counts: list[int], group: Group
-    ) -> _Rows | _Dense | None:
-        """counts: of rows, by rank."""
-        most = max(counts)
-        if most == NOT_USED:
-            return None
-        width, itemsize, n = _width(parameter), parameter.element_size(), group.size
-        # What a rank receives: all ranks' rows, or twice a dense sum's (n - 1)/n, with a flag for each row.
-        if n * most * (8 + width * itemsize) <= 2 * len(parameter) * (width + 1) * itemsize:
-            self._sent["all_gather"] += most * (8 + width * itemsize)
-            return _Rows(mine, parameter, counts, group)
-        self._sent["all_reduce"] += len(parameter) * (width + 1) * itemsize
-        return _Dense(mine, parameter, group)
 
     def _of_slice(self, owned: Slice) -> Tensor | None:
         total = self._whole[owned.name]
@@ -223,6 +215,51 @@ class WithSparse(Exchange):
         return torch.sparse_coo_tensor(
             (at[inside] - owned.start)[None], values, (owned.stop - owned.start,), check_invariants=False
         )
+
+
+class _Sums:
+    """Sums of the gradients of `named` over the replicas of `group`. sent: bytes so far."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: Group, sent: Counter[str]) -> None:
+        self._named, self._group, self._sent = named, group, sent
+
+    def sums(self, mine: Sequence[Tensor | None]) -> Steps[list[Tensor | None]]:
+        """The sum over all ranks, with the same bits on each. mine: of each parameter this rank's."""
+        group = self._group
+        device = self._named[0][1].device
+        counts = torch.tensor(
+            [NOT_USED if each is None else each.values().shape[0] for each in mine],
+            dtype=torch.int64,
+            device=device,
+        )
+        everyone = counts.new_empty(group.size * len(mine))
+        work = group.all_gather(everyone, counts)
+        yield
+        work.wait()
+        self._sent["all_gather"] += counts.nbytes
+        table: list[list[int]] = everyone.view(group.size, len(mine)).T.tolist()
+        sums = [
+            self._start(each, parameter, used)
+            for each, (_, parameter), used in zip(mine, self._named, table, strict=True)
+        ]
+        yield
+        return [each.finish() if each is not None else None for each in sums]
+
+    def _start(
+        self, mine: Tensor | None, parameter: nn.Parameter, counts: list[int]
+    ) -> _Rows | _Dense | None:
+        """counts: of rows, by rank."""
+        group = self._group
+        most = max(counts)
+        if most == NOT_USED:
+            return None
+        width, itemsize, n = _width(parameter), parameter.element_size(), group.size
+        # What a rank receives: all ranks' rows, or twice a dense sum's (n - 1)/n, with a flag for each row.
+        if n * most * (8 + width * itemsize) <= 2 * len(parameter) * (width + 1) * itemsize:
+            self._sent["all_gather"] += most * (8 + width * itemsize)
+            return _Rows(mine, parameter, counts, group)
+        self._sent["all_reduce"] += len(parameter) * (width + 1) * itemsize
+        return _Dense(mine, parameter, group)
 
 
 class _Rows:
@@ -279,6 +316,13 @@ class _Dense:
         return _coalesced(
             rows, self._flat[rows, :-1].reshape(-1, *self._parameter.shape[1:]), self._parameter
         )
+
+
+def _is_dense(name: str) -> TrainingError:
+    return TrainingError(
+        f"The gradient of {name} is dense, and its optimizer (SparseAdam) takes sparse ones only. Give it a dense optimizer such as Adam, or use "
+        "the parameter in nn.Embedding(sparse=True) alone, not also as another layer's weight."
+    )
 
 
 def _share(name: str, parameter: nn.Parameter, owner: int, num_owners: int) -> Slice:

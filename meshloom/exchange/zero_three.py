@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
-from meshloom.core.errors import JobError
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.units.unit_gathering import UnitGathering
@@ -23,11 +22,7 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 def open_zero_three(setup: Setup) -> Exchange:
-    """Raises `JobError` for parameters that cannot be gathered in units."""
-    if setup.sparse:
-        raise JobError(
-            f"{min(setup.sparse)} gets sparse gradients (sparse=True), which zero=3 does not divide. Use zero=1, or sparse=False."
-        )
+    """The exchange of a plan with zero=3. Gradients of `setup.sparse` are left to `WithSparse` around it."""
     assert setup.control is not None
     late, replicated = set(setup.late), set(setup.replicated)
 
@@ -46,6 +41,7 @@ def open_zero_three(setup: Setup) -> Exchange:
         equals=parts.equals if parts else None,
         overlap=setup.plan.overlap,
         together=together,
+        elsewhere=setup.sparse,
         borrowed=[name for name, owns in setup.lent.items() if not owns],
         late=any(name in owned for name in late),
     )
@@ -59,7 +55,7 @@ def open_zero_three(setup: Setup) -> Exchange:
 
 class ZeroThree(Exchange):
     """Over `group`. units: all parameters, frozen ones too. control: the same ranks, for messages that are
-    not counted. overlap: whether units are gathered ahead. together: as for `Unit`.
+    not counted. overlap: whether units are gathered ahead. together, elsewhere: as for `Unit`.
 
     replicas: `group`, or more ranks of which it is a part. equals: then those of them that keep the same slices as
         this one, in other parts; sums of gradients are added up over these once a step.
@@ -77,13 +73,15 @@ class ZeroThree(Exchange):
         equals: Group | None = None,
         overlap: bool,
         together: Callable[[str], Hashable] = lambda name: None,
+        elsewhere: Collection[str] = (),
         borrowed: Collection[str] = (),
         late: bool = False,
     ) -> None:
         self._group, self._late = group, late
         self._replicas, self.equals = replicas, equals
         self.units = [
-            Unit(number, each, group.rank, group.size, together) for number, each in enumerate(units)
+            Unit(number, each, group.rank, group.size, together, elsewhere)
+            for number, each in enumerate(units)
         ]
         self.gathering = UnitGathering(self.units, group, control, ahead=overlap)
         self._parts = [part for unit in self.units for part in unit.parts]
@@ -181,7 +179,6 @@ class ZeroThree(Exchange):
                     yield from emit(entry.name, whole)
 
     def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
-        """What this rank keeps of all parameters, frozen ones too. borrowed: also of those that others own."""
         parts = self._parts if borrowed else self._owned
         return [_slice(part, each) for part in parts for each in part.slices()]
 
@@ -213,6 +210,11 @@ class ZeroThree(Exchange):
         yield
         work.wait()
         return flat
+
+
+def slices_of(exchange: Exchange) -> ZeroThree | None:
+    """What keeps slices of the parameters in an exchange; None: it keeps all of them."""
+    return exchange if isinstance(exchange, ZeroThree) else exchange.inner and slices_of(exchange.inner)
 
 
 def _slice(part: UnitFlat, mine: UnitSlice) -> Slice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -22,13 +22,14 @@ class Sparse:
     sparse_only: frozenset[str] = frozenset()
 
 
-def sparse_parameters(model: nn.Module, named: NamedParameters, optimizers: Sequence[Optimizer]) -> Sparse:
-    """Trainable parameters of embeddings with sparse=True, and those of SparseAdam.
+def sparse_parameters(
+    tables: Collection[str], named: NamedParameters, optimizers: Sequence[Optimizer]
+) -> Sparse:
+    """`tables`, the trainable parameters of embeddings with sparse=True (`sparse_tables`), and those of SparseAdam.
 
     SparseAdam, and SGD and Adagrad with settings that leave unused rows unchanged, receive sparse gradients,
     as on one device; others receive the same values dense, so that optimizers such as Adam work too.
     """
-    of_modules = {id(each) for each in map(sparse_weight, model.modules()) if each is not None}
     optimizer_of = {
         id(each): optimizer
         for optimizer in optimizers
@@ -36,9 +37,7 @@ def sparse_parameters(model: nn.Module, named: NamedParameters, optimizers: Sequ
         for each in group["params"]
     }
     names = {
-        name
-        for name, each in named
-        if id(each) in of_modules or isinstance(optimizer_of.get(id(each)), SparseAdam)
+        name for name, each in named if name in tables or isinstance(optimizer_of.get(id(each)), SparseAdam)
     }
     owner = {name: optimizer_of.get(id(each)) for name, each in named if name in names}
     return Sparse(
@@ -55,6 +54,12 @@ def sparse_weight(module: nn.Module) -> Tensor | None:
     return module.weight if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse else None
 
 
+def sparse_tables(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters of its embeddings with sparse=True."""
+    weights = {id(each) for each in map(sparse_weight, model.modules()) if each is not None}
+    return frozenset(name for name, each in model.named_parameters() if id(each) in weights)
+
+
 def make_dense(model: nn.Module) -> None:
     """Switches embeddings to dense gradients of the same values."""
     for module in model.modules():
@@ -67,8 +72,8 @@ def refuse_sparse_adam(optimizers: Sequence[Optimizer], where: str) -> None:
     sentence."""
     if any(isinstance(optimizer, SparseAdam) for optimizer in optimizers):
         raise JobError(
-            f"SparseAdam needs sparse gradients, and gradients are dense {where}. Use a plan of dp alone (zero=1 and exchange=server too), "
-            "or an optimizer such as Adam for these parameters."
+            f"SparseAdam needs sparse gradients, and gradients are dense {where}. Use another exchange, or an optimizer such as Adam for these "
+            "parameters."
         )
 
 

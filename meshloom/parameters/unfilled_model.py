@@ -22,6 +22,7 @@ from meshloom.parameters.model import build_model, replace_tensors, state_of
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.stand_ins import standing_in
 from meshloom.program.ir.sparse_constants import sparse_attributes
+from meshloom.program.ir.written_parameters import named_buffers
 
 LONG_SECONDS = 60.0
 MANY_DRAWS = 10**9  # fewer take no minute anywhere
@@ -51,16 +52,18 @@ class UnfilledModel:
         """Gives memory and values to all parameters and buffers that are not on the meta device.
 
         shards: of sharded ones only this rank's shards are made, which replace them in the model. buffers_only:
-            parameters get their shapes alone, and values by `fill_parameters` or `fill_slices`.
+            parameters get their shapes alone, and values by `fill_parameters` or `fill_slices`, but for those that count
+            as buffers.
         """
         self._shards = shards
+        buffers = {name for name, _ in named_buffers(self.model)}
         held: list[HeldTensor] = []
 
         def place(names: list[str], tensor: Tensor) -> Tensor | None:
             if tensor.is_meta or names[0] not in self._recorded.places:
                 return None
             pieces = shards.pieces_of(names, tensor) if shards else None
-            is_left = buffers_only and isinstance(tensor, nn.Parameter)
+            is_left = buffers_only and isinstance(tensor, nn.Parameter) and names[0] not in buffers
             if pieces is not None and shards is not None:
                 shard = torch.empty(pieces.local_shape(shards.rank), dtype=tensor.dtype, device=self._device)
                 if is_left:
@@ -91,8 +94,14 @@ class UnfilledModel:
             for them. sliced: names of all parameters of which ranks keep slices; others are filled in full.
         """
         held = [self._held((name,), memory, (start, stop)) for name, start, stop, memory in slices]
+        buffers = {name for name, _ in named_buffers(self.model)}
         for name, each in self.model.named_parameters():
-            if name not in sliced and name in self._recorded.places and not each.is_meta:
+            if (
+                name not in sliced
+                and name not in buffers
+                and name in self._recorded.places
+                and not each.is_meta
+            ):
                 held.append(self._with_memory((name,), each))
         self.values.fill(held)
         self.lacks_parameters = False

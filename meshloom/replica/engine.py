@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.steps import Steps
@@ -25,7 +24,6 @@ from meshloom.core.mesh import Axis
 from meshloom.core.moments.current_step import Moment
 from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Emit, Exchange
-from meshloom.optimizer.sparse_parameters import Sparse
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.unfilled_model import UnfilledModel
 from meshloom.pipeline.runtime.recorder import Recorder
@@ -78,9 +76,13 @@ class Engine(ABC):
         Of one order on all of them."""
         return {}
 
-    @abstractmethod
-    def sparse(self, optimizers: Sequence[Optimizer]) -> Sparse:
-        """The parameters that get sparse gradients."""
+    def watch_rows(self, tables: Mapping[str, int]) -> None:  # noqa: B027
+        """Called before `connect`: which rows of these parameters a step uses is asked for, name -> rows of all of it."""
+
+    def used_rows(self, name: str) -> Tensor | None:
+        """Which rows of what this rank holds of such a parameter the replica has used in the newest step: bool
+        [rows]. None: its gradient is sparse, and says so."""
+        return None
 
     @abstractmethod
     def connect(self, exchange: Exchange) -> ExitStack:

@@ -16,6 +16,7 @@ from meshloom.core.errors import CaptureError, JobError, MeshloomError
 from meshloom.core.job import LossFunction, as_sum
 from meshloom.core.random import preserved_draws
 from meshloom.data.chunks import Chunk
+from meshloom.program.ir.written_parameters import written_parameters
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -112,6 +113,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
     modes = [module.training for module in modules]
     buffers = [dict(module.named_buffers(recurse=False)) for module in modules]
     values = {id(each): each.detach().clone() for own in buffers for each in own.values()}
+    written = [
+        (each, each.detach().clone()) for each in written_parameters(model).values() if not each.is_meta
+    ]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with preserved_draws(), torch.random.fork_rng(devices):
@@ -124,3 +128,5 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     setattr(module, name, buffer) if getattr(module, name) is not buffer else None
                     if not buffer.is_meta:
                         buffer.copy_(values[id(buffer)])
+            for parameter, value in written:
+                parameter.copy_(value)

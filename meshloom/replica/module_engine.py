@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.rank_context import RankContext
@@ -23,8 +22,7 @@ from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Emit, Exchange
 from meshloom.exchange.units.unit_access import UnitAccess
 from meshloom.exchange.units.unit_gathering import STEP
-from meshloom.exchange.zero_three import ZeroThree
-from meshloom.optimizer.sparse_parameters import Sparse, sparse_parameters
+from meshloom.exchange.zero_three import slices_of
 from meshloom.parameters.model import trainable
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.unfilled_model import UnfilledModel, take_share
@@ -65,14 +63,11 @@ class ModuleEngine(Engine):
     def replicated(self) -> Sequence[str]:
         return ()
 
-    def sparse(self, optimizers: Sequence[Optimizer]) -> Sparse:
-        return sparse_parameters(self._model, self._parameters, optimizers)
-
     def connect(self, exchange: Exchange) -> ExitStack:
         self._exchange = exchange
         undo = ExitStack()
-        if isinstance(exchange, ZeroThree):
-            self._units = UnitAccess(exchange.gathering)
+        if (sliced := slices_of(exchange)) is not None:
+            self._units = UnitAccess(sliced.gathering)
             undo.enter_context(self._units.connect())
         for _, parameter in self._parameters:
             undo.callback(parameter.register_post_accumulate_grad_hook(exchange.gradient_ready).remove)
@@ -137,8 +132,8 @@ class ModuleEngine(Engine):
         yield from mine(emit)
 
     def weights(self) -> Stream | dict[str, Any]:
-        if isinstance(self._exchange, ZeroThree):
-            return weights_of_units(self._model, self._exchange)
+        if (sliced := slices_of(self._exchange)) is not None:
+            return weights_of_units(self._model, sliced)
         return self._model.state_dict()
 
     def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
@@ -147,7 +142,7 @@ class ModuleEngine(Engine):
                 return self._rerun(chunk, scope.data(chunk))
 
         exchange = self._exchange
-        sliced = exchange.each_slice() if isinstance(exchange, ZeroThree) else None
+        sliced = exchange.each_slice() if exchange.only_slices else None
         values = (
             [(each.name, each.data()) for each in sliced]
             if sliced is not None

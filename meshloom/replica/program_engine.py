@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
@@ -33,7 +32,6 @@ from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.exchange.exchange import Emit, Exchange
 from meshloom.exchange.units.unit_gathering import STEP
-from meshloom.optimizer.sparse_parameters import Sparse, refuse_sparse_adam
 from meshloom.parameters.pipeline_ownership import PipelineOwnership, held
 from meshloom.parameters.replica_check import first_difference_in_replica
 from meshloom.parameters.shards import Shards
@@ -48,8 +46,10 @@ from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator
+from meshloom.program.operators.used_rows import UsedRows
 from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
@@ -99,6 +99,7 @@ class ProgramEngine(Engine):
         self._outside: dict[LossFunction, Outside] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._held: HeldParameters
+        self._rows = UsedRows({}, context.device)
 
     def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None) -> Steps[None]:
         with self._timings.of("parts and waiting"):
@@ -125,17 +126,11 @@ class ProgramEngine(Engine):
         self._model = model
         self._outside[self.job.loss] = Outside(self.job.loss, model, self.programs.opaque)
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
-        several = self.plan.num_chunks > 1
         for stage in self.stages:
             scope.statistics[stage.number] = RunningStatistics(
-                model,
-                self.context.groups["dp"],
-                several=several,
-                changing=stage.changing,
-                followed=stage.program.in_place,
-                opaque=[str(node.args[2]) for node in stage.program.nodes if is_opaque(node)],
-                unite=self._sums.union,
-            )
+                model, self.context.groups["dp"], several=self.plan.num_chunks > 1, changing=stage.changing, followed=stage.program.in_place,
+                opaque=[str(node.args[2]) for node in stage.program.nodes if is_opaque(node)], unite=self._sums.union,
+            )  # fmt: skip
         self._gathered = GatheredTensors(
             model, self.ownership, self.shards, self.pp, self.tp, self.context.device
         )
@@ -160,9 +155,11 @@ class ProgramEngine(Engine):
     def lent(self) -> Mapping[str, bool]:
         return {name: self.ownership.owns(name) for name in self.ownership.lent}
 
-    def sparse(self, optimizers: Sequence[Optimizer]) -> Sparse:
-        refuse_sparse_adam(optimizers, "in models that are read, as tp, pp and recompute do")
-        return Sparse()
+    def watch_rows(self, tables: Mapping[str, int]) -> None:
+        self._rows = UsedRows(tables, self.context.device)
+
+    def used_rows(self, name: str) -> Tensor | None:
+        return self._rows.of(name, self.shards.pieces.get(name), self.shards.rank)
 
     def connect(self, exchange: Exchange) -> ExitStack:
         self._exchange = exchange
@@ -174,9 +171,11 @@ class ProgramEngine(Engine):
         self._held = HeldParameters(self._parameters, exchange, self.context.readers)
         self.microbatches = Microbatches(
             self.programs, self._model, self._parameters, self.pp, self.tp, self.context.device, self._completion.backward_ended, accumulator,
-            each_microbatch=exchange.each_chunk, units=self._held.units,
+            each_microbatch=exchange.each_chunk, units=self._held.units, used_rows=self._rows,
         )  # fmt: skip
-        return self._completion.watch(self.microbatches.arrived)
+        undo = self._completion.watch(self.microbatches.arrived)
+        undo.enter_context(self._rows.watch(self._model, self.programs.opaque))
+        return undo
 
     def run(
         self,
@@ -197,6 +196,7 @@ class ProgramEngine(Engine):
             yield from self.programs.ready(batch)
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._rows.begin()
         listener = BothListeners(activity, recorder) if recorder else activity
         finish, around = finish_of(chunks, scope, loss_sums), around_of(self.plan, chunks, scope)
         with self.computing(STEP, idle=not batches):
@@ -205,6 +205,8 @@ class ProgramEngine(Engine):
         yield from self._completion.finish(
             self._parameters, partial(self._sums.add_up, "tp"), computed=bool(batches)
         )
+        for axis in ("tp", "pp") if self._rows.flags.numel() else ():
+            yield from self._sums.add_up(axis, self._rows.flags.clamp_(max=1))
         loss_sums.close()
         # known to the last stage's rank, zeros on the others
         yield from self._sums.add_up("pp", loss_sums.sums)
@@ -243,7 +245,7 @@ class ProgramEngine(Engine):
         return (yield from locate_nan(self._held, self._team, chunks, batches, scope, self.microbatches))
 
     def check_replicated(self) -> Steps[str | None]:
-        mine = {**self._held.kept(), **held(self._model.named_buffers())}
+        mine = {**self._held.kept(), **held(named_buffers(self._model))}
         return (yield from first_difference_in_replica(mine, self.shards, self._team, self.plan))
 
     def expected_bytes(self) -> ExpectedBytes:

@@ -35,7 +35,7 @@ from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.units.find_units import held_units, units_of
 from meshloom.exchange.units.unit_slices import UnitParameters
-from meshloom.optimizer.sparse_parameters import make_dense
+from meshloom.optimizer.sparse_parameters import make_dense, sparse_parameters, sparse_tables
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
 from meshloom.parameters.file_weights import FileWeights, agree_on_weights
@@ -44,15 +44,17 @@ from meshloom.parameters.shards import Shards
 from meshloom.parameters.starting_model import StartingModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.spans import SpanKind
+from meshloom.program.ir.written_parameters import frozen_parameters
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.buffers import batch_norm
+from meshloom.replica.buffers.written_by_loss import mark_what_is_written
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.module_engine import ModuleEngine
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.sharing import shares_copies, why_separate
-from meshloom.replica.step_checks import check_finite, check_frozen
+from meshloom.replica.step_checks import check_finite, frozen_kept
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
 
@@ -103,8 +105,7 @@ class Replica:
     ) -> None:  # fmt: skip
         self.timings = timings or Timings()
         self.job, self.plan, self.context, self.dtype = job, plan, context, dtype
-        self._files = files
-        self._share = share
+        self._files, self._share = files, share
         self.updates = updates
         self.updating = False
         self.replicas = context.groups["dp"]
@@ -122,6 +123,7 @@ class Replica:
             self._start = StartingModel(job, plan, context, dtype, may_share=self.may_share)
         self.model = self._start.model
         self.modes = Modes(self.model)
+        self._tables = sparse_tables(self.model)
         if plan.captures:
             make_dense(self.model)  # programs' gradients are
         self.named = trainable(self.model)
@@ -152,6 +154,10 @@ class Replica:
             yield from agree(self.context.world, facts(self.job, self.plan, self.model))
             weights = yield from agree_on_weights(self.job, self.model, self.context.world)
             self.copied += yield from self._start.settle(weights)
+        with self.timings.of("what the loss writes"):
+            self._notes += yield from mark_what_is_written(
+                self.job, self.plan, self.context, self._start, self.dtype
+            )
         whole = self.named
         if self.plan.captures and self.plan.zero == 3:
             self._units = units_of(self.job, self.plan, self.model)
@@ -161,14 +167,10 @@ class Replica:
                 yield from check_together(self.context.world, lambda: self._read(weights))
         self._notes += weights.notes if weights and self.dtype is None else ()
         self.named = self.engine.parameters
-        self.frozen = [
-            (name, each)
-            for name, each in self.model.named_parameters()
-            if not each.requires_grad and not each.is_meta
-        ]
+        self.frozen = frozen_parameters(self.model)
         with self.timings.of("optimizer and buffers"):
             made = self._start.given(whole, partial(make_optimizers, self.job)) if self.updates else None
-            yield from check_together(self.context.world, lambda: self._open_exchange(made))
+            yield from check_together(self.context.world, lambda: self._open_exchange(made, whole))
             if made:
                 self.updater = Updater(
                     self.job, whole, self.exchange, self.shards, self.named, self.stage_group, made, self.context.device,
@@ -187,7 +189,6 @@ class Replica:
     def gradients(self, step: int, chunks: Sequence[Chunk]) -> Steps[Gradients]:
         """Forward and backward of this replica's chunks of global batch `step`, and the exchange. Buffers
         change, parameters do not."""
-        check_frozen(self.frozen)
         if self.pace:
             self.pace.begin()
         self.exchange.begin_step()
@@ -197,7 +198,8 @@ class Replica:
         doing = self.context.activity
         doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]
-        with self.modes.training():
+        alone = self.plan.num_chunks == 1 or self.exchange.only_slices or self.plan.captures
+        with self.modes.training(), frozen_kept(self.frozen, alone=alone):
             yield from self.engine.run(filled, self.scope, self.sums, self.recorder)
         doing.enter("exchanging", step)
         if self.pace:
@@ -269,20 +271,22 @@ class Replica:
         if not self._start.unfilled:  # else they have been read as this rank's share was filled
             weights.fill(self.model, self.engine.shards)
 
-    def _open_exchange(self, made: UserOptimizers | None) -> None:
+    def _open_exchange(self, made: UserOptimizers | None, whole: NamedParameters) -> None:
         if made is None:
             setup = Setup(
                 plan=self.plan, named=self.named, group=self.replicas, unfilled=self._start.unfilled
             )
             self.exchange = setup.alone()
             return
-        sparse = self.engine.sparse(made.optimizers)
+        sparse = sparse_parameters(self._tables, whole, made.optimizers)
+        self.engine.watch_rows({name: len(each) for name, each in whole if name in sparse.names})
+        here = sparse.names.intersection(name for name, _ in self.named)
         setup = Setup(
             plan=self.plan, named=self.named, frozen=self.frozen, group=self.replicas, replicated=self.engine.replicated,
             late=self.engine.late, lent=self.engine.lent,
             windows=self._windows, unfilled=self._start.unfilled,
-            may_share=lambda: self._share and not sparse.names and not why_separate(made, self.named),
+            may_share=lambda: self._share and not here and not why_separate(made, self.named),
             units=lambda: held_units(self._units or units_of(self.job, self.plan, self.model), self.model), slices=self.context.slices, control=self.context.readers,
-            sparse=sparse.names, kept=sparse.kept, sparse_only=sparse.sparse_only,
+            sparse=here, kept=sparse.kept, sparse_only=sparse.sparse_only, used_rows=self.engine.used_rows,
         )  # fmt: skip
         self.exchange = setup.open()

@@ -18,13 +18,14 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.exchange.exchange import Emit, Slice
-from meshloom.exchange.zero_three import ZeroThree
+from meshloom.exchange.zero_three import ZeroThree, slices_of
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
 from meshloom.optimizer.state_pieces import STATE
 from meshloom.parameters.model import state_of
 from meshloom.parameters.pipeline_ownership import held
 from meshloom.parameters.replica_check import first_difference
 from meshloom.parameters.shards import Shards
+from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.replica.replica import Gradients, Replica
 
 
@@ -61,8 +62,8 @@ def held_weights(replica: Replica) -> list[Piece]:
     state = model.state_dict(keep_vars=True)
     # of tied tensors one name is known
     owners = {id(each): holders[name][0] for name, each in state.items() if holders and name in holders}
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    sliced = replica.exchange if isinstance(replica.exchange, ZeroThree) else None
+    buffers = {name for name, _ in named_buffers(model, remove_duplicate=False)}
+    sliced = slices_of(replica.exchange)
     slices: dict[int, list[Slice]] = {}
     for each in sliced.each_slice() if sliced is not None else ():
         slices.setdefault(id(each.parameter), []).append(each)
@@ -137,16 +138,16 @@ def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Step
     def mine(emit: Emit) -> Steps[None]:
         for name, tensor in replicated_state(replica).items():
             yield from emit(name, tensor.detach())
-        if isinstance(replica.exchange, ZeroThree):
-            yield from replica.exchange.each_parameter(emit)
+        if (sliced := slices_of(replica.exchange)) is not None:
+            yield from sliced.each_parameter(emit)
 
     yield from replica.engine.gather(mine, cast(Any, take))
 
 
 def replicated_state(replica: Replica) -> dict[str, Tensor]:
     """The parameters and buffers of which every replica has a copy on this rank, tied ones once."""
-    sliced = isinstance(replica.exchange, ZeroThree)
-    return held(dict(replica.model.named_buffers()).items() if sliced else state_of(replica.model).items())
+    sliced = replica.exchange.only_slices
+    return held(dict(named_buffers(replica.model)).items() if sliced else state_of(replica.model).items())
 
 
 def full_state(replica: Replica) -> Steps[dict[str, Tensor]]:
@@ -193,8 +194,8 @@ def check_identical(replica: Replica, step: int) -> Steps[None]:
 
 def equal_slices(replica: Replica) -> tuple[Group | None, dict[str, Tensor]]:
     """The slices of parameters that other replicas keep as well, and these (zero_within)."""
-    exchange = replica.exchange
-    if not isinstance(exchange, ZeroThree) or exchange.equals is None:
+    exchange = slices_of(replica.exchange)
+    if exchange is None or exchange.equals is None:
         return None, {}
     return exchange.equals, {each.name: each.data() for each in exchange.each_slice()}
 
@@ -226,8 +227,8 @@ def loader_of(replica: Replica, checkpoint: Checkpoint) -> Loader:
             replica.exchange.load(momentum)
 
     weight = replica.shards.weights_loader(replica.model)
-    if isinstance(replica.exchange, ZeroThree):
-        weight = _loader_of_slices(replica.model, replica.exchange, replica.shards)
+    if (sliced := slices_of(replica.exchange)) is not None:
+        weight = _loader_of_slices(replica.model, sliced, replica.shards)
     return Loader(weight=weight, state=state, finish=finish)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
@@ -15,13 +18,27 @@ from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
 
 
-def check_frozen(frozen: NamedParameters) -> None:
-    """Raise `TrainingError` naming a parameter that was frozen when the replica was built and is not now."""
+@contextmanager
+def frozen_kept(frozen: NamedParameters, *, alone: bool) -> Iterator[None]:
+    """A context for a step's chunks, which raises `TrainingError` naming a parameter that was frozen when the replica was
+    built and is not now, or is written. alone: whether a chunk may write it, as there is no other."""
     for name, parameter in frozen:
         if parameter.requires_grad:
             raise TrainingError(
                 f"{name} was frozen when the Trainer was built and now has requires_grad=True. Build a new Trainer after unfreezing."
             )
+    before = [] if alone else [_writes(each) for _, each in frozen]
+    yield
+    for (name, parameter), writes in zip(frozen if before else (), before, strict=True):
+        if _writes(parameter) != writes:
+            raise TrainingError(
+                f"{name} is not trained, and the loss wrote it in this step, but not at the start, where it was tried on the first batch: each replica "
+                "would write its own. Write it in every step, also where that changes nothing (p.lerp_(q, 0.0)), so that it counts as a buffer."
+            )
+
+
+def _writes(parameter: Tensor) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()  # pyright: ignore[reportPrivateUsage]
 
 
 def check_finite(

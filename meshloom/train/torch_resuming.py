@@ -14,7 +14,7 @@ from meshloom.checkpoint.json_values import from_json, to_json
 from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
-from meshloom.exchange.zero_three import ZeroThree
+from meshloom.exchange.zero_three import slices_of
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import loader_of
 from meshloom.train.torch_checkpoint import TorchCheckpoint
@@ -60,8 +60,8 @@ def _load(
 
 
 def _is_held(replica: Replica, tensor: Tensor) -> bool:
-    sliced = isinstance(replica.exchange, ZeroThree) and replica.exchange.keeps(tensor)
-    return sliced or not tensor.is_meta
+    sliced = slices_of(replica.exchange)
+    return (sliced is not None and sliced.keeps(tensor)) or not tensor.is_meta
 
 
 def _with_groups(saved: Mapping[str, Any], found: TorchCheckpoint) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.exchange.units.unit_slices import UnitParameters
+from meshloom.program.ir.written_parameters import written_parameters
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -40,7 +41,8 @@ def find_units(
     chosen: Sequence[str | type[nn.Module]] | None = None,
     large_bytes: int,
 ) -> list[UnitParameters]:
-    """The rest first, then the others in the model's order. Every parameter is in one unit.
+    """The rest first, then the others in the model's order. Every parameter is in one unit, but for those that count as
+    buffers (`written_parameters`), which are in none.
 
     chosen: names or types of the modules that are units, in
         place of those that are found; all other parameters are then the rest. large_bytes: parameters of a
@@ -59,7 +61,10 @@ def find_units(
         unit = _unit_of(name, modules)
         user[id(parameter)] = unit if user.get(id(parameter), unit) == unit else ""
     named: dict[str, list[tuple[str, nn.Parameter]]] = {"": [], **{name: [] for name in modules}}
+    written = written_parameters(model)
     for name, parameter in model.named_parameters():
+        if name in written:
+            continue
         named[user[id(parameter)]].append((name, parameter))
     return [
         UnitParameters(name=unit or "the rest", module=modules.get(unit), named=each)

@@ -11,7 +11,7 @@ recomputation) stay in memory until they are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,16 +75,18 @@ class UnitSlice(NamedTuple):
 
 class UnitFlat:
     """The parameters of a unit that have one dtype and are all trainable, or all frozen, and are together for
-    `Unit`. kept: this rank's slice of their values. summed: its slice of the sum of gradients, of the newest
-    step."""
+    `Unit`. is_trainable: whether they are trained, and their gradients added up here. kept: this rank's slice of their
+    values. summed: its slice of the sum of gradients, of the newest step."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], rank: int, size: int) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], rank: int, size: int, *, elsewhere: bool = False
+    ) -> None:
         self.entries: list[UnitEntry] = []
         for name, parameter in named:
             start = self.entries[-1].stop if self.entries else 0
             self.entries.append(UnitEntry(name, parameter, start))
         first = named[0][1]
-        self.is_trainable = first.requires_grad
+        self.is_trainable = first.requires_grad and not elsewhere
         self._length = -(-self.entries[-1].stop // size)
         self._rank, self._size = rank, size
         self.kept = torch.zeros(self._length, dtype=first.dtype, device=first.device)
@@ -158,6 +160,7 @@ class Unit:
     held: why its values are here: the number of forwards of its module that are running, tensors saved for
     backward, and whether it stays until the end of the chunk.
     together: name of a parameter -> what it has in common with those that it may share a flat tensor with.
+    elsewhere: names of parameters whose gradients are not added up here.
     """
 
     def __init__(
@@ -167,13 +170,17 @@ class Unit:
         rank: int,
         size: int,
         together: Callable[[str], Hashable] = lambda name: None,
+        elsewhere: Collection[str] = (),
     ) -> None:
         self.number, self.name, self.module = number, parameters.name, parameters.module
         kinds: dict[Hashable, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in parameters.named:
             kind = parameter.dtype, parameter.device, parameter.requires_grad, together(name)
-            kinds.setdefault(kind, []).append((name, parameter))
-        self.parts = [UnitFlat(named, rank, size) for named in kinds.values()]
+            apart = name if name in elsewhere else None
+            kinds.setdefault((kind, apart), []).append((name, parameter))
+        self.parts = [
+            UnitFlat(named, rank, size, elsewhere=named[0][0] in elsewhere) for named in kinds.values()
+        ]
         self.values: list[Tensor] | None = None  # full, one of each part, while they are here
         self.num_running = self.num_saved = 0
         self.stays = False

@@ -13,7 +13,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.units.unit_access import UnitAccess
-from meshloom.exchange.zero_three import ZeroThree
+from meshloom.exchange.zero_three import slices_of
 
 
 class HeldParameters:
@@ -24,7 +24,7 @@ class HeldParameters:
 
     def __init__(self, named: Mapping[str, nn.Parameter], exchange: Exchange, replicas: Group) -> None:
         self._named, self._replicas = named, replicas
-        self.slices = exchange if isinstance(exchange, ZeroThree) else None
+        self.slices = slices_of(exchange)
         self.units = UnitAccess(self.slices.gathering, in_programs=True) if self.slices else None
 
     def computing(self, kind: str, *, idle: bool) -> AbstractContextManager[None]:

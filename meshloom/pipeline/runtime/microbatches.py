@@ -26,8 +26,10 @@ from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, t
 from meshloom.pipeline.stages.stages import Crossing, Stage
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.written_parameters import named_buffers, tensors_beside
 from meshloom.program.opaque.bound import bound
 from meshloom.program.operators.fused_grad_accumulation import GradAccumulator
+from meshloom.program.operators.used_rows import UsedRows
 from meshloom.program.store.fifo_cache import FifoCache
 from meshloom.program.store.program_key import ProgramKey
 
@@ -60,6 +62,7 @@ class Microbatches:
         linear layers; None: autograd. each_microbatch: as for `Readiness`.
     units: gathers the parameters where they are used, if this rank keeps slices of them. Then replicas take
         actions together: one that has fewer microbatches passes over the others' (`meet`).
+    used_rows: notes which rows of tables are looked up.
     """
 
     def __init__(
@@ -75,17 +78,16 @@ class Microbatches:
         *,
         each_microbatch: bool = False,
         units: UnitAccess | None = None,
+        used_rows: UsedRows | None = None,
     ) -> None:
-        self._accumulator = accumulator
-        self._units = units
+        self._accumulator, self._units = accumulator, units
+        self._used_rows = used_rows or UsedRows({}, device)
         self._meet = units.action_ended if units else None
         self._each_microbatch = each_microbatch
-        self._programs = programs
-        self._parameters = parameters
+        self._programs, self._parameters = programs, parameters
         self._model, self._buffers = model, LiveBuffers(model)
         self._pp, self._tp = pp, tp
-        self._device = device
-        self._ready = ready
+        self._device, self._ready = device, ready
         self._known: dict[tuple[int, *tuple[ProgramKey, ...]], _Runs] = FifoCache(MOST_KEPT)
         self._readiness: Readiness | None = None  # of the current run
         self._batches: list[Leaves] = []
@@ -249,7 +251,7 @@ class Microbatches:
             accumulator=self._accumulator if stages[0].program.training else None,
             visit=visit,
             elsewhere=self._units,
-            bind=partial(bound, model=self._model),
+            bind=lambda program: self._used_rows.recorded(bound(program, self._model)),
         )
         return run
 
@@ -269,13 +271,12 @@ class LiveBuffers(Mapping[str, Tensor]):
         modules = dict(model.named_modules(remove_duplicate=False))
         self._places = {
             name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2])
-            for name, _ in model.named_buffers(remove_duplicate=False)
+            for name, _ in named_buffers(model, remove_duplicate=False)
         }
 
     def __getitem__(self, name: str) -> Tensor:
         module, key = self._places[name]
-        tensor = module._buffers[key]  # pyright: ignore[reportPrivateUsage]
-        assert tensor is not None
+        tensor: Tensor = tensors_beside(module, key)[key]
         return tensor
 
     def __iter__(self) -> Iterator[str]:

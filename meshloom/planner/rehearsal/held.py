@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshloom.exchange.buckets.gradient_bytes import held_gradients
 from meshloom.exchange.units.unit_slices import UnitFlat
-from meshloom.exchange.zero_three import ZeroThree
+from meshloom.exchange.zero_three import slices_of
 from meshloom.planner.memory.rank_memory import HeldBytes, state_by_place
 from meshloom.replica.replica import Replica
 
@@ -23,11 +23,11 @@ def held_by(replica: Replica, kept: int, optimizer_factor: float) -> HeldBytes:
         plan, trained, owned_names, replica.engine.late, one_copy=exchange.one_copy
     )
     full = 0
-    if isinstance(exchange, ZeroThree):
-        whole = sum(part.kept.nbytes for unit in exchange.units for part in unit.parts)
-        full = _at_one_time([(unit.module is None, unit.parts) for unit in exchange.units])
-        gradients = sum(part.kept.nbytes for unit in exchange.units for part in unit.trainable_parts)
-        on_the_way = _at_one_time([(unit.module is None, unit.trainable_parts) for unit in exchange.units])
+    if (sliced := slices_of(exchange)) is not None:
+        whole = sum(part.kept.nbytes for unit in sliced.units for part in unit.parts)
+        full = _at_one_time([(unit.module is None, unit.parts) for unit in sliced.units])
+        gradients = sum(part.kept.nbytes for unit in sliced.units for part in unit.trainable_parts)
+        on_the_way = _at_one_time([(unit.module is None, unit.trainable_parts) for unit in sliced.units])
     return HeldBytes(
         parameters=-(-whole // plan.dp) if exchange.one_copy else whole,
         gradients=gradients,

@@ -20,6 +20,7 @@ from meshloom.program.capture.restored import attributes_put_back, cloned, resto
 from meshloom.program.capture.sketch import Sketch, sketch
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.program import Program
+from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.opaque.bound import bound
 from meshloom.program.run.execute import run_program
 from meshloom.program.trace.precision import build_model, default_precision, in_precision
@@ -87,7 +88,7 @@ def check_against_module(
     limit = tolerance if tolerance is not None else _tolerance(program)
     worst = Difference(0.0, "the loss")
     with one_thread(), restored(model), preserved_draws(), default_precision(program.precision):
-        mirror = _copies(model.named_buffers())
+        mirror = _copies(named_buffers(model))
         parameters = {
             name: parameter.detach().requires_grad_(parameter.requires_grad)
             for name, parameter in model.named_parameters()
@@ -124,7 +125,7 @@ def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch:
     program = bound(program, model)
     limit = _tolerance(program)
     with one_thread(), restored(model), preserved_draws(), default_precision(program.precision):
-        mirror = _copies(model.named_buffers())
+        mirror = _copies(named_buffers(model))
         batch, seed = in_precision(batch, program.precision), derive("check", 0)
         draws = any(node.num_draws for node in program.nodes)
         with attributes_put_back(model) if program.opaque else nullcontext():
@@ -150,7 +151,7 @@ def _eager(
         outputs = tree_leaves(loss(model, cloned(batch)))
         if backward:
             _backward(outputs)  # inside the modes: checkpointed blocks draw again
-    return _Ran(_detached(outputs), gradients, _copies(model.named_buffers()))
+    return _Ran(_detached(outputs), gradients, _copies(named_buffers(model)))
 
 
 def _program(

@@ -94,8 +94,8 @@ def _record(
         for number, (value, each) in enumerate(zip(values, state, strict=True))
         if id(each) in replaced or (value is not None and not equal_bits(value, each))
     }
-    if any(isinstance(state[number], nn.Parameter) for number in written):
-        raise CaptureError("it writes to its parameters in the forward")
+    if any(isinstance(state[number], nn.Parameter) and state[number].requires_grad for number in written):
+        raise CaptureError("it writes to parameters in the forward that are trained")
     left = [
         (place, each)
         for place, each in _tensor_attributes(module).items()

@@ -10,19 +10,20 @@ import torch
 from torch import nn
 
 from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.trace.attributes import attributes_restored, plain_values
 
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Clears gradients, and restores gradients, buffers and plain attributes on exit."""
+    """Clears gradients, and restores gradients, buffers, parameters that count as buffers, and plain attributes on exit."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (module, dict(vars(module)["_buffers"]))
         for module in model.modules()
         if not isinstance(module, torch.jit.ScriptModule)  # whose buffers are never replaced
     ]
-    values = {id(buffer): (buffer, buffer.detach().clone()) for buffer in model.buffers()}
+    values = {id(buffer): (buffer, buffer.detach().clone()) for _, buffer in named_buffers(model)}
     for parameter, _ in gradients:
         parameter.grad = None
     try:

@@ -19,6 +19,7 @@ from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.nodes import Variable
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
+from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.sizes.smaller import Smaller
 from meshloom.program.store.fingerprint import NoDigestError, capture_fingerprint, versions
 from meshloom.program.store.program_key import shapes_of
@@ -169,9 +170,11 @@ def _unpacked(content: bytes) -> tuple[Program, Smaller | None]:
 
 def _check_fits(program: Program, model: nn.Module, leaves: Leaves, training: bool) -> None:
     """Raise unless the program's inputs are those of this model and batch."""
+    buffers = dict(named_buffers(model))
+    trained = {name: each for name, each in model.named_parameters() if name not in buffers}
     for kind, known, actual in (
-        ("parameters", program.parameters, dict(model.named_parameters())),
-        ("buffers", program.buffers, dict(model.named_buffers())),
+        ("parameters", program.parameters, trained),
+        ("buffers", program.buffers, buffers),
     ):
         mine: dict[str, Variable] = {each.name: each for each in known.values()}
         if kind == "parameters" and mine.keys() != actual.keys():

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from meshloom.program.ir.early_updates import with_early_updates
 from meshloom.program.ir.nodes import Input, Meta, Node, Ref, Variable
 from meshloom.program.ir.program import Program
+from meshloom.program.ir.written_parameters import mark_written, named_buffers
 from meshloom.program.trace.export import Exported, context_of, line_of, path_of
 from meshloom.program.trace.infer import Inferred, Shape, infer, shape_of
 from meshloom.program.trace.mutation import without_mutation
@@ -25,22 +27,28 @@ def build(
     opaque: Mapping[str, str] | None = None,
 ) -> Program:
     """The program of an exported loss. leaves: the batch's tensors, as exported. opaque: its opaque parts."""
-    parameters = _variables(model.named_parameters(remove_duplicate=False))
-    buffers = _variables(model.named_buffers(remove_duplicate=False))
+    given = {
+        **_variables(model.named_parameters(remove_duplicate=False)),
+        **_variables(model.named_buffers(remove_duplicate=False)),
+    }
     tensors: dict[str, Tensor] = dict(exported.constants)
     first: dict[str, str] = {}  # placeholder -> first name of its tensor, also if tied
-    values: dict[str, str] = {}  # placeholder -> name of its value
-    of_kinds = ("p", exported.parameters, parameters), ("b", exported.buffers, buffers)
-    for prefix, names, variables in of_kinds:
-        for value, name in names.items():
-            first[value], tensors[value] = variables[name]
-            values[value] = f"{prefix}_{_identifier(first[value])}"
+    for value, name in {**exported.parameters, **exported.buffers}.items():
+        first[value], tensors[value] = given[name]
     likes = {name: shape_of(tensor) for name, tensor in tensors.items()}
     likes |= {
         value: shape_of(leaf.detach().clone())
         for value, leaf in zip(exported.inputs, leaves.values(), strict=True)
     }
     pure = without_mutation(exported, likes)
+    mark_written(
+        model, [first[value] for value in (*pure.updates, *pure.in_place) if value in exported.parameters]
+    )
+    buffers = _variables(named_buffers(model, remove_duplicate=False))
+    parameters = {name: each for name, each in given.items() if name not in buffers}
+    values = {
+        value: f"{'b' if name in buffers else 'p'}_{_identifier(name)}" for value, name in first.items()
+    }  # placeholder -> name of its value
     inferred = pure.inferred or infer(pure.graph, likes)
     nodes: list[Any] = list(pure.graph.nodes)
     names_of: dict[fx.Node, str] = {node: str(values.get(node.name, node.name)) for node in nodes}
@@ -64,7 +72,7 @@ def build(
         precision=precision,
         opaque=dict(opaque or {}),
     )
-    return unfolded(program)
+    return unfolded(with_early_updates(program))
 
 
 def _variables(names_of: Any) -> dict[str, tuple[str, Tensor]]:

@@ -30,7 +30,12 @@ from meshloom.program.ir.lines import WAY_OUT, SourceLine, SourcePlace, place_he
 from meshloom.program.opaque.stand_ins import Recorded, standing_in
 from meshloom.program.trace.attributes import Changed, attributes_restored, plain_attributes, plain_values
 from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcuts
-from meshloom.program.trace.export_patches import ctc_loss_without_values, patched_for_export, without_cache
+from meshloom.program.trace.export_patches import (
+    ctc_loss_without_values,
+    patched_for_export,
+    untraced,
+    without_cache,
+)
 from meshloom.program.trace.folding import Folding
 from meshloom.program.trace.inner_gradients import (
     InnerGradientError,
@@ -255,6 +260,9 @@ def _recorded(model: nn.Module, folding: Folding | None) -> Iterator[None]:
         if func is _torch._C._set_grad_enabled:
             with _torch._C.DisableTorchFunction():
                 return func(*args)
+        traced = untraced(func)
+        if traced is not None:
+            return traced(*args, **(kwargs or {}))
         return recorded(func, kinds, args, kwargs)
 
     def create(*args: Any, **kwargs: Any) -> fx.Node:

@@ -6,8 +6,9 @@ arguments, the CTC loss has a shape, and caches for generating text are not fill
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from meshloom.program.trace.on_cpu import fake_ctc_loss
 
 _torch: Any = torch  # for private names
 _impls: Any = fake_impls
+_DATA: Any = Tensor.data
 aten = torch.ops.aten
 
 
@@ -65,6 +67,32 @@ def without_cache(model: nn.Module) -> Iterator[bool]:
     finally:
         for each in on:
             each["use_cache"] = True
+
+
+def untraced(function: Any) -> Callable[..., Any] | None:
+    """What is traced in place of a function that export does not see: `tensor.data`, and functions of lists."""
+    if function == _DATA.__get__:
+        return Tensor.detach
+    if function == _DATA.__set__:
+        return _set_data
+    name = getattr(function, "__name__", "")
+    method = getattr(Tensor, name.removeprefix("_foreach_"), None) if name.startswith("_foreach_") else None
+    return partial(_each, method, name) if method is not None else None
+
+
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    """Of a program the values count, not their memory."""
+    with torch.no_grad():
+        tensor.copy_(value)
+
+
+def _each(method: Callable[..., Any], name: str, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Of a list of tensors one after another. args: lists for the tensors, or one value for all."""
+    results = [
+        method(tensor, *(arg[number] if isinstance(arg, list | tuple) else arg for arg in args), **kwargs)
+        for number, tensor in enumerate(tensors)
+    ]
+    return None if name.endswith("_") else results
 
 
 def _apply(applied: list[Applied]) -> Any:

@@ -50,8 +50,8 @@ _RUN_ON_A_COPY = {*_DROPOUTS, "rrelu_", "rrelu_with_noise_"}
 class Pure:
     """A graph without in-place operators.
 
-    updates: placeholder of a buffer -> the node with its new value at the end.
-    in_place: placeholders of buffers that operators update while they run (running statistics of batch norm).
+    updates: placeholder of a buffer, or of a parameter that is not trained -> the node with its new value at the end.
+    in_place: placeholders of those that operators update while they run (running statistics of batch norm).
     inferred: shapes of its nodes, known where nothing was written.
     """
 
@@ -121,7 +121,7 @@ class _Rewriter:
             if viewed is not None:
                 self.view_of[node] = viewed
         for buffer in (*running_statistics(node), *_written_by_opaque(node)):
-            if buffer.op != "placeholder" or buffer.name not in self.exported.buffers:
+            if not self._is_written_as_buffer(buffer):
                 raise _refusal(node, "updates running statistics that are not buffers of the model")
             if buffer not in self.written_buffers:
                 self.in_place.add(buffer.name)
@@ -153,14 +153,19 @@ class _Rewriter:
         if self._shape(node).requires_grad:
             self.with_gradient.add(storage)
         self._put(at, value)
-        if at.op == "placeholder" and at.name in self.exported.buffers:
+        if self._is_written_as_buffer(at):
             self.written_buffers[at] = None
 
     def _check(self, node: fx.Node, operand: fx.Node) -> None:
         views = self._views_down_from(operand)
         owner = views[-1]
-        if owner.op == "placeholder" and owner.name in self.exported.parameters:
-            raise _refusal(node, f"writes to parameter {self.exported.parameters[owner.name]} in the forward")
+        if (
+            owner.op == "placeholder"
+            and owner.name in self.exported.parameters
+            and self._shape(owner).requires_grad
+        ):
+            name = self.exported.parameters[owner.name]
+            raise _refusal(node, f"writes to parameter {name} in the forward, which is trained")
         if owner.op == "placeholder" and owner.name in self.exported.constants:
             unregistered = "a tensor that is an attribute but not a buffer (register it with register_buffer)"
             raise _refusal(node, f"writes to {unregistered}")
@@ -229,6 +234,13 @@ class _Rewriter:
         while (before := self.operand_of.get(views[-1]) or self.view_of.get(views[-1])) is not None:
             views.append(self.view_of[before] if is_list(before) else before)
         return views
+
+    def _is_written_as_buffer(self, node: fx.Node) -> bool:
+        """Whether it is a buffer, or a parameter that is not trained: a step may write them."""
+        if node.op != "placeholder":
+            return False
+        frozen = node.name in self.exported.parameters and not self._shape(node).requires_grad
+        return frozen or node.name in self.exported.buffers
 
     def _shape(self, node: fx.Node) -> Shape:
         return self.inferred.shapes[node][0]

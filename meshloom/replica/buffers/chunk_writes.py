@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.replica.buffers.recurrence import Unite, differ, flat, same, unflat
 from meshloom.replica.buffers.tracked_buffer import ChunkEnds, TrackedBuffer, fits, num_reals
 from meshloom.replica.buffers.write_maps import WriteMaps
@@ -27,7 +28,7 @@ LOOK_EVERY = 100
 
 
 class ChunkWrites:
-    """The buffers of `model` that are not in `handled` (identities).
+    """The buffers of `model` that are not in `handled` (identities), and parameters that count as buffers.
 
     joined: all replicas' chunks with one number are one chunk: each replica's value is that of a part of it.
     changing: names of the buffers that every chunk changes, if that is known; otherwise it is seen by their
@@ -55,7 +56,7 @@ class ChunkWrites:
         self._moving: list[TrackedBuffer] = []
         self._told: set[str] = set()
         self._buffers: list[TrackedBuffer] = []
-        for name, buffer in model.named_buffers():
+        for name, buffer in named_buffers(model):
             owner, _, key = name.rpartition(".")
             if id(buffer) in handled:
                 continue
@@ -94,6 +95,9 @@ class ChunkWrites:
         changed = {each.name: each for each in self._buffers if each.name in chunk.ends}
         for one, other in self._maps.learn(list(changed.values()), chunk):
             self._tie(changed[one], changed[other])
+        for each in self._buffers:
+            if each.moved:  # at the end of the step its parameters may be gone (zero=3)
+                self._maps.look_at_untouched(each, chunk)
 
     def facts(self) -> list[int]:
         """Of every buffer: `CHANGED` and `RESHAPED` in this step, `LAST` (no recurrence), `READ`, `GROUP`."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.random import preserved_draws
+from meshloom.program.ir.written_parameters import written_parameters
 from meshloom.replica.buffers.recurrence import same
 from meshloom.replica.buffers.tracked_buffer import TrackedBuffer, fits
 
@@ -57,6 +58,9 @@ def restored(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()  # pyright: ignore[reportPrivateUsage]
         if buffer is not None
     ]
+    written = [
+        (each, each.detach().clone()) for each in written_parameters(model).values() if not each.is_meta
+    ]
     try:
         yield
     finally:
@@ -66,3 +70,6 @@ def restored(model: nn.Module) -> Iterator[None]:
                 if not buffer.is_meta and not same(buffer, value):
                     buffer.copy_(value)
                 module._buffers[name] = buffer  # pyright: ignore[reportPrivateUsage]
+            for parameter, value in written:
+                if not same(parameter, value):
+                    parameter.copy_(value)

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.program.ir.written_parameters import tensors_beside
 from meshloom.replica.buffers.recurrence import same
 
 
 @dataclass
 class TrackedBuffer:
-    """A buffer. start: before the step. last: it is no recurrence. group: lowest number of its tied ones."""
+    """A buffer, or a parameter that counts as one. start: before the step. last: it is no recurrence. group: lowest
+    number of its tied ones."""
 
     number: int
     name: str
@@ -33,10 +35,15 @@ class TrackedBuffer:
     known: Tensor | None = None
 
     def now(self) -> Tensor | None:
-        return self.module._buffers.get(self.key)  # pyright: ignore[reportPrivateUsage]
+        return tensors_beside(self.module, self.key).get(self.key)
 
     def put(self, value: Tensor) -> None:
-        self.module._buffers[self.key] = value  # pyright: ignore[reportPrivateUsage]
+        place = tensors_beside(self.module, self.key)
+        if not isinstance(self.original, nn.Parameter):
+            place[self.key] = value
+        elif value is not self.original:  # others may refer to it (a recurrent layer's list of weights)
+            with torch.no_grad():
+                self.original.copy_(value)
 
     def put_back(self) -> None:
         """The object and the value that it had before the step."""
@@ -49,11 +56,13 @@ class TrackedBuffer:
 
 @dataclass
 class ChunkEnds:
-    """What a chunk made of the buffers that it changed, and where [numel]. rerun: runs it once more."""
+    """What a chunk made of the buffers that it changed, and where [numel]; factors [numel] of elements that it did not
+    change. rerun: runs it once more."""
 
     rerun: Callable[[], Any] | None
     ends: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     where: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    untouched: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 def fits(now: Tensor, buffer: TrackedBuffer) -> bool:

@@ -102,6 +102,13 @@ class WriteMaps:
                 return others.expand_as(start)
         return buffer.factor
 
+    def look_at_untouched(self, buffer: TrackedBuffer, chunk: ChunkEnds) -> None:
+        """Find the factors of elements that a chunk did not change, now that it can be run again."""
+        if not buffer.last and not self._every_chunk:
+            start = flat(buffer.start)
+            where = chunk.where.get(buffer.name, torch.zeros_like(start, dtype=torch.bool))
+            chunk.untouched[buffer.name] = self._untouched(buffer, chunk, where, start)
+
     def _untouched(self, buffer: TrackedBuffer, chunk: ChunkEnds, where: Tensor, start: Tensor) -> Tensor:
         """Factors of elements that a chunk did not change: did it leave them alone, or write what they were?
 
@@ -109,6 +116,8 @@ class WriteMaps:
         shifted value can tell. A program does the same in every chunk: one factor of all elements stays.
         """
         ones = torch.ones_like(start)
+        if buffer.name in chunk.untouched:
+            return chunk.untouched[buffer.name]
         if self._every_chunk:
             dense = buffer.factor is not None and bool((buffer.factor == buffer.factor[:1]).all())
             return buffer.factor if dense and buffer.factor is not None else ones

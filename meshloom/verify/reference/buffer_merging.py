@@ -34,6 +34,8 @@ class BufferMerging:
         excluded = {id(buffer) for module in write_only for buffer in module.buffers(recurse=False)}
         modules = dict(model.named_modules(remove_duplicate=False))
         names = [name for name, buffer in model.named_buffers() if id(buffer) not in excluded]
+        # a forward may write parameters that are not trained
+        names += [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         self._places = {name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names}
         self._recurrent: dict[str, bool] = {}
         self._depends_on: dict[str, set[str]] = {}  # buffer -> the other buffers that its write depends on
@@ -41,7 +43,7 @@ class BufferMerging:
 
     def snapshot(self, known: Mapping[str, Tensor] | None = None) -> Buffers:
         """Copies of the buffers. known: earlier copies, reused for buffers that did not change."""
-        found = {name: vars(module)["_buffers"][key] for name, (module, key) in self._places.items()}
+        found = {name: _tensors_with(module, key)[key] for name, (module, key) in self._places.items()}
         known = known or {}
         return {
             name: known[name] if name in known and _same(known[name], value) else value.detach().clone()
@@ -53,7 +55,7 @@ class BufferMerging:
         """Set the buffers to these values; a buffer of another shape is replaced by a new tensor."""
         for name, value in values.items():
             module, key = self._places[name]
-            buffer = vars(module)["_buffers"][key]
+            buffer = _tensors_with(module, key)[key]
             if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
                 buffer.detach().copy_(value)
             else:
@@ -158,6 +160,11 @@ class BufferMerging:
                     *(each for each in self._tied if each & {name, *depends_on[name]})
                 )
                 self._tied = [*(each for each in self._tied if not each & group), group]
+
+
+def _tensors_with(module: nn.Module, key: str) -> dict[str, Any]:
+    own = vars(module)
+    return own["_parameters"] if key in own["_parameters"] else own["_buffers"]
 
 
 def _shifts(value: Tensor, result: Tensor) -> list[Tensor]:

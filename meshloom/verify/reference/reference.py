@@ -134,7 +134,7 @@ class Reference:
         parameter = self.parameters[name]
         if parameter.grad is not None and gradient is not None:
             if parameter.grad.is_sparse:
-                parameter.grad = gradient.detach().to(parameter.device, parameter.dtype, copy=True)
+                parameter.grad = _rows_of(gradient, parameter.grad).to(parameter.dtype, copy=True)
             else:
                 parameter.grad.copy_(gradient.to_dense())
 
@@ -185,7 +185,7 @@ class Reference:
 
     def _rerun_forward(self, forward: ReferenceForward, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """The buffers that a forward makes of other ones; all other state is left unchanged."""
-        current = {name: value.detach().clone() for name, value in self.model.named_buffers()}
+        current = {name: value.detach().clone() for name, value in self._untrained()}
         gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         self._buffers.load(buffers)
         self.model.zero_grad(set_to_none=True)
@@ -194,7 +194,7 @@ class Reference:
             return self._buffers.snapshot()
         finally:
             with torch.no_grad():
-                for name, value in self.model.named_buffers():
+                for name, value in self._untrained():
                     if name in current and value.shape == current[name].shape:
                         value.copy_(current[name])
             for parameter, gradient in gradients:
@@ -243,6 +243,15 @@ class Reference:
 
 def _list_of(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _rows_of(gradient: Tensor, like: Tensor) -> Tensor:
+    """A gradient as a sparse one; a dense one with the rows of `like`."""
+    if gradient.is_sparse:
+        return gradient.detach().to(like.device)
+    indices = like.coalesce().indices()
+    values = gradient.detach().to(like.device)[tuple(indices)]
+    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
 
 
 def _clip(model: nn.Module, limit: float, norm: float) -> None:

@@ -1,0 +1,184 @@
+"""Parameters that no gradient trains and that the loss writes (a teacher's moving average) follow the rule of
+buffers under every plan, and are one device's (docs/buffers.md)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import on_ranks
+from torch import Tensor
+from torch.nn import functional as F
+
+import meshloom as ml
+from meshloom.core.errors import TrainingError
+from meshloom.core.plan import Plan
+from meshloom.core.random import model_seed, seed_everything
+from meshloom.replica.replica_state import full_state
+from meshloom.telemetry.progress import QUIET
+from meshloom.train.trainer import Trainer
+from meshloom.verify.run import verify
+from tests.teacher_jobs import JOBS, Pair, in_place, teacher_job, updated_first
+
+PLANS = ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "microbatches=3", "dp=2,zero=1,microbatches=3",
+         "pp=2,microbatches=3", "dp=2,zero=3,tp=2"]  # fmt: skip
+TOLERANCE: Any = {"rtol": 1e-10, "atol": 1e-11}  # float64, other orders of sums
+
+
+def trained(name: str, plan: str) -> tuple[dict[str, Tensor], Any, Any]:
+    """Full state after all steps, in float64, with an evaluation in between; losses; the summary."""
+    with Trainer(
+        JOBS[name](), Plan.parse(plan), devices="simulated", dtype=torch.float64, listener=QUIET
+    ) as trainer:
+        losses = [trainer.step(batch) for batch in trainer.batches()]
+        state = {key: each.clone() for key, each in trainer.together(full_state)[0].items()}
+        return state, losses, None
+
+
+def one_device(name: str, plan: str) -> tuple[dict[str, Tensor], list[float]]:
+    """A plain loop that knows the update: the teacher of every chunk starts as the step found it, and moves once for
+    each chunk."""
+    job, parsed = JOBS[name](), Plan.parse(plan)
+    seed_everything(model_seed(job.seed))
+    model: Any = job.model().double()
+    made: Any = job.optimizer([each for each in model.named_parameters() if each[1].requires_grad])
+    losses: list[float] = []
+    with Trainer(job, Plan.parse(plan), devices="simulated", dtype=torch.float64, listener=QUIET) as trainer:
+        for batch in trainer.batches():
+            given = {chunk.index: chunk for shares in batch.shares for chunk in shares if chunk.samples}
+            chunks = [given[index] for index in sorted(given)]
+            made.zero_grad()
+            start = {key: each.clone() for key, each in model.teacher.named_parameters()}
+            total = 0.0
+            for chunk in chunks:
+                for key, each in model.teacher.named_parameters():
+                    each.data = start[key].clone()
+                loss = job.loss(
+                    model,
+                    {
+                        key: each.double() if each.is_floating_point() else each
+                        for key, each in chunk.data.items()
+                    },
+                )
+                (loss * chunk.samples / job.batch_size).backward()  # type: ignore[union-attr]
+                total += float(loss.detach()) * chunk.samples / job.batch_size  # type: ignore[arg-type]
+            for key, each in model.teacher.named_parameters():
+                each.data = start[key]
+            rate = 0.0 if name.endswith("copied") else 0.9
+            for _ in chunks:
+                for p, q in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+                    p.data = rate * p.data + (1 - rate) * q.data
+            made.step()
+            losses.append(total)
+            trainer.next_step = batch.step + 1
+    assert parsed.num_chunks >= 1
+    return {key: each.detach().clone() for key, each in model.named_parameters()}, losses
+
+
+USUAL = [("first, in place", "dp=2"), ("first, new data", "dp=2,zero=3")]
+OFTEN = [("last, in place", "dp=2,pp=2,tp=2"), ("in the forward", "tp=2")]
+
+
+def pairs() -> list[Any]:
+    marks: dict[tuple[str, str], Any] = {**dict.fromkeys(OFTEN, pytest.mark.long), **dict.fromkeys(USUAL, ())}
+    rest = [(name, plan) for name in JOBS for plan in PLANS]
+    return [
+        pytest.param(*each, marks=marks.get(each, pytest.mark.slow))
+        for each in dict.fromkeys([*marks, *rest])
+    ]
+
+
+@pytest.mark.parametrize(("name", "plan"), pairs())
+def test_a_teacher_is_one_device_s(name: str, plan: str) -> None:
+    """Replicas had teachers of their own, under dp, without a word; tp and pp refused the loss."""
+    state, losses, _ = trained(name, plan)
+    expected, wanted = one_device(name, plan)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), **TOLERANCE)
+    for key, each in expected.items():
+        torch.testing.assert_close(state[key], each, **TOLERANCE, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", pytest.param("dp=2,pp=2,tp=2", marks=pytest.mark.slow)])
+def test_teachers_are_verified(plan: str) -> None:
+    report = verify(
+        JOBS["last, in place"](), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64
+    )
+    assert report is not None
+    assert report.passed
+
+
+def test_a_teacher_that_is_written_later_is_an_error() -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        if ml.step() >= 2:
+            in_place(model.teacher, model.student)
+        return F.cross_entropy(model.student(batch["x"]) + model.teacher(batch["x"]), batch["y"])
+
+    with (
+        Trainer(teacher_job(loss), "dp=2", devices="simulated", listener=QUIET) as trainer,
+        pytest.raises(
+            TrainingError, match=r"teacher\.first\.weight is not trained, and the loss wrote it in this step"
+        ),
+    ):
+        trainer.fit()
+
+
+@pytest.mark.processes
+def test_replicas_that_share_parameters_have_teachers_of_their_own() -> None:
+    """With one copy for all replicas of a host the teacher was an error."""
+    state, _, _ = trained("last, in place", "dp=2")
+    for found in on_ranks(_on_processes, 2):
+        for name, each in found.items():
+            torch.testing.assert_close(state[name], each, **TOLERANCE)
+
+
+def _on_processes() -> dict[str, Tensor]:
+    with Trainer(
+        JOBS["last, in place"](), "dp=2", devices="cpu", dtype=torch.float64, listener=QUIET
+    ) as trainer:
+        trainer.fit()
+        return {name: each.clone() for name, each in trainer.replicas[0].model.named_parameters()}
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", pytest.param("tp=2", marks=pytest.mark.slow)])
+def test_a_run_with_a_teacher_goes_on(plan: str, tmp_path: Path) -> None:
+    name = "last, in place"
+    for steps, the_plan, more in (
+        (1, "dp=2", {}),
+        (2, plan, {"resume": tmp_path / "1"}),
+        (3, "dp=2", {"resume": tmp_path / "2"}),
+    ):
+        job = replace(JOBS[name](), steps=steps, batch_size=6)
+        with Trainer(
+            job,
+            the_plan,
+            devices="simulated",
+            dtype=torch.float64,
+            listener=QUIET,
+            out=tmp_path / str(steps),
+            **more,
+        ) as trainer:
+            trainer.fit()
+            state = {key: each.clone() for key, each in trainer.together(full_state)[0].items()}
+    expected = trained(name, "dp=2")[0]
+    if plan == "dp=2,zero=3":  # with tp=2 a step has one chunk
+        for key, each in expected.items():
+            torch.testing.assert_close(state[key], each, **TOLERANCE)
+
+
+def test_a_trained_parameter_that_is_written_is_refused_under_tp() -> None:
+    class Both(Pair):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher.requires_grad_(True)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return updated_first(in_place)(model, batch) + 0 * F.relu(
+            sum(p.sum() for p in model.teacher.parameters())
+        )
+
+    job = teacher_job(loss, Both)
+    with pytest.raises(Exception, match="writes to parameter teacher.* which is trained"):
+        Trainer(job, "tp=2", devices="simulated", listener=QUIET).close()
