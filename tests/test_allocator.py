@@ -17,9 +17,11 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only 
 PROGRAM = """
 import resource
 import torch
-from meshloom.launch.allocator import keep_freed_memory
+from meshloom.launch.allocator import keep_freed_memory, return_freed_memory
 
 kept = keep_freed_memory()
+if {returned}:
+    kept = not return_freed_memory()
 pages = []
 for number in range(6):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -32,15 +34,15 @@ print(kept, min(pages[1:]))
 """
 
 
-def run(**environment: str) -> tuple[bool, int]:
-    """Whether memory was kept, and the fewest pages of a round but the first."""
+def run(*, returned: bool = False, **environment: str) -> tuple[bool, int]:
+    """Whether memory was kept, and the fewest pages of a round but the first. returned: it is returned later on."""
     clean = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"
     }
     found = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", PROGRAM.format(returned=returned)],
         env={**clean, **environment},
         check=True,
         capture_output=True,
@@ -53,6 +55,12 @@ def run(**environment: str) -> tuple[bool, int]:
 def test_freed_memory_is_kept():
     kept, pages = run()
     assert kept and pages < 100
+
+
+@pytest.mark.long
+def test_it_is_returned_where_memory_is_short():
+    kept, pages = run(returned=True)
+    assert not kept and pages > 20_000  # all of each round
 
 
 @pytest.mark.long

@@ -91,6 +91,19 @@ def test_activations_count_where_the_loss_is_captured(monkeypatch: pytest.Monkey
         steps(job, "pp=2,microbatches=2,schedule=gpipe")
 
 
+@pytest.mark.parametrize(("times", "returned"), [(33.0, False), (31.0, True)])
+def test_freed_memory_is_returned_where_the_host_has_less_than_four_times_what_ranks_hold(
+    times: float, returned: bool, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[bool] = []
+    monkeypatch.setattr(memory_check, "return_freed_memory", lambda: calls.append(True))
+    monkeypatch.setattr(
+        memory_check, "free_bytes", lambda: int(times * PARAMETERS)
+    )  # two ranks: 8 x at least
+    assert steps(blocks_job(batch_size=2), "dp=2", overcommit=True) > 0
+    assert calls == [True] * (2 if returned else 0)  # each rank on its own
+
+
 def test_what_is_refused_exceeds_the_limit_by_a_tenth():
     needs = [{"parameters": 60}, {"parameters": 48}]
     assert not too_much(needs, Limit(num_bytes=100, source="", is_shared=True))

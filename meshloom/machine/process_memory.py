@@ -25,7 +25,7 @@ def regained_bytes() -> int:
     return max(peak - now, 0)
 
 
-def return_freed_memory() -> None:
+def trim() -> None:
     """Returns to the system what the C library keeps of freed memory, where that is glibc."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes, round_up
 from meshloom.machine.file_system import file_system_of, is_remote, keeps_in_memory
-from meshloom.machine.process_memory import return_freed_memory
+from meshloom.machine.process_memory import trim
 from meshloom.optimizer.elementwise import copy_with
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.offload.state_file import PAGE, StateFile
@@ -80,7 +80,7 @@ class StateOnDisk(OffloadedState):
                 self.keep(optimizer, parameter)
             if optimizer not in self._updated:
                 # the first update makes the state, in memory that nothing else may fit
-                return_freed_memory()
+                trim()
 
         step_in_windows(optimizer, windows, step)
         self._updated.add(optimizer)

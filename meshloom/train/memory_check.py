@@ -17,9 +17,10 @@ from meshloom.core.cache import Cache
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_bytes, format_count
+from meshloom.launch.allocator import return_freed_memory
 from meshloom.launch.environment import opened_cache
 from meshloom.launch.transport import host_identity
-from meshloom.machine.host_memory import total_bytes
+from meshloom.machine.host_memory import free_bytes, total_bytes
 from meshloom.pipeline.schedules.check import held_by_stage
 from meshloom.planner.fitting import MARGIN, Limit, least_bytes, offers_for, refusal, state_bytes, too_much
 from meshloom.planner.memory.stage_kept import kept_bytes_of
@@ -28,12 +29,15 @@ from meshloom.program.ir.program import Program
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
 
+# ranks keep freed memory for the next step where the host has so many times what they hold at least
+KEPT_WITHIN = 4
 MOST_STATE = 4.0  # bytes of state per byte of parameters that hardly any optimizer exceeds
 
 
 def prepare(replica: Replica, *, overcommit: bool, cache: str) -> Steps[None]:
     """`Replica.prepare`, unless its plan cannot fit. overcommit: it is not looked at. cache: as for `Trainer`, of
     captured losses, for plans that would fit. Raises `PlanError`."""
+    yield from choose_allocation(replica)
     kept = None if overcommit else opened_cache(cache)
     if not overcommit:
         yield from check_model_fits(replica, cache=kept)
@@ -44,17 +48,35 @@ def prepare(replica: Replica, *, overcommit: bool, cache: str) -> Steps[None]:
         yield from check_part_fits(replica, cache=kept)
 
 
+def choose_allocation(replica: Replica) -> Steps[None]:
+    """On CPUs: freed memory is returned to the system, and no longer kept for the next step, where the ranks of this
+    host hold more than a quarter of its free memory anyway."""
+    here: list[str] = yield from collect(replica.context.world, host_identity())
+    if replica.context.device.type != "cpu":
+        return
+    num_here, free = here.count(host_identity()), free_bytes()
+    if num_here * sum(_at_least(replica, num_here, free // KEPT_WITHIN).values()) > free // KEPT_WITHIN:
+        return_freed_memory()
+
+
+def _at_least(replica: Replica, num_here: int, limit: int) -> Mapping[str, int]:
+    """What a rank holds at least, by kind: exact where `num_here` of them might exceed `limit` bytes."""
+    named = list(replica.model.named_parameters())
+    trained = sum(each.nbytes for _, each in named if each.requires_grad)
+    most = least_bytes(replica.plan, named, int(MOST_STATE * trained), one_copy=replica.may_share)
+    if num_here * sum(most.values()) <= limit:
+        return most
+    state = state_bytes(replica.job, named)
+    return least_bytes(replica.plan, named, state or 0, one_copy=replica.may_share)
+
+
 def check_model_fits(replica: Replica, *, cache: Cache | None) -> Steps[None]:
     """Before anything is filled: the least that ranks hold."""
-    plan, named = replica.plan, list(replica.model.named_parameters())
-    one_copy = replica.may_share
-    limit = limit_of(plan, replica.context.device)
-    trained = sum(each.nbytes for _, each in named if each.requires_grad)
-    most = least_bytes(plan, named, int(MOST_STATE * trained), one_copy=one_copy)
-    needs: Mapping[str, int] = {}
-    if sum(most.values()) * (plan.mesh.size if limit.is_shared else 1) > limit.num_bytes:
-        state = state_bytes(replica.job, named)
-        needs = least_bytes(plan, named, state or 0, one_copy=one_copy)
+    one_copy, limit = replica.may_share, limit_of(replica.plan, replica.context.device)
+    together = replica.plan.mesh.size if limit.is_shared else 1
+    needs = _at_least(replica, together, limit.num_bytes)
+    if together * sum(needs.values()) <= limit.num_bytes:
+        needs = {}
     yield from _refuse(replica, needs, limit, one_copy=one_copy, cache=cache)
 
 
