@@ -90,6 +90,9 @@ class WithSparse(Exchange):
     def only_slices(self) -> bool:
         return self._inner.only_slices
 
+    def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
+        return self._inner.each_slice(borrowed=borrowed)
+
     @property
     def inner(self) -> Exchange:
         return self._inner

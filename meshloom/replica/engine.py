@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshloom.checkpoint.tensor_file import Stream
@@ -28,6 +29,7 @@ from meshloom.parameters.shards import Shards
 from meshloom.parameters.unfilled_model import UnfilledModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.schedule import Schedule
+from meshloom.program.operators.used_rows import UsedRows
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.loss_sums import LossSums
 from meshloom.telemetry.traffic import ExpectedBytes
@@ -76,8 +78,12 @@ class Engine(ABC):
         Of one order on all of them."""
         return {}
 
-    def watch_rows(self, tables: Mapping[str, int]) -> None:  # noqa: B027
-        """Called before `connect`: which rows of these parameters a step uses is asked for, name -> rows of all of it."""
+    rows: UsedRows
+
+    def watch_rows(self, tables: Mapping[str, int], device: torch.device) -> None:
+        """Called before `connect`: `rows` will have the rows of these parameters that a step uses, name -> rows of all
+        of it."""
+        self.rows = UsedRows(tables, device)
 
     def used_rows(self, name: str) -> Tensor | None:
         """Which rows of what this rank holds of such a parameter the replica has used in the newest step: bool

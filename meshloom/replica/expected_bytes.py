@@ -19,7 +19,7 @@ def expected_bytes(replica: Replica) -> ExpectedBytes:
         *(statistics.expected_bytes() for statistics in replica.scope.statistics.values()),
     ]
     if replica.updates:
-        parts.append(replica.updater.expected_bytes())
+        parts += [replica.updater.expected_bytes(), replica.row_limits.expected_bytes()]
     if replica.plan.dp > 1:
         parts += [replica.sums.expected_bytes(), replica_check.expected_bytes(replicated_state(replica))]
         equals, slices = equal_slices(replica)

@@ -46,6 +46,7 @@ class ModuleEngine(Engine):
         self._parameters: NamedParameters = []
         self._exchange: Exchange
         self._units: UnitAccess | None = None  # zero=3
+        self.watch_rows({}, context.device)
 
     def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None) -> Steps[None]:
         yield from take_share(model, self.shards, unfilled, self._context.world)
@@ -65,7 +66,7 @@ class ModuleEngine(Engine):
 
     def connect(self, exchange: Exchange) -> ExitStack:
         self._exchange = exchange
-        undo = ExitStack()
+        undo = self.rows.watch(self._model, [""])
         if (sliced := slices_of(exchange)) is not None:
             self._units = UnitAccess(sliced.gathering)
             undo.enter_context(self._units.connect())
@@ -80,6 +81,7 @@ class ModuleEngine(Engine):
         loss_sums: LossSums,
         recorder: Recorder | None = None,
     ) -> Steps[None]:
+        self.rows.begin()
         with self.computing(STEP, idle=not chunks):
             for chunk in chunks:
                 self._context.activity.enter("chunk", chunk.step, chunk.index)

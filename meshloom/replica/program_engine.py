@@ -49,7 +49,6 @@ from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator
-from meshloom.program.operators.used_rows import UsedRows
 from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
@@ -99,7 +98,7 @@ class ProgramEngine(Engine):
         self._outside: dict[LossFunction, Outside] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._held: HeldParameters
-        self._rows = UsedRows({}, context.device)
+        self.watch_rows({}, context.device)
 
     def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None) -> Steps[None]:
         with self._timings.of("parts and waiting"):
@@ -155,11 +154,8 @@ class ProgramEngine(Engine):
     def lent(self) -> Mapping[str, bool]:
         return {name: self.ownership.owns(name) for name in self.ownership.lent}
 
-    def watch_rows(self, tables: Mapping[str, int]) -> None:
-        self._rows = UsedRows(tables, self.context.device)
-
     def used_rows(self, name: str) -> Tensor | None:
-        return self._rows.of(name, self.shards.pieces.get(name), self.shards.rank)
+        return self.rows.of(name, self.shards.pieces.get(name), self.shards.rank)
 
     def connect(self, exchange: Exchange) -> ExitStack:
         self._exchange = exchange
@@ -171,10 +167,10 @@ class ProgramEngine(Engine):
         self._held = HeldParameters(self._parameters, exchange, self.context.readers)
         self.microbatches = Microbatches(
             self.programs, self._model, self._parameters, self.pp, self.tp, self.context.device, self._completion.backward_ended, accumulator,
-            each_microbatch=exchange.each_chunk, units=self._held.units, used_rows=self._rows,
+            each_microbatch=exchange.each_chunk, units=self._held.units, used_rows=self.rows,
         )  # fmt: skip
         undo = self._completion.watch(self.microbatches.arrived)
-        undo.enter_context(self._rows.watch(self._model, self.programs.opaque))
+        undo.enter_context(self.rows.watch(self._model, self.programs.opaque))
         return undo
 
     def run(
@@ -196,7 +192,7 @@ class ProgramEngine(Engine):
             yield from self.programs.ready(batch)
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._rows.begin()
+        self.rows.begin()
         listener = BothListeners(activity, recorder) if recorder else activity
         finish, around = finish_of(chunks, scope, loss_sums), around_of(self.plan, chunks, scope)
         with self.computing(STEP, idle=not batches):
@@ -205,8 +201,8 @@ class ProgramEngine(Engine):
         yield from self._completion.finish(
             self._parameters, partial(self._sums.add_up, "tp"), computed=bool(batches)
         )
-        for axis in ("tp", "pp") if self._rows.flags.numel() else ():
-            yield from self._sums.add_up(axis, self._rows.flags.clamp_(max=1))
+        for axis in ("tp", "pp") if self.rows.flags.numel() else ():
+            yield from self._sums.add_up(axis, self.rows.flags.clamp_(max=1))
         loss_sums.close()
         # known to the last stage's rank, zeros on the others
         yield from self._sums.add_up("pp", loss_sums.sums)

@@ -35,7 +35,7 @@ from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.units.find_units import held_units, units_of
 from meshloom.exchange.units.unit_slices import UnitParameters
-from meshloom.optimizer.sparse_parameters import make_dense, sparse_parameters, sparse_tables
+from meshloom.optimizer.sparse_parameters import Sparse, make_dense, sparse_parameters, sparse_tables
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
 from meshloom.parameters.file_weights import FileWeights, agree_on_weights
@@ -45,8 +45,10 @@ from meshloom.parameters.starting_model import StartingModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.spans import SpanKind
 from meshloom.program.ir.written_parameters import frozen_parameters
+from meshloom.program.operators.limited_rows import limited, limits_of
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.buffers import batch_norm
+from meshloom.replica.buffers.row_limits import RowLimits
 from meshloom.replica.buffers.written_by_loss import mark_what_is_written
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
@@ -106,8 +108,7 @@ class Replica:
         self.timings = timings or Timings()
         self.job, self.plan, self.context, self.dtype = job, plan, context, dtype
         self._files, self._share = files, share
-        self.updates = updates
-        self.updating = False
+        self.updates, self.updating = updates, False
         self.replicas = context.groups["dp"]
         # whether this rank asks for something between steps (to stop), if ranks agree on that
         self.asks: Callable[[], bool] | None = None
@@ -123,13 +124,14 @@ class Replica:
             self._start = StartingModel(job, plan, context, dtype, may_share=self.may_share)
         self.model = self._start.model
         self.modes = Modes(self.model)
-        self._tables = sparse_tables(self.model)
+        self._tables, self._limits = sparse_tables(self.model), limits_of(self.model)
         if plan.captures:
             make_dense(self.model)  # programs' gradients are
         self.named = trainable(self.model)
         self.num_parameters = sum(each.numel() for each in self.model.parameters())
         self.num_trainable = sum(each.numel() for _, each in self.named)
         self._undo = ExitStack()
+        self._undo.enter_context(limited(self.model))
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, context.statistics))
         self.sums = LossSums(context.device, keeps_own=EXCHANGES[plan.exchange].independent)
@@ -155,9 +157,7 @@ class Replica:
             weights = yield from agree_on_weights(self.job, self.model, self.context.world)
             self.copied += yield from self._start.settle(weights)
         with self.timings.of("what the loss writes"):
-            self._notes += yield from mark_what_is_written(
-                self.job, self.plan, self.context, self._start, self.dtype
-            )
+            self._notes += yield from mark_what_is_written(self.job, self.plan, self.context, self._start, self.dtype)  # fmt: skip
         whole = self.named
         if self.plan.captures and self.plan.zero == 3:
             self._units = units_of(self.job, self.plan, self.model)
@@ -225,6 +225,7 @@ class Replica:
         step, doing = found.step, self.context.activity
         doing.enter("updating", step)
         self.updating = True  # until all ranks have updated
+        yield from self.row_limits.apply()
         with self._span("update"):
             norm = yield from self.updater.update(found.of_owned, found.loss)
         with self._span("exchange"):
@@ -279,14 +280,21 @@ class Replica:
             self.exchange = setup.alone()
             return
         sparse = sparse_parameters(self._tables, whole, made.optimizers)
-        self.engine.watch_rows({name: len(each) for name, each in whole if name in sparse.names})
+        self.engine.watch_rows(_watched(self.plan, [*self._limits], sparse, whole), self.context.device)
         here = sparse.names.intersection(name for name, _ in self.named)
         setup = Setup(
             plan=self.plan, named=self.named, frozen=self.frozen, group=self.replicas, replicated=self.engine.replicated,
             late=self.engine.late, lent=self.engine.lent,
             windows=self._windows, unfilled=self._start.unfilled,
-            may_share=lambda: self._share and not here and not why_separate(made, self.named),
+            may_share=lambda: self._share and not here and not self._limits and not why_separate(made, self.named),
             units=lambda: held_units(self._units or units_of(self.job, self.plan, self.model), self.model), slices=self.context.slices, control=self.context.readers,
             sparse=here, kept=sparse.kept, sparse_only=sparse.sparse_only, used_rows=self.engine.used_rows,
         )  # fmt: skip
         self.exchange = setup.open()
+        self.row_limits = RowLimits(self._limits, self.named, self.engine.rows, self.replicas, self.exchange, self.shards)  # fmt: skip
+
+
+def _watched(plan: Plan, limited: list[str], sparse: Sparse, whole: NamedParameters) -> dict[str, int]:
+    """The tables of which the engine notes the rows that are used, with their numbers of rows."""
+    names = {*limited, *(sparse.names if plan.captures else ())}
+    return {name: len(each) for name, each in whole if name in names}

@@ -65,7 +65,8 @@ class UsedRows:
         for node in program.nodes:
             first = node.args[0] if node.args else None
             name = values.get(first.name) if isinstance(first, Ref) else None
-            if name is not None and isinstance(node.target, Transition):
+            # a change of placement, or a table of which long rows are scaled (`limited_rows.py`)
+            if name is not None and (isinstance(node.target, Transition) or node.target is aten.add.Tensor):
                 values[node.name] = name
             nodes.append(self._changed(node, name))
         return replace(program, nodes=tuple(nodes))

@@ -1,0 +1,160 @@
+"""Options of embeddings and bags under every plan: offsets, weights of entries, padding_idx, scale_grad_by_freq, max_norm,
+sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshloom.comm.steps import Steps
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.replica.buffers.row_limits import RowLimits
+from meshloom.telemetry.progress import QUIET
+from meshloom.train.trainer import Trainer
+from meshloom.verify.run import verify
+
+ROWS = 23
+PLANS = ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "microbatches=3", "dp=2,zero=1,microbatches=3",
+         "dp=2,zero=3,tp=2,microbatches=3"]  # fmt: skip
+
+Look = Callable[[Any, dict[str, Tensor]], Tensor]
+
+
+class Network(nn.Module):
+    """Three layers of odd sizes."""
+
+    def __init__(self, table: nn.Module, look: Look) -> None:
+        super().__init__()
+        self.table, self.look = table, look
+        self.middle, self.last = nn.Linear(7, 9), nn.Linear(9, 5)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.last(torch.tanh(self.middle(self.look(self.table, batch))))
+
+
+def samples() -> list[dict[str, Tensor]]:
+    draws = torch.Generator().manual_seed(3)
+    found: list[dict[str, Tensor]] = []
+    for _ in range(24):
+        count = int(torch.randint(1, 6, (), generator=draws))
+        x, w = torch.randint(0, ROWS, (count,), generator=draws), torch.rand(count, generator=draws)
+        found.append({"x": x, "w": w, "y": torch.randint(0, 5, (), generator=draws)})
+    return found
+
+
+def in_a_row(given: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Bags of several sizes, with the offsets where they begin."""
+    sizes = torch.tensor([0, *(len(each["x"]) for each in given)])
+    x, w = (torch.cat([each[name] for each in given]) for name in "xw")
+    return {"x": x, "w": w, "offsets": sizes[:-1].cumsum(0), "y": torch.stack([each["y"] for each in given])}
+
+
+def of_four(given: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Bags of four, some rows more than once."""
+    x = torch.stack([each["x"][torch.arange(4) % len(each["x"])] for each in given])
+    return {"x": x, "y": torch.stack([each["y"] for each in given])}
+
+
+def bag(table: Any, batch: dict[str, Tensor]) -> Tensor:
+    return table(batch["x"], batch["offsets"])
+
+
+def weighted(table: Any, batch: dict[str, Tensor]) -> Tensor:
+    return table(batch["x"], batch["offsets"], per_sample_weights=batch["w"])
+
+
+def plain(table: Any, batch: dict[str, Tensor]) -> Tensor:
+    return table(batch["x"])
+
+
+def mean(table: Any, batch: dict[str, Tensor]) -> Tensor:
+    return table(batch["x"]).mean(1)
+
+
+def function(table: Any, batch: dict[str, Tensor]) -> Tensor:
+    return F.embedding_bag(batch["x"], table.weight, batch["offsets"], mode="sum", padding_idx=2)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], Look, Any]] = {
+    "offsets": (nn.EmbeddingBag, {}, bag, in_a_row),
+    "sum": (nn.EmbeddingBag, {"mode": "sum"}, bag, in_a_row),
+    "max": (nn.EmbeddingBag, {"mode": "max"}, bag, in_a_row),
+    "weights": (nn.EmbeddingBag, {"mode": "sum"}, weighted, in_a_row),
+    "function": (nn.EmbeddingBag, {}, function, in_a_row),
+    "padding of bags": (nn.EmbeddingBag, {"padding_idx": 3}, bag, in_a_row),
+    "padding": (nn.Embedding, {"padding_idx": 3}, mean, of_four),
+    "frequencies of bags": (nn.EmbeddingBag, {"scale_grad_by_freq": True}, bag, in_a_row),
+    "frequencies": (nn.Embedding, {"scale_grad_by_freq": True}, mean, of_four),
+    "norm of bags": (nn.EmbeddingBag, {"max_norm": 1.5}, bag, in_a_row),
+    "norm of bags of four": (nn.EmbeddingBag, {"max_norm": 1.5, "norm_type": 1.0}, plain, of_four),
+    "norm of weighted bags": (nn.EmbeddingBag, {"max_norm": 1.5, "mode": "sum"}, weighted, in_a_row),
+    "norm": (nn.Embedding, {"max_norm": 1.5}, mean, of_four),
+    "norm, sparse": (nn.Embedding, {"max_norm": 1.5, "sparse": True}, mean, of_four),
+    "norm of bags, sparse": (nn.EmbeddingBag, {"max_norm": 1.5, "sparse": True}, bag, in_a_row),
+    "sparse bags": (nn.EmbeddingBag, {"sparse": True}, bag, in_a_row),
+}
+
+
+def job(case: str, **settings: Any) -> Job:
+    made, options, look, collate = CASES[case]
+    return Job(
+        **{
+            "model": lambda: Network(made(ROWS, 7, **options), look),
+            "loss": lambda model, batch: F.cross_entropy(model(batch), batch["y"]),
+            "optimizer": lambda named: torch.optim.SGD([each for _, each in named], lr=0.5),
+            "data": samples,
+            "collate": collate,
+            "batch_size": 6,
+            "steps": 3,
+            **settings,
+        }
+    )
+
+
+def passes(case: str, plan: str) -> bool:
+    report = verify(job(case), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
+    assert report is not None
+    return report.passed
+
+
+USUAL = [("norm of bags", "dp=2"), ("norm", "dp=2,zero=3")]
+OFTEN = [("norm", "dp=2,pp=2,tp=2"), ("weights", "tp=2")]
+
+
+def pairs() -> list[Any]:
+    marks: dict[tuple[str, str], Any] = {**dict.fromkeys(OFTEN, pytest.mark.long), **dict.fromkeys(USUAL, ())}
+    rest = [(case, plan) for case in CASES for plan in PLANS]
+    return [
+        pytest.param(*each, marks=marks.get(each, pytest.mark.slow))
+        for each in dict.fromkeys([*marks, *rest])
+    ]
+
+
+@pytest.mark.parametrize(("case", "plan"), pairs())
+def test_embeddings_are_one_device_s(case: str, plan: str) -> None:
+    """With max_norm, replicas scaled rows of their own, silently; tp, pp and zero=3 refused it."""
+    assert passes(case, plan)
+
+
+def test_rows_that_another_replica_has_read_are_scaled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: nobody scales the weight."""
+
+    def forgetful(limits: RowLimits) -> Steps[None]:
+        return
+        yield
+
+    monkeypatch.setattr(RowLimits, "apply", forgetful)
+    assert not passes("norm", "dp=2")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", pytest.param("dp=2,zero=3,tp=2", marks=pytest.mark.slow)])
+def test_flags_of_rows_are_in_the_predicted_bytes(plan: str) -> None:
+    with Trainer(job("norm"), plan, devices="simulated", listener=QUIET) as trainer:
+        summary = trainer.fit()
+    assert summary.predicted == summary.counted
