@@ -22,7 +22,7 @@ from meshloom.core.job import Job, LossFunction
 from meshloom.core.plan import Plan
 from meshloom.pipeline.stages.stage_cutter import StageCutter
 from meshloom.pipeline.stages.stage_forms import StageForms
-from meshloom.pipeline.stages.stages import Stage
+from meshloom.pipeline.stages.stages import Stage, with_places_behind_parts
 from meshloom.program.capture.unlifted import unlifted
 from meshloom.program.cost.cost import costs
 from meshloom.program.cost.opaque_shares import opaque_notes
@@ -245,6 +245,8 @@ class ProgramStore:
         key = ProgramKey.of_program(loss, program)
         if key in self._entries:
             return key
+        program = with_places_behind_parts(program, self._plan.num_stages)
+        own = with_places_behind_parts(own, self._plan.num_stages) if own else None
         part, routed = program, {}
         if self._division:
             part, routed = yield from self._division.part(program, group, own)
