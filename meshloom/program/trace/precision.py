@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshloom.core.compiled import named_as_written, without_compilation
 from meshloom.core.errors import JobError
@@ -31,13 +31,27 @@ def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: 
         raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
     model = named_as_written(model)
     without_compilation(model)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if dtype is not None and tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
+    convert_tensors(model, dtype)
     if (device := leaves_of(beside).device) is not None:
         model = model.to(device)
     keep_as_constants(model)
     return as_trained(model) if training else model.eval()
+
+
+def convert_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Converts the model's floating-point parameters and buffers to `dtype` in place, if given; not complex ones, of which
+    `Module.to` would drop the imaginary part."""
+    if dtype is None:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
+    own: dict[int, Tensor] = {}
+    for module in model.modules():
+        held = vars(module)["_buffers"]
+        for name, tensor in held.items():
+            # a view, such as a row of a table, still has its base, which is of the other precision
+            if tensor is not None and tensor._is_view():
+                held[name] = own.setdefault(id(tensor), tensor.detach().clone())
 
 
 def in_precision(batch: Any, dtype: torch.dtype | None) -> Any:
