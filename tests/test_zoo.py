@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshloom.core.errors import MeshloomError
 from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
 from tests.zoo import jobs

@@ -17,9 +17,9 @@ from meshloom.core.job import Job
 from meshloom.core.modes import as_trained
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
+from meshloom.data.to_device import convert_tensors
 from meshloom.parameters.keyed_init import call_model
 from meshloom.program.ir.sparse_constants import keep_as_constants, sparse_attributes
-from meshloom.program.trace.precision import convert_tensors
 
 
 def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Module:

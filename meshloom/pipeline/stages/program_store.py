@@ -188,8 +188,7 @@ class ProgramStore:
         key = ProgramKey(loss, training, shapes_of(leaves))
         if not leaves.values:
             return key
-        known = (others for others in self._others.get(key, ()) if fits(others, leaves.values))
-        found = next(known, None)
+        found = next((others for others in self._others.get(key, ()) if fits(others, leaves.values)), None)
         if found is None:
             proved = self._of(loss).of_any_size(batch, training=training)  # for values like these
             found = proved.points[0].others if proved else None
@@ -246,12 +245,11 @@ class ProgramStore:
         if key in self._entries:
             return key
         program = with_places_behind_parts(program, self._plan.num_stages)
-        own = with_places_behind_parts(own, self._plan.num_stages) if own else None
+        own = own and with_places_behind_parts(own, self._plan.num_stages)
         part, routed = program, {}
         if self._division:
             part, routed = yield from self._division.part(program, group, own)
-        stages = yield from self.cutter.cut(program, part, routed, group, own)
-        self._entries[key] = stages
+        self._entries[key] = yield from self.cutter.cut(program, part, routed, group, own)
         self.others = self.others if len(self._entries) > 1 else program.others
         known = self._others.setdefault(key.tensors_only(len(program.others)), [])
         if program.others not in known:

@@ -4,18 +4,17 @@
         raise ValueError("NaN")
     assert bool((mask.sum(1) > 0).all())  an assertion holds
 
-The comparison with eager, and eager itself where it is compared, run these statements.
+Eager runs these statements wherever a program is compared with it.
 """
 
 from __future__ import annotations
 
 import ast
+import dis
 import linecache
 import sys
-from collections.abc import Iterator
 from functools import lru_cache
-from itertools import islice
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 _CALLED = {"print", "warn", "warning", "debug", "info", "error", "exception", "critical", "log", "breakpoint", "set_trace", "exit"}  # fmt: skip
@@ -25,53 +24,39 @@ def wanted_answer(depth: int = 1) -> bool | None:
     """The truth with which the statement that is asking, `depth` frames up, goes on as if it were not there; None: it decides
     what runs."""
     frame = sys._getframe(depth + 1)  # pyright: ignore[reportPrivateUsage]
-    place = _position(frame)
-    return None if place is None else _answer(frame.f_code.co_filename, place)
-
-
-def _position(frame: FrameType) -> tuple[int, int, int, int] | None:
-    """First and last line, and columns, of the expression whose truth is asked for."""
-    found = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
-    return None if found is None or None in found else found  # pyright: ignore[reportReturnType]
+    return _answer(frame.f_code, frame.f_lasti)
 
 
 @lru_cache(maxsize=4096)
-def _answer(file: str, place: tuple[int, int, int, int]) -> bool | None:
-    for statement in _statements(file):
-        if isinstance(statement, ast.Assert):
-            test, wanted = statement.test, True
-        elif isinstance(statement, ast.If) and not statement.orelse and all(map(_only_looks, statement.body)):
-            test, wanted = statement.test, False
-        else:
+def _answer(code: CodeType, offset: int) -> bool | None:
+    """The answer at an instruction: the truth that its jump needs so as not to come to what the statement would do."""
+    instructions = _instructions(code)
+    at = next(
+        (number for number, each in enumerate(instructions) if each.offset == offset), len(instructions)
+    )
+    jumps = [each for each in instructions[at : at + 2] if "JUMP" in each.opname and "IF_" in each.opname]
+    where: Any = jumps[0].positions if jumps else None
+    if where is None or where.lineno is None:
+        return None
+    truth = jumps[0].opname.endswith("TRUE")
+    target = next(each for each in instructions if each.offset == jumps[0].argval)
+    line: Any = target.positions.lineno if target.positions else None
+    place = where.lineno, where.end_lineno, where.col_offset, where.end_col_offset
+    for statement in _statements(code.co_filename):
+        test = statement.test
+        if place != _place(statement) and not test.lineno <= where.lineno <= (test.end_lineno or 0):
             continue
-        parts = list(_parts(test, wanted))
-        here = [truth for part, truth in parts if _place(part) == place]
-        # a jump has the place of its statement, unless it follows a comparison
-        here = here or [truth for _, truth in parts if _place(statement) == place]
-        if here:
-            return here[0] if len(set(here)) == 1 else None
+        if isinstance(statement, ast.Assert):
+            return truth != (target.opname == "LOAD_ASSERTION_ERROR")
+        first, last = statement.body[0].lineno, statement.body[-1].end_lineno or 0
+        if line is not None and first <= line <= last:
+            return not truth
+        goes_on = line is None or not test.lineno <= line <= (test.end_lineno or 0)
+        return truth if goes_on else None
     return None
 
 
-def _parts(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
-    """The expressions whose truth a test asks for, and what they must be for it to be `wanted`."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from _parts(test.operand, not wanted)
-    elif isinstance(test, ast.BoolOp):
-        for each in test.values:
-            yield from _parts(each, wanted)
-    else:
-        if (
-            isinstance(test, ast.Call)
-            and isinstance(test.func, ast.Name)
-            and test.func.id == "bool"
-            and test.args
-        ):
-            yield from _parts(test.args[0], wanted)
-        yield test, wanted
-
-
-def _place(node: ast.expr | ast.stmt) -> tuple[int, int, int, int]:
+def _place(node: ast.stmt) -> tuple[int, int, int, int]:
     return node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0
 
 
@@ -86,9 +71,20 @@ def _only_looks(statement: ast.stmt) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _statements(file: str) -> list[ast.stmt]:
+def _instructions(code: CodeType) -> list[dis.Instruction]:
+    return list(dis.get_instructions(code))
+
+
+@lru_cache(maxsize=256)
+def _statements(file: str) -> list[ast.If | ast.Assert]:
+    """Assertions, and `if`s that only look, of a file."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return []
-    return [each for each in ast.walk(tree) if isinstance(each, ast.If | ast.Assert)]
+    return [
+        each
+        for each in ast.walk(tree)
+        if isinstance(each, ast.Assert)
+        or (isinstance(each, ast.If) and not each.orelse and all(map(_only_looks, each.body)))
+    ]

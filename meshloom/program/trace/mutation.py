@@ -133,8 +133,6 @@ class _Rewriter:
         before, value = self._read(operand), self._new_value(node, operand, name_of(node))
         context = node.meta.get(META, {}).get("context")
         hidden = bool(context and not context.grad)  # from autograd
-        if hidden and self._shape(operand).requires_grad:
-            value = self._with_gradient_of(before, value, node)
         self.operand_of[node] = operand
         at = operand
         while at in self.view_of or at in self.operand_of:
@@ -151,9 +149,12 @@ class _Rewriter:
                 raise _refusal(node, f"writes through {through} into another tensor")
             if up is not value:
                 up.meta = dict(node.meta)
-            if self._shape(viewed).requires_grad and not self._shape(at).requires_grad:  # a detached view
+            detached = self._shape(viewed).requires_grad and not self._shape(at).requires_grad
+            if detached and not hidden:
                 up = self._with_gradient_of(before, up, node)
             at, value = viewed, up
+        if hidden and self._shape(at).requires_grad:
+            value = self._with_gradient_of(before, value, node)
         storage = self.inferred.storage(at)
         assert storage is not None
         self.versions[storage] = self.versions.get(storage, 0) + 1
@@ -179,12 +180,10 @@ class _Rewriter:
 
     def _with_gradient_of(self, before: fx.Node, value: fx.Node, node: fx.Node) -> fx.Node:
         """A value that was written where autograd does not see it: its gradient goes to what was there before."""
-        known = node.meta.get(META, {})
-        context = known.get("context") or Context()
         change = self.graph.call_function(aten.sub.Tensor, (value, before))
         result = self.graph.call_function(aten.add.Tensor, (before, change))
         for new, grad in ((change, False), (result, True)):
-            new.meta = {**node.meta, META: {**known, "context": replace(context, grad=grad)}}
+            new.meta = _in_context(node, grad=grad)
         return result
 
     def _new_value(self, node: fx.Node, operand: fx.Node, name: str) -> fx.Node:
@@ -255,6 +254,11 @@ class _Rewriter:
 
     def _shape(self, node: fx.Node) -> Shape:
         return self.inferred.shapes[node][0]
+
+
+def _in_context(node: fx.Node, *, grad: bool) -> dict[str, Any]:
+    known = node.meta.get(META, {})
+    return {**node.meta, META: {**known, "context": replace(known.get("context") or Context(), grad=grad)}}
 
 
 def _change_shapes_out_of_place(exported: Exported) -> None:

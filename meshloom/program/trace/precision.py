@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshloom.core.compiled import named_as_written, without_compilation
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.modes import as_trained
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
+from meshloom.data.to_device import convert_tensors
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.sparse_constants import keep_as_constants
 
@@ -36,22 +37,6 @@ def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: 
         model = model.to(device)
     keep_as_constants(model)
     return as_trained(model) if training else model.eval()
-
-
-def convert_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Converts the model's floating-point parameters and buffers to `dtype` in place, if given; not complex ones, of which
-    `Module.to` would drop the imaginary part."""
-    if dtype is None:
-        return
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
-    own: dict[int, Tensor] = {}
-    for module in model.modules():
-        held = vars(module)["_buffers"]
-        for name, tensor in held.items():
-            # a view, such as a row of a table, still has its base, which is of the other precision
-            if tensor is not None and tensor._is_view():
-                held[name] = own.setdefault(id(tensor), tensor.detach().clone())
 
 
 def in_precision(batch: Any, dtype: torch.dtype | None) -> Any:
