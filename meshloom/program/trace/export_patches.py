@@ -20,7 +20,7 @@ from torch.utils import checkpoint
 
 from meshloom.program.ir.lines import place_here
 from meshloom.program.ir.replaced import replaced
-from meshloom.program.ir.statements import wanted_answer
+from meshloom.program.opaque.statements import wanted_answer
 from meshloom.program.operators.autograd_functions import Applied, check_products, refusal, with_operators
 from meshloom.program.trace.on_cpu import fake_ctc_loss
 
