@@ -141,13 +141,6 @@ class OtherBuffer(Plain):
         return self.layer(x)
 
 
-class WritesDetached(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        y.detach().clamp_(0, 1)  # here
-        return y * 2
-
-
 class WritesStrided(Plain):
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x) * 1
@@ -170,7 +163,6 @@ REFUSED: dict[type[Plain], str] = {
     Normalises: "Own.apply at .* has a custom backward",
     WritesParameter: "clamp_ at .* writes to parameter layer.weight in the forward",
     WritesAttribute: "writes to a tensor that is an attribute but not a buffer",
-    WritesDetached: "writes, without gradient, to a tensor that has one",
     WritesStrided: "writes through as_strided",
 }
 

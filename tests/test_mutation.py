@@ -220,3 +220,26 @@ def test_two_tensors_written_at_once_are_refused():
         pytest.raises(CaptureError, match=r"max at .*test_mutation.py:\d+ .* writes to more than one tensor"),
     ):
         capture_module(Both(), lambda model, batch: model(batch), (torch.randn(2, 3), torch.randn(2, 3)))
+
+
+def _unseen(write: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+    def written(y: Tensor) -> None:
+        with torch.no_grad():
+            write(y)
+
+    return written
+
+
+HIDDEN: dict[str, Callable[[Tensor], object]] = {
+    "detach": lambda y: y.detach().clamp_(-0.3, 0.2),
+    "data": lambda y: y.data.masked_fill_(y.data < 0, -3.0),
+    "data, by a mask": lambda y: y.data.__setitem__(y.data > 0.3, 0.5),
+    "no_grad": _unseen(lambda y: y.clamp_(min=0.1)),
+    "no_grad, through a view": _unseen(lambda y: y[1:3].mul_(2)),
+}
+
+
+@pytest.mark.parametrize("write", HIDDEN)
+def test_a_write_that_autograd_does_not_see_leaves_the_gradient(write: str):
+    """As `GaussianNLLLoss` clamps variances, and as people mask scores through `.data`."""
+    check(lambda y: y, HIDDEN[write])

@@ -1,4 +1,4 @@
-"""Moves a batch, nested in any way, to a device."""
+"""Moves a batch, nested in any way, to a device, and a model to a precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -48,3 +48,19 @@ def to_device(tree: Any, device: torch.device | str, dtype: torch.dtype | None =
     if hasattr(tree, "to") and not isinstance(tree, type):
         return tree.to(device)
     return tree
+
+
+def convert_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Converts the model's floating-point parameters and buffers to `dtype` in place, if given; not complex ones, of which
+    `Module.to` would drop the imaginary part."""
+    if dtype is None:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
+    own: dict[int, Tensor] = {}
+    for module in model.modules():
+        held = vars(module)["_buffers"]
+        for name, tensor in held.items():
+            # a view, such as a row of a table, still has its base, which is of the other precision
+            if tensor is not None and tensor._is_view():
+                held[name] = own.setdefault(id(tensor), tensor.detach().clone())

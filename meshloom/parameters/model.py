@@ -17,6 +17,7 @@ from meshloom.core.job import Job
 from meshloom.core.modes import as_trained
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
+from meshloom.data.to_device import convert_tensors
 from meshloom.parameters.keyed_init import call_model
 from meshloom.program.ir.sparse_constants import keep_as_constants, sparse_attributes
 
@@ -33,9 +34,7 @@ def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn
                 f"{name} has no shape yet (a lazy module). Let the model function run one batch through the model before returning it."
             )
     model = named_as_written(model).to(device)
-    # Module.to would drop the imaginary part of complex ones
-    for tensor in (*model.parameters(), *model.buffers()) if dtype else ():
-        tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
+    convert_tensors(model, dtype)
     return as_trained(keep_as_constants(model))
 
 
@@ -96,6 +95,19 @@ def copy_from_first(model: nn.Module, group: Group, skip: Collection[str] = ()) 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, tied ones once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def make_row_major(model: nn.Module) -> None:
+    """Gives parameters of another layout (a transposed matrix, channels last) row-major memory, of which ranks own slices.
+    Those without memory get the shape of one."""
+    for each in model.parameters():
+        if each.is_contiguous() or each.is_meta or each.layout != torch.strided:
+            continue
+        if each.untyped_storage().nbytes():
+            each.data = each.data.contiguous()
+        else:
+            each.data = torch.empty(each.shape, dtype=each.dtype, device=each.device)
+            each.untyped_storage().resize_(0)
 
 
 def replace_tensors(model: nn.Module, make: Callable[[list[str], Tensor], Tensor | None]) -> None:

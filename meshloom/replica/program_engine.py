@@ -32,6 +32,7 @@ from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.exchange.exchange import Emit, Exchange
 from meshloom.exchange.units.unit_gathering import STEP
+from meshloom.parameters.model import make_row_major
 from meshloom.parameters.pipeline_ownership import PipelineOwnership, held
 from meshloom.parameters.replica_check import first_difference_in_replica
 from meshloom.parameters.shards import Shards
@@ -122,6 +123,7 @@ class ProgramEngine(Engine):
         self.ownership.release(model)
         self.shards = Shards(self.programs.pieces, self.tp)
         yield from take_share(model, self.shards, unfilled, world)
+        make_row_major(model)
         self._model = model
         self._outside[self.job.loss] = Outside(self.job.loss, model, self.programs.opaque)
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}

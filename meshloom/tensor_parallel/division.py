@@ -16,6 +16,7 @@ from meshloom.comm.pieces import Pieces
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, PlanError
 from meshloom.program.cost.rates import Rates
+from meshloom.program.ir.nodes import refs_in
 from meshloom.program.ir.program import Program
 from meshloom.program.sizes.forms import alike
 from meshloom.program.store.program_cache import ProgramCache
@@ -89,13 +90,14 @@ class Division:
 
         priced: the program to choose for, with the same nodes; default: `program`.
         """
-        with self._timings.of("axes"):
-            layout = layout_of(program, self._rules)
         held = self._first.held if self._first else None
+        with self._timings.of("axes"):
+            program = _without_unused_shards(program, held or {})
+            layout = layout_of(program, self._rules)
 
         def cheapest() -> DivisionChoice:
             limit = self._memory_bytes * self._num_stages if self._memory_bytes and held is None else None
-            weighed = layout_of(priced, self._rules) if priced else layout
+            weighed = layout_of(_without_unused_shards(priced, held or {}), self._rules) if priced else layout
             self.rates = self._given or rates_for(weighed.program, self._group.size)
             rates, stored = self.rates, self._stored if held is None and priced is None else None
 
@@ -172,6 +174,19 @@ class Division:
             (resized for each in known if (resized := choice_resized(layout, each, held=held)) is not None),
             None,
         )
+
+
+def _without_unused_shards(program: Program, held: Held) -> Program:
+    """The program without parameters that it does not use, as on another way through the loss, and of which ranks hold
+    shards: where nothing reads a parameter, nothing says how it can be divided."""
+    used = {ref.name for node in program.nodes for ref in node.operands()}
+    used |= {ref.name for ref in refs_in((program.outputs, tuple(program.updates.values())))}
+    kept = {
+        name: each
+        for name, each in program.parameters.items()
+        if each.value in used or name not in held or held[name][0].is_whole
+    }
+    return program if len(kept) == len(program.parameters) else replace(program, parameters=kept)
 
 
 def stored_choice(

@@ -22,7 +22,7 @@ from meshloom.core.job import Job, LossFunction
 from meshloom.core.plan import Plan
 from meshloom.pipeline.stages.stage_cutter import StageCutter
 from meshloom.pipeline.stages.stage_forms import StageForms
-from meshloom.pipeline.stages.stages import Stage
+from meshloom.pipeline.stages.stages import Stage, with_places_behind_parts
 from meshloom.program.capture.unlifted import unlifted
 from meshloom.program.cost.cost import costs
 from meshloom.program.cost.opaque_shares import opaque_notes
@@ -188,8 +188,7 @@ class ProgramStore:
         key = ProgramKey(loss, training, shapes_of(leaves))
         if not leaves.values:
             return key
-        known = (others for others in self._others.get(key, ()) if fits(others, leaves.values))
-        found = next(known, None)
+        found = next((others for others in self._others.get(key, ()) if fits(others, leaves.values)), None)
         if found is None:
             proved = self._of(loss).of_any_size(batch, training=training)  # for values like these
             found = proved.points[0].others if proved else None
@@ -245,11 +244,12 @@ class ProgramStore:
         key = ProgramKey.of_program(loss, program)
         if key in self._entries:
             return key
+        program = with_places_behind_parts(program, self._plan.num_stages)
+        own = own and with_places_behind_parts(own, self._plan.num_stages)
         part, routed = program, {}
         if self._division:
             part, routed = yield from self._division.part(program, group, own)
-        stages = yield from self.cutter.cut(program, part, routed, group, own)
-        self._entries[key] = stages
+        self._entries[key] = yield from self.cutter.cut(program, part, routed, group, own)
         self.others = self.others if len(self._entries) > 1 else program.others
         known = self._others.setdefault(key.tensors_only(len(program.others)), [])
         if program.others not in known:

@@ -21,6 +21,7 @@ from meshloom.core.errors import CaptureError
 from meshloom.program.ir.draws import passing_over_draws
 from meshloom.program.ir.nodes import Input, Meta, Node, Ref, lists_in, refs_in
 from meshloom.program.ir.program import Program
+from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.run.runner import used_variables
 
 aten = torch.ops.aten
@@ -83,6 +84,31 @@ def cut_into_stages(program: Program, stage_of: Mapping[str, int], num_stages: i
     Raises `CaptureError` if several stages use a buffer that is updated: each would see another value.
     """
     return _Cutter(program, stage_of, num_stages).stages()
+
+
+def with_places_behind_parts(program: Program, num_stages: int) -> Program:
+    """The program with as many places to cut as stages need behind its last opaque part, which may be all that it
+    computes: further stages hand its result on."""
+    last = next((at for at, node in reversed([*enumerate(program.nodes)]) if is_opaque(node)), None)
+    result = program.outputs[0]
+    if last is None or num_stages == 1 or not isinstance(result, Ref):
+        return program
+    part = program.nodes[last].name
+    behind = [node for node in program.nodes[last + 1 :] if all(ref.name != part for ref in node.operands())]
+    made = next((node for node in program.nodes if node.name == result.name), None)
+    if made is None or len(behind) >= num_stages - 1:
+        return program
+    handed = [
+        replace(
+            made, name=f"{made.name}_handed_on_{number}", target=aten.alias.default, args=(result,), kwargs={}, path="", draw=None, num_draws=0
+        )
+        for number in range(num_stages - 1)
+    ]  # fmt: skip
+    handed = [
+        replace(node, args=(Ref(before.name),)) for before, node in zip((made, *handed), handed, strict=False)
+    ]
+    outputs = (Ref(handed[-1].name), *program.outputs[1:])
+    return replace(program, nodes=(*program.nodes, *handed), outputs=outputs)
 
 
 def users_of(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:

@@ -64,7 +64,7 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
         except (CaptureError, ChangedCallError) as error:
             if refused is None or not isinstance(error, OpaqueError | ChangedCallError):
                 refused = error
-            if isinstance(error, DiffersError) and error.path is None:
+            if _is_nowhere(error, model):
                 found = _bisected(read, parts, model, str(error).split(". ")[0])
                 if found is None:
                     break
@@ -76,6 +76,16 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
     raise refused
 
 
+def _is_nowhere(error: CaptureError | ChangedCallError, model: nn.Module) -> bool:
+    """Whether it does not say which module cannot be read: numbers differ, or a failure has no line of the user's."""
+    if isinstance(error, DiffersError):
+        return error.path is None
+    if isinstance(error, OpaqueError | ChangedCallError) or error.path is not None:
+        return False
+    trace = (error.__cause__ or error).__traceback__
+    return error.line is None and line_of_error(trace) is None and not any(_on_the_way(error, model))
+
+
 def _bisected(read: Callable[[Parts], T], parts: Parts, model: nn.Module, why: str) -> T | None:
     """The result of `read` with the smallest further part that it succeeds with; None: not even with the model."""
 
@@ -85,9 +95,11 @@ def _bisected(read: Callable[[Parts], T], parts: Parts, model: nn.Module, why: s
         return None
 
     best, at = attempt([""]), ""
-    while best is not None:
+    first = best is None  # a loss may call the parts of a model alone
+    while best is not None or first:
         group = list(_children(model, at))
         found = attempt(group) if group else None
+        first = False
         while found is not None and len(group) > 1:
             halves = group[: len(group) // 2], group[len(group) // 2 :]
             tried = next(((half, each) for half in halves if (each := attempt(half)) is not None), None)

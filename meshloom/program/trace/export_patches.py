@@ -1,7 +1,8 @@
 """Patches of torch during an export, which change no values.
 
 Checkpointed blocks are traced through, autograd functions become operators, distributions do not check their
-arguments, the CTC loss has a shape, and caches for generating text are not filled.
+arguments, the CTC loss has a shape, caches for generating text are not filled, statements that only look at values are
+passed by, and `.data` is a detached tensor.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import fake_impls
+from torch._subclasses import FakeTensor, fake_impls
 from torch.distributions import Distribution
 from torch.utils import checkpoint
 
 from meshloom.program.ir.lines import place_here
 from meshloom.program.ir.replaced import replaced
+from meshloom.program.opaque.statements import wanted_answer
 from meshloom.program.operators.autograd_functions import Applied, check_products, refusal, with_operators
 from meshloom.program.trace.on_cpu import fake_ctc_loss
 
@@ -36,6 +38,9 @@ def patched_for_export() -> Iterator[None]:
         replaced(_torch.autograd.function._SingleLevelFunction, "apply", _apply(applied)),
         replaced(Distribution, "_validate_args", False),
         replaced(torch, "ctc_loss", _ctc_loss(torch.ctc_loss)),
+        replaced(Tensor, "__bool__", _answered(_torch._C.TensorBase.__bool__)),
+        replaced(torch.SymBool, "__bool__", _answered(torch.SymBool.__bool__)),
+        replaced(Tensor, "data", property(_detached, _torch._C.TensorBase.data.__set__)),
     ):
         yield
     check_products(applied)
@@ -112,6 +117,21 @@ def _apply(applied: list[Applied]) -> Any:
         return with_operators(here)
 
     return classmethod(read)
+
+
+def _answered(ask: Any) -> Any:
+    """The truth of a tensor without values for a statement that only looks."""
+
+    def asked(self: Any) -> bool:
+        known = wanted_answer() if isinstance(self, FakeTensor | torch.SymBool) else None
+        return ask(self) if known is None else known
+
+    return asked
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """`tensor.data`, which a trace would lose: the same memory, without a gradient."""
+    return tensor.detach() if isinstance(tensor, FakeTensor) else _torch._C.TensorBase.data.__get__(tensor)
 
 
 def _ctc_loss(ctc_loss: Any) -> Any:

@@ -11,7 +11,7 @@ use, just as eager's views see the write.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import fx
 
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.callables import out_of_place
+from meshloom.program.ir.contexts import Context
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.schemas import (
     arguments_of,
@@ -129,7 +130,9 @@ class _Rewriter:
 
     def _write(self, node: fx.Node, operand: fx.Node) -> None:
         self._check(node, operand)
-        value = self._new_value(node, operand, name_of(node))
+        before, value = self._read(operand), self._new_value(node, operand, name_of(node))
+        context = node.meta.get(META, {}).get("context")
+        hidden = bool(context and not context.grad)  # from autograd
         self.operand_of[node] = operand
         at = operand
         while at in self.view_of or at in self.operand_of:
@@ -146,7 +149,12 @@ class _Rewriter:
                 raise _refusal(node, f"writes through {through} into another tensor")
             if up is not value:
                 up.meta = dict(node.meta)
+            detached = self._shape(viewed).requires_grad and not self._shape(at).requires_grad
+            if detached and not hidden:
+                up = self._with_gradient_of(before, up, node)
             at, value = viewed, up
+        if hidden and self._shape(at).requires_grad:
+            value = self._with_gradient_of(before, value, node)
         storage = self.inferred.storage(at)
         assert storage is not None
         self.versions[storage] = self.versions.get(storage, 0) + 1
@@ -169,12 +177,14 @@ class _Rewriter:
         if owner.op == "placeholder" and owner.name in self.exported.constants:
             unregistered = "a tensor that is an attribute but not a buffer (register it with register_buffer)"
             raise _refusal(node, f"writes to {unregistered}")
-        graded = any(self._shape(each).requires_grad for each in views)
-        hidden = graded and not self._shape(operand).requires_grad
-        context = node.meta.get(META, {}).get("context")
-        without_grad = context and not context.grad and self._shape(owner).requires_grad
-        if without_grad or hidden:
-            raise _refusal(node, "writes, without gradient, to a tensor that has one")
+
+    def _with_gradient_of(self, before: fx.Node, value: fx.Node, node: fx.Node) -> fx.Node:
+        """A value that was written where autograd does not see it: its gradient goes to what was there before."""
+        change = self.graph.call_function(aten.sub.Tensor, (value, before))
+        result = self.graph.call_function(aten.add.Tensor, (before, change))
+        for new, grad in ((change, False), (result, True)):
+            new.meta = _in_context(node, grad=grad)
+        return result
 
     def _new_value(self, node: fx.Node, operand: fx.Node, name: str) -> fx.Node:
         """What `operand` holds after the write, as a new tensor."""
@@ -244,6 +254,11 @@ class _Rewriter:
 
     def _shape(self, node: fx.Node) -> Shape:
         return self.inferred.shapes[node][0]
+
+
+def _in_context(node: fx.Node, *, grad: bool) -> dict[str, Any]:
+    known = node.meta.get(META, {})
+    return {**node.meta, META: {**known, "context": replace(known.get("context") or Context(), grad=grad)}}
 
 
 def _change_shapes_out_of_place(exported: Exported) -> None:

@@ -14,6 +14,7 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.modes import as_trained
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
+from meshloom.data.to_device import convert_tensors
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.sparse_constants import keep_as_constants
 
@@ -31,9 +32,7 @@ def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: 
         raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
     model = named_as_written(model)
     without_compilation(model)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if dtype is not None and tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
+    convert_tensors(model, dtype)
     if (device := leaves_of(beside).device) is not None:
         model = model.to(device)
     keep_as_constants(model)
