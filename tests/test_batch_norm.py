@@ -223,7 +223,7 @@ def test_running_averages_without_momentum_are_one_device_s(plan: str) -> None:
 
     job = Job(
         model=layers, loss=class_loss, optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), data=vectors,
-        batch_size=12, steps=3,
+        batch_size=15, steps=3,
     )  # fmt: skip
     report = verify(job, Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
     assert report is not None

@@ -21,7 +21,8 @@ from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.teacher_jobs import JOBS, Pair, in_place, teacher_job, updated_first
+from tests.covering import few
+from tests.teacher_jobs import JOBS, PUBLISHED, Pair, in_place, teacher_job, updated_first
 
 PLANS = ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "microbatches=3", "dp=2,zero=1,microbatches=3",
          "pp=2,microbatches=3", "dp=2,zero=3,tp=2"]  # fmt: skip
@@ -106,6 +107,15 @@ def test_teachers_are_verified(plan: str) -> None:
     report = verify(
         JOBS["last, in place"](), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64
     )
+    assert report is not None
+    assert report.passed
+
+
+@pytest.mark.parametrize("plan", few(["dp=2", *PLANS[1:]], 1, pytest.mark.slow))
+@pytest.mark.parametrize("name", few([*reversed(PUBLISHED)], 1, pytest.mark.slow))
+def test_published_teachers_are_verified(name: str, plan: str) -> None:
+    """With batch norm, a centre, a queue, and a rate that changes with the step."""
+    report = verify(PUBLISHED[name](), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
     assert report is not None
     assert report.passed
 

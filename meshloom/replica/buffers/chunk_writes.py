@@ -66,6 +66,8 @@ class ChunkWrites:
                 tracked = TrackedBuffer(
                     number, name, modules[owner], key, buffer, start, number, version=version
                 )
+                # a teacher is written through `.data`, which torch does not count
+                tracked.moved = isinstance(buffer, nn.Parameter)
                 self._buffers.append(tracked)
 
     @property
@@ -95,6 +97,9 @@ class ChunkWrites:
         changed = {each.name: each for each in self._buffers if each.name in chunk.ends}
         for one, other in self._maps.learn(list(changed.values()), chunk):
             self._tie(changed[one], changed[other])
+        if len(self._chunks) == 1:  # the first one of the step
+            written = [each for each in self._buffers if isinstance(each.original, nn.Parameter)]
+            self._maps.learn_again([each for each in written if each.group == each.number], chunk)
         for each in self._buffers:
             if each.moved:  # at the end of the step its parameters may be gone (zero=3)
                 self._maps.look_at_untouched(each, chunk)

@@ -8,7 +8,7 @@ queue), are merged in other ways (docs/buffers.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -41,17 +41,23 @@ class Written:
 
 
 def find_recurrences(
-    values: Mapping[str, Tensor], modules: Mapping[str, object], run: Run, unite: Unite = lambda flags: flags
+    values: Mapping[str, Tensor],
+    modules: Mapping[str, object],
+    run: Run,
+    unite: Unite = lambda flags: flags,
+    *,
+    known_read: Collection[str] = (),
 ) -> Written:
     """Run a chunk a few times on shifted values of the buffers that it changes.
 
     values: of the buffers, before the chunk. modules: who owns each.
-    unite: where ranks compute the chunk together, and have to go on in the same way.
+    unite: where ranks compute the chunk together, and have to go on in the same way. known_read: names of those that
+    the loss depends on (a teacher's parameters), whose values may be what others are written with, but do not say where.
 
     First all buffers are shifted together: if the shift of each comes out as a multiple of its own, and the
-    loss stays the same, that is all. Else they are shifted one by one.
+    loss stays the same, or depends on what it is known to read, that is all. Else they are shifted one by one.
     """
-    return _Search(values, modules, run, unite).find()
+    return _Search(values, modules, run, unite).find(known_read)
 
 
 class _Search:
@@ -70,11 +76,16 @@ class _Search:
         self._moves: set[str] = set()  # those that the loss depends on
         self._alone: dict[str, Tensor] = {}  # factors of those that are recurrences, shifted alone
 
-    def find(self) -> Written:
+    def find(self, known_read: Collection[str]) -> Written:
         together, loss_moves = self._together()
         written = Written(factors=together)
         names, others = self._names, [name for name in self._names if name not in together]
         if not others and not loss_moves:
+            return written
+        if not others and known_read:
+            rest = [name for name in names if name not in known_read]
+            read = self._flags([not equal(self._shifted([name], 0)[1], self._loss) for name in rest])
+            written.read = {*known_read, *compress(rest, read)}
             return written
         for name in names:
             self._shift_alone(name)
@@ -82,7 +93,9 @@ class _Search:
         written.factors |= {name: self._alone[name] for name in compress(others, recurs)}
         steered = self._flags([name in written.factors and self._is_steered(name) for name in others])
         for name in compress(others, steered):
-            steering = self._flags([name in self._influences[other] for other in names])
+            steering = self._flags(
+                [name in self._influences[other] and other not in known_read for other in names]
+            )
             written.tied |= {(name, other) for other in compress(names, steering)}
         influential = [name in self._moves or bool(self._influences[name]) for name in names]
         pairs = zip(names, influential, strict=True)

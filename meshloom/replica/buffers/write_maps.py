@@ -48,7 +48,8 @@ class WriteMaps:
                 run = Rerun(changed, chunk.rerun, self._model, ends)
                 starts = {buffer.name: buffer.start for buffer in changed}
                 modules = {buffer.name: buffer.module for buffer in changed}
-                written = find_recurrences(starts, modules, run, self._unite)
+                parameters = [each.name for each in changed if isinstance(each.original, nn.Parameter)]
+                written = find_recurrences(starts, modules, run, self._unite, known_read=parameters)
         except PeerLostError:
             raise
         except Exception:  # a forward that runs only once
@@ -67,6 +68,23 @@ class WriteMaps:
                 buffer.factor = factor if buffer.factor is None else torch.where(new, factor, buffer.factor)
                 buffer.known = new if buffer.known is None else buffer.known | new
         return list(written.tied)
+
+    def learn_again(self, buffers: Sequence[TrackedBuffer], chunk: ChunkEnds) -> None:
+        """The factors of this step, by one more run: how fast a teacher follows often changes with the step."""
+        found = [each for each in buffers if not each.last and each.known is not None]
+        if not found or chunk.rerun is None:
+            return
+        points = {each.name: finite(each.start) for each in found}
+        shifted = {
+            name: unflat(flat(point) + first_shift(point, point), point) for name, point in points.items()
+        }
+        with restored(self._model):
+            results, _ = Rerun(found, chunk.rerun, self._model, None)(shifted)
+        for each in found:
+            end = chunk.ends.get(each.name, each.start)
+            shift = flat(shifted[each.name]) - flat(points[each.name])
+            each.factor = factor_of(flat(results[each.name]) - flat(end), shift, each.start.dtype)
+            each.known = _finite(each)
 
     def _has_new(self, buffer: TrackedBuffer, chunk: ChunkEnds) -> bool:
         """Whether the chunk has changed elements whose factor is not known; on all ranks or on none."""
@@ -107,6 +125,9 @@ class WriteMaps:
         if not buffer.last and not self._every_chunk:
             start = flat(buffer.start)
             where = chunk.where.get(buffer.name, torch.zeros_like(start, dtype=torch.bool))
+            if isinstance(buffer.original, nn.Parameter) and buffer.factor is not None:
+                chunk.untouched[buffer.name] = buffer.factor  # of all elements, in every step
+                return
             chunk.untouched[buffer.name] = self._untouched(buffer, chunk, where, start)
 
     def _untouched(self, buffer: TrackedBuffer, chunk: ChunkEnds, where: Tensor, start: Tensor) -> Tensor:

@@ -35,7 +35,9 @@ class BufferMerging:
         modules = dict(model.named_modules(remove_duplicate=False))
         names = [name for name, buffer in model.named_buffers() if id(buffer) not in excluded]
         # a forward may write parameters that are not trained
-        names += [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        parameters = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        names += parameters
+        self._parameters = set(parameters)  # never the reason to tie others to them
         self._places = {name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names}
         self._recurrent: dict[str, bool] = {}
         self._depends_on: dict[str, set[str]] = {}  # buffer -> the other buffers that its write depends on
@@ -156,9 +158,8 @@ class BufferMerging:
             if not nearly_equal(name, found, 1024) or len(found) == sum(
                 after is not None for _, after in single[name]
             ):
-                group = {name, *depends_on[name]}.union(
-                    *(each for each in self._tied if each & {name, *depends_on[name]})
-                )
+                steering = {name, *depends_on[name]} - (self._parameters - {name})
+                group = steering.union(*(each for each in self._tied if each & steering))
                 self._tied = [*(each for each in self._tied if not each & group), group]
 
 
