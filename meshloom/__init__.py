@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.core.errors import MeshloomError
-from meshloom.core.job import Evaluate, Job
+from meshloom.core.job import Evaluate, Job, Objective
 from meshloom.core.mesh import Mesh
 from meshloom.core.moments.current_step import step
 from meshloom.core.plan import Plan
@@ -20,6 +20,7 @@ __all__ = [
     "Listener",
     "Mesh",
     "MeshloomError",
+    "Objective",
     "Plan",
     "Progress",
     "Trainer",

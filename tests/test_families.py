@@ -97,6 +97,6 @@ def test_the_loss_is_exported_or_refused_for_the_known_reason(family: Family):
 
 
 @pytest.mark.parametrize("family", REFUSED.values(), ids=list(REFUSED))
-def test_losses_that_alternate_are_refused_in_one_sentence(family: Family):
-    with pytest.raises(JobError, match="alternates between several losses"):
+def test_a_loss_function_of_several_losses_is_refused_in_one_sentence(family: Family):
+    with pytest.raises(JobError, match="A job of several losses"):
         verified(family, Plan(dp=2))

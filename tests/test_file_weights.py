@@ -108,7 +108,7 @@ def test_what_files_give_is_not_drawn(plan: str, tmp_path: Path) -> None:
     drawn: list[list[int]] = []
     for job in (whole, replace(whole, weight_names={"first.weight": None})):
         with Trainer(job, plan, devices="simulated") as trainer:
-            found = [replica._start.unfilled for replica in trainer.replicas]
+            found = [replica.start.unfilled for replica in trainer.replicas]
             drawn.append([each.num_drawn if each is not None else -1 for each in found])
     assert drawn == [[0, 0], [77, 0]]
 

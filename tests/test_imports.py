@@ -27,7 +27,7 @@ ORDER = [
     ["planner"],
     ["asynchronous.state", "planner.rehearsal"],
     ["replica"],
-    ["replica.buffers"],
+    ["replica.buffers", "replica.exchanges"],
     ["pipeline.runtime", "planner.memory"],
     ["pipeline.stages"],
     ["tensor_parallel"],
@@ -67,7 +67,7 @@ ORDER = [
         "telemetry",
     ],
     ["asynchronous.protocol", "comm", "machine", "pipeline.schedules", "program.ir"],
-    ["comm.liveness", "core.moments"],
+    ["comm.liveness", "core.losses", "core.moments"],
     ["core"],
 ]
 LEVEL = {room: len(ORDER) - line for line, rooms in enumerate(ORDER) for room in rooms}

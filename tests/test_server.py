@@ -169,7 +169,7 @@ def weights_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _as_mean(loss: Any, samples: int, **settings: Any) -> Any:
-    from meshloom.core.job import as_sum
+    from meshloom.core.losses.loss_sum import as_sum
 
     total, weight = as_sum(loss, samples, **settings)
     mean = total / weight * (13 / 3)  # every replica's mean counts a third

@@ -287,7 +287,7 @@ def test_a_loss_function_that_makes_nan_is_named() -> None:
         ),
         (
             lambda model, batch: (model(batch["x"]).sum(), model(batch["x"]).mean()),
-            "alternates between several losses (a GAN) is not supported",
+            "A job of several losses (a GAN) gives them by name, as Job(losses=...)",
         ),
         (lambda model, batch: model(batch["x"]).sum().detach(), "does not depend on any trainable parameter"),
     ],

@@ -14,6 +14,7 @@ from torch import nn
 from meshloom.asynchronous.options import circumstances_of, settings_of
 from meshloom.cli.plan_lines import plan_of
 from meshloom.core.job import Job
+from meshloom.core.losses.turns import check_turns
 from meshloom.core.plan import Plan
 from meshloom.launch.devices import choose_for_workers
 from meshloom.launch.environment import is_rank
@@ -37,6 +38,7 @@ def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Ti
         own, key = plan if arguments.plan else None, Path(arguments.key)
         join(job, arguments.target, arguments.words, own, arguments.join, key, arguments.timeout)
         return 0
+    check_turns(job, plan)
     terminal = Terminal(Console(stderr=arguments.json == "-"))
     listener = listener_for(terminal, records)
     if not plan.synchronous and not is_rank():

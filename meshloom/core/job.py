@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -56,6 +57,105 @@ class Evaluate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Objective:
+    """One of several losses of a job, and the optimizer of the parameters that it trains. Raises `JobError`.
+
+    loss, optimizer, scheduler, clip_grad_norm: as of `Job`, of these parameters alone.
+    parameters: names of modules or of parameters, patterns like "*.bias", or a function that says of a
+        parameter's name whether it is one of them. This loss computes no gradients of others.
+    updates: how often it is computed and its optimizer stepped in a step, on the step's batch. every: steps
+        from one in which that is done to the next.
+
+    >>> critic = Objective(
+    ...     loss=lambda model, batch: model.critic(batch).mean(),
+    ...     optimizer=lambda named: torch.optim.RMSprop(named, lr=5e-5),
+    ...     parameters="critic",
+    ... )
+    >>> critic.trains("critic.0.weight"), critic.trains("critics.0.weight")
+    (True, False)
+    """
+
+    loss: LossFunction
+    optimizer: Callable[[NamedParameters], Optimizer | list[Optimizer]]
+    parameters: str | Sequence[str] | Callable[[str], bool]
+    scheduler: Callable[[Any], Any] | None = None
+    clip_grad_norm: float | None = None
+    updates: int = 1
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "optimizer", "scheduler"):
+            value = getattr(self, name)
+            if not callable(value) and not (value is None and name == "scheduler"):
+                raise JobError(f"Objective({name}=...) must be a function, not {type(value).__name__}.")
+        given = _as_list(self.parameters)
+        if not callable(self.parameters) and not (given and all(isinstance(each, str) for each in given)):
+            raise JobError(
+                'Objective(parameters=...) must be names of modules or parameters, like parameters="critic" or parameters=["trunk", "actor"], '
+                "or a function of a parameter's name."
+            )
+        for name, value in (("updates", self.updates), ("every", self.every)):
+            if not _is_count(value, 1):
+                raise JobError(f"Objective({name}={value!r}) must be a whole number, 1 or more.")
+        _check_clip("Objective", self.clip_grad_norm)
+
+    def trains(self, name: str) -> bool:
+        """Whether the parameter of this name is one of its own."""
+        if callable(self.parameters):
+            return bool(self.parameters(name))
+        return any(_names(each, name) for each in _as_list(self.parameters))
+
+
+def owners_of(losses: Mapping[str, Objective], names: Sequence[str]) -> dict[str, str]:
+    """Trainable parameter -> the loss that trains it. names: of all of them. Raises `JobError` for one that several
+    losses or none of them train, and for what names none."""
+    owners: dict[str, str] = {}
+    for loss, objective in losses.items():
+        given = [] if callable(objective.parameters) else _as_list(objective.parameters)
+        wrong = [repr(each) for each in given if not any(_names(each, name) for name in names)]
+        if wrong or not any(map(objective.trains, names)):
+            raise JobError(
+                f"parameters={(wrong or ['...'])[0]} of loss {loss!r} names none of the model's {len(names)} trainable parameters, such as "
+                f"{', '.join(names[:3])}. Give names of modules or parameters."
+            )
+        for name in filter(objective.trains, names):
+            if owners.setdefault(name, loss) != loss:
+                raise JobError(
+                    f"{name} belongs to two losses, {owners[name]!r} and {loss!r}. Let the parameters=... of one of them name it."
+                )
+    left = [name for name in names if name not in owners]
+    if left:
+        raise JobError(
+            f"{left[0]} belongs to no loss{f', and {len(left) - 1} more do not either' if left[1:] else ''}. Name it in the parameters=... of one of "
+            f"{', '.join(map(repr, losses))}, or freeze it in the model function (requires_grad_(False))."
+        )
+    return owners
+
+
+@dataclass(frozen=True)
+class EachItsOwn:
+    """The optimizer function of a job of several losses: every loss's optimizers, of its own parameters, in order."""
+
+    losses: Mapping[str, Objective]
+
+    def __call__(self, named: NamedParameters) -> list[Optimizer]:
+        return [each for made in self.by_loss(named).values() for each in _as_list(made)]
+
+    def by_loss(self, named: NamedParameters) -> dict[str, Any]:
+        """What the optimizer function of each loss returns."""
+        own = {loss: [] for loss in self.losses}
+        owners = owners_of(self.losses, [name for name, _ in named])
+        for pair in named:
+            own[owners[pair[0]]].append(pair)
+        return {loss: each.optimizer(own[loss]) for loss, each in self.losses.items()}
+
+
+def _given_by_losses(*_: Any) -> Any:
+    """The default of `Job.loss` and `Job.optimizer`, which only a job of several losses may leave out."""
+    raise AssertionError("a job has a loss and an optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A single-device training job. It knows nothing of ranks: each rank calls its functions itself.
 
@@ -66,6 +166,8 @@ class Job:
         scalar sum and the number of items in it, for a mean over something else (tokens, pixels).
     optimizer: of a list of (name, full-shape parameter); returns an optimizer, or a list of optimizers over
         disjoint parameters.
+    losses: in place of `loss`, `optimizer`, `scheduler` and `clip_grad_norm`, several of them, each with parameters
+        of its own, which a step takes in turn (docs/several_losses.md). `loss` is then the first of them.
     data: builds a map-style (`__getitem__`, `__len__`) or iterable dataset of samples.
     batch_size: samples of one global batch, over all ranks.
     steps: optimizer steps of the whole run.
@@ -122,8 +224,9 @@ class Job:
     """
 
     model: Callable[[], nn.Module]
-    loss: LossFunction
-    optimizer: Callable[[NamedParameters], Optimizer | list[Optimizer]]
+    loss: LossFunction = _given_by_losses
+    optimizer: Callable[[NamedParameters], Optimizer | list[Optimizer]] = _given_by_losses
+    losses: Mapping[str, Objective] = field(default_factory=dict[str, Objective])
     data: Callable[[], Any]
     batch_size: int
     steps: int
@@ -148,6 +251,7 @@ class Job:
     opaque: Sequence[str | type[nn.Module]] = ()
 
     def __post_init__(self) -> None:
+        self._take_losses()
         for name, example in _EXAMPLES.items():
             value = getattr(self, name)
             if not callable(value) and not (value is None and name in ("collate", "scheduler")):
@@ -177,22 +281,51 @@ class Job:
             raise JobError(
                 f"Job(checkpoint={self.checkpoint!r}) must be {' or '.join(map(repr, CHECKPOINTS))}: whether training stands still while a checkpoint is written."
             )
-        clip = self.clip_grad_norm
-        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
-            raise JobError(f"Job(clip_grad_norm={clip!r}) must be a number above 0, or None for no clipping.")
+        _check_clip("Job", self.clip_grad_norm)
         if self.evaluate is not None and not isinstance(self.evaluate, Evaluate):
             raise JobError("Job(evaluate=...) must be an Evaluate(data, metrics, every).")
         if self.init not in INITS:
             raise JobError(f"Job(init={self.init!r}) is not known. Use {' or '.join(map(repr, INITS))}.")
         self._check_weights()
-        _check_units(self.units)
-        _check_opaque(self.opaque)
+        _check_modules("units", self.units or (), '[Block] or units=["encoder", "decoder"]')
+        _check_modules("opaque", self.opaque, '[Router] or opaque=["blocks.3.router"]')
         if not isinstance(self.rules, Mapping) or not all(
             isinstance(each, str) for pair in self.rules.items() for each in pair
         ):
             raise JobError(
                 'Job(rules=...) must be texts by operator, like rules={"mylib::swiglu": "b* f, b* f -> b* f"}.'
             )
+
+    def _take_losses(self) -> None:
+        losses, own = self.losses, (self.loss, self.optimizer)
+        if not isinstance(losses, Mapping) or not all(
+            isinstance(name, str) and name and isinstance(each, Objective) for name, each in losses.items()
+        ):
+            raise JobError(
+                'Job(losses=...) must be objectives by name, like losses={"critic": ml.Objective(...), "actor": ml.Objective(...)}.'
+            )
+        if not losses:
+            missing = [name for name in ("loss", "optimizer") if getattr(self, name) is _given_by_losses]
+            if missing:
+                raise JobError(
+                    f"Job({missing[0]}=...) is missing. Give it, or several losses by name, as Job(losses=...)."
+                )
+            return
+        derived = isinstance(self.optimizer, EachItsOwn) and self.optimizer.losses is losses  # by `replace`
+        given = not derived and own != (_given_by_losses, _given_by_losses)
+        if given or self.scheduler is not None or self.clip_grad_norm is not None:
+            raise JobError(
+                "Job(loss=..., optimizer=..., scheduler=..., clip_grad_norm=...) are of a job of one loss, and losses=... is given. Give each Objective its own."
+            )
+        if min(each.every for each in losses.values()) > 1:
+            raise JobError(
+                "Every loss of Job(losses=...) has every=2 or more, so some steps have none. Let one have every=1."
+            )
+        if not derived:
+            apart = _with_functions_of_their_own(losses)
+            object.__setattr__(self, "losses", apart)
+            object.__setattr__(self, "optimizer", EachItsOwn(apart))
+            object.__setattr__(self, "loss", next(iter(apart.values())).loss)
 
     def _check_weights(self) -> None:
         if self.weights is not None and not isinstance(self.weights, str | PathLike):
@@ -218,72 +351,11 @@ class Job:
             )
 
 
-def _check_units(units: Any) -> None:
-    if units is not None and (
-        isinstance(units, str)
-        or not all(
-            isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module))
-            for each in units
-        )
+def _check_modules(setting: str, given: Any, example: str) -> None:
+    if isinstance(given, str | type) or not all(
+        isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module)) for each in given
     ):
-        raise JobError(
-            'Job(units=...) must be names or types of modules, like units=[Block] or units=["encoder", "decoder"].'
-        )
-
-
-def _check_opaque(opaque: Any) -> None:
-    if isinstance(opaque, str | type) or not all(
-        isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module)) for each in opaque
-    ):
-        raise JobError(
-            'Job(opaque=...) must be names or types of modules, like opaque=[Router] or opaque=["blocks.3.router"].'
-        )
-
-
-def as_sum(
-    loss: Loss, samples: int, *, needs_gradient: bool = True, who: str = "The loss function"
-) -> tuple[Tensor, Tensor | float]:
-    """The sum and the weight of what a loss function returned: a mean is multiplied by `samples`.
-
-    needs_gradient: whether the sum must require a gradient. who: the function's name in errors. Raises
-    `JobError`.
-
-    >>> import torch
-    >>> as_sum(torch.tensor(2.0), 3, needs_gradient=False)
-    (tensor(6.), 3)
-    """
-    mean_or_sum, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
-    alternating = _ALTERNATING if needs_gradient else ""
-    if not isinstance(mean_or_sum, Tensor):
-        raise JobError(
-            f"{who} returned {_kind(loss)}. Return one scalar tensor (the mean over the samples), or (sum, weight).{alternating}"
-        )
-    if mean_or_sum.numel() != 1:
-        raise JobError(
-            f"{who} returned a tensor of shape {list(mean_or_sum.shape)}, not a scalar. Return its mean over the samples, or (sum, weight)."
-        )
-    if needs_gradient and not mean_or_sum.requires_grad:
-        raise JobError(
-            "The loss does not depend on any trainable parameter (requires_grad is False), so there is nothing to train."
-        )
-    if isinstance(weight, Tensor) and (weight.requires_grad or weight.numel() != 1):
-        raise JobError(
-            f"{who} returned (sum, weight), where the weight must be a number without gradient: the number of items in the sum.{alternating}"
-        )
-    if weight is None:
-        return mean_or_sum.reshape(()) * samples, samples
-    return mean_or_sum.reshape(()), weight.reshape(()) if isinstance(weight, Tensor) else weight
-
-
-_ALTERNATING = " A job that alternates between several losses (a GAN) is not supported."
-
-
-def _kind(loss: object) -> str:
-    return (
-        f"a {type(loss).__name__} of {len(loss)}"
-        if isinstance(loss, tuple | list | dict)
-        else f"a {type(loss).__name__}"
-    )
+        raise JobError(f"Job({setting}=...) must be names or types of modules, like {setting}={example}.")
 
 
 _EXAMPLES = {
@@ -298,3 +370,30 @@ _EXAMPLES = {
 
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_clip(of: str, clip: Any) -> None:
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
+        raise JobError(f"{of}(clip_grad_norm={clip!r}) must be a number above 0, or None for no clipping.")
+
+
+def _with_functions_of_their_own(losses: Mapping[str, Objective]) -> dict[str, Objective]:
+    """The same losses, no two of which are one function: programs are known by their function."""
+    known: set[LossFunction] = set()
+    found: dict[str, Objective] = {}
+    for name, each in losses.items():
+        found[name] = replace(each, loss=_apart(each.loss)) if each.loss in known else each
+        known.add(each.loss)
+    return found
+
+
+def _apart(loss: LossFunction) -> LossFunction:
+    return lambda model, batch: loss(model, batch)
+
+
+def _names(text: str, name: str) -> bool:
+    return name == text or name.startswith(f"{text}.") or fnmatch.fnmatchcase(name, text)
+
+
+def _as_list(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]

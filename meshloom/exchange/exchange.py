@@ -118,9 +118,13 @@ class Exchange(ABC):
         return
         yield
 
+    def turn_to(self, loss: int) -> None:  # noqa: B027
+        """In a job of several losses: from now on gradients are of the parameters of the loss of this number, whose
+        turn it is in the step."""
+
     @abstractmethod
     def begin_step(self) -> None:
-        """Discards the gradients of the previous step."""
+        """Discards the gradients of the previous step, or of the turn before."""
 
     @property
     def each_chunk(self) -> bool:

@@ -100,6 +100,9 @@ class WithSparse(Exchange):
     def open(self) -> Steps[None]:
         yield from self._inner.open()
 
+    def turn_to(self, loss: int) -> None:
+        self._inner.turn_to(loss)
+
     def begin_step(self) -> None:
         self._inner.begin_step()
         self._arrived = {id(parameter): [] for _, parameter in self._named}

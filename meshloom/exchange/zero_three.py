@@ -29,7 +29,9 @@ def open_zero_three(setup: Setup) -> Exchange:
     def together(name: str) -> Hashable:
         # What several ranks along pp hold has equal slices on all of them, and what is replicated along tp is
         # added up at equal places on all of them, whatever else they hold.
-        return name if name in setup.lent else (name in late, name in replicated)
+        if name in setup.lent:
+            return name
+        return name in late, name in replicated, setup.loss_of(name)
 
     owned = {name for name, _ in setup.named}
     parts = setup.slices
@@ -107,6 +109,9 @@ class ZeroThree(Exchange):
     @property
     def each_chunk(self) -> bool:
         return True
+
+    def turn_to(self, loss: int) -> None:
+        self.gathering.turn_to(loss)
 
     def begin_step(self) -> None:
         for part in self._trained:

@@ -24,7 +24,7 @@ from meshloom.core.errors import CheckpointError, JobError
 from meshloom.parameters.shards import Shards
 
 STATE = "optimizer/"  # what all its keys begin with
-_JSON = ".json"
+_JSON, _STACKED = ".json", ".stacked"  # a plain value; a list of tensors of one shape
 Read = Callable[[str, int, int], Tensor]  # of a key, elements from here to there, flat
 
 
@@ -117,7 +117,8 @@ def state_loader(
         name, key = path.removeprefix(STATE).rsplit("/", 1)
         for optimizer, held in by_name.get(name, ()):
             value = place_state(_load(path, held, read, tuple(shape)), key, held.tensor, optimizer)
-            optimizer.state.setdefault(held.tensor, {})[key.removesuffix(_JSON)] = value
+            key_in_state = key.removesuffix(_JSON).removesuffix(_STACKED)
+            optimizer.state.setdefault(held.tensor, {})[key_in_state] = value
             if placed:
                 placed(optimizer, held.tensor)
 
@@ -167,6 +168,9 @@ def _path(name: str, key: Any) -> str:
 def _whole(path: str, value: Any) -> Piece:
     if isinstance(value, Tensor):
         return Piece(path, value.detach().reshape(-1), 0, value.numel(), tuple(value.shape))
+    if isinstance(value, list) and _are_alike(value):
+        stacked = torch.stack(value).detach()
+        return Piece(path + _STACKED, stacked.reshape(-1), 0, stacked.numel(), tuple(stacked.shape))
     try:
         text = json.dumps(to_json(value)).encode()
     except NotPlainError as error:
@@ -184,6 +188,8 @@ def _load(path: str, held: OwnedSlice, read: Read, shape: tuple[int, ...]) -> An
     count = 1
     for size in shape:
         count *= size
+    if path.endswith(_STACKED):
+        return list(read(path, 0, count).view(shape).unbind())
     if shape != held.shape:
         return read(path, 0, count).view(shape)
     return (
@@ -196,6 +202,8 @@ def _load(path: str, held: OwnedSlice, read: Read, shape: tuple[int, ...]) -> An
 def place_state(value: Any, key: str, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
     """Put a state tensor where torch's optimizers keep it: beside the parameter, step counters on the
     host."""
+    if isinstance(value, list) and _are_alike(value):
+        return [each.to(parameter.device, copy=True) for each in value]
     if not isinstance(value, Tensor):
         return value
     group = next(
@@ -203,3 +211,12 @@ def place_state(value: Any, key: str, parameter: nn.Parameter, optimizer: Optimi
     )
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
     return value.to("cpu" if on_host else parameter.device, copy=True)
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    """Whether these are tensors that can be stacked (LBFGS keeps a history of them)."""
+    first = values[0] if values else None
+    return isinstance(first, Tensor) and all(
+        isinstance(each, Tensor) and each.shape == first.shape and each.dtype == first.dtype
+        for each in values
+    )

@@ -7,10 +7,12 @@ changes afterwards (`assignment.py`). The optimizer objects stay, because schedu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +20,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
+from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
-from meshloom.exchange.exchange import Ownership
+from meshloom.exchange.exchange import Exchange, Ownership, Slice
 from meshloom.optimizer.assignment import assign_everything, assign_parts
 from meshloom.optimizer.clipping import clip
 from meshloom.optimizer.offload.lanes import lane_of
@@ -30,13 +32,37 @@ from meshloom.optimizer.optimizer_state import OptimizerState
 from meshloom.optimizer.state_on_disk import StateOnDisk
 from meshloom.optimizer.state_on_host import StateOnHost
 from meshloom.optimizer.state_pieces import OwnedSlice
-from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers, make_schedulers
+from meshloom.optimizer.user_optimizer import (
+    UserOptimizers,
+    make_optimizers,
+    make_schedulers,
+    takes_closure,
+)
 from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
+# evaluates the loss once more: what `Exchange.finish` returns, and the loss
+Evaluate = Callable[[], Steps[tuple[Sequence[Tensor | None], float]]]
+
+
+@dataclass
+class _OfOneLoss:
+    """What updates the parameters of one of the job's losses.
+
+    looks_at_whole: whether some of the optimizers update whole parameters, not elements. takes_closure: whether its
+    optimizer evaluates the loss itself. evaluations: of the loss so far, for updates.
+    """
+
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[Any]
+    clip_grad_norm: float | None
+    looks_at_whole: bool
+    takes_closure: bool
+    evaluations: int = 0
+
 
 class Updater:
-    """Updates what this rank owns, once a step.
+    """Updates what this rank owns, once a step; of several losses the parameters of the one whose turn it is.
 
     named_parameters: every trainable parameter by name, each once, full. A parameter that the user's function
     gives to no optimizer is not updated. `job.elementwise` overrides the trial of how far an optimizer looks:
@@ -75,7 +101,11 @@ class Updater:
                 f"{kind} looks at all parameters at once, and with pp={stages.size} no rank has them all. Use pp=1, an optimizer that updates each "
                 "parameter by itself, or Job(elementwise=True) if it does."
             )
-        self._schedulers = make_schedulers(job, user.returned)
+        self._losses = _by_loss(job, user, divided=is_divided)
+        self._turn = self._losses[0]
+        self.takes_closures = any(each.takes_closure for each in self._losses)
+        _check_closures(user, exchange, offload=offload)
+        self._schedulers = [scheduler for each in self._losses for scheduler in each.schedulers]
         _ = user.in_windows if offload else None  # found out before slices replace parameters
         self._assignment = (
             assign_parts(
@@ -84,7 +114,10 @@ class Updater:
             if is_divided
             else assign_everything(user, named_parameters, exchange)
         )
-        self._counted = self._counted_here() if shards.size > 1 and job.clip_grad_norm is not None else None
+        clips = any(each.clip_grad_norm is not None for each in self._losses)
+        self._counted = (
+            _counted_here(exchange.owned, shards, self._device) if shards.size > 1 and clips else None
+        )
         names = {name for name, _ in local} if local is not None and stages is not None else None
         self._offloaded: OffloadedState | None = None
         if offload:
@@ -117,50 +150,76 @@ class Updater:
         if self._offloaded:
             self._offloaded.begin_step()
 
+    def turn_to(self, number: int) -> None:
+        """From now on updates are of the parameters of the job's loss of this number."""
+        self._turn = self._losses[number]
+
     def update(
-        self, gradients: Sequence[Tensor | None], loss: float, *, rate: float = 1.0
+        self,
+        gradients: Sequence[Tensor | None],
+        loss: float,
+        *,
+        rate: float = 1.0,
+        evaluate: Evaluate | None = None,
     ) -> Steps[float | None]:
         """Clip and step; the gradient's norm before clipping, None if the job does not clip.
 
         gradients: what `Exchange.finish` returned: of each owned slice, flat; None was not used. Clipping
             scales them in place.
         loss: mean over the global batch, for schedulers that look at it. rate: what the learning rates are
-            multiplied by in this update.
+            multiplied by in this update. evaluate: for optimizers that take a closure.
         """
-        norm = None
-        if self._job.clip_grad_norm is not None:
+        parts, turn = self._assignment, self._turn
+        before = [(target, target.grad) for target in (*parts.targets, *parts.full) if target is not None]
+        norm = yield from self._take(gradients)
+        for optimizer in turn.optimizers:
+            with _scaled(optimizer, rate):
+                if turn.takes_closure and evaluate is not None:
+                    _step_with_closure(optimizer, loss, partial(self._evaluated, evaluate))
+                else:
+                    self._offloaded.step(optimizer) if self._offloaded else optimizer.step()
+        for target, gradient in before:
+            target.grad = gradient  # it is the exchange's
+        if parts.from_shards and turn.looks_at_whole:
+            yield from parts.from_shards.give_back()
+        if parts.from_slices and turn.looks_at_whole:
+            yield from parts.from_slices.give_back()
+        for scheduler in turn.schedulers:
+            scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+        return norm
+
+    def _take(self, gradients: Sequence[Tensor | None]) -> Steps[float | None]:
+        """Clip, and give the optimizers of this turn their gradients; the norm."""
+        norm, turn, parts = None, self._turn, self._assignment
+        turn.evaluations += 1
+        if turn.clip_grad_norm is not None:
             over_tp = self._shards.group if self._counted is not None else None
             norm = yield from clip(
                 gradients,
-                self._job.clip_grad_norm,
+                turn.clip_grad_norm,
                 self._exchange.owners,
                 self._device,
                 holders=[group for group in (over_tp, self._stages) if group is not None],
                 counted=self._counted,
             )
-        parts = self._assignment
-        before = [(target, target.grad) for target in (*parts.targets, *parts.full) if target is not None]
         for target, gradient in zip(parts.targets, gradients, strict=True):
             if target is not None:
                 if gradient is not None and gradient.layout == torch.strided:
                     gradient = gradient.view(target.shape)
                 target.grad = gradient
-        if parts.from_slices:
+        if parts.from_slices and turn.looks_at_whole:
             yield from parts.from_slices.fetch(gradients)
-        if parts.from_shards:
+        if parts.from_shards and turn.looks_at_whole:
             yield from parts.from_shards.fetch()
-        for optimizer in self._optimizers:
-            with _scaled(optimizer, rate):
-                self._offloaded.step(optimizer) if self._offloaded else optimizer.step()
-        for target, gradient in before:
-            target.grad = gradient  # it is the exchange's
-        if parts.from_shards:
-            yield from parts.from_shards.give_back()
-        if parts.from_slices:
-            yield from parts.from_slices.give_back()
-        for scheduler in self._schedulers:
-            scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
         return norm
+
+    def _evaluated(self, evaluate: Evaluate) -> Steps[float]:
+        """The loss where an optimizer has moved the parameters; the gradients there are set."""
+        if self._assignment.from_shards:
+            yield from self._assignment.from_shards.give_back()
+        gradients, loss = yield from evaluate()
+        yield from self._take(gradients)
+        return loss
 
     def parameters_changed(self) -> None:
         """Parameters have new values that no update made."""
@@ -188,24 +247,62 @@ class Updater:
 
     def expected_bytes(self) -> ExpectedBytes:
         """Of updates, for the norm and for full parameters, and of saved state."""
-        expected = self.state.expected_bytes()
+        parts, expected, norm = self._assignment, self.state.expected_bytes(), Traffic()
         groups = {"dp": self._exchange.owners, "tp": self._counted, "pp": self._stages}
         for axis, over in groups.items():
-            if over is not None and self._job.clip_grad_norm is not None:
-                expected += ExpectedBytes(per_step=Traffic.along(axis, all_reduce=8))
-        for full in (self._assignment.from_slices, self._assignment.from_shards):
-            expected += full.expected_bytes() if full else ExpectedBytes()
-        return expected
-
-    def _counted_here(self) -> list[Tensor | bool]:
-        """Which elements of each owned slice this rank counts in the norm."""
-        counted: list[Tensor | bool] = []
-        for slice_ in self._exchange.owned:
-            which = self._shards.speaks_for(slice_.name)
-            counted.append(
-                which if isinstance(which, bool) else which[slice_.start : slice_.stop].to(self._device)
+            norm += Traffic.along(axis, all_reduce=8) if over is not None else Traffic()
+        fulls = [each.expected_bytes() for each in (parts.from_slices, parts.from_shards) if each]
+        whole = sum(fulls, ExpectedBytes())
+        for each in self._losses:
+            sent = norm if each.clip_grad_norm is not None else Traffic()
+            sent += whole.per_step if each.looks_at_whole else Traffic()
+            every_step = len(self._losses) == 1 and not each.takes_closure
+            expected += (
+                ExpectedBytes(per_step=sent) if every_step else ExpectedBytes(so_far=sent * each.evaluations)
             )
-        return counted
+        return expected + replace(whole, per_step=Traffic())
+
+
+def _step_with_closure(optimizer: Any, loss: float, evaluated: Callable[[], Steps[float]]) -> None:
+    """The closure gives the loss at its parameters' values, with gradients. The first time these are there already:
+    `loss`. Later it waits for other ranks within, so simulated ones need threads."""
+    known = [loss]
+    optimizer.step(
+        lambda: torch.tensor(known.pop() if known else run_in_steps([evaluated()])[0], dtype=torch.float64)
+    )
+
+
+def _counted_here(owned: Sequence[Slice], shards: Shards, device: torch.device) -> list[Tensor | bool]:
+    """Which elements of each owned slice this rank counts in the norm."""
+    counted: list[Tensor | bool] = []
+    for slice_ in owned:
+        which = shards.speaks_for(slice_.name)
+        counted.append(which if isinstance(which, bool) else which[slice_.start : slice_.stop].to(device))
+    return counted
+
+
+def _check_closures(user: UserOptimizers, exchange: Ownership, *, offload: bool) -> None:
+    kind = next((type(each).__name__ for each in user.optimizers if takes_closure(each)), None)
+    independent = isinstance(exchange, Exchange) and exchange.independent
+    if kind is not None and (exchange.owners is not None or independent or offload):
+        raise JobError(
+            f"{kind} looks at all parameters and at its history of them in every evaluation of the loss, so every rank keeps all of both, equal on all; "
+            "under this plan ranks would not. Use zero=0, exchange=all_reduce and offload=none."
+        )
+
+
+def _by_loss(job: Job, user: UserOptimizers, *, divided: bool) -> list[_OfOneLoss]:
+    limits = [each.clip_grad_norm for each in job.losses.values()] or [job.clip_grad_norm]
+    found: list[_OfOneLoss] = []
+    for limit, schedulers, count in zip(
+        limits, make_schedulers(job, user.returned), user.of_loss, strict=True
+    ):
+        start = sum(len(each.optimizers) for each in found)
+        reaches = user.reaches[start : start + count] if divided else []  # else nobody asks
+        whole = any(reach != "element" for reach in reaches)
+        optimizers = user.optimizers[start : start + count]
+        found.append(_OfOneLoss(optimizers, schedulers, limit, whole, any(map(takes_closure, optimizers))))
+    return found
 
 
 def offloaded(

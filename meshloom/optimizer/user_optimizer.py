@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from meshloom.checkpoint.json_values import NotPlainError, to_json
 from meshloom.core.errors import JobError
-from meshloom.core.job import Job, NamedParameters
+from meshloom.core.job import EachItsOwn, Job, NamedParameters
 from meshloom.optimizer.elementwise import Reach, reach, steps_in_windows
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserOptimizers:
-    """What the job's optimizer function returned, and the same as a list. elementwise: the job's setting. names: of
-    the parameters, by optimizer and group."""
+    """What the job's optimizer function returned, that of each loss, and all of it as a list. elementwise: the job's
+    setting. names: of the parameters, by optimizer and group. of_loss: of each loss, how many of the optimizers."""
 
-    returned: Any
+    returned: list[Any]
     optimizers: list[Optimizer]
     names: list[list[list[str]]]
     elementwise: bool | None
+    of_loss: list[int]
 
     @cached_property
     def reaches(self) -> list[Reach]:
         """What the updates of each optimizer depend on. To be read before their parameters are replaced by
         slices."""
-        return [reach(each, elementwise=self.elementwise) for each in self.optimizers]
+        return [
+            "optimizer" if takes_closure(each) else reach(each, elementwise=self.elementwise)
+            for each in self.optimizers
+        ]
 
     @cached_property
     def in_windows(self) -> list[bool]:
@@ -43,24 +48,36 @@ class UserOptimizers:
 
 def make_optimizers(job: Job, named_parameters: NamedParameters) -> UserOptimizers:
     """Calls `job.optimizer` with the parameters. Raises `JobError` for optimizers that cannot be used."""
-    returned = _call(job, named_parameters)
     names = {id(parameter): name for name, parameter in named_parameters}
-    optimizers = _check(returned, names)
+    returned: list[Any] = []
+    optimizers: list[Optimizer] = []
+    of_loss: list[int] = []
+    for loss, made in _called(job, named_parameters):
+        mine = _check(made, names, f"The optimizer function{loss}")
+        returned.append(made)
+        of_loss.append(len(mine))
+        optimizers += mine
+    _check_disjoint(optimizers, names)
     grouped = [
         [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         for optimizer in optimizers
     ]
     return UserOptimizers(
-        returned=returned, optimizers=optimizers, names=grouped, elementwise=job.elementwise
+        returned=returned, optimizers=optimizers, names=grouped, elementwise=job.elementwise, of_loss=of_loss
     )
 
 
-def make_schedulers(job: Job, made: Any) -> list[Any]:
-    """The schedulers for what `job.optimizer` returned: none, one or several. Raises `JobError` for those
-    that cannot be used."""
-    if job.scheduler is None:
+def make_schedulers(job: Job, returned: Sequence[Any]) -> list[list[Any]]:
+    """Of each loss, the schedulers for what its optimizer function returned: none, one or several. Raises `JobError`
+    for those that cannot be used."""
+    functions = [each.scheduler for each in job.losses.values()] or [job.scheduler]
+    return [_schedulers(function, made) for function, made in zip(functions, returned, strict=True)]
+
+
+def _schedulers(function: Callable[[Any], Any] | None, made: Any) -> list[Any]:
+    if function is None:
         return []
-    returned = job.scheduler(made)
+    returned = function(made)
     schedulers: list[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
     for scheduler in schedulers:
         if not all(
@@ -87,9 +104,14 @@ def scheduler_values(scheduler: Any) -> Any:
         ) from None
 
 
-def _call(job: Job, named_parameters: NamedParameters) -> Any:
+def _called(job: Job, named_parameters: NamedParameters) -> list[tuple[str, Any]]:
+    """Of each loss, how errors name it and what its optimizer function returned."""
+    named = list(named_parameters)
     try:
-        return job.optimizer(list(named_parameters))
+        if not job.losses:
+            return [("", job.optimizer(named))]
+        assert isinstance(job.optimizer, EachItsOwn)
+        return [(f" of loss {name!r}", made) for name, made in job.optimizer.by_loss(named).items()]
     except ValueError as error:
         if "empty parameter list" in str(error):
             raise JobError(
@@ -98,26 +120,24 @@ def _call(job: Job, named_parameters: NamedParameters) -> Any:
         raise
 
 
-def _check(made: Any, names: Mapping[int, str]) -> list[Optimizer]:
+def _check(made: Any, names: Mapping[int, str], function: str) -> list[Optimizer]:
     optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
     if not optimizers:
         raise JobError(
-            "The optimizer function returned an empty list. Return one torch.optim.Optimizer, or several over disjoint parameters."
+            f"{function} returned an empty list. Return one torch.optim.Optimizer, or several over disjoint parameters."
         )
-    owner: dict[int, int] = {}
     for index, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, Optimizer):
             raise JobError(
-                f"The optimizer function returned a {type(optimizer).__name__}, not a torch.optim.Optimizer. Return one, or a list of several "
+                f"{function} returned a {type(optimizer).__name__}, not a torch.optim.Optimizer. Return one, or a list of several "
                 "over disjoint parameters."
             )
-        if isinstance(optimizer, LBFGS):
+        if takes_closure(optimizer) and len(optimizers) > 1:
             raise JobError(
-                "LBFGS evaluates the loss several times in a step, which is not supported. Use one that steps once per gradient, such as AdamW."
+                f"{type(optimizer).__name__} evaluates the loss several times in a step, and {function[0].lower()}{function[1:]} returned {len(optimizers)} optimizers. "
+                "Return it alone, or give the others' parameters a loss of their own (Job(losses=...))."
             )
-        parameters: list[nn.Parameter] = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
+        parameters = parameters_of(optimizer)
         if not parameters:
             raise JobError(
                 f"{type(optimizer).__name__} (optimizer {index}) has no parameters. Give it at least one, or leave it out."
@@ -128,9 +148,32 @@ def _check(made: Any, names: Mapping[int, str]) -> list[Optimizer]:
                     f"{type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} that is not a trainable parameter of the model. "
                     "Build it from the named parameters that the optimizer function receives."
                 )
-            if owner.setdefault(id(parameter), index) != index:
+    return optimizers
+
+
+def _check_disjoint(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+    owner: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for parameter in parameters_of(optimizer):
+            other = owner.setdefault(id(parameter), optimizer)
+            if other is not optimizer:
                 raise JobError(
-                    f"{names[id(parameter)]} is in two optimizers, {type(optimizers[owner[id(parameter)]]).__name__} and {type(optimizer).__name__}. "
+                    f"{names[id(parameter)]} is in two optimizers, {type(other).__name__} and {type(optimizer).__name__}. "
                     "Give each parameter to one of them."
                 )
-    return optimizers
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Whether a step needs a closure that evaluates the loss (LBFGS); most optimizers take one or leave it.
+
+    >>> parameters = [nn.Parameter(torch.ones(2))]
+    >>> takes_closure(torch.optim.LBFGS(parameters)), takes_closure(torch.optim.SGD(parameters))
+    (True, False)
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Of all of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

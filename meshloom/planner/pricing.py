@@ -10,6 +10,7 @@ from meshloom.core.cache import Cache
 from meshloom.core.errors import CaptureError, MachineError
 from meshloom.core.exchanges import holds_only_buckets
 from meshloom.core.job import Job
+from meshloom.core.losses.turns import jobs_of
 from meshloom.core.plan import Plan
 from meshloom.core.plan_shares import chunk_sizes
 from meshloom.data.samples import first_batches
@@ -17,7 +18,7 @@ from meshloom.machine.links import Crowd
 from meshloom.machine.machine import COUNTED_IN_FLOPS, Machine
 from meshloom.planner.amdahl import AmdahlWork, bound, with_communication
 from meshloom.planner.memory.measured import measure_memory
-from meshloom.planner.memory.memory import Memory, predict_memory
+from meshloom.planner.memory.memory import Memory, in_turn, predict_memory
 from meshloom.planner.memory.rank_memory import HeldBytes, copied_by
 from meshloom.planner.readings import Readings
 from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal
@@ -108,10 +109,11 @@ class Pricer:
         self._job = job
         self._devices = devices
         self._cache = cache
-        self._readings = Readings(job, cache)
+        self._readings = [Readings(each, cache) for each in jobs_of(job).values()]  # of each loss
         self.unread = ""
         try:
-            self._readings.of(job.batch_size)
+            for readings in self._readings:
+                readings.of(job.batch_size)
         except CaptureError as error:
             self.unread = str(error)
         predicted = self._predicted(Plan())
@@ -198,13 +200,17 @@ class Pricer:
         values."""
         if self.unread:
             return None
-        program = self._readings.of(chunk_sizes(self._job.batch_size, plan.num_chunks)[0]).program
-        try:
+        samples = chunk_sizes(self._job.batch_size, plan.num_chunks)[0]
+
+        def of_loss(readings: Readings) -> Memory:
             return predict_memory(
-                program, self._job.optimizer, microbatches=plan.microbatches, dp=plan.dp if one_copy else plan.mesh.num_slices, zero=plan.zero,
-                bucket_bytes=plan.bucket_bytes, one_copy=one_copy, copies=self._job.checkpoint == "background",
-                offload=plan.offload != "none",
+                readings.of(samples).program, readings.job.optimizer, microbatches=plan.microbatches,
+                dp=plan.dp if one_copy else plan.mesh.num_slices, zero=plan.zero, bucket_bytes=plan.bucket_bytes, one_copy=one_copy,
+                copies=self._job.checkpoint == "background", offload=plan.offload != "none",
             )  # fmt: skip
+
+        try:
+            return in_turn([of_loss(each) for each in self._readings], bucketed=plan.dp > 1)
         except Exception:  # the user's optimizer may do anything; then memory is measured
             return None
 
@@ -214,13 +220,13 @@ class Pricer:
         if self.unread:
             return 0.5
         products = others = 0.0
-        read = self._readings.of(self._job.batch_size)
-        for node in read.program.nodes:
-            seconds = node_seconds(node, read.costs[node.name], self._devices.machine).total
-            if kind_of(node, read.costs[node.name]) in COUNTED_IN_FLOPS:
-                products += seconds
-            else:
-                others += seconds
+        for read in (each.of(self._job.batch_size) for each in self._readings):
+            for node in read.program.nodes:
+                seconds = node_seconds(node, read.costs[node.name], self._devices.machine).total
+                if kind_of(node, read.costs[node.name]) in COUNTED_IN_FLOPS:
+                    products += seconds
+                else:
+                    others += seconds
         return others / (products + others) if products + others else 0.5
 
     def _relative_speed(self) -> float:
@@ -232,9 +238,10 @@ class Pricer:
             raise MachineError(
                 f"Plans are priced for {there.name} by what its operators take, and this loss cannot be read: {self.unread}"
             )
-        reading = self._readings.of(self._job.batch_size)
+        read = [each.of(self._job.batch_size) for each in self._readings]
         there_seconds, here_seconds = (
-            program_seconds(reading.program, reading.costs, each).total for each in (there, here)
+            sum(program_seconds(each.program, each.costs, machine).total for each in read)
+            for machine in (there, here)
         )
         return there_seconds / here_seconds
 

@@ -13,13 +13,15 @@ from torch import nn
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
+from meshloom.core.losses.turns import LossTurn
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
-from meshloom.core.random import KeyedDraws, Rows, chunk_seed, evaluation_seed, seed_torch
+from meshloom.core.random import KeyedDraws, Rows, chunk_seed, evaluation_seed, seed_of_turn, seed_torch
 from meshloom.data.chunks import Chunk
 from meshloom.data.to_device import to_device
 from meshloom.program.ir.sparse_constants import sparse_attributes
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
+from meshloom.telemetry.traffic import ExpectedBytes
 
 
 class Observer(Protocol):
@@ -38,8 +40,7 @@ class Observer(Protocol):
 class ChunkScope:
     """The chunks of one rank of a replica.
 
-    dtype: the precision that data is converted to; None: no conversion. statistics: stage -> the buffers that
-        its forward writes, set by the engine.
+    dtype: the precision that data is converted to; None: no conversion. turn: of the step, whose loss is computed.
     """
 
     def __init__(
@@ -52,9 +53,16 @@ class ChunkScope:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._job, self._plan, self._context, self._model, self._dtype = job, plan, context, model, dtype
-        self.statistics: dict[int, RunningStatistics] = {}
+        # of every loss: stage -> the buffers that its forward writes, set by the engine
+        self.statistics: list[dict[int, RunningStatistics]] = [{} for _ in job.losses or ("",)]
+        self._finished = [0] * len(self.statistics)  # turns of each loss
         self.observer: Observer | None = None
         self._constants = list(sparse_attributes(model))
+        self.turn = LossTurn()
+
+    def turn_to(self, turn: LossTurn) -> None:
+        """In a job of several losses: chunks are those of this turn from now on."""
+        self.turn = turn
 
     def data(self, chunk: Chunk) -> Any:
         """The chunk's batch on the computing device."""
@@ -67,7 +75,7 @@ class ChunkScope:
         """Context of a chunk's forward on a stage, this rank's chunks in order. rerun: runs that forward
         again and returns its outputs."""
         with ExitStack() as around:
-            around.enter_context(self.statistics[stage].chunk(partial(self._rerun, chunk, rerun)))
+            around.enter_context(self._now[stage].chunk(partial(self._rerun, chunk, rerun)))
             self._seed(chunk, around, self.observer if observed else None)
             yield
 
@@ -80,7 +88,8 @@ class ChunkScope:
 
     def moment(self, chunk: Chunk) -> Moment:
         """Of a chunk's forward."""
-        return Moment(chunk_seed(self._job.seed, chunk.step, self._key_of(chunk)[0]), chunk.step)
+        seed = chunk_seed(self._job.seed, chunk.step, self._key_of(chunk)[0])
+        return Moment(seed_of_turn(seed, self.turn.draws), chunk.step)
 
     def moments(self, chunks: Iterable[Chunk]) -> list[tuple[Any, Moment]]:
         """The batches of chunks on the computing device, with their moments."""
@@ -100,12 +109,26 @@ class ChunkScope:
         changed a constant."""
         for constant in self._constants:
             constant.check()
-        for statistics in self.statistics.values():
+        for statistics in self._now.values():
             yield from statistics.finish()
+        self._finished[self.turn.number] += 1
 
     def take_notes(self) -> list[str]:
         """Notes for the user about buffers, each once; clears them."""
-        return [note for statistics in self.statistics.values() for note in statistics.take_notes()]
+        everything = [each for by_stage in self.statistics for each in by_stage.values()]
+        return [note for statistics in everything for note in statistics.take_notes()]
+
+    def expected_bytes(self, *, each_time: bool) -> ExpectedBytes:
+        """Of merging buffers. each_time: counted by evaluations of the losses, not by steps."""
+        found = ExpectedBytes()
+        for by_stage, turns in zip(self.statistics, self._finished, strict=True):
+            own = sum((each.expected_bytes() for each in by_stage.values()), ExpectedBytes())
+            found += ExpectedBytes(so_far=own.per_step * turns) if each_time else own
+        return found
+
+    @property
+    def _now(self) -> dict[int, RunningStatistics]:
+        return self.statistics[self.turn.number]
 
     def _rerun(self, chunk: Chunk, rerun: Callable[[], Any]) -> Any:
         with self.draws(chunk):

@@ -5,7 +5,7 @@ model.
     ProgramEngine   runs programs captured from the loss; the rank holds some stages along pp, its shard of them along tp
 
 Order of calls: `open`, `parameters`, `connect`; then in every step `run`, and `refresh_borrowed` after its
-update.
+update; in every turn of it, after `turn_to`, if the job has several losses.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.steps import Steps
 from meshloom.core.job import LossFunction, NamedParameters
+from meshloom.core.losses.turns import LossTurn, OwnGradients
 from meshloom.core.mesh import Axis
 from meshloom.core.moments.current_step import Moment
 from meshloom.data.chunks import Chunk
@@ -49,12 +50,15 @@ class Engine(ABC):
     division: Division | None = None
 
     @abstractmethod
-    def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None) -> Steps[None]:
+    def open(
+        self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None, own: OwnGradients | None = None
+    ) -> Steps[None]:  # fmt: skip
         """Take this rank's share of the full `model` and release the rest; register in `scope` the buffers
         that training writes here.
 
         unfilled: gives values to the share, as `model` has none yet; parameters get theirs from who opens the
             exchange, which knows what is kept of them. None: the model has its values.
+        own: which gradients each loss has, in a job of several.
         """
 
     @property
@@ -93,6 +97,10 @@ class Engine(ABC):
     @abstractmethod
     def connect(self, exchange: Exchange) -> ExitStack:
         """Report complete gradients to `exchange` from now on, until the returned stack is closed."""
+
+    @abstractmethod
+    def turn_to(self, turn: LossTurn) -> None:
+        """In a job of several losses: from now on `run` computes that of this turn."""
 
     @abstractmethod
     def run(

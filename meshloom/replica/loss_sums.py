@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, Work
 from meshloom.core.errors import JobError
-from meshloom.core.job import as_sum
+from meshloom.core.losses.loss_sum import as_sum
 from meshloom.data.chunks import Chunk
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -20,12 +20,13 @@ class LossSums:
     ranks that ask for something between steps.
 
     asked: whether some rank asks, once the sums are global. keeps_own: whether `own_divisor`
-        is needed.
+        is needed. loss: the name of that whose turn it is, if there are several.
     """
 
     def __init__(self, device: torch.device, *, keeps_own: bool = False) -> None:
         self.sums = torch.zeros(5, dtype=torch.float64, device=device)
         self.asked = False
+        self.loss = ""
         self._own = self.sums
         self._keeps_own = keeps_own
         self._asks: Callable[[], bool] | None = None
@@ -48,7 +49,7 @@ class LossSums:
         For a mean over samples the global weight is known in advance, and dividing the loss is cheaper than
         dividing the gradients.
         """
-        loss, weight = as_sum(returned, chunk.samples)
+        loss, weight = as_sum(returned, chunk.samples, of=self.loss)
         is_mean = not isinstance(returned, tuple)
         self.sums[0] += loss.detach()
         self.sums[1] += weight

@@ -13,7 +13,8 @@ from torch import nn
 
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, JobError, MeshloomError
-from meshloom.core.job import LossFunction, as_sum
+from meshloom.core.job import LossFunction
+from meshloom.core.losses.loss_sum import as_sum
 from meshloom.core.random import preserved_draws
 from meshloom.data.chunks import Chunk
 from meshloom.program.ir.written_parameters import written_parameters

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
-from meshloom.core.job import Job, LossFunction, NamedParameters, as_sum
+from meshloom.core.job import Job, LossFunction, NamedParameters
+from meshloom.core.losses.loss_sum import as_sum
+from meshloom.core.losses.turns import LossTurn, OwnGradients
 from meshloom.core.mesh import Axis
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
@@ -46,15 +48,19 @@ class ModuleEngine(Engine):
         self._parameters: NamedParameters = []
         self._exchange: Exchange
         self._units: UnitAccess | None = None  # zero=3
+        self._loss = job.loss  # whose turn it is
         self.watch_rows({}, context.device)
 
-    def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None) -> Steps[None]:
+    def open(
+        self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None, own: OwnGradients | None = None
+    ) -> Steps[None]:  # fmt: skip
         yield from take_share(model, self.shards, unfilled, self._context.world)
         self._model, self._parameters = model, trainable(model)
         several, joined = self._plan.num_chunks > 1, self._plan.sync_batch_norm
-        scope.statistics[0] = RunningStatistics(
-            model, self._context.groups["dp"], several=several, synchronised=joined
-        )
+        for by_stage in scope.statistics:
+            by_stage[0] = RunningStatistics(
+                model, self._context.groups["dp"], several=several, synchronised=joined
+            )
 
     @property
     def parameters(self) -> NamedParameters:
@@ -74,6 +80,9 @@ class ModuleEngine(Engine):
             undo.callback(parameter.register_post_accumulate_grad_hook(exchange.gradient_ready).remove)
         return undo
 
+    def turn_to(self, turn: LossTurn) -> None:
+        self._loss = self._job.losses[turn.loss].loss
+
     def run(
         self,
         chunks: Sequence[Chunk],
@@ -87,7 +96,7 @@ class ModuleEngine(Engine):
                 self._context.activity.enter("chunk", chunk.step, chunk.index)
                 data = scope.data(chunk)
                 with scope.forward(chunk, partial(self._rerun_alone, chunk, data)):
-                    root, loss, weight = loss_sums.add(self._job.loss(self._model, data), chunk)
+                    root, loss, weight = loss_sums.add(self._loss(self._model, data), chunk)
                     if chunk is chunks[-1] and not self._units:  # communication overlaps with its backward
                         self._complete(loss_sums)
                         self._exchange.begin_last_chunk()
@@ -164,7 +173,7 @@ class ModuleEngine(Engine):
         loss_sums.start(self._context.statistics if self._exchange.each_chunk else self._context.groups["dp"])
 
     def _rerun(self, chunk: Chunk, data: Any) -> Tensor:
-        return as_sum(self._job.loss(self._model, data), chunk.samples, needs_gradient=False)[0]
+        return as_sum(self._loss(self._model, data), chunk.samples, needs_gradient=False)[0]
 
     def _rerun_alone(self, chunk: Chunk, data: Any) -> Tensor:
         """The same without synchronising batch statistics with other replicas."""

@@ -24,6 +24,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.compiled import compiled_notes, without_compilation
 from meshloom.core.errors import CaptureError, DataError
 from meshloom.core.job import Job, LossFunction, NamedParameters
+from meshloom.core.losses.turns import LossTurn, OwnGradients
 from meshloom.core.mesh import Axis
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
@@ -72,11 +73,8 @@ class ProgramEngine(Engine):
         self, job: Job, plan: Plan, context: RankContext, *, dtype: torch.dtype | None = None, timings: Timings | None = None,
         stored: ProgramCache | None = None,
     ) -> None:  # fmt: skip
-        self.plan = plan
+        self.plan, self.context, self.job, self.dtype = plan, context, job, dtype
         self._timings = timings = timings or Timings()
-        self.context = context
-        self.job = job
-        self.dtype = dtype
         team = context.team or simulated_groups(1)[0]
         self.pp: Group = context.groups["pp"] if plan.pp > 1 else simulated_groups(1)[0]
         self.tp: Group | None = context.groups["tp"] if plan.tp > 1 else None
@@ -88,11 +86,12 @@ class ProgramEngine(Engine):
             job, plan, team, self.division, dtype=dtype, timings=timings, stored=stored
         )
         self.cutter = self.programs.cutter
-        self._drawn = DrawnBatches(job, team, dtype)
+        self.drawn = DrawnBatches(job, team, dtype)
         self._sums = TeamSums(self.pp, self.tp)
-        self.stages: tuple[Stage, ...] = ()  # of this rank, as first cut
+        self.stages: tuple[Stage, ...] = ()  # of this rank, as first cut, of every loss
         self.ownership: PipelineOwnership
         self.microbatches: Microbatches
+        self.losses = {name: each.loss for name, each in job.losses.items()} or {"": job.loss}
         self._compiled: list[str] = []  # modules that torch.compile would have compiled
         self._team = team
         self._model: nn.Module
@@ -101,37 +100,40 @@ class ProgramEngine(Engine):
         self._held: HeldParameters
         self.watch_rows({}, context.device)
 
-    def open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None) -> Steps[None]:
+    def open(
+        self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None, own: OwnGradients | None = None
+    ) -> Steps[None]:  # fmt: skip
         with self._timings.of("parts and waiting"):
-            yield from self._open(model, scope, unfilled)
+            yield from self._open(model, scope, unfilled, own)
 
-    def _open(self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None) -> Steps[None]:
+    def _open(
+        self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None, own: OwnGradients | None
+    ) -> Steps[None]:
         self._compiled = without_compilation(model)
         world, size = self.context.world, self.plan.largest_share(self.job.batch_size)[0]
         with self._timings.of("first batches"):
             first = yield from on_rank_0(world, lambda: first_batches(self.job, 2, size), DataError)
         batches = first or []
         there = [to_device(each, self.context.device, self.dtype) for each in batches]
-        there, alone = yield from self._drawn.opened(model, [there, batches[:1]], world)
         with unfilled.standing_in() if unfilled and world.rank == 0 else nullcontext():
-            stages = yield from self.programs.open(there, world, model, own=next(iter(alone), None))
-        yield from on_rank_0(
-            world, lambda: check_following(self.programs.others, leaves_of(there[-1]).values), CaptureError
-        )
-        self.stages = tuple(stage for stage in stages if self.cutter.ranks[stage.number] == self.pp.rank)
+            stages = yield from _captured(self, model, there, batches, own)
+        here = [
+            [each for each in of_loss if self.cutter.ranks[each.number] == self.pp.rank] for of_loss in stages
+        ]
+        self.stages = tuple(each for of_loss in here for each in of_loss)
         self.ownership = PipelineOwnership(self.cutter.holders, self.pp)
         self.ownership.release(model)
         self.shards = Shards(self.programs.pieces, self.tp)
         yield from take_share(model, self.shards, unfilled, world)
         make_row_major(model)
         self._model = model
-        self._outside[self.job.loss] = Outside(self.job.loss, model, self.programs.opaque)
+        self._outside = {each: Outside(each, model, self.programs.opaque) for each in self.losses.values()}
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
-        for stage in self.stages:
-            scope.statistics[stage.number] = RunningStatistics(
-                model, self.context.groups["dp"], several=self.plan.num_chunks > 1, changing=stage.changing, followed=stage.program.in_place,
-                opaque=[str(node.args[2]) for node in stage.program.nodes if is_opaque(node)], unite=self._sums.union,
-            )  # fmt: skip
+        for by_stage, of_loss in zip(scope.statistics, here, strict=True):
+            by_stage |= {
+                each.number: _statistics_of(each, model, self.plan, self.context, self._sums)
+                for each in of_loss
+            }
         self._gathered = GatheredTensors(
             model, self.ownership, self.shards, self.pp, self.tp, self.context.device
         )
@@ -175,21 +177,20 @@ class ProgramEngine(Engine):
         undo.enter_context(self.rows.watch(self._model, self.programs.opaque))
         return undo
 
+    def turn_to(self, turn: LossTurn) -> None:
+        self.programs.losses.loss = self.losses[turn.loss]
+
     def run(
-        self,
-        chunks: Sequence[Chunk],
-        scope: ChunkScope,
-        loss_sums: LossSums,
-        recorder: Recorder | None = None,
-    ) -> Steps[None]:
+        self, chunks: Sequence[Chunk], scope: ChunkScope, loss_sums: LossSums, recorder: Recorder | None = None
+    ) -> Steps[None]:  # fmt: skip
         self._exchange.begin_last_chunk()
         most = yield from self._held.most(len(chunks))
         if chunks and stages_may_run_differently(self.plan, chunks[0].batch):
             self._exchange.wait_for_nothing()
         activity = self.context.activity
         activity.follow(self.microbatches.actions(len(chunks), most))
-        self._outside[self.job.loss].check_step()
-        batches = yield from self._drawn.all_drawn(scope.moments(chunks))
+        self._outside[self.programs.losses.loss].check_step()
+        batches = yield from self.drawn.all_drawn(scope.moments(chunks), self.programs.losses.loss)
         for batch in batches:
             yield from self.programs.ready(batch)
         for parameter in self._parameters.values():
@@ -223,7 +224,7 @@ class ProgramEngine(Engine):
     ) -> Steps[None]:
         if metric in self._outside:
             self._outside[metric].check_step()
-        batch = yield from self._drawn.with_draws(batch, moment, metric, training=False)
+        batch = yield from self.drawn.with_draws(batch, moment, metric, training=False)
         yield from self.programs.ready(batch, loss=metric, training=False)
         if metric not in self._outside:
             self._outside[metric] = Outside(metric, self._model, self.programs.opaque)
@@ -239,7 +240,7 @@ class ProgramEngine(Engine):
         return self._gathered.weights(self._held.slices)
 
     def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
-        batches = yield from self._drawn.all_drawn(scope.moments(chunks))
+        batches = yield from self.drawn.all_drawn(scope.moments(chunks), self.programs.losses.loss)
         return (yield from locate_nan(self._held, self._team, chunks, batches, scope, self.microbatches))
 
     def check_replicated(self) -> Steps[str | None]:
@@ -263,6 +264,42 @@ class ProgramEngine(Engine):
 
     def schedule(self, num_microbatches: int) -> Schedule | None:
         return self.cutter.schedule(num_microbatches)
+
+
+def _captured(
+    engine: ProgramEngine, model: nn.Module, there: list[Any], batches: list[Any], own: OwnGradients | None
+) -> Steps[list[tuple[Stage, ...]]]:
+    """The stages of every loss. there: `batches` on the device, in the engine's precision."""
+    world, programs, left = engine.context.world, engine.programs, len(engine.losses)
+    stages: list[tuple[Stage, ...]] = []
+    for name, loss in engine.losses.items():
+        programs.losses.loss, left = loss, left - 1
+        drawn, alone = yield from engine.drawn.opened(model, [there, batches[:1]], world, loss)
+        with own.of(name) if own else nullcontext():
+            opened = yield from programs.open(
+                drawn, world, model, own=next(iter(alone), None), losses_left=left
+            )
+        stages.append(opened)
+        if len(stages) == 1:
+            check = partial(_check_values, programs.others, drawn)
+            yield from on_rank_0(world, check, CaptureError)
+    programs.losses.loss = engine.job.loss
+    return stages
+
+
+def _check_values(others: Mapping[str, str | None], batches: Sequence[Any]) -> None:
+    """others: those of the program that was captured from the first of the batches."""
+    check_following(others, leaves_of(batches[-1]).values)
+
+
+def _statistics_of(
+    stage: Stage, model: nn.Module, plan: Plan, context: RankContext, sums: TeamSums
+) -> RunningStatistics:
+    nodes, several = stage.program.nodes, plan.num_chunks > 1
+    return RunningStatistics(
+        model, context.groups["dp"], several=several, changing=stage.changing, followed=stage.program.in_place,
+        opaque=[str(node.args[2]) for node in nodes if is_opaque(node)], unite=sums.union,
+    )  # fmt: skip
 
 
 def stages_may_run_differently(plan: Plan, batch: int) -> bool:

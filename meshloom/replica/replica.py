@@ -8,11 +8,12 @@ backward where all ranks know that weight (means over samples), else by `Exchang
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,12 +22,14 @@ from torch import Tensor
 
 from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.group import Group
-from meshloom.comm.objects import agree, collect
+from meshloom.comm.objects import agree
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import windows_of
+from meshloom.core.errors import JobError
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.job import Job, NamedParameters
+from meshloom.core.losses.turns import LossTurn, OwnGradients, turns_of
 from meshloom.core.modes import Modes
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
@@ -38,7 +41,7 @@ from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.optimizer.sparse_parameters import Sparse, make_dense, sparse_parameters, sparse_tables
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
-from meshloom.parameters.file_weights import FileWeights, agree_on_weights
+from meshloom.parameters.file_weights import agree_on_weights
 from meshloom.parameters.model import facts, trainable
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.starting_model import StartingModel
@@ -52,6 +55,7 @@ from meshloom.replica.buffers.row_limits import RowLimits
 from meshloom.replica.buffers.written_by_loss import mark_what_is_written
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
+from meshloom.replica.exchanges.opening import open_exchange
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.module_engine import ModuleEngine
 from meshloom.replica.program_engine import ProgramEngine
@@ -66,11 +70,12 @@ class Gradients:
     """The result of a step's first half.
 
     of_owned: gradient of each slice that this rank owns in the exchange; None: unused. loss: mean over the
-        global batch of `samples` samples. weight: of the batch.
+        global batch of `samples` samples, of which this replica has `chunks`. weight: of the batch.
     """
 
     step: int
     samples: int
+    chunks: Sequence[Chunk]
     of_owned: list[Tensor | None]
     loss: float
     weight: float
@@ -81,7 +86,8 @@ class StepResult:
     """The result of a step: loss (mean over the global batch), its weight, its samples, and the gradient norm
     if clipping is on.
 
-    asked: whether some rank asks for something between steps; equal on all.
+    asked: whether some rank asks for something between steps; equal on all. losses: of several, the newest of each by
+        name; the rest is of the first one.
     """
 
     step: int
@@ -90,6 +96,7 @@ class StepResult:
     samples: int
     gradient_norm: float | None
     asked: bool = False
+    losses: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class Replica:
@@ -107,8 +114,8 @@ class Replica:
     ) -> None:  # fmt: skip
         self.timings = timings or Timings()
         self.job, self.plan, self.context, self.dtype = job, plan, context, dtype
-        self._files, self._share = files, share
-        self.updates, self.updating = updates, False
+        self._files = files
+        self.share, self.updates, self.updating = share, updates, False
         self.replicas = context.groups["dp"]
         # whether this rank asks for something between steps (to stop), if ranks agree on that
         self.asks: Callable[[], bool] | None = None
@@ -118,16 +125,19 @@ class Replica:
         self.pace = (
             Pace([self.replicas, context.statistics], context.device) if plan.shares == "measured" else None
         )
-        self._windows = windows_of(self.replicas) if context.device.type == "cpu" else None
-        self.may_share = share and self._windows is not None and shares_copies(plan)
+        self.windows = windows_of(self.replicas) if context.device.type == "cpu" else None
+        self.may_share = share and self.windows is not None and shares_copies(plan)
         with self.timings.of("building the model"):
-            self._start = StartingModel(job, plan, context, dtype, may_share=self.may_share)
-        self.model = self._start.model
+            self.start = StartingModel(job, plan, context, dtype, may_share=self.may_share)
+        self.model = self.start.model
         self.modes = Modes(self.model)
-        self._tables, self._limits = sparse_tables(self.model), limits_of(self.model)
+        self.tables, self.limits = sparse_tables(self.model), limits_of(self.model)
         if plan.captures:
             make_dense(self.model)  # programs' gradients are
         self.named = trainable(self.model)
+        self.own = OwnGradients(job, self.model) if job.losses else None
+        # evaluations of losses in steps so far; by loss, the newest result
+        self.evaluations, self.newest = 0, dict[str, StepResult]()
         self.num_parameters = sum(each.numel() for each in self.model.parameters())
         self.num_trainable = sum(each.numel() for _, each in self.named)
         self._undo = ExitStack()
@@ -143,8 +153,8 @@ class Replica:
         self.scope = ChunkScope(job, plan, context, self.model, dtype=dtype)
         self.frozen: NamedParameters = []
         self.copied = Traffic()  # parameters and buffers, at the start
-        self._notes = list(self._start.notes)
-        self._units: list[UnitParameters] = []  # of the full model, where ranks hold different parts of it
+        self._notes = list(self.start.notes)
+        self.units: list[UnitParameters] = []  # of the full model, where ranks hold different parts of it
         self.saved = Traffic()  # the exchange's state in checkpoints so far
         self.exchange: Exchange
         self.updater: Updater
@@ -155,21 +165,23 @@ class Replica:
         with self.timings.of("copying values"):  # includes waiting for ranks that build more slowly
             yield from agree(self.context.world, facts(self.job, self.plan, self.model))
             weights = yield from agree_on_weights(self.job, self.model, self.context.world)
-            self.copied += yield from self._start.settle(weights)
+            self.copied += yield from self.start.settle(weights)
         with self.timings.of("what the loss writes"):
-            self._notes += yield from mark_what_is_written(self.job, self.plan, self.context, self._start, self.dtype)  # fmt: skip
+            self._notes += yield from mark_what_is_written(self.job, self.plan, self.context, self.start, self.dtype)  # fmt: skip
         whole = self.named
         if self.plan.captures and self.plan.zero == 3:
-            self._units = units_of(self.job, self.plan, self.model)
-        yield from self.engine.open(self.model, self.scope, self._start.unfilled)
+            self.units = units_of(self.job, self.plan, self.model)
+        yield from self.engine.open(self.model, self.scope, self.start.unfilled, self.own)
         if weights:
             with self.timings.of("reading weights"):
-                yield from check_together(self.context.world, lambda: self._read(weights))
+                filled = self.start.unfilled is not None  # as this rank's share was
+                fill = partial(weights.fill, self.model, self.engine.shards)
+                yield from check_together(self.context.world, (lambda: None) if filled else fill)
         self._notes += weights.notes if weights and self.dtype is None else ()
         self.named = self.engine.parameters
         self.frozen = frozen_parameters(self.model)
         with self.timings.of("optimizer and buffers"):
-            made = self._start.given(whole, partial(make_optimizers, self.job)) if self.updates else None
+            made = self.start.given(whole, partial(make_optimizers, self.job)) if self.updates else None
             yield from check_together(self.context.world, lambda: self._open_exchange(made, whole))
             if made:
                 self.updater = Updater(
@@ -179,12 +191,22 @@ class Replica:
                 self._undo.callback(self.updater.close)
                 yield from check_together(self.context.world, lambda: self.updater.open(self._files))
             yield from self.exchange.open()
-        self._start.finish()
+        self.start.finish()
         self._undo.enter_context(self.engine.connect(self.exchange))
 
     def step(self, step: int, chunks: Sequence[Chunk]) -> Steps[StepResult]:
         """Train on this replica's chunks of global batch `step`."""
-        return (yield from self.update((yield from self.gradients(step, chunks))))
+        if self.own is None:
+            return (yield from self.update((yield from self.gradients(step, chunks))))
+        return (yield from _in_turn(self, step, chunks))
+
+    def turn_to(self, turn: LossTurn) -> None:
+        """In a job of several losses: the next `gradients` and `update` are of this turn of the step."""
+        for each in (self.engine, self.scope):
+            each.turn_to(turn)
+        for each in (self.exchange, self.updater):
+            each.turn_to(turn.number)
+        self.sums.loss = turn.loss
 
     def gradients(self, step: int, chunks: Sequence[Chunk]) -> Steps[Gradients]:
         """Forward and backward of this replica's chunks of global batch `step`, and the exchange. Buffers
@@ -192,6 +214,7 @@ class Replica:
         if self.pace:
             self.pace.begin()
         self.exchange.begin_step()
+        self.evaluations += 1
         if self.updates:
             self.updater.begin_step()
         self.sums.begin(self.asks)
@@ -199,7 +222,7 @@ class Replica:
         doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]
         alone = self.plan.num_chunks == 1 or self.exchange.only_slices or self.plan.captures
-        with self.modes.training(), frozen_kept(self.frozen, alone=alone):
+        with self.modes.training(), self._own_gradients(), frozen_kept(self.frozen, alone=alone):
             yield from self.engine.run(filled, self.scope, self.sums, self.recorder)
         doing.enter("exchanging", step)
         if self.pace:
@@ -214,11 +237,14 @@ class Replica:
             divisor = self.sums.own_divisor(chunks[0].batch)
         with self._span("exchange"):
             gradients = yield from self.exchange.finish(divisor)
-        yield from check_finite(self.engine, self.scope, self.context.world, step, filled, total, weight)
+        if (
+            not self.updating
+        ):  # optimizers that evaluate the loss themselves turn back from what is not finite
+            yield from check_finite(self.engine, self.scope, self.context.world, step, filled, total, weight)
         yield from self.scope.finish()
         return Gradients(
-            step=step, samples=chunks[0].batch, of_owned=gradients, loss=total / weight, weight=weight
-        )
+            step=step, samples=chunks[0].batch, chunks=chunks, of_owned=gradients, loss=total / weight, weight=weight
+        )  # fmt: skip
 
     def update(self, found: Gradients) -> Steps[StepResult]:
         """The second half of a step: clip, update, publish the new parameters."""
@@ -227,12 +253,14 @@ class Replica:
         self.updating = True  # until all ranks have updated
         yield from self.row_limits.apply()
         with self._span("update"):
-            norm = yield from self.updater.update(found.of_owned, found.loss)
+            evaluate = partial(_evaluated, self, found)
+            norm = yield from self.updater.update(found.of_owned, found.loss, evaluate=evaluate)
         with self._span("exchange"):
             yield from self.exchange.publish()
             if (yield from self.exchange.settle(early=False)):
                 self.updater.parameters_changed()
-            yield from self.engine.refresh_borrowed()
+            with self._own_gradients():
+                yield from self.engine.refresh_borrowed()
         self.updating = False
         doing.enter("between steps", step + 1)
         return StepResult(
@@ -253,14 +281,6 @@ class Replica:
         """Notes for the user before the first step."""
         return [*self._notes, *self.updater.notes(), *self.engine.notes, *self.exchange.notes()]
 
-    def take_notes(self) -> Steps[list[str]]:
-        """Notes about buffers from all ranks of the replica, each once."""
-        mine = self.scope.take_notes()
-        everyone: list[list[str]] = (
-            (yield from collect(self.context.team, mine)) if self.context.team else [mine]
-        )
-        return list(dict.fromkeys(note for notes in everyone for note in notes))
-
     def close(self) -> None:
         """Remove the hooks from the model."""
         self._undo.close()
@@ -268,30 +288,68 @@ class Replica:
     def _span(self, kind: SpanKind) -> AbstractContextManager[None]:
         return self.recorder.span(kind) if self.recorder else nullcontext()
 
-    def _read(self, weights: FileWeights) -> None:
-        if not self._start.unfilled:  # else they have been read as this rank's share was filled
-            weights.fill(self.model, self.engine.shards)
+    def _own_gradients(self) -> AbstractContextManager[None]:
+        return self.own.of(self.sums.loss) if self.own else nullcontext()
 
     def _open_exchange(self, made: UserOptimizers | None, whole: NamedParameters) -> None:
         if made is None:
-            setup = Setup(
-                plan=self.plan, named=self.named, group=self.replicas, unfilled=self._start.unfilled
-            )
+            setup = Setup(plan=self.plan, named=self.named, group=self.replicas, unfilled=self.start.unfilled)
             self.exchange = setup.alone()
             return
-        sparse = sparse_parameters(self._tables, whole, made.optimizers)
-        self.engine.watch_rows(_watched(self.plan, [*self._limits], sparse, whole), self.context.device)
-        here = sparse.names.intersection(name for name, _ in self.named)
-        setup = Setup(
-            plan=self.plan, named=self.named, frozen=self.frozen, group=self.replicas, replicated=self.engine.replicated,
-            late=self.engine.late, lent=self.engine.lent,
-            windows=self._windows, unfilled=self._start.unfilled,
-            may_share=lambda: self._share and not here and not self._limits and not why_separate(made, self.named),
-            units=lambda: held_units(self._units or units_of(self.job, self.plan, self.model), self.model), slices=self.context.slices, control=self.context.readers,
-            sparse=here, kept=sparse.kept, sparse_only=sparse.sparse_only, used_rows=self.engine.used_rows,
-        )  # fmt: skip
-        self.exchange = setup.open()
-        self.row_limits = RowLimits(self._limits, self.named, self.engine.rows, self.replicas, self.exchange, self.shards)  # fmt: skip
+        self.exchange = open_exchange(_setup_of(self, made, whole), self.own)
+        _check_limits(self)
+        self.row_limits = RowLimits(self.limits, self.named, self.engine.rows, self.replicas, self.exchange, self.shards)  # fmt: skip
+
+
+def _evaluated(replica: Replica, found: Gradients) -> Steps[tuple[list[Tensor | None], float]]:
+    """The loss and the gradients of the same chunks once more, with their draws, for parameters that an optimizer has
+    moved."""
+    again = yield from replica.gradients(found.step, found.chunks)
+    return again.of_owned, again.loss
+
+
+def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> Steps[StepResult]:
+    """A step of several losses. Recorded is the first of its turns: a timeline is of one schedule."""
+    asked, recorder = False, replica.recorder
+    for turn in turns_of(replica.job, step):
+        replica.turn_to(turn)
+        newest = yield from replica.update((yield from replica.gradients(step, chunks)))
+        replica.newest[turn.loss] = newest
+        asked, replica.recorder = asked or newest.asked, None
+    replica.recorder = recorder
+    losses = {name: each.loss for name, each in replica.newest.items()}
+    first = replica.newest.get(next(iter(replica.job.losses))) or replace(
+        next(iter(replica.newest.values())), loss=math.nan
+    )
+    return replace(first, step=step, samples=chunks[0].batch, asked=asked, losses=losses)
+
+
+def _setup_of(replica: Replica, made: UserOptimizers, whole: NamedParameters) -> Setup:
+    """What the exchange is opened with. whole: all trainable parameters, as the model was built with them."""
+    engine, plan, context, named = replica.engine, replica.plan, replica.context, replica.named
+    sparse = sparse_parameters(replica.tables, whole, made.optimizers)
+    engine.watch_rows(_watched(plan, [*replica.limits], sparse, whole), context.device)
+    here = sparse.names.intersection(name for name, _ in named)
+
+    def units() -> Sequence[UnitParameters]:
+        return held_units(replica.units or units_of(replica.job, plan, replica.model), replica.model)
+
+    return Setup(
+        plan=plan, named=named, frozen=replica.frozen, group=replica.replicas, replicated=engine.replicated, late=engine.late, lent=engine.lent,
+        windows=replica.windows, unfilled=replica.start.unfilled,
+        may_share=lambda: replica.share and not here and not replica.limits and not why_separate(made, named),
+        units=units, slices=context.slices, control=context.readers, sparse=here, kept=sparse.kept, sparse_only=sparse.sparse_only,
+        used_rows=engine.used_rows,
+    )  # fmt: skip
+
+
+def _check_limits(replica: Replica) -> None:
+    exchange = replica.exchange
+    if replica.own and replica.limits and exchange.owners is not None and not exchange.only_slices:
+        raise JobError(
+            f"{next(iter(replica.limits))} has max_norm, so any of the {replica.own.num_losses} losses may scale its rows, and its owners tell the others of the turns of "
+            "one loss alone. Use zero=0 or zero=3."
+        )
 
 
 def _watched(plan: Plan, limited: list[str], sparse: Sparse, whole: NamedParameters) -> dict[str, int]:

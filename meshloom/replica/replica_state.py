@@ -15,6 +15,7 @@ from meshloom.checkpoint.checkpoint import Checkpoint, Piece
 from meshloom.checkpoint.resuming import Loader, check_together, load_together, open_together
 from meshloom.checkpoint.tensor_file import Stream, TensorEntry
 from meshloom.comm.group import Group
+from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.exchange.exchange import Emit, Slice
@@ -34,6 +35,13 @@ def settle(replica: Replica) -> Steps[None]:
     if (yield from replica.exchange.settle(early=True)):
         replica.updater.parameters_changed()
         yield from replica.engine.refresh_borrowed()
+
+
+def take_notes(replica: Replica) -> Steps[list[str]]:
+    """Notes about buffers from all ranks of the replica, each once."""
+    mine, team = replica.scope.take_notes(), replica.context.team
+    everyone: list[list[str]] = (yield from collect(team, mine)) if team else [mine]
+    return list(dict.fromkeys(note for notes in everyone for note in notes))
 
 
 def weights(replica: Replica) -> Stream | dict[str, Any]:

@@ -63,7 +63,8 @@ def check_finite(
         ((each[0], rank, each[1]) for rank, each in enumerate(found) if each),
         default=(0, 0, "the sum over all chunks overflowed"),
     )
+    name = f"{scope.turn.loss!r} " if scope.turn.loss else ""
     raise TrainingError(
-        f"The loss of step {step} is {total / weight if weight else math.nan:g}: rank {rank}, {where}. The parameters were not updated; "
+        f"The loss {name}of step {step} is {total / weight if weight else math.nan:g}: rank {rank}, {where}. The parameters were not updated; "
         "lower the learning rate, clip gradients, or look at this batch."
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -17,7 +17,8 @@ class Progress:
     """The progress of a run after a step.
 
     age: in asynchronous runs, the mean number of updates since the parameters of the newest gradients.
-        virtual_seconds: the virtual clock, if there is one.
+        virtual_seconds: the virtual clock, if there is one. losses: of a job of several, the newest of each by name;
+        `loss` is that of the first.
     """
 
     step: int
@@ -31,6 +32,7 @@ class Progress:
     memory_bytes: int
     age: float | None = None
     virtual_seconds: float | None = None
+    losses: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass

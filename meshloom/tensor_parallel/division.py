@@ -1,7 +1,7 @@
 """A job's programs divided over the ranks of the tp axis, all with the same shards of parameters.
 
-The first program fixes the shards; later ones are divided accordingly. One rank chooses, and sends its choice
-to the others.
+The first program fixes the shards; later ones are divided accordingly. Of several losses, the first that uses a
+parameter fixes its shards. One rank chooses, and sends its choice to the others.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from meshloom.core.errors import CaptureError, PlanError
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.nodes import refs_in
 from meshloom.program.ir.program import Program
+from meshloom.program.run.runner import used_variables
 from meshloom.program.sizes.forms import alike
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.telemetry.timings import Timings
@@ -35,6 +36,7 @@ from meshloom.tensor_parallel.search.choose import (
     numbers_of_choice,
     rates_for,
 )
+from meshloom.tensor_parallel.search.pins import is_meant
 
 
 class Division:
@@ -65,9 +67,12 @@ class Division:
         self._given = rates
         self.rates: Rates | None = None  # as used, on the rank that chose
         self._rules = rules_with(rules or {})
-        self._placements = placements
         self._memory_bytes = memory_bytes
         self._first: Partition | None = None
+        self._left = dict(placements or {})  # those of parameters that no program has used
+        self._held: dict[str, tuple[Pieces, bool]] = {}
+        self._used: set[str] = set()  # parameters and buffers, by the losses so far
+        self._summed: dict[str, None] = {}
         self._choices: list[DivisionChoice] = []  # of programs that differ in more than sizes
 
     @property
@@ -79,18 +84,31 @@ class Division:
     @property
     def pieces(self) -> Mapping[str, Pieces]:
         """The shards of all parameters and buffers."""
-        return {**self.first.parameters, **self.first.buffers}
+        return {name: pieces for name, (pieces, _) in self._held.items()}
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Parameters whose gradients are summed over the ranks, once a step."""
+        return tuple(self._summed)
 
     def part(
-        self, program: Program, group: Group, priced: Program | None = None
+        self, program: Program, group: Group, priced: Program | None = None, *, losses_left: int | None = None
     ) -> Steps[tuple[Program, Mapping[str, RoutedRows]]]:
         """This rank's part of `program`, and its values whose rows are routed at run time.
 
         All ranks of `group` (the world, or those of a replica) call this; the first one chooses.
 
         priced: the program to choose for, with the same nodes; default: `program`.
+        losses_left: of the first program of each of the job's losses, how many of these are to come; None: it is
+            divided as the first ones are.
         """
-        held = self._first.held if self._first else None
+        if self._first is None and losses_left is None:
+            losses_left = 0
+        held: Held | None = self._held if self._first else None
+        placements: Mapping[str, str] | None = None
+        if losses_left is not None:
+            placements = self._placements_for(program, last=not losses_left)
+            held = {name: self._held[name] for name in self._used} if held is not None else None
         with self._timings.of("axes"):
             program = _without_unused_shards(program, held or {})
             layout = layout_of(program, self._rules)
@@ -107,7 +125,7 @@ class Division:
                     self._group.size,
                     rates,
                     held=held,
-                    placements=self._placements,
+                    placements=placements,
                     memory_bytes=limit,
                 )
 
@@ -119,7 +137,7 @@ class Division:
                     rates,
                     choose_here,
                     rules=self._rules_given,
-                    placements=self._placements,
+                    placements=placements,
                     memory_bytes=limit,
                 )
             except PlanError as error:
@@ -133,15 +151,13 @@ class Division:
             choice = cheapest()
             if priced is None:
                 return choice
-            there = choice_in(layout, choice, held=held, placements=self._placements)
+            there = choice_in(layout, choice, held=held, placements=placements)
             # A cast has fewer strategies than an operation that changes nothing, so only the shards of
             # parameters are as in training.
             if there is None:
                 other = choose(layout, self._group.size, self.rates, held=partition(choice).held)
-                there = choice_in(layout, other, held=held, placements=self._placements)
-            return there or choose(
-                layout, self._group.size, self.rates, held=held, placements=self._placements
-            )
+                there = choice_in(layout, other, held=held, placements=placements)
+            return there or choose(layout, self._group.size, self.rates, held=held, placements=placements)
 
         mine = self._resized_choice(layout, held)
         if mine is None:
@@ -149,7 +165,7 @@ class Division:
                 choice = yield from on_rank_0(group, chosen, CaptureError)
             numbers: list[int] = yield from share(group, numbers_of_choice(choice) if choice else None)
             mine = choice or choice_of_numbers(
-                layout, self._group.size, numbers, held=held, placements=self._placements
+                layout, self._group.size, numbers, held=held, placements=placements
             )
             self._choices.append(mine)
         with self._timings.of("dividing"):
@@ -163,7 +179,31 @@ class Division:
                 "Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks."
             )
         self._first = self._first or divided
+        if losses_left is not None:
+            self._fix(divided, program)
         return own.program, own.routed
+
+    def _placements_for(self, program: Program, *, last: bool) -> Mapping[str, str]:
+        """Those that this program is the first to follow: of parameters that it uses; of the last loss, all others."""
+        used = used_variables(program, program.parameters)
+        names = [name for each in used for name in (each.name, *each.aliases)]
+        found = {
+            pattern: pin
+            for pattern, pin in self._left.items()
+            if last or any(is_meant(name, pattern) for name in names)
+        }
+        self._left = {pattern: pin for pattern, pin in self._left.items() if pattern not in found}
+        return found
+
+    def _fix(self, divided: Partition, program: Program) -> None:
+        """Later programs divide what this one uses as it does."""
+        variables = {**program.parameters, **program.buffers}
+        used = {each.name for each in used_variables(program, variables)} | program.changing
+        for name, each in divided.held.items():
+            if name not in self._held or (name in used and name not in self._used):
+                self._held[name] = each
+        self._used |= used
+        self._summed |= dict.fromkeys(divided.summed)
 
     def _resized_choice(self, layout: Layout, held: Held | None) -> DivisionChoice | None:
         """The choice for this program at other sizes, found equally on every rank."""

@@ -100,8 +100,9 @@ class LocalReplicas:
             return run_in_steps([steps(self.all[0])])
         ranks = [_naming(steps(replica), replica.context) for replica in self.all]
         # programs talk in forward and backward, and when they are read, and not all ranks alike; units of
-        # parameters are gathered there
-        if self._plan.captures or self._plan.zero == 3:
+        # parameters are gathered there; closures of optimizers wait for other ranks
+        closures = any(hasattr(each, "updater") and each.updater.takes_closures for each in self.all)
+        if self._plan.captures or self._plan.zero == 3 or closures:
             return turns.run_steps(ranks)
         # Synchronised batch statistics wait inside forward, and exchanges of each chunk's gradients inside
         # backward, so simulated ranks must be able to hand over there.

@@ -6,7 +6,7 @@ is captured (tp, pp), also when a rank knows its part of it, at what that saves 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,6 +22,7 @@ from meshloom.launch.environment import opened_cache
 from meshloom.launch.transport import host_identity
 from meshloom.machine.host_memory import free_bytes, total_bytes
 from meshloom.pipeline.schedules.check import held_by_stage
+from meshloom.pipeline.stages.stages import Stage
 from meshloom.planner.fitting import MARGIN, Limit, least_bytes, offers_for, refusal, state_bytes, too_much
 from meshloom.planner.memory.stage_kept import kept_bytes_of
 from meshloom.planner.rehearsal.held import held_by
@@ -106,7 +107,7 @@ def check_part_fits(replica: Replica, *, cache: Cache | None) -> Steps[None]:
     parameters = list(replica.model.named_parameters())
     trained = sum(each.nbytes for _, each in parameters if each.requires_grad and not each.is_meta)
     held = held_by(replica, 0, MOST_STATE)
-    upper = {stage.number: _results(stage.program) for stage in engine.stages}
+    upper = _most_by_stage(engine, lambda stage: _results(stage.program))
     needs: Mapping[str, int] = {}
     if (held.total + _in_flight(engine, plan, upper)) * (
         plan.mesh.size if limit.is_shared else 1
@@ -114,7 +115,7 @@ def check_part_fits(replica: Replica, *, cache: Cache | None) -> Steps[None]:
         whole = sum(each.nbytes for _, each in parameters if each.requires_grad)
         state = state_bytes(replica.job, parameters) or 0
         held = held_by(replica, 0, state / whole if whole and trained else 0.0)
-        kept = _in_flight(engine, plan, {each.number: kept_bytes_of(each, plan.tp) for each in engine.stages})
+        kept = _in_flight(engine, plan, _most_by_stage(engine, lambda each: kept_bytes_of(each, plan.tp)))
         needs = {
             "parameters": held.parameters + held.full,
             "gradients": held.gradients + held.on_the_way,
@@ -156,6 +157,14 @@ def _refuse(
             text = refusal(replica.plan, here, limit, offers)
     text = yield from share(world, text)
     raise PlanError(f"{text} (Beyond the limit by less than {MARGIN - 1:.0%} is let through.)")
+
+
+def _most_by_stage(engine: ProgramEngine, num_bytes: Callable[[Stage], int]) -> dict[int, int]:
+    """Of this rank's stages, whichever loss has most in them."""
+    most: dict[int, int] = {}
+    for stage in engine.stages:
+        most[stage.number] = max(most.get(stage.number, 0), num_bytes(stage))
+    return most
 
 
 def _in_flight(engine: ProgramEngine, plan: Plan, kept: Mapping[int, int]) -> int:

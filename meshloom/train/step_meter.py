@@ -67,6 +67,7 @@ class StepMeter:
             tokens_per_second=samples * self._job.tokens_per_sample if self._job.tokens_per_sample else None,
             seconds_left=seconds / self.num_steps * (steps - step),
             memory_bytes=memory_bytes,
+            losses=self._results[-1].losses,
         )
 
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:

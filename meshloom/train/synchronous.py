@@ -21,7 +21,7 @@ from meshloom.launch.events import send_event
 from meshloom.launch.failure import report_stop
 from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import World
-from meshloom.replica.replica_state import check_identical, check_team, settle
+from meshloom.replica.replica_state import check_identical, check_team, settle, take_notes
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.telemetry.summary import Summary
 from meshloom.telemetry.timings import Timings
@@ -42,7 +42,7 @@ CHECK_EVERY = 100  # steps between comparisons of the replicas' bits
 class SynchronousRun:
     """A job under a plan in `world`.
 
-    `next_step`: steps done. leave: closes this run and then the world, while all ranks are still there.
+    `next_step`: steps done. losses: of several, the newest of each. leave: closes this run and then the world, while all ranks are still there.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SynchronousRun:
         self._listener = listener = listener if world.main else QUIET
         self._stop_requests = StopRequests()
         self._asked = self._closed = False  # asked: all ranks know that some of them asks for something
-        self.next_step = 0
+        self.next_step, self.losses = 0, dict[str, float]()
         with ExitStack() as building:
             building.callback(self._stop_requests.close)
             self.replicas = LocalReplicas(
@@ -168,6 +168,7 @@ class SynchronousRun:
         if recorded:
             self._recording.keep(self.next_step)
         meter.came_to(result)
+        self.losses = dict(result.losses)
         if result.asked:
             self._checkpoints.finish()
         last = self.next_step == self._steps
@@ -177,7 +178,7 @@ class SynchronousRun:
             or self.next_step % CHECK_EVERY == 0
             or self._plan.mesh.size == self._plan.dp
         ):
-            for note in replicas.together(lambda replica: replica.take_notes())[0]:
+            for note in replicas.together(take_notes)[0]:
                 self._listener.note(note)
         if last and (told := replicas.first.engine.readings):
             self._listener.note(told)

@@ -18,6 +18,7 @@ from meshloom.asynchronous.state.settings import DEFAULT_SNAPSHOT_EVERY, Asynchr
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError, TrainingError
 from meshloom.core.job import Job
+from meshloom.core.losses.turns import check_turns
 from meshloom.core.plan import Plan
 from meshloom.data.shares import Record, Shares
 from meshloom.launch.environment import launched_plan
@@ -45,8 +46,7 @@ class Trainer:
     Started by `meshloom train` or torchrun this process is one rank; otherwise all ranks are simulated in it.
 
     plan: a `Plan` or its text; None: the plan given on the command line, or dp=1.
-    devices: auto, cuda, cpu, simulated, or simulated:cuda (all replicas in this process, spread over its
-        GPUs).
+    devices: auto, cuda, cpu, simulated, or simulated:cuda (all replicas in this process, on its GPUs).
     steps: the whole run's number of steps, instead of the job's.
     out: directory for checkpoints; None writes none. resume: a checkpoint, or a directory that holds some.
     overwrite: begin anew although `out` holds an earlier run's checkpoints; they go once this run has saved
@@ -103,6 +103,7 @@ class Trainer:
         self.job = job
         self.plan = _plan(plan)
         self.plan.check_batch(job.batch_size)
+        check_turns(job, self.plan)
         self.steps = steps if steps is not None else job.steps
         self.out = Path(out) if out is not None else None
         self.listener = listener or Listener()
@@ -162,6 +163,11 @@ class Trainer:
         return self._run.replicas.all if isinstance(self._run, SynchronousRun) else []
 
     @property
+    def losses(self) -> dict[str, float]:
+        """Of a job of several losses, the newest of each by name."""
+        return self._run.losses if isinstance(self._run, SynchronousRun) else {}
+
+    @property
     def asynchronous(self) -> AsynchronousRun | None:
         """The run, with exchange=async."""
         return self._run if isinstance(self._run, AsynchronousRun) else None
@@ -176,7 +182,7 @@ class Trainer:
         yield from self._run.batches()
 
     def step(self, batch: Batch) -> float:
-        """Train on a batch that `batches()` gave; the mean loss of the whole global batch."""
+        """Train on a batch that `batches()` gave; the mean loss of the whole global batch, of several the first."""
         self._check_open("step()")
         return self._run.step(batch)
 
@@ -204,13 +210,11 @@ class Trainer:
         return self._run.summary(seconds, evaluation, checkpoint)
 
     def together(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
-        """Run one generator per local replica in lockstep, and return their results; errors say which rank,
-        and what it was doing."""
+        """The results of one generator per local replica, in lockstep; errors say which rank, doing what."""
         return self._run.replicas.together(steps) if isinstance(self._run, SynchronousRun) else []
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, end reader processes, leave the groups, take the hooks off
-        the models."""
+        """Wait for a checkpoint that is being written; end reader processes, leave groups, remove hooks."""
         self._closed = True
         with self._stack:
             self._run.finish()

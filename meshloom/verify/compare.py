@@ -74,7 +74,8 @@ class TensorError:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One step of both sides. facts: differences other than numbers, a sentence each."""
+    """One step of both sides. facts: differences other than numbers, a sentence each. turn: the name of its loss, if it is
+    a turn of several."""
 
     step: int
     loss: tuple[float, float]  # the plan's, one device's
@@ -82,6 +83,7 @@ class Comparison:
     facts: Sequence[str]
     # the first in order of execution whose output differs, else the last whose gradient does
     first_module: str | None
+    turn: str = ""
 
     @property
     def passed(self) -> bool:
@@ -129,7 +131,14 @@ class Comparer:
             wrong = {error.name for error in errors if error.kind == "gradient" and not error.passed}
             module = first_module(ours, reference, wrong, tolerance, self.plan)
         losses = ours.loss, reference.loss
-        return Comparison(step=reference.step, loss=losses, errors=errors, facts=facts, first_module=module)
+        return Comparison(
+            step=reference.step,
+            loss=losses,
+            errors=errors,
+            facts=facts,
+            first_module=module,
+            turn=reference.turn,
+        )
 
 
 def _loss_errors(ours: StepRecord, reference: StepRecord, tolerance: float) -> Iterator[TensorError]:

@@ -117,7 +117,12 @@ def _losses(report: Report) -> Table:
     for step in report.steps:
         worst = max(step.errors, key=_severity)
         ours, reference = (f"{loss:.6f}" for loss in step.loss)
-        table.add_row(str(step.step), ours, reference, f"{worst.error:.1e} ({worst.kind}{_of(worst)})")
+        table.add_row(
+            f"{step.step} {step.turn}".rstrip(),
+            ours,
+            reference,
+            f"{worst.error:.1e} ({worst.kind}{_of(worst)})",
+        )
     return table
 
 
@@ -146,8 +151,9 @@ def _lines(report: Report) -> list[str]:
         lines += [f"  {fact}" for fact in wrong.facts[:ROWS]]
         lines += [f"  likely cause: {cause.sentence}" for cause in report.causes]
     else:
+        turns = f" of {len(report.steps)} turns" if report.steps and report.steps[0].turn else ""
         lines.append(
-            f"EQUAL to one device that runs the same chunks: {format_count(len(report.steps), 'step')}"
+            f"EQUAL to one device that runs the same chunks: {format_count(len({each.step for each in report.steps}), 'step')}{turns}"
             + (f", with {report.fewer.kept} of the repeated blocks each" if report.fewer else "")
         )
     lines += _moved_lines(report.steps)

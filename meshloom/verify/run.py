@@ -18,6 +18,7 @@ from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
+from meshloom.core.losses.turns import LossTurn, turns_of
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.data.samples import first_batches
@@ -29,6 +30,7 @@ from meshloom.parameters.file_weights import build_filled_model
 from meshloom.replica.replica import Replica, StepResult
 from meshloom.replica.replica_state import each_gradient, each_of_state, replicated_state
 from meshloom.telemetry.progress import Listener
+from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.fewer_blocks import with_fewer_blocks
@@ -136,43 +138,57 @@ def _wrong_operator(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype |
 
 def _run_steps(trainer: Trainer, dtype: torch.dtype | None, comparison: ComparisonRun | None) -> None:
     """Run all steps. comparison: on rank 0, receives each tensor as it is gathered; no rank keeps one."""
-    first = trainer.replicas[0]
     with ExitStack() as stack:
         observers = [stack.enter_context(_observing(replica)) for replica in trainer.replicas]
         for batch in trainer.batches():
-            for observer in observers:
-                observer.chunks = []
-            shares = dict(zip(map(id, trainer.replicas), batch.shares, strict=True))
-            # Not trainer.step, which raises when replicas drift apart: here that belongs into the report.
-            with default_dtype(dtype):
-                gradients = trainer.together(
-                    lambda replica: replica.gradients(batch.step, shares[id(replica)])  # noqa: B023
-                )
-            gradients_of = dict(zip(map(id, trainer.replicas), gradients, strict=True))
-            if comparison:
-                comparison.begin()
-            trainer.together(
-                lambda replica: each_gradient(
-                    replica,
-                    gradients_of[id(replica)],  # noqa: B023
-                    comparison.add_gradient if comparison and replica is first else _ignore,
-                )
-            )
-            with default_dtype(dtype):
-                result = trainer.together(
-                    lambda replica: replica.update(gradients_of[id(replica)])  # noqa: B023
-                )[0]
+            for turn in turns_of(trainer.job, batch.step):
+                _compare_turn(trainer, batch, turn, dtype, observers, comparison)
             trainer.next_step = batch.step + 1
-            if comparison:
-                comparison.update()
-            trainer.together(
-                lambda replica: each_of_state(
-                    replica, comparison.add_state if comparison and replica is first else _ignore
-                )
-            )
-            record = _record(trainer, result, observers, comparison.subsampled if comparison else {})
-            if comparison:
-                comparison.end(record)
+
+
+def _compare_turn(
+    trainer: Trainer,
+    batch: Batch,
+    turn: LossTurn,
+    dtype: torch.dtype | None,
+    observers: Sequence[_ChunkObserver],
+    comparison: ComparisonRun | None,
+) -> None:
+    """Run and compare a step, or one of its turns."""
+    first, several = trainer.replicas[0], bool(trainer.job.losses)
+    shares = dict(zip(map(id, trainer.replicas), batch.shares, strict=True))
+    for replica in trainer.replicas if several else ():
+        replica.turn_to(turn)
+    for observer in observers:
+        observer.chunks = []
+    # Not trainer.step, which raises when replicas drift apart: here that belongs into the report.
+    with default_dtype(dtype):
+        gradients = trainer.together(lambda replica: replica.gradients(batch.step, shares[id(replica)]))
+    gradients_of = dict(zip(map(id, trainer.replicas), gradients, strict=True))
+    if comparison:
+        comparison.begin()
+    trainer.together(
+        lambda replica: each_gradient(
+            replica,
+            gradients_of[id(replica)],
+            comparison.add_gradient if comparison and replica is first else _ignore,
+        )
+    )
+    chunks = [list(observer.chunks) for observer in observers]
+    with default_dtype(dtype):
+        result = trainer.together(lambda replica: replica.update(gradients_of[id(replica)]))[0]
+    for observer, found in zip(observers, chunks, strict=True):
+        observer.chunks = found  # not those of further evaluations, which LBFGS makes
+    if comparison:
+        comparison.update()
+    trainer.together(
+        lambda replica: each_of_state(
+            replica, comparison.add_state if comparison and replica is first else _ignore
+        )
+    )
+    record = _record(trainer, result, observers, comparison.subsampled if comparison else {})
+    if comparison:
+        comparison.end(record)
 
 
 def _ignore(name: str, tensor: Tensor | None) -> None:

@@ -19,6 +19,7 @@ from meshloom.comm.pieces import Pieces
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
+from meshloom.core.losses.turns import jobs_of
 from meshloom.core.plan import Plan
 from meshloom.pipeline.stages.stage_cutter import StageCutter
 from meshloom.pipeline.stages.stage_forms import StageForms
@@ -55,6 +56,28 @@ class _Form:
         return stages
 
 
+class LossJobs:
+    """The losses of a job. loss: the one that is trained; of several, that whose turn it is. alone: of each, a job of it
+    alone."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self.loss = job, job.loss
+        self.alone = {each.loss: each for each in jobs_of(job).values()}
+        self._followed: dict[LossFunction, LossFunction] = {}  # what a loss is on one of its ways -> the loss
+
+    def on_the_way(self, batches: Sequence[Any], loss: LossFunction | None = None) -> LossFunction:
+        """`loss`, or the one that is trained, or what it is on the way that these batches go."""
+        loss, first = loss or self.loss, next(iter(batches), None)
+        if not isinstance(first, DrawnBatch):
+            return loss
+        self._followed[first.loss] = loss
+        return first.loss
+
+    def job_of(self, loss: LossFunction) -> Job:
+        """That of a loss alone, with this function; of a metric, the whole job with it."""
+        return replace(self.alone.get(self._followed.get(loss, loss), self._job), loss=loss)
+
+
 class ProgramStore:
     """What one rank of a replica runs of `job`'s functions under `plan`.
 
@@ -78,6 +101,7 @@ class ProgramStore:
         self.cutter = StageCutter(job, plan, rates=rates, timings=self._timings, stored=stored)
         self.others: Mapping[str, str | None] = {}  # the first program's values of the batch besides tensors
         self._job, self._plan, self._team, self._division = job, plan, team, division
+        self.losses = LossJobs(job)
         self._dtype, self._stored = dtype, stored
         self._default = torch.get_default_dtype()
         # dtypes of a batch's tensors in the job's own precision, if it is lifted to another
@@ -89,14 +113,15 @@ class ProgramStore:
         self._forms: dict[int, StageForms] = {}  # by id of what was proved of a loss
 
     def open(
-        self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None
+        self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None, losses_left: int = 0
     ) -> Steps[tuple[Stage, ...]]:
-        """Captures the loss on batches like the first, shards it, and cuts it. All ranks of `world` call
-        this; batches and model count on its rank 0.
+        """Captures the loss on batches like the first, shards it, and cuts it; each of several. All ranks of `world`
+        call this; batches and model count on its rank 0.
 
         batches: further ones are used for the capture if they have the same shapes.
         model: the job's, unsharded, as built; it stays unchanged.
         own: one of the batches in the job's own precision, if they were lifted to another.
+        losses_left: to be opened after this one.
         """
         if self._dtype is not None:  # any rank may have to capture a chunk of another size later
             names: dict[str, str] = yield from share(
@@ -105,14 +130,15 @@ class ProgramStore:
             self._own_dtypes = {
                 name: getattr(torch, each.removeprefix("torch.")) for name, each in names.items()
             }
-        key = yield from self._capture(_loss_of(batches, self._job.loss), True, batches, world, model)
+        loss = self.losses.on_the_way(batches)
+        key = yield from self._capture(loss, True, batches, world, model, losses_left)
         return self.stages(key)
 
     def ready(
         self, batch: Any, *, loss: LossFunction | None = None, training: bool = True
     ) -> Steps[ProgramKey]:
         """Makes sure that batches like this one have stages. The replica's ranks all pass the same batch."""
-        loss = _loss_of([batch], loss or self._job.loss)
+        loss = self.losses.on_the_way([batch], loss)
         key = self._key(batch, loss, training)
         if key is not None and key in self._entries:
             return key
@@ -142,7 +168,7 @@ class ProgramStore:
 
     def key(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> ProgramKey:
         """The key of a batch that is ready."""
-        key = self._key(batch, _loss_of([batch], loss or self._job.loss), training)
+        key = self._key(batch, self.losses.on_the_way([batch], loss), training)
         assert key is not None, "ready() comes first"
         return key
 
@@ -159,7 +185,7 @@ class ProgramStore:
     @property
     def summed(self) -> tuple[str, ...]:
         """Parameters whose gradients are summed over tp, once a step."""
-        return self._division.first.summed if self._division else ()
+        return self._division.summed if self._division else ()
 
     @property
     def num_captured(self) -> int:
@@ -173,8 +199,9 @@ class ProgramStore:
 
     def opaque_notes(self) -> list[str]:
         """Which modules training runs as they are, why, and how much of the model they are."""
-        read = [each for each in self._of(self._job.loss).programs[:1] if each.opaque]
-        return [note for each in read for note in opaque_notes(each, cached_costs(self._stored, each, costs))]
+        first = [each for loss in self.losses.alone for each in self._of(loss).programs[:1] if each.opaque]
+        notes = (opaque_notes(each, cached_costs(self._stored, each, costs)) for each in first)
+        return list(dict.fromkeys(note for found in notes for note in found))
 
     def told(self) -> str | None:
         """How many captures served which sizes, for people; None: each loss was captured once."""
@@ -196,10 +223,8 @@ class ProgramStore:
 
     def _of(self, loss: LossFunction) -> CapturedLoss:
         if loss not in self._captured:
-            job = replace(self._job, loss=loss)
-            self._captured[loss] = CapturedLoss(
-                job, dtype=self._dtype, timings=self._timings, stored=self._stored
-            )
+            given: Any = {"dtype": self._dtype, "timings": self._timings, "stored": self._stored}
+            self._captured[loss] = CapturedLoss(self.losses.job_of(loss), **given)
         return self._captured[loss]
 
     def _forms_of(self, proved: AnySize) -> StageForms:
@@ -215,32 +240,28 @@ class ProgramStore:
             forms.trust(sizes)
 
     def _capture(
-        self,
-        loss: LossFunction,
-        training: bool,
-        batches: Sequence[Any],
-        group: Group,
-        model: nn.Module | None = None,
-    ) -> Steps[ProgramKey]:
+        self, loss: LossFunction, training: bool, batches: Sequence[Any], group: Group, model: nn.Module | None = None,
+        losses_left: int | None = None,
+    ) -> Steps[ProgramKey]:  # fmt: skip
         pairs = pairs_of(batches) if group.rank == 0 else []
         captured = self._of(loss)
         program = yield from captured.capture_together(group, pairs, training=training, model=model)
         own: Program | None = None
         if self._dtype is not None and not self.cutter.has_cut(program):
-            job = replace(self._job, loss=loss)
+            job = self.losses.job_of(loss)
 
             def in_own_precision() -> Program | None:
                 with default_precision(self._default):
                     return unlifted(program, job, batches[0], self._own_dtypes)
 
             own = yield from on_rank_0(group, in_own_precision, CaptureError)
-        return (yield from self._add(program, loss, group, own))
+        return (yield from self._add(program, loss, group, own, losses_left))
 
     def _add(
-        self, program: Program, loss: LossFunction, group: Group, own: Program | None = None
-    ) -> Steps[ProgramKey]:
+        self, program: Program, loss: LossFunction, group: Group, own: Program | None = None, losses_left: int | None = None,
+    ) -> Steps[ProgramKey]:  # fmt: skip
         """Shards and cuts a program. own: the same program in the job's own precision, if it is lifted to
-        another; decisions are made for it."""
+        another; decisions are made for it. losses_left: as of `Division.part`."""
         key = ProgramKey.of_program(loss, program)
         if key in self._entries:
             return key
@@ -248,16 +269,11 @@ class ProgramStore:
         own = own and with_places_behind_parts(own, self._plan.num_stages)
         part, routed = program, {}
         if self._division:
-            part, routed = yield from self._division.part(program, group, own)
-        self._entries[key] = yield from self.cutter.cut(program, part, routed, group, own)
+            part, routed = yield from self._division.part(program, group, own, losses_left=losses_left)
+        first = losses_left is not None
+        self._entries[key] = yield from self.cutter.cut(program, part, routed, group, own, is_first=first)
         self.others = self.others if len(self._entries) > 1 else program.others
         known = self._others.setdefault(key.tensors_only(len(program.others)), [])
         if program.others not in known:
             known.append(program.others)
         return key
-
-
-def _loss_of(batches: Sequence[Any], loss: LossFunction) -> LossFunction:
-    """`loss`, or what it is on the way that these batches go."""
-    first = batches[0] if batches else None
-    return first.loss if isinstance(first, DrawnBatch) else loss

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from meshloom.core.job import Job
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import preserved_draws
+from meshloom.optimizer.user_optimizer import takes_closure
 from meshloom.planner.memory.memory import Memory
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.trace.precision import build_model
@@ -40,10 +41,21 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
         def backward(loss: Any) -> None:
             (loss[0] if isinstance(loss, tuple) else loss).sum().backward()
 
+        def step(optimizer: Any) -> None:
+            def evaluate() -> Tensor:
+                _forget(parameters)
+                losses = [job.loss(model, chunk) for chunk in chunks]
+                for loss in losses:
+                    backward(loss)
+                first = losses[0]
+                return (first[0] if isinstance(first, tuple) else first).detach()
+
+            optimizer.step(evaluate) if takes_closure(optimizer) else optimizer.step()
+
         for chunk in chunks:
             backward(job.loss(model, chunk))
         for each in optimizers:
-            each.step()
+            step(each)
         _forget(parameters)
         states = [
             leaf
@@ -72,7 +84,7 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
                 del loss
             watch.phase = "update"
             for each in optimizers:
-                each.step()
+                step(each)
     gradients = [each.grad for each in parameters if each.grad is not None]
     known = all_activations | {watch.number_of(each) for each in gradients}
     return Memory(

@@ -56,9 +56,9 @@ class RankStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """Steps of a plan. places, held: [rank]. steps: [step][rank]. threads: of each rank. schedule: of the
-    plan's pipeline, if it has one. one_copy: whether the replicas share one copy of parameters and optimizer
-    state."""
+    """Steps of a plan. places, held: [rank]. steps: [step][rank]; of a job of several losses their turns, of which a
+    step has `turns` on average. threads: of each rank. schedule: of the plan's pipeline, if it has one. one_copy:
+    whether the replicas share one copy of parameters and optimizer state."""
 
     plan: Plan
     threads: int
@@ -67,6 +67,7 @@ class Rehearsal:
     held: tuple[HeldBytes, ...]
     schedule: Schedule | None = None
     one_copy: bool = False
+    turns: float = 1.0
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
@@ -75,4 +76,6 @@ class Rehearsal:
         for step in self.steps:
             for axis, count in step[0].num_bytes.items():
                 totals[axis] = totals.get(axis, 0) + count
-        return MappingProxyType({axis: round(count / len(self.steps)) for axis, count in totals.items()})
+        return MappingProxyType(
+            {axis: round(self.turns * count / len(self.steps)) for axis, count in totals.items()}
+        )

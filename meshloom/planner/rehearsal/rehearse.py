@@ -7,6 +7,7 @@ clock (`own_clock.py`), so one core suffices to find out what each of many ranks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from meshloom.comm.steps import Steps, Turns
 from meshloom.core.cache import Cache
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
+from meshloom.core.losses.turns import LossTurn, check_turns, turns_of
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
@@ -52,6 +54,7 @@ def check_plan(job: Job, plan: Plan) -> None:
             "exchange=async has no steps that all workers take together, so none can be priced. Use the virtual clock: meshloom train."
         )
     plan.check_batch(job.batch_size)
+    check_turns(job, plan)
 
 
 def rehearse(
@@ -76,7 +79,9 @@ def rehearse(
     torch.set_num_threads(threads)
     try:
         with preserved_draws(), _ranks(job, plan, common_memory, cache) as ranks:
-            timed = [_Timed(cycle=plan.local_steps) for _ in ranks.all]
+            period = math.lcm(*(each.every for each in job.losses.values()))
+            cycle = sum(len(turns_of(job, step)) for step in range(period))
+            timed = [_Timed(cycle=cycle * plan.local_steps) for _ in ranks.all]
             ranks.run(lambda rank: _take_part(job, plan, rank, timed))
             replicas = [rank.replica for rank in ranks.all]
             return Rehearsal(
@@ -90,6 +95,7 @@ def rehearse(
                 ),
                 schedule=replicas[0].engine.schedule(timed[0].num_filled) if plan.pp > 1 else None,
                 one_copy=replicas[0].exchange.one_copy,
+                turns=cycle / period,
             )
     finally:
         torch.set_num_threads(before)
@@ -106,7 +112,7 @@ class RehearsedRank:
 
 @dataclass(kw_only=True)
 class _Timed:
-    """A rank's steps. cycle: after how many steps they repeat. num_filled: its chunks with samples. kept:
+    """A rank's steps, or turns. cycle: after how many of them they repeat. num_filled: its chunks with samples. kept:
     bytes saved for backward."""
 
     cycle: int
@@ -180,9 +186,12 @@ def _take_part(job: Job, plan: Plan, rank: RehearsedRank, timed: Sequence[_Timed
     mine.kept = yield from _watched_step(rank, chunks)
     for step in range(1, WARM_UP_STEPS):
         yield from rank.replica.step(step, chunks)
+    number = WARM_UP_STEPS
     while not timed[0].are_enough(len(mine.steps)):
-        mine.steps.append((yield from _timed_step(rank, WARM_UP_STEPS + len(mine.steps), chunks)))
-        rank.context.world.barrier().wait()  # so that all ranks decide by the same steps
+        for turn in turns_of(job, number):
+            mine.steps.append((yield from _timed_step(rank, number, turn, chunks)))
+            rank.context.world.barrier().wait()  # so that all ranks decide by the same steps
+        number += 1
 
 
 def _read(job: Job, plan: Plan, rank: RehearsedRank) -> Steps[list[Chunk]]:
@@ -206,13 +215,16 @@ def _watched_step(rank: RehearsedRank, chunks: Sequence[Chunk]) -> Steps[int]:
     return kept.most
 
 
-def _timed_step(rank: RehearsedRank, number: int, chunks: Sequence[Chunk]) -> Steps[RankStep]:
+def _timed_step(rank: RehearsedRank, number: int, turn: LossTurn, chunks: Sequence[Chunk]) -> Steps[RankStep]:
+    replica = rank.replica
     rank.clock.begin()
-    recorder = rank.replica.recorder = Recorder(rank.context.device, rank.clock.nanoseconds)
-    yield from rank.replica.step(number, chunks)
+    recorder = replica.recorder = Recorder(rank.context.device, rank.clock.nanoseconds)
+    if replica.own is not None:
+        replica.turn_to(turn)
+    yield from replica.update((yield from replica.gradients(number, chunks)))
     rank.clock.stop()
     seconds, spans = rank.clock.seconds, recorder.take()
-    rank.replica.recorder = None
+    replica.recorder = None
     return RankStep(seconds=seconds, spans=spans, calls=tuple(rank.clock.calls))
 
 

@@ -36,11 +36,11 @@ class DrawnBatches:
         self._losses: dict[tuple[LossFunction, str], LossFunction] = {}
 
     def opened(
-        self, model: nn.Module, lists: Sequence[list[Any]], world: Group
+        self, model: nn.Module, lists: Sequence[list[Any]], world: Group, loss: LossFunction
     ) -> Steps[Sequence[list[Any]]]:
-        """These lists of batches of rank 0, the first to capture the loss with, for the way on which it computes the
+        """These lists of batches of rank 0, the first to capture `loss` with, for the way on which it computes the
         most; on other ranks the first holds the loss alone."""
-        self._model, loss = model, self._job.loss
+        self._model = model
         if not self._draws(loss):
             return lists
         first = next(iter(lists[0]), None)
@@ -57,11 +57,11 @@ class DrawnBatches:
         found = [[drawn(batch, number) for number, batch in enumerate(batches)] for batches in lists]
         return found if found[0] else [[DrawnBatch(followed, None, [])], *found[1:]]
 
-    def all_drawn(self, batches: Sequence[tuple[Any, Moment]]) -> Steps[list[Any]]:
-        """`with_draws` of chunks of the loss, each with its moment."""
+    def all_drawn(self, batches: Sequence[tuple[Any, Moment]], loss: LossFunction) -> Steps[list[Any]]:
+        """`with_draws` of chunks of a loss, each with its moment."""
         found: list[Any] = []
         for batch, moment in batches:
-            found.append((yield from self.with_draws(batch, moment, self._job.loss)))
+            found.append((yield from self.with_draws(batch, moment, loss)))
         return found
 
     def with_draws(

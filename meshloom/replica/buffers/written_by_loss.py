@@ -48,7 +48,8 @@ def mark_what_is_written(
 
         def loss() -> None:
             with moment.entered():
-                job.loss(model, data)
+                for each in [each.loss for each in job.losses.values()] or [job.loss]:
+                    each(model, data)
 
         return written_by_loss(model, loss, unfilled.standing_in if unfilled else nullcontext)
 

@@ -86,21 +86,20 @@ def choose(
 
     rates: `default_rates` of the device by default; `rates_for` gives this machine's.
     held: the shards of parameters and buffers, if they are fixed.
-    placements: pattern of module names -> how to shard their parameters, as in `Plan.tp_placements`; ignored
-        if `held` is given.
+    placements: pattern of module names -> how to shard their parameters, as in `Plan.tp_placements`, but for those
+        that are held.
     memory_bytes: what a rank may hold of parameters, gradients, optimizer state and saved activations.
     priced: `costs` of the program, if already known.
     Raises `PlanError` if there is no such division.
     """
     price = rates or default_rates(layout.program.device.type)
     known = priced or costs(layout.program)
-    pins = None if held is not None else placements
-    problem = Problem(layout, num_ranks, rates=price, costs=known, held=held, pins=pins)
+    problem = Problem(layout, num_ranks, rates=price, costs=known, held=held, pins=placements)
     try:
         return _choice(problem, *problem.solve(memory_bytes))
     except InfeasibleError:
         problem = Problem(
-            layout, num_ranks, rates=price, costs=known, held=held, pins=pins, share_blocks=False
+            layout, num_ranks, rates=price, costs=known, held=held, pins=placements, share_blocks=False
         )
         return _choice(problem, *problem.solve(memory_bytes))
 
@@ -141,9 +140,10 @@ def choice_of_numbers(
 ) -> DivisionChoice:
     """The choice that another rank made for the same program with the same `held` and `placements`."""
     share_blocks, *taken = numbers
-    pins = None if held is not None else placements
     return _choice(
-        Problem(layout, num_ranks, rates=Rates(), held=held, pins=pins, share_blocks=bool(share_blocks)),
+        Problem(
+            layout, num_ranks, rates=Rates(), held=held, pins=placements, share_blocks=bool(share_blocks)
+        ),
         taken,
         0.0,
     )
@@ -158,9 +158,13 @@ def choice_in(
 ) -> DivisionChoice | None:
     """The same choice for the same program in another precision, where casts may have other strategies. None:
     one of its options does not exist."""
-    pins = None if held is not None else placements
     problem = Problem(
-        layout, choice.num_ranks, rates=Rates(), held=held, pins=pins, share_blocks=bool(choice.chosen[0])
+        layout,
+        choice.num_ranks,
+        rates=Rates(),
+        held=held,
+        pins=placements,
+        share_blocks=bool(choice.chosen[0]),
     )
     wanted: list[tuple[Any, list[tuple[Any, int]]]] = [
         (choice.input_placements[value], list(row)) for value, row in problem.placements.items()

@@ -37,17 +37,20 @@ class ChunkRun:
         self, job: Job, model: nn.Module, device: torch.device, dtype: torch.dtype | None, watch: ModuleWatch
     ) -> None:
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
+        self.loss = job.loss  # of several the one whose turn it is
+        self.draws = 0  # losses whose turn it was before in the step
 
     def run(self, forward: ReferenceForward, step: int, casts: CastWatch) -> ChunkResult:
         """Forward and backward; gradients accumulate."""
         batch = convert(self._collate(forward.samples, step, forward.key), self._device, self._dtype)
-        seed_everything(chunk_seed(self._job.seed, step, forward.key))
+        seed = chunk_seed(self._job.seed, step, forward.key)
+        seed_everything(derive(seed, "turn", self.draws) if self.draws else seed)
         draws: list[str] = []
         initial_seed = torch.initial_seed()
         self._watch.start()
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
         with default_dtype(self._dtype), casts, KeyedDraws(forward.rows, draws), at_step(step):
-            loss_sum, weight = as_sum(self._job.loss(self._model, batch), len(forward.samples))
+            loss_sum, weight = as_sum(self.loss(self._model, batch), len(forward.samples))
             loss_sum.backward()
         modules = self._watch.stop()
         total = float(loss_sum.detach())

@@ -7,11 +7,14 @@ samples and the order of an epoch's batches are implemented here a second time. 
     for each chunk: buffers as at the start of the step, seed, loss of the chunk, backward of its sum
     buffers = what the chunks wrote, merged in chunk order (`buffer_merging.py`)
     gradient = sum / total weight;  clip;  optimizer step;  scheduler step
+
+Several losses take turns in a step (`trained_losses.py`): each does all of this but the reading, and what it finds of
+others' gradients is thrown away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +38,7 @@ from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
 from meshloom.verify.reference.samples_of_epoch import read_batches
 from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord
+from meshloom.verify.reference.trained_losses import needs_closure, trained_losses, turns
 
 Gradients = dict[str, Tensor | None]
 
@@ -68,17 +72,15 @@ class Reference:
                 self.model.train()
             # single modules in evaluation mode stay in it
             self._modes = [(module, module.training) for module in self.model.modules()]
-            named = [each for each in self.model.named_parameters() if each[1].requires_grad]
-            optimizers = job.optimizer(named)
-            self._optimizers = _list_of(optimizers)
-            self._schedulers = _list_of(job.scheduler(optimizers)) if job.scheduler else []
-            self._batches = read_batches(job)
+            losses = trained_losses(job, self.model)
+            self._turns = turns(losses, read_batches(job))
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self._buffers = BufferMerging(self.model)
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
         self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch)
         self._casts = CastWatch(self.precision, self._watch)
+        self.turn = losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
         self.samples: list[Any] = []
         self.chunks: list[ChunkRecord] = []
@@ -105,29 +107,34 @@ class Reference:
         return self._casts.casts
 
     def run(self) -> None:
-        """The first half of a step: forward and backward of all chunks, after which `gradients` are the
-        average. Raises `DataError` if there is no data."""
+        """The first half of a step, or of one of its turns: forward and backward of all chunks, after which
+        `gradients` are the average. Raises `DataError` if there is no data."""
         with preserved_draws(), self._watch.attached():
-            self.samples = next(self._batches)
-            self.step += 1
+            self.step, self.samples, self.turn, self._chunk_run.draws = next(self._turns)
+            self._chunk_run.loss = self.turn.loss
             for module, training in self._modes:
                 module.training = training
             self.before = {}
-            self._initial = {name: value.detach().clone() for name, value in self._untrained()}
+            self._initial = {name: value.detach().clone() for name, value in _untrained(self.model)}
             self._casts = CastWatch(self.precision, self._watch)
-            self.chunks = []
-            self._loss_sum = self._weight = 0.0
-            self.model.zero_grad(set_to_none=True)
-            start = self._buffers.snapshot()
-            written: list[tuple[ReferenceForward, dict[str, Tensor]]] = []
-            for forward in self.forwards():
-                self._buffers.load(start)
-                result = self.run_forward(forward)
-                written.append((forward, self._buffers.snapshot(start)))
-                self._loss_sum, self._weight = self._loss_sum + result.loss_sum, self._weight + result.weight
-                self.chunks += self.records(forward, result)
-            self.divide(self._weight)
-            self._buffers.load(self._buffers.merge(start, written, self._rerun_forward))
+            self._loss_sum, self._weight, self.chunks = self.evaluate()
+
+    def evaluate(self) -> tuple[float, float, list[ChunkRecord]]:
+        """Forward and backward of all chunks, in their order: loss, weight, and a record of each chunk."""
+        chunks: list[ChunkRecord] = []
+        loss = weight = 0.0
+        self.model.zero_grad(set_to_none=True)
+        start = self._buffers.snapshot()
+        written: list[tuple[ReferenceForward, dict[str, Tensor]]] = []
+        for forward in self.forwards():
+            self._buffers.load(start)
+            result = self.run_forward(forward)
+            written.append((forward, self._buffers.snapshot(start)))
+            loss, weight = loss + result.loss_sum, weight + result.weight
+            chunks += self.records(forward, result)
+        self.divide(weight)
+        self._buffers.load(self._buffers.merge(start, written, self._rerun_forward))
+        return loss, weight, chunks
 
     def replace_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Continue with this gradient in place of its own, which it equals up to rounding."""
@@ -151,13 +158,13 @@ class Reference:
         }
         # Of the replaced gradients: this compares the norms alone, not the gradients a second time.
         norm = norm_of_all(self.gradients)
-        if self.job.clip_grad_norm is not None:
-            _clip(self.model, self.job.clip_grad_norm, norm)
+        if self.turn.clip_grad_norm is not None:
+            _clip(self.model, self.turn.clip_grad_norm, norm)
         casts = list(self._casts.casts)
         with preserved_draws(), default_dtype(self.dtype):
-            for optimizer in self._optimizers:
-                casts += _step(optimizer, self.precision)
-            for scheduler in self._schedulers:
+            for optimizer in self.turn.optimizers:
+                casts += _step(optimizer, self.precision, _closure(self))
+            for scheduler in self.turn.schedulers:
                 scheduler.step(self.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
         self.model.zero_grad(set_to_none=True)
         return StepRecord(
@@ -168,6 +175,7 @@ class Reference:
             gradients=gradients,
             chunks=self.chunks,
             casts=tuple(dict.fromkeys(casts)),
+            turn=self.turn.name,
         )
 
     def forwards(self, synchronised: bool = True) -> Iterator[ReferenceForward]:
@@ -185,7 +193,7 @@ class Reference:
 
     def _rerun_forward(self, forward: ReferenceForward, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """The buffers that a forward makes of other ones; all other state is left unchanged."""
-        current = {name: value.detach().clone() for name, value in self._untrained()}
+        current = {name: value.detach().clone() for name, value in _untrained(self.model)}
         gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         self._buffers.load(buffers)
         self.model.zero_grad(set_to_none=True)
@@ -194,39 +202,32 @@ class Reference:
             return self._buffers.snapshot()
         finally:
             with torch.no_grad():
-                for name, value in self._untrained():
+                for name, value in _untrained(self.model):
                     if name in current and value.shape == current[name].shape:
                         value.copy_(current[name])
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
     def divide(self, weight: float) -> None:
-        """Turn gradient sums into averages."""
-        for parameter in self.model.parameters():
+        """Turn gradient sums into averages; those of other losses' parameters are thrown away."""
+        for name, parameter in self.parameters.items():
+            if name not in self.turn.names:
+                parameter.grad = None
             if parameter.grad is not None:
                 average = parameter.grad / weight
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
 
-    def _untrained(self) -> Iterator[tuple[str, Tensor]]:
-        """All that a forward may change: buffers, and parameters without gradients (a teacher's)."""
-        yield from (
-            (name, parameter)
-            for name, parameter in self.model.named_parameters()
-            if not parameter.requires_grad
-        )
-        yield from self.model.named_buffers()
-
     def restore(self) -> None:
         """Restore buffers and untrained parameters as they were at the start of the last step."""
         with torch.no_grad():
-            for name, value in self._untrained():
+            for name, value in _untrained(self.model):
                 value.copy_(self._initial[name])
 
     @contextmanager
     def rerun(self) -> Iterator[Gradients]:
         """A context with the state before the last step's forward, and its gradients set aside; the state
         after the step is restored at the end."""
-        after = {name: value.detach().clone() for name, value in self._untrained()}
+        after = {name: value.detach().clone() for name, value in _untrained(self.model)}
         gradients = self.gradients
         with preserved_draws(), self._watch.attached():
             try:
@@ -235,14 +236,16 @@ class Reference:
                 yield gradients
             finally:
                 with torch.no_grad():
-                    for name, value in self._untrained():
+                    for name, value in _untrained(self.model):
                         value.copy_(after[name])
                 for name, gradient in gradients.items():
                     self.parameters[name].grad = gradient
 
 
-def _list_of(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]
+def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that a forward may change: buffers, and parameters without gradients (a teacher's)."""
+    yield from ((name, each) for name, each in model.named_parameters() if not each.requires_grad)
+    yield from model.named_buffers()
 
 
 def _rows_of(gradient: Tensor, like: Tensor) -> Tensor:
@@ -262,8 +265,24 @@ def _clip(model: nn.Module, limit: float, norm: float) -> None:
             parameter.grad = parameter.grad * factor
 
 
-def _step(optimizer: torch.optim.Optimizer, precision: torch.dtype) -> tuple[Cast, ...]:
-    """Run the optimizer; returns the casts in it."""
+def _closure(reference: Reference) -> Callable[[], float]:
+    """What LBFGS calls for the loss: the step's, whose gradients are there, then those of its chunks once more."""
+    first = [reference.loss]
+
+    def closure() -> float:
+        if first:
+            return first.pop()
+        loss, weight, _ = reference.evaluate()
+        limit = reference.turn.clip_grad_norm
+        if limit is not None:
+            _clip(reference.model, limit, norm_of_all(reference.gradients))
+        return loss / weight
+
+    return closure
+
+
+def _step(optimizer: Any, precision: torch.dtype, closure: Callable[[], float]) -> tuple[Cast, ...]:
+    """Run the optimizer; returns the casts in it. closure: for those that need one, as LBFGS does."""
     # Other optimizers compute the same from dense gradients, if they accept sparse ones at all.
     if not isinstance(optimizer, SparseAdam):
         for group in optimizer.param_groups:
@@ -271,5 +290,5 @@ def _step(optimizer: torch.optim.Optimizer, precision: torch.dtype) -> tuple[Cas
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
     with CastWatch(precision, optimizer=type(optimizer).__name__) as watch:
-        optimizer.step()
+        optimizer.step(closure) if needs_closure(optimizer) else optimizer.step()
     return watch.casts

@@ -90,7 +90,7 @@ def initial_evidence(
 ) -> Evidence:
     """What is known without a rerun. norms: of the step's averaged gradients. previous: the gradients of
     the step before, subsampled."""
-    tied, clip = _tied(reference.model), reference.job.clip_grad_norm
+    tied, clip = _tied(reference.model), reference.turn.clip_grad_norm
     return Evidence(plan=reference.plan, norms=norms, previous=previous, tied=tied, clip=clip)
 
 

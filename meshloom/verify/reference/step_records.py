@@ -82,7 +82,7 @@ class StepRecord:
         parameters. Full tensors are compared as they arrive and are not kept.
     chunks: of all replicas, in order of their index; empty ones may be missing.
     replicas: a digest of each replica's parameters after the update.
-    casts: the reductions of precision in the step.
+    casts: the reductions of precision in the step. turn: the name of its loss, if it is a turn of several.
     """
 
     step: int
@@ -93,3 +93,4 @@ class StepRecord:
     chunks: Sequence[ChunkRecord]
     replicas: Sequence[str] = ()
     casts: Sequence[Cast] = ()
+    turn: str = ""

@@ -1,0 +1,58 @@
+"""What a loss function returned, as a sum and its weight."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from meshloom.core.errors import JobError
+from meshloom.core.job import Loss
+
+
+def as_sum(
+    loss: Loss, samples: int, *, needs_gradient: bool = True, who: str = "The loss function", of: str = ""
+) -> tuple[Tensor, Tensor | float]:
+    """The sum and the weight of what a loss function returned: a mean is multiplied by `samples`.
+
+    needs_gradient: whether the sum must require a gradient. who: the function's name in errors. of: name of the loss,
+    if the job has several. Raises `JobError`.
+
+    >>> import torch
+    >>> as_sum(torch.tensor(2.0), 3, needs_gradient=False)
+    (tensor(6.), 3)
+    """
+    who = f"{who} of {of!r}" if of else who
+    mean_or_sum, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
+    several = _SEVERAL if needs_gradient else ""
+    if not isinstance(mean_or_sum, Tensor):
+        raise JobError(
+            f"{who} returned {_kind(loss)}. Return one scalar tensor (the mean over the samples), or (sum, weight).{several}"
+        )
+    if mean_or_sum.numel() != 1:
+        raise JobError(
+            f"{who} returned a tensor of shape {list(mean_or_sum.shape)}, not a scalar. Return its mean over the samples, or (sum, weight)."
+        )
+    if needs_gradient and not mean_or_sum.requires_grad:
+        raise JobError(
+            f"The loss {of!r} does not depend on any of its own parameters, so it trains nothing. Look for a detach() or no_grad() on the way from them, "
+            "or for the wrong names in its parameters=..."
+            if of
+            else "The loss does not depend on any trainable parameter (requires_grad is False), so there is nothing to train."
+        )
+    if isinstance(weight, Tensor) and (weight.requires_grad or weight.numel() != 1):
+        raise JobError(
+            f"{who} returned (sum, weight), where the weight must be a number without gradient: the number of items in the sum.{several}"
+        )
+    if weight is None:
+        return mean_or_sum.reshape(()) * samples, samples
+    return mean_or_sum.reshape(()), weight.reshape(()) if isinstance(weight, Tensor) else weight
+
+
+_SEVERAL = " A job of several losses (a GAN) gives them by name, as Job(losses=...)."
+
+
+def _kind(loss: object) -> str:
+    return (
+        f"a {type(loss).__name__} of {len(loss)}"
+        if isinstance(loss, tuple | list | dict)
+        else f"a {type(loss).__name__}"
+    )

@@ -1,0 +1,85 @@
+"""The losses that the reference trains, each with its own optimizers and schedulers, and whose turn it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from meshloom.core.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedLoss:
+    """One of them. name: "" if there is one. names: of its parameters. updates, every: as of an `Objective`. draws: losses computed before it in
+    a step, if all are due."""
+
+    name: str
+    loss: Callable[[Any, Any], Any]
+    names: frozenset[str]
+    optimizers: list[Optimizer]
+    schedulers: list[Any]
+    clip_grad_norm: float | None
+    updates: int = 1
+    every: int = 1
+    draws: int = 0
+
+
+def trained_losses(job: Job, model: nn.Module) -> list[TrainedLoss]:
+    """Those of a job, of its model."""
+    named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    if not job.losses:
+        made = job.optimizer(named)
+        return [
+            TrainedLoss(
+                name="",
+                loss=job.loss,
+                names=frozenset(name for name, _ in named),
+                optimizers=_list_of(made),
+                schedulers=_list_of(job.scheduler(made)) if job.scheduler else [],
+                clip_grad_norm=job.clip_grad_norm,
+            )
+        ]
+    found: list[TrainedLoss] = []
+    for loss, each in job.losses.items():
+        own = [(name, parameter) for name, parameter in named if each.trains(name)]
+        made = each.optimizer(own)
+        found.append(
+            TrainedLoss(
+                name=loss,
+                loss=each.loss,
+                names=frozenset(name for name, _ in own),
+                optimizers=_list_of(made),
+                schedulers=_list_of(each.scheduler(made)) if each.scheduler else [],
+                clip_grad_norm=each.clip_grad_norm,
+                updates=each.updates,
+                every=each.every,
+                draws=sum(other.updates for other in found),
+            )
+        )
+    return found
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` cannot do without one, as LBFGS's."""
+    given = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return given is not None and given.default is inspect.Parameter.empty
+
+
+def turns(
+    losses: list[TrainedLoss], batches: Iterable[list[Any]]
+) -> Iterator[tuple[int, list[Any], TrainedLoss, int]]:
+    """Step after step the turns of each: the step, its batch, the loss, and the number of its draws."""
+    for step, batch in enumerate(batches):
+        for each in losses:
+            if step % each.every == each.every - 1:
+                for repeated in range(each.updates):
+                    yield step, batch, each, each.draws + repeated
+
+
+def _list_of(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]

@@ -1,0 +1,211 @@
+"""LBFGS, which evaluates the loss several times in a step, under every plan: a plain loop on one device computes the
+same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import meshloom as ml
+from meshloom.core.plan_shares import chunk_sizes
+from meshloom.core.random import model_seed, seed_everything
+from meshloom.data.samples import first_batches
+from meshloom.planner.memory.measured import measure_memory
+from meshloom.replica.replica_state import full_state
+from meshloom.telemetry.progress import QUIET
+from meshloom.verify.run import verify
+from tests.processes import on_ranks
+
+TOLERANCE = 1e-10  # float64; sums over samples and ranks in other orders
+SAMPLES, STEPS = 13, 4
+
+pytestmark = pytest.mark.usefixtures("silent_export")
+
+
+class MLP(nn.Module):
+    """Two layers, a buffer that counts forwards, and a parameter that no loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def samples() -> list[tuple[Tensor, Tensor]]:
+    made = torch.Generator().manual_seed(11)
+    x = torch.randn(SAMPLES, 5, generator=made, dtype=torch.float64)
+    return list(zip(x, torch.sin(x @ torch.randn(5, 3, generator=made, dtype=torch.float64)), strict=True))
+
+
+def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def lbfgs(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, **{"lr": 0.5, "max_iter": 5, "history_size": 4, **settings})
+
+
+def searching(parameters: Any) -> torch.optim.Optimizer:
+    return lbfgs(parameters, lr=1, line_search_fn="strong_wolfe")
+
+
+def closure_job(optimizer: Any = lbfgs, **settings: Any) -> ml.Job:
+    given = {"batch_size": SAMPLES, "steps": STEPS, "seed": 5, "shuffle": False, **settings}
+    return ml.Job(model=MLP, loss=loss, optimizer=optimizer, data=samples, **given)
+
+
+def one_device(optimizer: Any, num_chunks: int, clip: float | None = None) -> Any:
+    """The loss before, and the model after every step, of a plain loop."""
+    seed_everything(model_seed(5))
+    model = MLP()
+    stepped = optimizer([(name, each) for name, each in model.named_parameters()])
+    for _ in range(STEPS):
+
+        def closure() -> float:
+            stepped.zero_grad()
+            total, start = 0.0, 0
+            for size in filter(None, chunk_sizes(SAMPLES, num_chunks)):
+                chunk = torch.utils.data.default_collate(samples()[start : start + size])
+                start += size
+                part = loss(model, chunk) * size / SAMPLES
+                part.backward()
+                total += float(part.detach())
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            return total
+
+        before = stepped.step(closure)
+        yield float(before), model
+
+
+PLANS = ["dp=1", "dp=1,microbatches=3", "dp=2", "dp=3,bucket_bytes=100", "tp=2", "dp=2,tp=2", "dp=2,recompute=full", "dp=2,exchange=ring"]  # fmt: skip
+
+
+MARKS = {
+    "dp=1": (),
+    "dp=3,bucket_bytes=100": (),
+    "tp=2": pytest.mark.long,
+    "dp=1,microbatches=3": pytest.mark.long,
+}
+
+
+@pytest.mark.parametrize("optimizer", [lbfgs, searching])
+@pytest.mark.parametrize(
+    "plan", [pytest.param(each, marks=MARKS.get(each, pytest.mark.slow)) for each in PLANS]
+)
+def test_evaluations_are_those_of_a_plain_loop(plan: str, optimizer: Any):
+    parsed = ml.Plan.parse(plan)
+    with ml.Trainer(closure_job(optimizer), parsed, devices="simulated", listener=QUIET) as trainer:
+        for batch, (before, model) in zip(
+            trainer.batches(), one_device(optimizer, parsed.num_chunks), strict=True
+        ):
+            assert trainer.step(batch) == pytest.approx(before, rel=TOLERANCE)
+            found = trainer.together(full_state)[0]
+            for name, value in model.named_parameters():
+                assert torch.allclose(found[name], value, rtol=TOLERANCE, atol=TOLERANCE), name
+        assert trainer.replicas[0].evaluations > 3 * STEPS
+        summary = trainer.summary(1.0, {}, None)
+        assert summary.predicted == summary.counted
+
+
+@pytest.mark.long
+def test_clipping_is_of_every_evaluation():
+    job = closure_job(clip_grad_norm=0.05)
+    with ml.Trainer(job, "dp=2", devices="simulated", listener=QUIET) as trainer:
+        for batch, (_, model) in zip(trainer.batches(), one_device(lbfgs, 2, clip=0.05), strict=True):
+            trainer.step(batch)
+            found = trainer.together(full_state)[0]
+            assert all(torch.allclose(found[name], value, atol=TOLERANCE) for name, value in model.named_parameters())  # fmt: skip
+        summary = trainer.summary(1.0, {}, None)
+        assert summary.predicted == summary.counted
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("dp=2", "tp=2"), ("tp=2", "dp=1,microbatches=2")])
+@pytest.mark.long
+def test_its_history_goes_on_under_another_plan(saved: str, resumed: str, tmp_path: Path):
+    with ml.Trainer(closure_job(searching), saved, devices="simulated", out=tmp_path, listener=QUIET) as trainer:  # fmt: skip
+        for batch in trainer.batches():
+            trainer.step(batch)
+            if trainer.next_step == 2:
+                trainer.save()
+                break
+    with ml.Trainer(closure_job(searching), resumed, devices="simulated", resume=tmp_path, listener=QUIET) as trainer:  # fmt: skip
+        for batch in trainer.batches():
+            trainer.step(batch)
+        found = trainer.together(full_state)[0]
+    *_, (_, model) = one_device(searching, 2)
+    for name, value in model.named_parameters():
+        assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-9), name  # four steps of rounding
+
+
+@pytest.mark.parametrize("plan", ["dp=2", pytest.param("tp=2", marks=pytest.mark.slow)])
+def test_verification_evaluates_as_often(plan: str):
+    report = verify(closure_job(searching), ml.Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)  # fmt: skip
+    assert report is not None
+    assert report.passed, report.causes
+
+
+def on_a_rank(plan: str) -> tuple[list[float], bool]:
+    with ml.Trainer(closure_job(searching), plan, share=True, listener=QUIET) as trainer:
+        losses = [trainer.step(batch) for batch in trainer.batches()]
+        summary = trainer.summary(1.0, {}, None)
+        return losses, summary.predicted == summary.counted
+
+
+@pytest.mark.processes
+def test_processes_evaluate_as_often():
+    expected = [before for before, _ in one_device(searching, 2)]
+    for losses, is_as_predicted in on_ranks(on_a_rank, 2, "dp=2"):
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+        assert is_as_predicted
+
+
+def test_lbfgs_may_train_one_of_several_losses():
+    losses = {
+        "up": ml.Objective(loss=loss, optimizer=lbfgs, parameters=["up", "unused"]),
+        "down": ml.Objective(loss=loss, optimizer=lambda named: torch.optim.Adam(named, lr=0.1), parameters="down"),
+    }  # fmt: skip
+    job = ml.Job(model=MLP, losses=losses, data=samples, batch_size=SAMPLES, steps=2)
+    report = verify(job, ml.Plan.parse("dp=2"), devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None
+    assert report.passed, report.causes
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        ("dp=2,zero=1", "LBFGS looks at all parameters and at its history of them"),
+        ("dp=2,zero=3", "Use zero=0, exchange=all_reduce and offload=none."),
+        ("dp=2,exchange=server", "Use zero=0, exchange=all_reduce and offload=none."),
+        ("dp=2,exchange=local_sgd,local_steps=2", "Use zero=0, exchange=all_reduce and offload=none."),
+        ("dp=1,offload=optimizer", "Use zero=0, exchange=all_reduce and offload=none."),
+        ("pp=2,microbatches=2", "LBFGS looks at all parameters at once, and with pp=2 no rank has them all."),
+    ],
+)
+def test_plans_that_divide_its_history_are_refused(plan: str, sentence: str):
+    with pytest.raises(ml.MeshloomError, match=re.escape(sentence)):
+        ml.Trainer(closure_job(), plan, devices="simulated", listener=QUIET)
+
+
+def test_lbfgs_beside_another_optimizer_is_refused():
+    both = lambda named: [lbfgs(named[:2]), torch.optim.SGD(named[2:], lr=0.1)]  # noqa: E731
+    with pytest.raises(ml.MeshloomError, match="LBFGS evaluates the loss several times in a step, and the optimizer function returned 2"):  # fmt: skip
+        ml.Trainer(closure_job(both), devices="simulated", listener=QUIET)
+
+
+def test_the_memory_of_its_history_is_measured():
+    """It cannot be predicted: two directions, two gradients and two steps of four parameters, and what a search takes."""
+    job = closure_job(searching)
+    found = measure_memory(job, first_batches(job, 1))
+    num_elements = sum(each.numel() for each in MLP().parameters())
+    assert found.optimizer >= 4 * 8 * num_elements
