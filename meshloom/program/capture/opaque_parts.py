@@ -94,6 +94,10 @@ def _bisected(read: Callable[[Parts], T], parts: Parts, model: nn.Module, why: s
             return read(_outermost({**parts, **dict.fromkeys(paths, why)}))
         return None
 
+    # an export does not see what runs in a backward
+    hooked = [path for path, each in model.named_modules() if _has_backward_hooks(each)]
+    if hooked and (found := attempt(hooked)) is not None:
+        return found
     best, at = attempt([""]), ""
     first = best is None  # a loss may call the parts of a model alone
     while best is not None or first:
@@ -110,6 +114,10 @@ def _bisected(read: Callable[[Parts], T], parts: Parts, model: nn.Module, why: s
             return best
         best, (at,) = found, group
     return None
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    return bool(vars(module)["_backward_hooks"] or vars(module)["_backward_pre_hooks"])
 
 
 def _children(model: nn.Module, path: str) -> Iterator[str]:

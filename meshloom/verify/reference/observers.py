@@ -28,7 +28,9 @@ def digest_values(values: Any) -> str:
     """
     digest = hashlib.blake2b(digest_size=8)
     for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            digest.update(f"parts {digest_values(list(leaf.detach().unbind()))}".encode())
+        elif isinstance(leaf, Tensor):
             dense = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
             flat = dense.cpu().contiguous().reshape(-1)
             digest.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
