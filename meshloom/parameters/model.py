@@ -28,11 +28,6 @@ def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn
     model = call_model(job)
     if not isinstance(model, nn.Module):
         raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise JobError(
-                f"{name} has no shape yet (a lazy module). Let the model function run one batch through the model before returning it."
-            )
     model = named_as_written(model).to(device)
     convert_tensors(model, dtype)
     return as_trained(keep_as_constants(model))

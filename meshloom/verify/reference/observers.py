@@ -41,6 +41,8 @@ def digest_values(values: Any) -> str:
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
             digest.update(f"{type(leaf).__name__} of {list(fields)}: {digest_values(fields)}".encode())
+        elif isinstance(leaf, Mapping):
+            digest.update(f"{type(leaf).__name__} of {digest_values(dict(leaf))}".encode())  # type: ignore[arg-type]
         else:
             digest.update(_bytes_of(leaf))
     return digest.hexdigest()
@@ -49,7 +51,7 @@ def digest_values(values: Any) -> str:
 def _bytes_of(value: Any) -> bytes:
     attributes = getattr(value, "__dict__", {})
     # pickled tensors contain more than their values
-    if any(isinstance(each, Tensor) for each in attributes.values()):
+    if any(isinstance(each, Tensor) for each in tree_leaves(dict(attributes))):
         return f"{type(value)} {digest_values(dict(attributes))}".encode()
     try:
         return pickle.dumps(value)
