@@ -68,7 +68,7 @@ def convert_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
         tensor.data = tensor.data.to(lifted(tensor.dtype, dtype))
     own: dict[int, Tensor] = {}
     for module in model.modules():
-        held = vars(module)["_buffers"]
+        held = vars(module).get("_buffers", {})  # none of a traced one
         for name, tensor in held.items():
             # a view, such as a row of a table, still has its base, which is of the other precision
             if tensor is not None and tensor._is_view():

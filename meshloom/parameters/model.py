@@ -19,6 +19,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
 from meshloom.data.to_device import convert_tensors
 from meshloom.parameters.keyed_init import call_model
+from meshloom.program.ir.nodes import submodule
 from meshloom.program.ir.sparse_constants import keep_as_constants, sparse_attributes
 
 
@@ -136,4 +137,4 @@ def replace_tensors(model: nn.Module, make: Callable[[list[str], Tensor], Tensor
         for name in names[key]:
             path, _, attribute = name.rpartition(".")
             # a recurrent layer's own list of weights is updated too
-            setattr(model.get_submodule(path), attribute, placed)
+            setattr(submodule(model, path), attribute, placed)

@@ -25,13 +25,14 @@ from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Job
 from meshloom.program.capture.check import DiffersError
 from meshloom.program.capture.outside import ChangedWhileReadError
-from meshloom.program.ir.lines import SourceLine, line_of_error
+from meshloom.program.ir.lines import WAY_OUT, SourceLine, line_of_error
 from meshloom.program.ir.nodes import is_within, submodule
 from meshloom.program.opaque.call import ChangedCallError
 from meshloom.program.opaque.loss_code import LOSS, WHOLE
 from meshloom.program.opaque.stand_ins import OpaqueError
 from meshloom.program.trace.attributes import TORCHS_OWN
 from meshloom.program.trace.folding import HOOKS
+from meshloom.program.trace.frozen import FrozenDrawError
 
 T = TypeVar("T")
 Parts = Mapping[str, str]  # module -> why it is opaque
@@ -75,12 +76,18 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
                 following = None
             else:
                 following = _with_next(parts, error, model)
-            if following is None:
+            if following is None and not isinstance(refused, FrozenDrawError):
                 following = _with_loss(parts, refused)
             if following is None:
                 break
             parts = following
     assert refused is not None
+    hooked = [name for name, each in model.named_parameters() if each._backward_hooks]
+    if hooked and isinstance(refused, DiffersError):
+        raise CaptureError(
+            f"A hook on a parameter's gradient changes it ({hooked[0]}.register_hook), and a program computes gradients without such hooks. "
+            f"Change the value in the forward, or the gradient in the optimizer. {WAY_OUT}"
+        ) from refused
     raise refused
 
 
