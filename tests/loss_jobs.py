@@ -118,6 +118,11 @@ EQUAL: dict[str, tuple[Extra, Any]] = {
         lambda x: {"n": [f"file {each}" for each in x[:, 0].tolist()], "o": Opaque(number(x))},
         of_scaled(lambda b: 1),
     ),
+    "tensors in an object": (lambda x: {"n": Opaque(x)}, of_scaled(lambda b: b["n"].value)),  # type: ignore[arg-type]
+    "an array": (
+        lambda x: {"n": x.numpy().copy(), "m": [x.abs().numpy().copy()]},
+        of_scaled(lambda b: torch.from_numpy(b["n"]).abs() + torch.as_tensor(b["m"][0])),
+    ),
     "a name beside a number": (lambda x: {"n": f"{number(x)}", "m": number(x)}, of_scaled(lambda b: b["m"])),
 }
 
@@ -136,15 +141,5 @@ REFUSED: dict[str, tuple[Extra, Any, str]] = {
         lambda x: {"n": Opaque(number(x))},
         of_scaled(lambda b: b["n"].value),
         "reads n of the batch, a Opaque, an object that meshloom cannot compare",
-    ),
-    "tensors in an object": (
-        lambda x: {"n": Opaque(x)},  # type: ignore[arg-type]
-        of_scaled(lambda b: b["n"].value),
-        "reads n of the batch, a Opaque, an object that meshloom cannot compare",
-    ),
-    "an array": (
-        lambda x: {"n": x.numpy().copy()},
-        of_scaled(lambda b: torch.from_numpy(b["n"]).abs()),
-        "reads n of the batch, a ndarray, in Python, and it differs",
     ),
 }

@@ -237,9 +237,9 @@ def test_without_buffers_nothing_is_communicated():
     assert not world.groups[0].counts and world.statistics[0].expected_bytes() == ExpectedBytes()
 
 
-@pytest.mark.parametrize("case", ["batch norm 2d", "other"])
+@pytest.mark.parametrize("case", ["batch norm 2d", "other", "resized"])
 def test_predicted_bytes_are_counted_bytes(case: str):
-    build, shape = NORMS.get(case, (lambda: Others(), (4,)))
+    build, shape = NORMS.get(case, (Resized if case == "resized" else Others, (4,)))
     world = World(build, 3)
     for chunks in schedule(shape):
         before = world.groups[0].counts["all_gather"].bytes if world.groups[0].counts else 0
@@ -452,25 +452,48 @@ def test_a_layer_in_both_modes_is_reported():
     assert int(world.buffers()["norm.num_batches_tracked"]) == 15
 
 
-def test_a_buffer_that_grows_is_left_to_each_replica():
+def test_a_buffer_that_takes_another_shape_is_the_last_chunks_on_every_replica():
     class Grows(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(4, 4)
             self.register_buffer("table", torch.zeros(1))
+            self.register_buffer("resized", torch.zeros(0))
             self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
         def forward(self, x: Tensor) -> Tensor:
             if len(self.table) < len(x):
                 self.table = torch.arange(len(x), dtype=x.dtype)
+            if not len(self.resized):  # as torch's observers do
+                self.resized.resize_(4).copy_(x.detach().sum(0))
             self.calls += 1
             return self.linear(x)
 
+    steps = schedule()
     world = World(Grows, 3)
-    for chunks in schedule():
+    for chunks in steps:
         world.step(chunks)
-    assert [len(model.table) for model in world.models] == [4, 2, 5]  # type: ignore[arg-type]
-    assert [int(model.calls) for model in world.models] == [15] * 3  # type: ignore[arg-type]
+    found = world.buffers()  # equal on all replicas
+    chunks = [x for mine in steps[0] for x in mine if len(x)]
+    assert torch.equal(found["resized"], chunks[-1].sum(0))
+    assert len(found["table"]) >= len(chunks[-1])
+    assert int(found["calls"]) == 15
+
+
+class Resized(nn.Module):
+    """A buffer that has no elements before the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("least", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x.detach().amin(0)
+        if not len(self.least):
+            self.least.resize_(4).copy_(found)
+        self.least.mul_(0.9).add_(0.1 * found)
+        return self.linear(x)
 
 
 def test_loaded_buffers_are_gone_on_from():

@@ -333,7 +333,6 @@ def test_a_phase_does_not_count_what_others_take_inside_of_it(monkeypatch: pytes
         ([FILE, "--batch", "0"], "--batch 0 must be 1 or more"),
         ([FILE, "--batch", "500"], "500"),
         ([FILE, "--machine", "nowhere.json"], "There are no measurements in nowhere.json"),
-        ([f"{FILE}:branching"], "describe_jobs.py"),
     ],
 )
 def test_a_wrong_request_is_one_sentence_and_2(

@@ -11,9 +11,12 @@ from typing import Any
 
 from torch import nn
 
+from meshloom.core.errors import JobError
+
 
 def named_as_written(model: nn.Module) -> nn.Module:
-    """The model with every wrapper replaced by its module; the same computations are compiled.
+    """The model with every wrapper replaced by its module; the same computations are compiled. Raises `JobError` for a
+    parameter without a shape.
 
     >>> import torch
     >>> model = named_as_written(nn.Sequential(torch.compile(nn.Linear(3, 2), backend="eager")))
@@ -21,8 +24,13 @@ def named_as_written(model: nn.Module) -> nn.Module:
     ['0.weight', '0.bias']
     """
     unwrapped = _inside(model)
+    for name, parameter in unwrapped.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise JobError(
+                f"{name} has no shape yet (a lazy module). Let the model function run one batch through the model before returning it."
+            )
     for module in list(unwrapped.modules()):
-        children: dict[str, nn.Module | None] = vars(module)["_modules"]
+        children: dict[str, nn.Module | None] = vars(module).get("_modules", {})  # none of a traced one
         for name, child in children.items():
             children[name] = _inside(child) if child is not None else None
     return unwrapped

@@ -19,6 +19,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
 from meshloom.data.to_device import convert_tensors
 from meshloom.parameters.keyed_init import call_model
+from meshloom.program.ir.nodes import submodule
 from meshloom.program.ir.sparse_constants import keep_as_constants, sparse_attributes
 
 
@@ -28,11 +29,6 @@ def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn
     model = call_model(job)
     if not isinstance(model, nn.Module):
         raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise JobError(
-                f"{name} has no shape yet (a lazy module). Let the model function run one batch through the model before returning it."
-            )
     model = named_as_written(model).to(device)
     convert_tensors(model, dtype)
     return as_trained(keep_as_constants(model))
@@ -141,4 +137,4 @@ def replace_tensors(model: nn.Module, make: Callable[[list[str], Tensor], Tensor
         for name in names[key]:
             path, _, attribute = name.rpartition(".")
             # a recurrent layer's own list of weights is updated too
-            setattr(model.get_submodule(path), attribute, placed)
+            setattr(submodule(model, path), attribute, placed)

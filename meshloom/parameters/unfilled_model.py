@@ -28,6 +28,9 @@ LONG_SECONDS = 60.0
 MANY_DRAWS = 10**9  # fewer take no minute anywhere
 
 
+_SMALL_BYTES = 64  # a number for each tensor, or for none yet
+
+
 class UnfilledModel:
     """`model` as recorded: its parameters and buffers are on the CPU and have storages of 0 bytes.
 
@@ -158,13 +161,23 @@ class UnfilledModel:
 
     def _with_memory(self, names: tuple[str, ...], tensor: Tensor) -> HeldTensor:
         """All of what this rank has of a tensor, where it is to be filled."""
-        if not self.is_lazy:
+        if not self.is_lazy or (not isinstance(tensor, nn.Parameter) and self._may_be_resized(names)):
             tensor.data = torch.empty_like(tensor, device=self._device)
         elif self._shards and names[0] in self._shards.pieces:
             tensor.untyped_storage().resize_(tensor.nbytes)
         else:
             self._allocate(names[0], tensor)
         return self._held(names, tensor)
+
+    def _may_be_resized(self, names: tuple[str, ...]) -> bool:
+        """Whether a buffer, which a forward may resize, is small and alone in its storage: constants have one that
+        cannot be resized."""
+        number = self._recorded.places[names[0]].storage
+        if self._recorded.tape.num_bytes[number] > _SMALL_BYTES:
+            return False
+        return not any(
+            each.storage == number for name, each in self._recorded.places.items() if name not in names
+        )
 
     def _held(
         self, names: tuple[str, ...], memory: Tensor, span: tuple[int, int] | None = None
@@ -176,9 +189,9 @@ class UnfilledModel:
         return HeldTensor(names=names, shape=shape, tensor=memory, pieces=pieces, rank=rank, span=span)
 
     def _allocate(self, name: str, tensor: Tensor) -> None:
-        if not tensor.untyped_storage().nbytes():
-            number = self._recorded.places[name].storage
-            tensor.untyped_storage().resize_(self._recorded.tape.num_bytes[number])
+        num_bytes = self._recorded.tape.num_bytes[self._recorded.places[name].storage]
+        if num_bytes and not tensor.untyped_storage().nbytes():
+            tensor.untyped_storage().resize_(num_bytes)
 
 
 def take_share(model: nn.Module, shards: Shards, unfilled: UnfilledModel | None, world: Group) -> Steps[None]:

@@ -59,8 +59,9 @@ class ModuleEngine(Engine):
         several, joined = self._plan.num_chunks > 1, self._plan.sync_batch_norm
         for by_stage in scope.statistics:
             by_stage[0] = RunningStatistics(
-                model, self._context.groups["dp"], several=several, synchronised=joined
-            )
+                model, self._context.groups["dp"], several=several, synchronised=joined,
+                rerunning=partial(self.computing, "rerun"),
+            )  # fmt: skip
 
     @property
     def parameters(self) -> NamedParameters:

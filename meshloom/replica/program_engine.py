@@ -49,7 +49,7 @@ from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.written_parameters import named_buffers
-from meshloom.program.opaque.operator import is_opaque
+from meshloom.program.opaque.loss_code import modules_of
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator
 from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.program.store.program_cache import ProgramCache
@@ -298,7 +298,7 @@ def _statistics_of(
     nodes, several = stage.program.nodes, plan.num_chunks > 1
     return RunningStatistics(
         model, context.groups["dp"], several=several, changing=stage.changing, followed=stage.program.in_place,
-        opaque=[str(node.args[2]) for node in nodes if is_opaque(node)], unite=sums.union,
+        opaque=[module for node in nodes for module in modules_of(node)], unite=sums.union,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from meshloom.core.random import seed_torch
+from meshloom.data.to_device import lifted
 from meshloom.program.ir.batch_values import tensor_of
 from meshloom.program.ir.callables import keyed, keyed_out_of_place, out_of_place
 from meshloom.program.ir.contexts import Entered
@@ -22,7 +23,6 @@ from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.nodes import Node, Ref, last_uses
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.collectives import Joint
-from meshloom.program.run.runner import lifted
 
 State = Mapping[str, Tensor]
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshloom.comm.pieces import Pieces, take
+from meshloom.core.job import LossFunction
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.lines import describe_line
 from meshloom.program.ir.nodes import Node
@@ -37,11 +38,11 @@ TOLERANCE = 1e-9  # both run in float64; rounding of the deepest models stays be
 _SEED = 7
 
 
-def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> str:
+def first_wrong_operator(part: Partition, model: nn.Module, loss: LossFunction, batch: Any) -> str:
     """One sentence: the operator and the user's line, or that all agree. model: unsharded, in the
     program's precision."""
-    program = bound(part.choice.layout.program, model)
-    programs = [bound(each, model) for each in part.programs]
+    program = bound(part.choice.layout.program, model, loss)
+    programs = [bound(each, model, loss) for each in part.programs]
     state = {
         name: each.detach().double() if each.is_floating_point() else each.detach()
         for name, each in _state(model).items()

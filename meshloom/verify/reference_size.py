@@ -8,6 +8,7 @@ from torch import nn
 from meshloom.core.errors import DeviceError
 from meshloom.core.job import Job
 from meshloom.core.units import format_bytes
+from meshloom.data.to_device import lifted
 from meshloom.machine.host_memory import free_bytes
 from meshloom.planner.fitting import state_bytes
 from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR
@@ -56,6 +57,6 @@ def _optimizer_bytes(job: Job, trainable: list[tuple[str, nn.Parameter]]) -> int
 
 
 def _shape_of(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
-    own = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    own = lifted(parameter.dtype, dtype)
     empty = torch.empty(parameter.shape, dtype=own, device="meta")
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)

@@ -133,7 +133,7 @@ def _wrong_operator(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype |
     device = replica.context.device
     (batch,) = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
     model, batch = build_filled_model(job, device, dtype), to_device(batch, device, dtype)
-    return [Cause("division", first_wrong_operator(division.first, model, batch))]
+    return [Cause("division", first_wrong_operator(division.first, model, job.loss, batch))]
 
 
 def _run_steps(trainer: Trainer, dtype: torch.dtype | None, comparison: ComparisonRun | None) -> None:

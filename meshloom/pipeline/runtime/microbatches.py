@@ -149,14 +149,14 @@ class Microbatches:
     def look(self, batch: Any, around: Around, visit: Callable[[int, Node, Any], None]) -> None:
         """Forward of one batch in training mode, without gradients or changes to buffers. visit: called
         with stage, node and value, in order."""
-        stages = self._programs.stages(self._programs.key(batch))
+        key = self._programs.key(batch)
+        stages = self._programs.stages(key)
         schedule = forward_only(self._programs.cutter.schedule(1))
         self._begin([batch], lambda microbatch, returned: None, around)
         buffers = {name: each.clone() for name, each in self._buffers.items() if not each.is_meta}
-        runs = {
-            number: self._stage_run([stages[number]], False, False, buffers, partial(visit, number))
-            for number in schedule.stages_of(self._pp.rank)
-        }
+        run = partial(self._stage_run, is_last=False, split=False, loss=key.function, buffers=buffers)
+        mine = schedule.stages_of(self._pp.rank)
+        runs = {number: run([stages[number]], visit=partial(visit, number)) for number in mine}
         with torch.no_grad():
             PipelineRun(schedule, self._pp, runs, [_crossings(stages, False)], self._device).run(
                 meet=self._meet
@@ -183,17 +183,20 @@ class Microbatches:
         most = max(most, len(keys))
         key = most, *keys
         if key not in self._known:
-            self._known[key] = self._make([self._programs.stages(each) for each in keys], training, most)
+            self._known[key] = self._make(keys, training, most)
         return self._known[key]
 
-    def _make(self, stages: Sequence[Sequence[Stage]], training: bool, most: int) -> _Runs:
+    def _make(self, keys: Sequence[ProgramKey], training: bool, most: int) -> _Runs:
+        stages, loss = [self._programs.stages(each) for each in keys], keys[0].function
         of_all = self._programs.cutter.schedule(most)
         of_all = of_all if training else forward_only(of_all)
         schedule = first_microbatches(of_all, len(stages))
         last = schedule.num_stages - 1
         mine = schedule.stages_of(self._pp.rank)
         runs = {
-            number: self._stage_run([each[number] for each in stages], number == last, bool(schedule.split))
+            number: self._stage_run(
+                [each[number] for each in stages], number == last, bool(schedule.split), loss
+            )
             for number in mine
         }
         crossings = [_crossings(each, training) for each in stages]
@@ -222,13 +225,9 @@ class Microbatches:
         )
 
     def _stage_run(
-        self,
-        stages: Sequence[Stage],
-        is_last: bool,
-        split: bool,
-        buffers: Mapping[str, Tensor] | None = None,
+        self, stages: Sequence[Stage], is_last: bool, split: bool, loss: LossFunction, buffers: Mapping[str, Tensor] | None = None,
         visit: Callable[[Node, Any], None] | None = None,
-    ) -> StageRun:
+    ) -> StageRun:  # fmt: skip
         number = stages[0].number
 
         def around(microbatch: int) -> AbstractContextManager[Any]:
@@ -251,7 +250,7 @@ class Microbatches:
             accumulator=self._accumulator if stages[0].program.training else None,
             visit=visit,
             elsewhere=self._units,
-            bind=lambda program: self._used_rows.recorded(bound(program, self._model)),
+            bind=lambda program: self._used_rows.recorded(bound(program, self._model, loss)),
         )
         return run
 

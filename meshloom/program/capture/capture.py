@@ -12,12 +12,14 @@ from torch import Tensor, fx, nn
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
+from meshloom.program.capture.opaque_loss import loss_to_read
 from meshloom.program.capture.opaque_parts import asked_for
 from meshloom.program.capture.opaque_runs import recorded_calls
 from meshloom.program.ir.batch_values import read_values
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import strides_of
+from meshloom.program.opaque.loss_code import LOSS, WHOLE
 from meshloom.program.trace.block_calls import Shortcuts
 from meshloom.program.trace.build import build
 from meshloom.program.trace.export import Exported, context_of
@@ -81,13 +83,18 @@ def capture_module(
     _check_shapes(*given)
 
     def read(leaves: Sequence[Leaves], shortcuts: Shortcuts) -> Program:
+        own_code = next((each for each in (LOSS, WHOLE) if each in parts), None)
+        to_read = (
+            loss if own_code is None else loss_to_read(model, loss, leaves[: 1 if once else 2], own_code)
+        )
+
         def built(exported: Exported, number: int) -> Program:
             device = device_of(model, leaves[0])
             return build(exported, model, leaves[number].tensors, device, dtype, parts)
 
         if once:
-            return built(export_once(model, loss, leaves[0], shortcuts, recorded), 0)
-        first, second = export_twice(model, loss, (leaves[0], leaves[1]), shortcuts, recorded)
+            return built(export_once(model, to_read, leaves[0], shortcuts, recorded), 0)
+        first, second = export_twice(model, to_read, (leaves[0], leaves[1]), shortcuts, recorded)
         same = _same(first, second) and all(
             one.stride() == leaves[1].tensors[name].stride() for name, one in leaves[0].tensors.items()
         )
@@ -100,8 +107,9 @@ def capture_module(
         return read(leaves, shortcuts) if shortcuts else with_shortcuts(partial(read, leaves))
 
     with capturing(dtype):
-        recorded = recorded_calls(model, loss, batches[:1] if once else batches, tuple(opaque or ()))
-        parts = {path: why for path, why in (opaque or {}).items() if path in recorded}
+        modules = tuple(path for path in opaque or () if path not in (LOSS, WHOLE))
+        recorded = recorded_calls(model, loss, batches[:1] if once else batches, modules)
+        parts = {path: why for path, why in (opaque or {}).items() if path in recorded or path not in modules}
         program, others = read_values(given, read_shortly, numbers=numbers)
     return replace(program, others=others)
 

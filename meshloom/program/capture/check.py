@@ -84,7 +84,7 @@ def check_against_module(
     besides activations no memory of the model's size is needed. For gradients larger than `sketch.SMALL`
     norms are estimated from sketches, within a few percent, and equal gradients have a distance of zero.
     """
-    program = bound(program, model)
+    program = bound(program, model, loss)
     limit = tolerance if tolerance is not None else _tolerance(program)
     worst = Difference(0.0, "the loss")
     with one_thread(), restored(model), preserved_draws(), default_precision(program.precision):
@@ -122,7 +122,7 @@ def check_against_module(
 
 def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch: Any) -> None:
     """Compare one forward: outputs of the loss, and buffers. For programs that were fully compared before."""
-    program = bound(program, model)
+    program = bound(program, model, loss)
     limit = _tolerance(program)
     with one_thread(), restored(model), preserved_draws(), default_precision(program.precision):
         mirror = _copies(named_buffers(model))

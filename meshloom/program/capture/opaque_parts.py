@@ -24,12 +24,15 @@ from torch import nn
 from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Job
 from meshloom.program.capture.check import DiffersError
-from meshloom.program.ir.lines import SourceLine, line_of_error
-from meshloom.program.ir.nodes import is_within
-from meshloom.program.opaque.bound import ChangedCallError
+from meshloom.program.capture.outside import ChangedWhileReadError
+from meshloom.program.ir.lines import WAY_OUT, SourceLine, line_of_error
+from meshloom.program.ir.nodes import is_within, submodule
+from meshloom.program.opaque.call import ChangedCallError
+from meshloom.program.opaque.loss_code import LOSS, WHOLE
 from meshloom.program.opaque.stand_ins import OpaqueError
 from meshloom.program.trace.attributes import TORCHS_OWN
 from meshloom.program.trace.folding import HOOKS
+from meshloom.program.trace.frozen import FrozenDrawError
 
 T = TypeVar("T")
 Parts = Mapping[str, str]  # module -> why it is opaque
@@ -61,18 +64,30 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
     for _ in range(MOST_TRIED):
         try:
             return read(parts)
+        except ChangedWhileReadError:
+            raise
         except (CaptureError, ChangedCallError) as error:
             if refused is None or not isinstance(error, OpaqueError | ChangedCallError):
                 refused = error
             if _is_nowhere(error, model):
                 found = _bisected(read, parts, model, str(error).split(". ")[0])
-                if found is None:
-                    break
-                return found
-            parts = _with_next(parts, error, model)
-            if parts is None:
+                if found is not None:
+                    return found
+                following = None
+            else:
+                following = _with_next(parts, error, model)
+            if following is None and not isinstance(refused, FrozenDrawError):
+                following = _with_loss(parts, refused)
+            if following is None:
                 break
+            parts = following
     assert refused is not None
+    hooked = [name for name, each in model.named_parameters() if each._backward_hooks]
+    if hooked and isinstance(refused, DiffersError):
+        raise CaptureError(
+            f"A hook on a parameter's gradient changes it ({hooked[0]}.register_hook), and a program computes gradients without such hooks. "
+            f"Change the value in the forward, or the gradient in the optimizer. {WAY_OUT}"
+        ) from refused
     raise refused
 
 
@@ -94,6 +109,10 @@ def _bisected(read: Callable[[Parts], T], parts: Parts, model: nn.Module, why: s
             return read(_outermost({**parts, **dict.fromkeys(paths, why)}))
         return None
 
+    # an export does not see what runs in a backward
+    hooked = [path for path, each in model.named_modules() if _has_backward_hooks(each)]
+    if hooked and (found := attempt(hooked)) is not None:
+        return found
     best, at = attempt([""]), ""
     first = best is None  # a loss may call the parts of a model alone
     while best is not None or first:
@@ -112,9 +131,13 @@ def _bisected(read: Callable[[Parts], T], parts: Parts, model: nn.Module, why: s
     return None
 
 
+def _has_backward_hooks(module: nn.Module) -> bool:
+    return bool(vars(module)["_backward_hooks"] or vars(module)["_backward_pre_hooks"])
+
+
 def _children(model: nn.Module, path: str) -> Iterator[str]:
     """The modules in a module, and those in lists of them."""
-    for name, child in model.get_submodule(path).named_children():
+    for name, child in submodule(model, path).named_children():
         below = f"{path}.{name}" if path else name
         if _is_container(child):
             yield from _children(model, below)
@@ -149,9 +172,19 @@ def _with_next(parts: Parts, error: CaptureError | ChangedCallError, model: nn.M
     return None
 
 
+def _with_loss(parts: Parts, refused: Exception) -> Parts | None:
+    """The parts with the loss function's own code, or, if that is no operator, with all that it calls."""
+    why = _reason(refused, LOSS)
+    if WHOLE in parts:
+        return None
+    return {WHOLE: why} if LOSS in parts else {**parts, LOSS: why}
+
+
 def _candidates(error: CaptureError | ChangedCallError, model: nn.Module) -> Iterator[str]:
     """Modules, the innermost first."""
     if isinstance(error, OpaqueError | ChangedCallError):
+        if error.module in (LOSS, WHOLE):
+            return
         yield from list(_with_parents(error.module))[1:]
         return
     if error.path is not None:
@@ -163,7 +196,7 @@ def _candidates(error: CaptureError | ChangedCallError, model: nn.Module) -> Ite
         found = [path for path, each in model.named_modules() if _has_line(type(each), line)][:1]
         found = list(_with_parents(found[0])) if found else []
     for path in found[:1]:
-        for below, each in model.get_submodule(path).named_modules(prefix=path):
+        for below, each in submodule(model, path).named_modules(prefix=path):
             if isinstance(each, torch.jit.ScriptModule):  # of which an export sees nothing
                 yield below
     yield from found
@@ -241,7 +274,7 @@ def _outermost(parts: Mapping[str, str]) -> dict[str, str]:
     return {
         path: why
         for path, why in parts.items()
-        if not any(path != other and is_within(path, other) for other in parts)
+        if path == LOSS or not any(path != other and is_within(path, other) for other in parts)
     }
 
 

@@ -94,6 +94,11 @@ def _record(
         for number, (value, each) in enumerate(zip(values, state, strict=True))
         if id(each) in replaced or (value is not None and not equal_bits(value, each))
     }
+    for number, value in enumerate(values):
+        if value is not None and value.shape != state[number].shape:
+            raise CaptureError(
+                f"it gives its buffer {names[number][0]} another shape, {list(state[number].shape)} in place of {list(value.shape)}"
+            )
     if any(isinstance(state[number], nn.Parameter) and state[number].requires_grad for number in written):
         raise CaptureError("it writes to parameters in the forward that are trained")
     left = [
@@ -110,11 +115,7 @@ def _record(
             encoded(leaf)  # plain, or refused
             recalled.append(leaf)
             continue
-        given = next((number for number, each in enumerate(inputs) if each is leaf), None)
         known = next((number for number, each in enumerate(made) if each is leaf), None)
-        if given is not None:
-            recalled.append(LeafPlace(("given", given)))
-            continue
         if known is None:
             known = len(made)
             made.append(leaf)
@@ -159,7 +160,7 @@ def _shapes_for_other_values(
             given = tree_map_only(Tensor, change, (args, kwargs))
             unique: dict[int, Tensor] = {}
             for each in tree_leaves(run(*given[0], **given[1])):
-                if isinstance(each, Tensor) and not any(each is one for one in tree_leaves(given)):
+                if isinstance(each, Tensor):
                     unique.setdefault(id(each), each)
             found.append([tuple(each.shape) for each in unique.values()])
     return found
@@ -231,11 +232,16 @@ def _backward(results: Sequence[Tensor], operands: Sequence[Tensor]) -> dict[str
 
 def _saved(saved: Sequence[Tensor], inputs: Sequence[Tensor], state: Sequence[Tensor]) -> Mapping[str, Any]:
     """What autograd keeps of it."""
-    memory = {memory_of(each): storage_of(each).nbytes() for each in saved if each.layout == torch.strided}
+    memory = {memory_of(each): storage_of(each).nbytes() for each in saved if is_plain(each)}
     of_inputs = {memory_of(each): number for number, each in enumerate(inputs)}
     kept_inputs = tuple(sorted(of_inputs[each] for each in memory.keys() & of_inputs.keys()))
     own = memory.keys() - of_inputs.keys() - {memory_of(each) for each in state}
     return {"saved_bytes": sum(memory[each] for each in own), "saved_inputs": kept_inputs}
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is dense, and no nested one."""
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 class _Meter(TorchDispatchMode):
@@ -252,8 +258,8 @@ class _Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         value = func(*args, **(kwargs or {}))
-        if func.namespace != "prim" and not any(
-            each.layout != torch.strided for each in tree_leaves((args, value)) if isinstance(each, Tensor)
+        if func.namespace != "prim" and all(
+            is_plain(each) for each in tree_leaves((args, value)) if isinstance(each, Tensor)
         ):
             self._flops += flops(func, args, kwargs or {}, value)
             read, written = bytes_read_and_written(func, args, kwargs or {}, value)

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import CaptureError, TrainingError
 from meshloom.program.ir.lines import WAY_OUT, is_users
+from meshloom.program.ir.nodes import submodule
+from meshloom.program.opaque.loss_code import LOSS, WHOLE
 
 MOST = 64  # entries of a container that are looked at
 DEPTH = 8
@@ -40,6 +42,10 @@ class OutsideChange:
     after: str
 
 
+class ChangedWhileReadError(CaptureError):
+    """A loss changes what it reads: no program, and no part that runs as written, would do that as one device does."""
+
+
 class Outside:
     """The current values of what `function` and `model` read. opaque: modules that programs run as they are."""
 
@@ -50,7 +56,8 @@ class Outside:
         self._paths: dict[int, str] = {}  # of the model's modules
         # by identity; what is in it stays alive, so that no identity is used again
         self._seen: dict[Any, Any] = {}
-        self._walk(function, "the loss", None, _NOTHING, 0)
+        if not {LOSS, WHOLE}.intersection(opaque):
+            self._walk(function, "the loss", None, _NOTHING, 0)
         if model is not None:
             self._walk_model(model, opaque)
         self._seen.clear()
@@ -71,7 +78,7 @@ class Outside:
         """Raise `CaptureError` if running the loss has changed what it reads."""
         change = self.changed()
         if change:
-            raise CaptureError(
+            raise ChangedWhileReadError(
                 f"The loss reads {change.name} and changes it: it was {change.before}, and {change.after} after another batch. A program would keep what it is "
                 f"now. Make it a buffer of the model that is updated with torch, or put it into the batch. {WAY_OUT}"
             )
@@ -86,7 +93,10 @@ class Outside:
             )
 
     def _walk_model(self, model: nn.Module, opaque: Collection[str]) -> None:
-        run_as_they_are = {id(each) for path in opaque for each in model.get_submodule(path).modules()}
+        if WHOLE in opaque:
+            return
+        paths = [path for path in opaque if path != LOSS]
+        run_as_they_are = {id(each) for path in paths for each in submodule(model, path).modules()}
         for path, module in model.named_modules():
             if id(module) in run_as_they_are:
                 continue
@@ -269,7 +279,7 @@ def reads_of(code: CodeType) -> Reads:
 
 def _check_no_iterator(name: str, found: Any, reads: Reads) -> None:
     if "next" in reads.names and isinstance(found, Iterator):
-        raise CaptureError(
+        raise ChangedWhileReadError(
             f"The loss takes what comes next from {name}, a {type(found).__name__}; a program would keep what it took when it was read. "
             f"Put it into the batch (in collate). {WAY_OUT}"
         )

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.written_parameters import named_buffers
-from meshloom.program.trace.attributes import attributes_restored, plain_values
+from meshloom.program.trace.attributes import attributes_restored, plain_values, put_attribute
 
 
 @contextmanager
@@ -34,6 +34,8 @@ def restored(model: nn.Module) -> Iterator[None]:
             vars(module)["_buffers"].update(own)
         with torch.no_grad():
             for buffer, value in values.values():
+                if buffer.shape != value.shape:  # resized in place
+                    buffer.resize_(value.shape)
                 buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
@@ -48,7 +50,7 @@ def attributes_put_back(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for (path, name), value in plain.items():
-            vars(model.get_submodule(path))[name] = value
+            put_attribute(model, path, name, value)
 
 
 def cloned(batch: Any) -> Any:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
+from meshloom.data.to_device import lifted
 from meshloom.parameters.unfilled_model import UnfilledModel, record_unfilled
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.lines import describe_line, line_of_error
@@ -213,7 +214,7 @@ def _convert(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) 
 
 def fake_of(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
     """A fake tensor like this one, on the CPU. dtype: of a floating-point one; default: its own."""
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    wanted = lifted(tensor.dtype, dtype)
     if wanted == tensor.dtype and tensor.device.type == "cpu":
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
     with mode:

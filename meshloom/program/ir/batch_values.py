@@ -184,7 +184,7 @@ def refused_value(name: str, value: Any, why: str) -> CaptureError:
     )
 
 
-class _ReadError(Exception):
+class ReadError(Exception):
     """A stand-in for a value of the batch was used in Python."""
 
 
@@ -202,13 +202,13 @@ class _Unread:
         for each in tree_leaves((args, kwargs or {})):
             if type(each) is cls:
                 _note(each)
-        raise _ReadError
+        raise ReadError
 
 
 def _note(unread: _Unread) -> NoReturn:
     name, touched = object.__getattribute__(unread, "_Unread__noted")
     touched[name] = None
-    raise _ReadError(name)
+    raise ReadError(name)
 
 
 def _noting(self: _Unread, *args: Any, **kwargs: Any) -> Any:

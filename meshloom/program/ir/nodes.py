@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshloom.program.ir.contexts import Context
 from meshloom.program.ir.lines import SourceLine
@@ -165,6 +166,13 @@ def operator_name(target: Any) -> str:
     if hasattr(target, "_schema"):
         return str(target).removeprefix("aten.").removesuffix(".default")
     return getattr(target, "__name__", str(target))
+
+
+def submodule(model: nn.Module, path: str) -> nn.Module:
+    """The module of this path, also of a scripted model, which has no `get_submodule`."""
+    if not isinstance(model, torch.jit.ScriptModule):
+        return model.get_submodule(path)
+    return dict(model.named_modules(remove_duplicate=False))[path]
 
 
 def is_within(path: str, module: str) -> bool:

@@ -80,7 +80,7 @@ def keep_as_constants(model: nn.Module) -> nn.Module:
     ([], torch.sparse_coo)
     """
     for module in model.modules():
-        buffers: dict[str, Tensor | None] = vars(module)["_buffers"]
+        buffers: dict[str, Tensor | None] = vars(module).get("_buffers", {})
         for name in [name for name, each in buffers.items() if each is not None and _has_no_strides(each)]:
             vars(module)[name] = buffers.pop(name)
             vars(module)["_non_persistent_buffers_set"].discard(name)

@@ -11,37 +11,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshloom.core.errors import TrainingError
+from meshloom.core.job import LossFunction
 from meshloom.program.ir.draws import CountDraws
-from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.nodes import Node, submodule
 from meshloom.program.ir.program import Program
-from meshloom.program.opaque.call import OpaqueCall
+from meshloom.program.opaque.call import ChangedCallError, OpaqueCall
+from meshloom.program.opaque.loss_code import LOSS, WHOLE, OpaqueLoss
 from meshloom.program.opaque.module_tensors import ModuleTensors
 from meshloom.program.opaque.operator import OPAQUE, is_opaque
 
 INSTEAD = "Make the module around it opaque, or the model, with Job(opaque=...)."
 
 
-def bound(program: Program, model: nn.Module) -> Program:
-    """The program with opaque calls run by the submodules of `model`; itself if it has none."""
+def bound(program: Program, model: nn.Module, loss: LossFunction) -> Program:
+    """The program with opaque calls run by the submodules of `model`, and by `loss`; itself if it has none."""
     if not any(map(is_opaque, program.nodes)):
         return program
-    return replace(program, nodes=tuple(_bound(node, model) for node in program.nodes))
+    return replace(program, nodes=tuple(_bound(node, model, loss) for node in program.nodes))
 
 
-def _bound(node: Node, model: nn.Module) -> Node:
+def _bound(node: Node, model: nn.Module, loss: LossFunction) -> Node:
     if not is_opaque(node):
         return node
     path, text = node.args[2:]
-    return replace(node, target=OpaqueModule(model.get_submodule(path), path, OpaqueCall.of(text)))
-
-
-class ChangedCallError(TrainingError):
-    """A call of an opaque module that is not like the recorded one. module: its path."""
-
-    def __init__(self, path: str, why: str) -> None:
-        super().__init__(why)
-        self.module = path
+    if path in (LOSS, WHOLE):
+        return replace(node, target=OpaqueLoss(loss, model, OpaqueCall.of(text)))
+    return replace(node, target=OpaqueModule(submodule(model, path), path, OpaqueCall.of(text)))
 
 
 class OpaqueModule:
@@ -70,7 +65,7 @@ class OpaqueModule:
         own = [each.clone() if number in call.written else each for number, each in enumerate(state)]
         with self._tensors.replaced_by(own), self._in_modes(), counter or nullcontext():
             returned: Any = self._run(args, kwargs)
-            left = [vars(self._module.get_submodule(below)).get(name) for below, name in call.attributes]
+            left = [vars(submodule(self._module, below)).get(name) for below, name in call.attributes]
         with torch.no_grad():
             for number in call.written:
                 state[number].copy_(own[number])

@@ -10,13 +10,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, treespec_loads
 
-from meshloom.core.errors import CaptureError
+from meshloom.core.errors import CaptureError, TrainingError
 from meshloom.program.ir.encoding import (
     decoded,
     decoded_meta,
@@ -24,6 +24,7 @@ from meshloom.program.ir.encoding import (
     encoded_meta,
     encoded_structure,
 )
+from meshloom.program.ir.leaves import ArrayStandIn, is_array
 from meshloom.program.ir.nodes import Meta
 
 METHODS = ("__call__", "forward")
@@ -58,6 +59,8 @@ class OpaqueCall:
     results: its new tensors. places: where each lies among the leaves of what it returns. num_leaves: of these.
     attributes: (module below it, attribute) where it leaves further results.
     num_draws: its random ATen calls.
+    played, modules: of a loss function's own code (`loss_code.py`): calls whose results are given, as texts, and the
+        modules whose calls are not part of it.
     """
 
     method: str
@@ -72,6 +75,8 @@ class OpaqueCall:
     attributes: tuple[tuple[str, str], ...]
     num_draws: int
     cost: OpaqueCost
+    played: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
 
     def text(self) -> str:
         """The call as text, equal for equal calls."""
@@ -95,9 +100,24 @@ class OpaqueCall:
     def arguments(self, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with these tensors."""
         tensors = iter(inputs)
-        leaves = [next(tensors) if each is None else decoded(each[0]) for each in self.leaves]
+        leaves = [
+            next(tensors)
+            if each is None
+            else _array(next(tensors))
+            if each[0] == _ARRAY
+            else decoded(each[0])
+            for each in self.leaves
+        ]
         args, kwargs = _spec(self.spec).unflatten(leaves)
         return tuple(args), dict(kwargs)
+
+
+class ChangedCallError(TrainingError):
+    """A call of an opaque module that is not like the recorded one. module: its path."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(why)
+        self.module = path
 
 
 def split_arguments(
@@ -105,13 +125,30 @@ def split_arguments(
 ) -> tuple[str, tuple[Any, ...], list[Tensor]]:
     """The structure of arguments, their plain leaves and their tensors. Raises `CaptureError` for other objects."""
     leaves, spec = tree_flatten((args, kwargs))
-    plain = tuple(None if isinstance(each, Tensor) else [encoded(each)] for each in leaves)
+    leaves = [_Array(each.tensor) if isinstance(each, ArrayStandIn) else each for each in leaves]
+    leaves = [_Array(torch.from_numpy(each)) if is_array(each) else each for each in leaves]
+    plain = tuple(
+        None if isinstance(each, Tensor) else [_ARRAY if isinstance(each, _Array) else encoded(each)]
+        for each in leaves
+    )
     text = encoded_structure(spec)
     if text is None:
         raise CaptureError(
             f"its arguments are {' '.join(str(spec).split())[:160]}, which have no name on another rank"
         )
-    return text, plain, [each for each in leaves if isinstance(each, Tensor)]
+    tensors = (each.tensor if isinstance(each, _Array) else each for each in leaves)
+    return text, plain, [each for each in tensors if isinstance(each, Tensor)]
+
+
+class _Array(NamedTuple):
+    tensor: Tensor
+
+
+_ARRAY = {"array": True}
+
+
+def _array(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().numpy()
 
 
 def state_of(module: nn.Module) -> tuple[tuple[tuple[str, ...], ...], list[Tensor]]:

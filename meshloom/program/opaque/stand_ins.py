@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from meshloom.core.errors import CaptureError
-from meshloom.program.ir.nodes import Meta
+from meshloom.program.ir.nodes import Meta, submodule
 from meshloom.program.opaque.call import METHODS, OpaqueCall, split_arguments, state_of
 from meshloom.program.opaque.operator import OPAQUE
 
@@ -66,7 +66,7 @@ def intercepted(model: nn.Module, paths: Sequence[str], handle: Handle) -> Itera
             inside = False
 
     for path in paths:
-        module: Any = model.get_submodule(path)
+        module: Any = submodule(model, path)
         held = vars(module)
         for method in METHODS:
             slot = _SLOTS[method]
@@ -116,7 +116,7 @@ def standing_in(model: nn.Module, recorded: Recorded) -> Iterator[None]:
             for each, meta in zip(made, known.call.results, strict=True)
         ]
         for (below, name), value in zip(known.call.attributes, made[len(known.call.places) :], strict=True):
-            vars(module.get_submodule(below))[name] = value
+            vars(submodule(module, below))[name] = value
         found = {"made": made, "given": inputs}
         leaves = [found[each[0]][each[1]] if isinstance(each, LeafPlace) else each for each in known.leaves]
         return tree_unflatten(leaves, known.spec)

@@ -14,16 +14,17 @@ from torch import Tensor, fx, nn
 
 from meshloom.comm.group import Group
 from meshloom.core.errors import CaptureError
+from meshloom.data.to_device import lifted
 from meshloom.program.ir.callables import keyed, keyed_out_of_place, out_of_place
 from meshloom.program.ir.contexts import Entered
 from meshloom.program.ir.nodes import Node, Ref, refs_in
 from meshloom.program.ir.program import Program
 from meshloom.program.opaque.bound import OpaqueModule
+from meshloom.program.opaque.loss_code import OpaqueLoss
 from meshloom.program.operators.collectives import Joint
 from meshloom.program.recompute.saved_frame import Elsewhere
 
 Shared = dict[Any, Callable[..., Any]]  # functions of programs that differ in integers only
-_COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
 class Runner:
@@ -63,10 +64,7 @@ class Runner:
         """As `run_flat`; leaves: the batch's tensors in order. visit: as in `run_program`. elsewhere: only a
         recomputation needs to know it."""
         dtype = self._dtype
-        inputs = [
-            leaf.to(self._device, dtype if dtype is not None and leaf.is_floating_point() else None)
-            for leaf in leaves
-        ]
+        inputs = [leaf.to(self._device, lifted(leaf.dtype, dtype)) for leaf in leaves]
         state = [parameters[name] for name in self._parameters] + [buffers[name] for name in self._buffers]
         given = *state, *self._constants, *inputs, *self._numbers
         with Entered(self._contexts, device=self._device.type, lifted=dtype is not None) as entered:
@@ -256,7 +254,11 @@ class Special:
             return keyed(self._targets[number], *args, **kwargs)
 
     def _around(self, number: int) -> AbstractContextManager[Any]:
-        return self._around_opaque() if isinstance(self._targets[number], OpaqueModule) else nullcontext()
+        return (
+            self._around_opaque()
+            if isinstance(self._targets[number], OpaqueModule | OpaqueLoss)
+            else nullcontext()
+        )
 
 
 class _Visit:
@@ -290,13 +292,6 @@ def _built(
     if type(value) is int and opened:
         return opened()
     return lifted(value, dtype) if isinstance(value, torch.dtype) else value
-
-
-def lifted(value: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of the run for a dtype of the program, if the run is converted to `dtype`."""
-    if dtype is None or not (value.is_floating_point or value.is_complex):
-        return value
-    return _COMPLEX[dtype] if value.is_complex else dtype
 
 
 def used_variables(program: Program, variables: Mapping[str, Any]) -> list[Any]:

@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 
 from meshloom.comm.group import Group
 from meshloom.core.random import seed_torch
+from meshloom.data.to_device import lifted
 from meshloom.program.ir.contexts import Entered
 from meshloom.program.ir.draws import seed_of_draw
 from meshloom.program.ir.nodes import Ref
@@ -31,7 +32,7 @@ from meshloom.program.ir.program import Program
 from meshloom.program.recompute.saved_frame import Elsewhere, Frame, Handle, is_elsewhere, open_saved
 from meshloom.program.recompute.saved_tensors import Save, SegmentRecomputation, recomputation_of, saves_of
 from meshloom.program.recompute.segments import Segment, segments_of
-from meshloom.program.run.runner import Runner, Special, compile_program, lifted, lower, used_variables
+from meshloom.program.run.runner import Runner, Special, compile_program, lower, used_variables
 
 _torch: Any = torch  # for modules looked up by device type
 
@@ -71,9 +72,7 @@ class RecomputingRunner:
         values |= {value: buffers[name] for value, name in self._buffers}
         values |= self._constants
         for each, leaf in zip(program.inputs, leaves, strict=True):
-            values[each.value] = leaf.to(
-                self._device, dtype if dtype is not None and leaf.is_floating_point() else None
-            )
+            values[each.value] = leaf.to(self._device, lifted(leaf.dtype, dtype))
         first_runs: list[_FirstRun] = []
         with Entered(self._contexts, device=self._device.type, lifted=dtype is not None) as entered:
             for runs in self._segments:

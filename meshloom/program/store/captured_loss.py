@@ -232,6 +232,12 @@ def pairs_of(batches: Sequence[Any]) -> list[tuple[Any, Any]]:
     they stay unchanged.
     """
     first, leaves = batches[0], leaves_of(batches[0])
+    for name, each in leaves.tensors.items():
+        if each.is_nested:
+            raise CaptureError(
+                f"The batch holds {name}, a nested tensor, whose parts have other lengths in every batch, and a program is for one shape. "
+                f"Pad it in collate, or nest a padded tensor in the model. {WAY_OUT}"
+            )
     others = [each for each in map(leaves_of, batches[1:]) if shapes_of(each) == shapes_of(leaves)]
     real = [(first, leaves.rebuild(list(each.tensors.values()))) for each in others[:1]]
 

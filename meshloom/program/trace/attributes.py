@@ -12,6 +12,8 @@ import numpy
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from meshloom.program.ir.nodes import submodule
+
 Changed = tuple[str, str, str, str]  # module, attribute, before, after
 
 TORCHS_OWN = set(vars(nn.Module())) - {"training"}
@@ -30,9 +32,38 @@ def plain_attributes(model: nn.Module) -> dict[tuple[str, str], str]:
 def plain_values(model: nn.Module) -> dict[tuple[str, str], Any]:
     """(module, attribute) -> its value; containers are copied."""
     return {
-        (name, attribute): copy.copy(vars(model.get_submodule(name))[attribute])
+        (name, attribute): copy.copy(vars(submodule(model, name))[attribute])
         for name, attribute in plain_attributes(model)
     }
+
+
+def put_attribute(model: nn.Module, path: str, name: str, value: Any) -> None:
+    """Gives an attribute a value of `plain_values`; a container keeps its identity, as hooks may refer to it."""
+    attributes = vars(submodule(model, path))
+    attributes[name] = _filled(attributes.get(name), value)
+
+
+def _filled(container: Any, content: Any) -> Any:
+    """The container with this content, if it is of its kind; else the content."""
+    mutable = isinstance(content, dict | list | set | deque) and type(container) is type(content)
+    if mutable and container is not content:
+        kept: Any = copy.copy(content)
+        container.clear()
+        (container.extend if isinstance(container, list | deque) else container.update)(kept)
+    return container if mutable else content
+
+
+@contextmanager
+def containers_kept(model: nn.Module) -> Iterator[None]:
+    """Containers in attributes are the same objects afterwards: an export puts copies in their places."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for name, value in list(vars(module).items()):
+                if name not in TORCHS_OWN and name in attributes:
+                    vars(module)[name] = _filled(attributes[name], value)
 
 
 @contextmanager

@@ -29,7 +29,13 @@ from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, SourcePlace, place_here, place_of_error
 from meshloom.program.opaque.stand_ins import Recorded, standing_in
 from meshloom.program.operators.limited_rows import limited
-from meshloom.program.trace.attributes import Changed, attributes_restored, plain_attributes, plain_values
+from meshloom.program.trace.attributes import (
+    Changed,
+    attributes_restored,
+    containers_kept,
+    plain_attributes,
+    plain_values,
+)
 from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcuts
 from meshloom.program.trace.export_patches import (
     ctc_loss_without_values,
@@ -104,7 +110,7 @@ def _exported(
 ) -> Exported:
     seen = _Seen(folding=folding, recorded=recorded)
     wrapper = _Loss(model, loss, seen)
-    with _for_tracing():
+    with _for_tracing(), containers_kept(model):
         try:
             exported = torch.export.export(wrapper, _copies(leaves), strict=False)
         except CaptureError:
@@ -296,21 +302,21 @@ def _recorded(model: nn.Module, folding: Folding | None) -> Iterator[None]:
 def _written_buffers(model: nn.Module) -> Iterator[None]:
     """Turns the replacement of a buffer by another tensor into a write to it at the end of the forward."""
     before = [
-        (module, name, buffer)
+        (module, name, buffer, buffer.shape)
         for module in model.modules()
-        for name, buffer in vars(module)["_buffers"].items()
+        for name, buffer in vars(module).get("_buffers", {}).items()  # none of a traced one
         if buffer is not None
     ]
     yield
-    for module, name, buffer in before:
+    for module, name, buffer, shape in before:
         now = vars(module)["_buffers"].get(name)
-        if now is buffer:
+        if now is buffer and now.shape == shape:
             continue
         where = f"the buffer {name} of {type(module).__name__}"
-        if now is None or now.shape != buffer.shape:
-            shape = "nothing" if now is None else f"one of shape {list(now.shape)}"
+        if now is None or now.shape != shape:
+            other = "nothing" if now is None else f"one of shape {list(now.shape)}"
             raise CaptureError(
-                f"The forward replaces {where}, of shape {list(buffer.shape)}, by {shape}, and a program keeps its shape. {WAY_OUT}"
+                f"The forward replaces {where}, of shape {list(shape)}, by {other}, and a program keeps its shape. {WAY_OUT}"
             )
         with torch.no_grad():
             buffer.copy_(now)

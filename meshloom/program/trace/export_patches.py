@@ -1,14 +1,14 @@
 """Patches of torch during an export, which change no values.
 
-Checkpointed blocks are traced through, autograd functions become operators, distributions do not check their
-arguments, the CTC loss has a shape, caches for generating text are not filled, statements that only look at values are
-passed by, and `.data` is a detached tensor.
+Checkpointed blocks are traced through, and count their batches twice, autograd functions become operators, distributions
+do not check their arguments, the CTC loss has a shape, caches for generating text are not filled, statements that only
+look at values are passed by, `.data` is a detached tensor, and what stands in for an array becomes a tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, fake_impls
 from torch.distributions import Distribution
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils import checkpoint
 
+from meshloom.program.ir.leaves import ArrayStandIn
 from meshloom.program.ir.lines import place_here
 from meshloom.program.ir.replaced import replaced
 from meshloom.program.opaque.statements import wanted_answer
@@ -34,14 +36,21 @@ aten = torch.ops.aten
 def patched_for_export() -> Iterator[None]:
     """The patches of all but fake tensors. They hold for all threads, so there is one export at a time."""
     applied: list[Applied] = []
+    repeated = RepeatedStatistics()
+    generator = "_checkpoint_without_reentrant_generator"
     with (
-        replaced(_torch.autograd.function._SingleLevelFunction, "apply", _apply(applied)),
+        replaced(_torch.autograd.function._SingleLevelFunction, "apply", _apply(applied, repeated)),
+        replaced(checkpoint, generator, repeated.around(getattr(checkpoint, generator))),
+        replaced(_BatchNorm, "forward", repeated.forward(_BatchNorm.forward)),
         replaced(Distribution, "_validate_args", False),
         replaced(torch, "ctc_loss", _ctc_loss(torch.ctc_loss)),
         replaced(Tensor, "__bool__", _answered(_torch._C.TensorBase.__bool__)),
         replaced(torch.SymBool, "__bool__", _answered(torch.SymBool.__bool__)),
         replaced(Tensor, "data", property(_detached, _torch._C.TensorBase.data.__set__)),
+        ExitStack() as arrays,
     ):
+        for name in ("from_numpy", "as_tensor", "asarray", "tensor"):
+            arrays.enter_context(replaced(torch, name, _of_array(name)))
         yield
     check_products(applied)
 
@@ -100,14 +109,16 @@ def _each(method: Callable[..., Any], name: str, tensors: Sequence[Tensor], *arg
     return None if name.endswith("_") else results
 
 
-def _apply(applied: list[Applied]) -> Any:
+def _apply(applied: list[Applied], repeated: RepeatedStatistics) -> Any:
     """Applies autograd functions, whose backward graphs do not show. torch's own become operators; others are
     recorded in `applied`. Patched behind `Function.apply`, of which there may be other references."""
     apply = _torch._C._FunctionBase.__dict__["apply"]
 
     def read(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:
-            return args[0](*args[2:])
+            runs_again = any(isinstance(each, Tensor) and each.requires_grad for each in args[2:])
+            with repeated.once_more() if runs_again else nullcontext():
+                return args[0](*args[2:])
         if cls.__module__.startswith("torch."):
             return apply.__get__(None, cls)(*args, **kwargs)
         here = Applied(function=cls, args=args, place=place_here(2))
@@ -132,6 +143,66 @@ def _answered(ask: Any) -> Any:
 def _detached(tensor: Tensor) -> Tensor:
     """`tensor.data`, which a trace would lose: the same memory, without a gradient."""
     return tensor.detach() if isinstance(tensor, FakeTensor) else _torch._C.TensorBase.data.__get__(tensor)
+
+
+class RepeatedStatistics:
+    """Batch norms in checkpointed blocks, whose forward runs once more in the backward, in blocks in blocks more often:
+    each run counts the batch."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    @contextmanager
+    def once_more(self) -> Iterator[None]:
+        """Inside of a checkpointed block."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def forward(self, run: Any) -> Any:
+        """The forward of batch norms."""
+
+        def forward(norm: Any, x: Tensor) -> Tensor:
+            y = run(norm, x)
+            if norm.training and norm.track_running_stats and torch.is_grad_enabled():
+                with torch.no_grad():
+                    for _ in range(self._depth):
+                        run(norm, x.detach())
+            return y
+
+        return forward
+
+    def around(self, generator: Any) -> Any:
+        """The generator around a block that is checkpointed without a backward of its own."""
+
+        def generated(*args: Any, **kwargs: Any) -> Iterator[None]:
+            inner = generator(*args, **kwargs)
+            next(inner)
+            try:
+                with self.once_more():
+                    yield
+            except BaseException as error:
+                inner.throw(error)
+                raise
+            next(inner, None)
+
+        return generated
+
+
+def _of_array(name: str) -> Any:
+    """A function that makes a tensor of an array, which takes what stands in for one."""
+    make = getattr(torch, name)
+
+    def read(value: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(value, ArrayStandIn):
+            return make(value, *args, **kwargs)
+        known = {key: each for key, each in kwargs.items() if key in ("dtype", "device") and each is not None}
+        tensor = value.tensor.to(**known) if known else value.tensor
+        return tensor.clone() if name == "tensor" else tensor
+
+    return read
 
 
 def _ctc_loss(ctc_loss: Any) -> Any:

@@ -18,6 +18,10 @@ from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import bits_of, dense_parts
 
 
+class FrozenDrawError(CaptureError):
+    """A forward draws where no input of a program can be in the draw's place."""
+
+
 def check_draws() -> Callable[[Callable[[], Any]], None]:
     """Record the states of Python's and NumPy's generators. The returned function raises `CaptureError` if
     they changed, after repeating the run to find the line."""
@@ -31,7 +35,7 @@ def check_draws() -> Callable[[Callable[[], Any]], None]:
         for kind, state in kinds.items():
             if state() != before[kind]:
                 line = line_that_changes(rerun, state)
-                raise CaptureError(
+                raise FrozenDrawError(
                     f"The forward draws from {kind} at {describe_line(line)}; a program would keep the one draw for ever. "
                     f"Draw with torch (torch.rand, torch.randint). {WAY_OUT}"
                 ).at(None, line)

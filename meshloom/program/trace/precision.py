@@ -14,14 +14,14 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.modes import as_trained
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
-from meshloom.data.to_device import convert_tensors
+from meshloom.data.to_device import convert_tensors, lifted
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.sparse_constants import keep_as_constants
 
 
 def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: Any = None) -> nn.Module:
-    """The job's model with its initial parameters, floating-point tensors converted to `dtype` if given;
-    complex ones are not converted.
+    """The job's model with its initial parameters, floating-point tensors converted to `dtype` if given,
+    complex ones to parts of it.
 
     beside: a batch, to whose device it is moved.
     """
@@ -48,7 +48,7 @@ def in_precision(batch: Any, dtype: torch.dtype | None) -> Any:
     leaves = leaves_of(batch)
     if dtype is None:
         return leaves.rebuild(list(leaves.tensors.values()))
-    converted = [leaf.to(dtype) if leaf.is_floating_point() else leaf for leaf in leaves.tensors.values()]
+    converted = [leaf.to(lifted(leaf.dtype, dtype)) for leaf in leaves.tensors.values()]
     return leaves.rebuild(converted)
 
 

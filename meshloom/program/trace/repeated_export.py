@@ -16,8 +16,9 @@ from meshloom.core.job import LossFunction
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.lines import WAY_OUT, describe_line
+from meshloom.program.ir.nodes import submodule
 from meshloom.program.opaque.stand_ins import Recorded
-from meshloom.program.trace.attributes import Changed
+from meshloom.program.trace.attributes import Changed, put_attribute
 from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcuts
 from meshloom.program.trace.export import Exported, export
 from meshloom.program.trace.frozen import check_draws, line_that_changes
@@ -123,12 +124,12 @@ def _export_until_steady(
     first = read_seeded(0)
     try:
         for path, name, _, after in first.left:
-            vars(model.get_submodule(path))[name] = after
+            put_attribute(model, path, name, after)
         second = read_seeded(1) if always or first.left else None
         steady = read_seeded(0) if first.left and second and not second.changed else first
     finally:
         for path, name, before, _ in first.left:
-            vars(model.get_submodule(path))[name] = before
+            put_attribute(model, path, name, before)
     refused = [each for each in first.changed if each[1] == "training"]
     refused += second.changed if second else []
     if refused:
@@ -151,7 +152,7 @@ def _loss_of(loss: LossFunction, leaves: Leaves) -> Any:
 
 def _refuse_attribute(model: nn.Module, changed: Changed, rerun: Callable[[], Any]) -> CaptureError:
     path, attribute, before, after = changed
-    module = model.get_submodule(path)
+    module = submodule(model, path)
     line = describe_line(line_that_changes(rerun, lambda: repr(vars(module).get(attribute))))
     if attribute == "training":
         return CaptureError(

@@ -4,12 +4,14 @@
     otherwise       the value of the last chunk that changed it, element by element
     tied            buffers that say how others are written (a queue and its pointer): all of them from the
                     last chunk that changed any, whole
+    other shapes    what the last chunk that changed it made of it, whole
 
 So no chunk waits for another, and no schedule and no plan makes a difference (docs/buffers.md).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.replica.buffers.recurrence import Unite, differ, flat, same, unflat
+from meshloom.replica.buffers.reshaped_buffers import ReshapedBuffers
 from meshloom.replica.buffers.tracked_buffer import ChunkEnds, TrackedBuffer, fits, num_reals
 from meshloom.replica.buffers.write_maps import WriteMaps
 
@@ -54,6 +57,7 @@ class ChunkWrites:
         self._begun = False  # a chunk of this step has run
         self._chunks: list[ChunkEnds] = []
         self._moving: list[TrackedBuffer] = []
+        self.reshaped = ReshapedBuffers([])  # of this step, once replicas agree
         self._told: set[str] = set()
         self._buffers: list[TrackedBuffer] = []
         for name, buffer in named_buffers(model):
@@ -85,13 +89,15 @@ class ChunkWrites:
         for buffer in self._buffers:
             now = buffer.now()
             if now is None or not fits(now, buffer):
-                buffer.reshaped = now
+                buffer.latest, buffer.reshaped = None if now is None else now.detach().clone(), True
+                buffer.moved = True
                 buffer.put_back()
             elif self._changing is not None or self._may_differ(buffer, now):
                 where = differ(now, buffer.start)
                 if self._changing is not None or bool(where.any()):
                     chunk.ends[buffer.name], chunk.where[buffer.name] = now.detach().clone(), where
                     buffer.changed = buffer.moved = True
+                    buffer.latest = chunk.ends[buffer.name]
                 buffer.put_back()
         self._chunks.append(chunk)
         changed = {each.name: each for each in self._buffers if each.name in chunk.ends}
@@ -108,27 +114,38 @@ class ChunkWrites:
         """Of every buffer: `CHANGED` and `RESHAPED` in this step, `LAST` (no recurrence), `READ`, `GROUP`."""
         facts: list[int] = []
         for each in self._buffers:
-            reshaped, read = each.reshaped is not None, each.read and each.changed
-            facts += map(int, (each.changed, reshaped, each.last, read, each.group))
+            read = each.read and each.changed
+            facts += map(int, (each.changed, each.reshaped, each.last, read, each.group))
         return facts
 
     def agree(self, facts: Sequence[Sequence[int]]) -> list[str]:
         """Take the union of all replicas' facts; new names of buffers that training reads and changes."""
         width = GROUP + 1
         moving: list[TrackedBuffer] = []
+        reshaped: list[TrackedBuffer] = []
         read: list[str] = []
         for at, buffer in enumerate(self._buffers):
             mine = [[rank[width * at + fact] for rank in facts] for fact in range(width)]
             buffer.last = any(mine[LAST])
             for group in mine[GROUP]:
                 self._tie(buffer, self._buffers[group])
-            if any(mine[CHANGED]) and not any(mine[RESHAPED]):
+            if any(mine[RESHAPED]):
+                reshaped.append(buffer)
+            elif any(mine[CHANGED]):
                 moving.append(buffer)
             if any(mine[READ]) and buffer.name not in self._told:
                 self._told.add(buffer.name)
                 read.append(buffer.name)
-        self._moving = moving
+        self._moving, self.reshaped = moving, ReshapedBuffers(reshaped)
         return read
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether `take` may run chunks again, on some replica."""
+        sizes = Counter(buffer.group for buffer in self._buffers)
+        return self._changing is None and any(
+            not each.last and sizes[each.group] == 1 for each in self._moving
+        )
 
     @property
     def moving_length(self) -> int:
@@ -175,14 +192,8 @@ class ChunkWrites:
             with torch.no_grad():
                 buffer.original.copy_(buffer.start)
             buffer.version = buffer.original._version  # pyright: ignore[reportPrivateUsage]
-        moved = {buffer.number for buffer in self._moving}
         for buffer in self._buffers:
-            if buffer.reshaped is not None:
-                buffer.put(buffer.reshaped)
-            elif buffer.changed and buffer.number not in moved:  # it has another shape elsewhere
-                ends = [chunk.ends[buffer.name] for chunk in self._chunks if buffer.name in chunk.ends]
-                buffer.put(ends[-1])
-            buffer.changed, buffer.reshaped = False, None
+            buffer.changed, buffer.reshaped, buffer.latest = False, False, None
         self._chunks, self._begun = [], False
         self._steps += 1
         return in_parts

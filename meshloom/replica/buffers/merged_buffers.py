@@ -9,7 +9,7 @@ order; for the others see docs/buffers.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,12 +39,13 @@ class RunningStatistics:
         only ones here. followed: those of them that only follow each other (running statistics). opaque: the paths of
         modules whose own forwards the program runs.
     unite: among ranks that compute a chunk together (`find_recurrences`).
+    rerunning: the context in which chunks run again once all have run; all replicas enter it together.
     """
 
     def __init__(
         self, model: nn.Module, group: Group | None, *, several: bool = True, synchronised: bool = False,
         changing: Collection[str] | None = None, followed: Collection[str] = (), opaque: Collection[str] = (),
-        unite: Unite = lambda flags: flags,
+        unite: Unite = lambda flags: flags, rerunning: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
         self._group = group if group is not None and group.size > 1 else None
         replaced = not synchronised and changing is None
@@ -64,6 +65,7 @@ class RunningStatistics:
             changing = {each for each in changing if each not in followed or is_opaque(each)}
         self._others = ChunkWrites(model, handled, joined=synchronised, changing=changing, unite=unite)
         self._active = several and self._norms.length + self._others.length > 0
+        self._rerunning = rerunning
         self._moving = 0  # elements gathered in the last step because some buffer changed
         self._notes: list[str] = []
         self._noted: set[str] = set()
@@ -108,7 +110,14 @@ class RunningStatistics:
         self._moving = self._others.moving_length
         maps = parts[:, :0]
         if self._moving:
-            maps = yield from self._gather(self._others.take())
+            with self._rerunning() if self._others.runs_again else nullcontext():
+                mine = self._others.take()
+            maps = yield from self._gather(mine)
+        if reshaped := self._others.reshaped:
+            shapes = yield from self._gather(reshaped.shapes(self._device))
+            values = yield from self._gather(reshaped.values(shapes))
+            reshaped.put(shapes, values)
+            self._moving += shapes.shape[1] + values.shape[1]
         for name in self._others.apply(maps):
             self._note(
                 f"Buffer {name} depends on the samples, and with sync_batch_norm each replica has seen a part of the chunk's: the last replica's "

@@ -19,6 +19,7 @@ from torch import Tensor
 from meshloom.core.errors import PeerLostError
 
 _GOLDEN = (5**0.5 - 1) / 2
+_SMALL = 1 / 64  # of a value: the shift of one that must not move far
 LARGE = 1_000_003  # beyond the length of a queue: a number that wraps around shows it
 
 # Runs the chunk on these values of its buffers: theirs afterwards, and its loss. Raises as the chunk does.
@@ -121,21 +122,39 @@ class _Search:
         return {name: runs[0][name] for name in compress(self._names, passed)}, moves
 
     def _shift_alone(self, name: str) -> None:
+        shifts, value = self._shifts[name], self._values[name]
+        self._influences[name] = set()
+        factors, units = self._factors_alone(name, range(len(shifts))), 64
+        if self._flags([len(factors) < 2])[0] and value.is_floating_point():
+            # an observer refuses a minimum above its maximum: one that is close by will do
+            first = len(shifts)
+            shifts += _small_shifts(value, self._base[name])
+            factors += self._factors_alone(name, range(first, len(shifts)))
+            units = int(64 / _SMALL)
+        if not factors:  # no other value will do: it may say where the others of its module are written
+            others = [other for other in self._names if other != name]
+            self._influences[name] |= {
+                other for other in others if self._modules[other] is self._modules[name]
+            }
+        if len(factors) > 1 and self._agree(name, factors, units):
+            self._alone[name] = factors[0]
+
+    def _factors_alone(self, name: str, numbers: Sequence[int]) -> list[Tensor]:
+        """The factors of these shifts of one buffer, but of those with which the chunk fails."""
         factors: list[Tensor] = []
-        influences = self._influences[name] = set[str]()
-        others = [other for other in self._names if other != name]
-        for number in range(len(self._shifts[name])):
+        for number in numbers:
             results, loss = self._shifted([name], number)
             if results is None:
                 continue
             factors.append(self._factor(name, results[name], self._base[name], number))
-            influences |= {other for other in others if not same(results[other], self._base[other])}
+            self._influences[name] |= {
+                other
+                for other in self._names
+                if other != name and not same(results[other], self._base[other])
+            }
             if not equal(loss, self._loss):
                 self._moves.add(name)
-        if not factors:  # no other value will do: it may say where the others of its module are written
-            influences |= {other for other in others if self._modules[other] is self._modules[name]}
-        if len(factors) > 1 and self._agree(name, factors):
-            self._alone[name] = factors[0]
+        return factors
 
     def _is_steered(self, name: str) -> bool:
         """Whether its factor changes when other buffers have other values."""
@@ -257,3 +276,10 @@ def _shifts(value: Tensor, result: Tensor, number: int) -> list[Tensor]:
     size = 1.0 + torch.nan_to_num(elements.abs()) + torch.nan_to_num(flat(result).abs())
     away = size * (2 + pattern + (number % 61) / 61)
     return [size, away, -1.5 * away]  # to both sides: an average that is held above some value shows it
+
+
+def _small_shifts(value: Tensor, result: Tensor) -> list[Tensor]:
+    """Shifts [numel] of a floating-point value that stay small beside it and its results, to both sides."""
+    size = _SMALL * (torch.nan_to_num(flat(value).abs()) + torch.nan_to_num(flat(result).abs()))
+    size = torch.where(size == 0, _SMALL, size)
+    return [size, -size]

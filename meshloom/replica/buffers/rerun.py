@@ -67,7 +67,9 @@ def restored(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for module, name, buffer, value in kept:
                 # a backward to come may want what did not change
-                if not buffer.is_meta and not same(buffer, value):
+                if buffer.shape != value.shape:  # resized in place
+                    buffer = value
+                elif not buffer.is_meta and not same(buffer, value):
                     buffer.copy_(value)
                 module._buffers[name] = buffer  # pyright: ignore[reportPrivateUsage]
             for parameter, value in written:

@@ -16,7 +16,8 @@ from meshloom.replica.buffers.recurrence import same
 @dataclass
 class TrackedBuffer:
     """A buffer, or a parameter that counts as one. start: before the step. last: it is no recurrence. group: lowest
-    number of its tied ones."""
+    number of its tied ones. latest: what the last chunk made of it that changed it. reshaped: whether some chunk gave
+    it another shape."""
 
     number: int
     name: str
@@ -28,7 +29,8 @@ class TrackedBuffer:
     version: int = 0  # of `original`, when it had the value `start`
     moved: bool = False  # in some step
     changed: bool = False  # in this one
-    reshaped: Tensor | None = None  # what has another shape now
+    latest: Tensor | None = None
+    reshaped: bool = False
     last: bool = False
     read: bool = False
     factor: Tensor | None = None  # a [numel], where `known`
@@ -47,7 +49,9 @@ class TrackedBuffer:
 
     def put_back(self) -> None:
         """The object and the value that it had before the step."""
-        if not same(self.original, self.start):
+        if self.original.shape != self.start.shape:  # it was resized in place
+            self.original = self.start.clone()
+        elif not same(self.original, self.start):
             with torch.no_grad():
                 self.original.copy_(self.start)
         self.put(self.original)

@@ -19,6 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 Buffers = dict[str, Tensor]
 Rerun = Callable[[Any, Buffers], Buffers]  # runs a chunk on these buffers and returns the new ones
 _LARGE = 2**21
+_PART = 64  # a shift by this part of a value is small
 
 
 class BufferMerging:
@@ -70,15 +71,22 @@ class BufferMerging:
             {name for name, value in new.items() if name not in start or not _same(value, start[name])}
             for _, new in chunks
         ]
-        for (chunk, _), names in zip(chunks, written, strict=True) if len(chunks) > 1 else ():
+        for (chunk, new), names in zip(chunks, written, strict=True) if len(chunks) > 1 else ():
+            # one of another shape is written in its final way from the next step on
+            names = {name for name in names if name in start and start[name].shape == new[name].shape}
             if not names <= self._recurrent.keys():
                 self._classify(chunk, start, sorted(names), rerun)
         merged = dict(start)
+        resized = {
+            name for _, new in chunks for name, value in new.items()
+            if name not in start or value.shape != start[name].shape
+        }  # fmt: skip
         for number, ((chunk, new), names) in enumerate(zip(chunks, written, strict=True)):
             tied = set[str]().union(*(group for group in self._tied if group & names))
             changed = {name for name, value in merged.items() if not _same(value, start[name])}
             recurrences = [
-                name for name in merged if number and self._recurrent.get(name) and name in (changed | names) - tied
+                name for name in merged
+                if number and self._recurrent.get(name) and name in (changed | names) - tied - resized
             ]  # fmt: skip
             separate = [name for name in recurrences if self._depends_on[name]]
             together = [name for name in recurrences if name not in separate]
@@ -89,9 +97,8 @@ class BufferMerging:
                         overwritten = ~torch.isfinite(start[name]) & ~_equal(new[name], start[name])
                         merged[name] = torch.where(overwritten, new[name], after[name])
             for name in (tied | names) - set(recurrences):
-                fits = name in merged and merged[name].shape == new[name].shape
                 value = new[name]
-                if fits and name not in tied and not self._recurrent.get(name):
+                if name not in tied | resized and not self._recurrent.get(name):
                     value = torch.where(_equal(value, start[name]), merged[name], value)
                 merged[name] = value
         return merged
@@ -135,6 +142,11 @@ class BufferMerging:
             name: [(shift, run({name: shift})) for shift in _shifts(start[name], base[name])]
             for name in names
         }
+        rough: set[str] = set()
+        for name, runs in single.items():
+            if sum(after is not None for _, after in runs) < 2 and start[name].is_floating_point():
+                rough.add(name)  # an observer's minimum may move, but not beyond its maximum
+                runs += [(shift, run({name: shift})) for shift in _close_by(start[name], base[name])]
         depends_on: dict[str, set[str]] = {name: set() for name in names}
         for other, runs in single.items():
             known = [after for _, after in runs if after is not None]
@@ -144,7 +156,10 @@ class BufferMerging:
                     depends_on[name].add(other)
         for name in names:
             found = [multiple(name, shift, after, base) for shift, after in single[name] if after is not None]
-            self._recurrent[name] = len(found) > 1 and nearly_equal(name, found, 64)
+            known = self._recurrent.get(name, True)  # what was none once stays none
+            self._recurrent[name] = (
+                known and len(found) > 1 and nearly_equal(name, found, 64 * _PART if name in rough else 64)
+            )
             self._depends_on[name] = depends_on[name]
             if not self._recurrent[name] or not depends_on[name]:
                 continue
@@ -183,6 +198,12 @@ def _shifts(value: Tensor, result: Tensor) -> list[Tensor]:
         )
     size = 1 + torch.nan_to_num(value.abs()) + torch.nan_to_num(result.abs())
     return [each.to(value.dtype) for each in (size, size * (2 + places), size * (-3 - places))]
+
+
+def _close_by(value: Tensor, result: Tensor) -> list[Tensor]:
+    size = (value.abs() + result.abs()).nan_to_num() / _PART
+    size = torch.where(size > 0, size, 1 / _PART).to(value.dtype)
+    return [size, -size]
 
 
 def _equal(a: Tensor, b: Tensor) -> Tensor:

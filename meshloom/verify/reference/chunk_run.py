@@ -21,13 +21,14 @@ from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkResult:
-    """What a forward computed, drew and output."""
+    """What a forward computed, drew and output. divisor: its gradients are those of the loss sum, divided by it."""
 
     loss_sum: float
     weight: float
     seed: int
     draws: tuple[str, ...]
     modules: tuple[ModuleOutput, ...]
+    divisor: float
 
 
 class ChunkRun:
@@ -40,8 +41,12 @@ class ChunkRun:
         self.loss = job.loss  # of several the one whose turn it is
         self.draws = 0  # losses whose turn it was before in the step
 
-    def run(self, forward: ReferenceForward, step: int, casts: CastWatch) -> ChunkResult:
-        """Forward and backward; gradients accumulate."""
+    def run(self, forward: ReferenceForward, step: int, casts: CastWatch, batch_size: int) -> ChunkResult:
+        """Forward and backward; gradients accumulate.
+
+        batch_size: samples of the step. A loss that is a mean over samples enters backward as the chunk's share of
+        the mean over all of them, which hooks on gradients see.
+        """
         batch = convert(self._collate(forward.samples, step, forward.key), self._device, self._dtype)
         seed = chunk_seed(self._job.seed, step, forward.key)
         seed_everything(derive(seed, "turn", self.draws) if self.draws else seed)
@@ -50,13 +55,15 @@ class ChunkRun:
         self._watch.start()
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
         with default_dtype(self._dtype), casts, KeyedDraws(forward.rows, draws), at_step(step):
-            loss_sum, weight = as_sum(self.loss(self._model, batch), len(forward.samples))
-            loss_sum.backward()
+            returned = self.loss(self._model, batch)
+            loss_sum, weight = as_sum(returned, len(forward.samples))
+            divisor = 1.0 if isinstance(returned, tuple) else float(batch_size)
+            (loss_sum / divisor).backward()
         modules = self._watch.stop()
         total = float(loss_sum.detach())
         return ChunkResult(
-            loss_sum=total, weight=float(weight), seed=initial_seed, draws=tuple(draws), modules=modules
-        )
+            loss_sum=total, weight=float(weight), seed=initial_seed, draws=tuple(draws), modules=modules, divisor=divisor
+        )  # fmt: skip
 
     def records(self, forward: ReferenceForward, result: ChunkResult, step: int) -> Iterator[ChunkRecord]:
         """One record per chunk of the plan. Of the chunks in one forward, the first has its loss, draws

@@ -13,16 +13,23 @@ BLOCK_ELEMENTS = 2**20
 
 
 def float64_blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Flat float64 pieces of a dense tensor, in order. Of complex numbers real and imaginary part are
+    """Flat float64 pieces of a dense or nested tensor, in order. Of complex numbers real and imaginary part are
     separate elements, as each of them may be infinite.
 
     >>> [block.tolist() for block in float64_blocks(torch.tensor([1 + 2j]))]
     [[1.0, 2.0]]
     """
-    dense = tensor.detach()
+    dense = elements(tensor)
     flat = (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).reshape(-1)
     for block in flat.split(BLOCK_ELEMENTS):
         yield block.double()
+
+
+def elements(tensor: Tensor) -> Tensor:
+    """A tensor without its gradient; of a nested one the elements of its parts, flat."""
+    if not tensor.is_nested:
+        return tensor.detach()
+    return torch.cat([part.reshape(-1) for part in tensor.detach().unbind()])
 
 
 def norm(tensor: Tensor) -> float:

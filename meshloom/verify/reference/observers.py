@@ -28,7 +28,9 @@ def digest_values(values: Any) -> str:
     """
     digest = hashlib.blake2b(digest_size=8)
     for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            digest.update(f"parts {digest_values(list(leaf.detach().unbind()))}".encode())
+        elif isinstance(leaf, Tensor):
             dense = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
             flat = dense.cpu().contiguous().reshape(-1)
             digest.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
@@ -39,6 +41,8 @@ def digest_values(values: Any) -> str:
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
             digest.update(f"{type(leaf).__name__} of {list(fields)}: {digest_values(fields)}".encode())
+        elif isinstance(leaf, Mapping):
+            digest.update(f"{type(leaf).__name__} of {digest_values(dict(leaf))}".encode())  # type: ignore[arg-type]
         else:
             digest.update(_bytes_of(leaf))
     return digest.hexdigest()
@@ -47,7 +51,7 @@ def digest_values(values: Any) -> str:
 def _bytes_of(value: Any) -> bytes:
     attributes = getattr(value, "__dict__", {})
     # pickled tensors contain more than their values
-    if any(isinstance(each, Tensor) for each in attributes.values()):
+    if any(isinstance(each, Tensor) for each in tree_leaves(dict(attributes))):
         return f"{type(value)} {digest_values(dict(attributes))}".encode()
     try:
         return pickle.dumps(value)

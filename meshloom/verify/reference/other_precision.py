@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ def convert(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -
     {'x': [tensor([1.], dtype=torch.float64)], 'name': 'a'}
     """
     if isinstance(tree, Tensor):
-        return tree.to(device, dtype if tree.is_floating_point() else None)
+        return tree.to(device, _wanted(tree, dtype))
     if isinstance(tree, Mapping):
         items = {key: convert(value, device, dtype) for key, value in tree.items()}
         if type(tree) is dict or not hasattr(tree, "__setitem__"):
@@ -49,16 +50,35 @@ def convert(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -
         for field in dataclasses.fields(tree):
             object.__setattr__(like, field.name, convert(getattr(tree, field.name), device, dtype))
         return like
-    return tree.to(device) if hasattr(tree, "to") and not isinstance(tree, type) else tree
+    if isinstance(tree, numpy.ndarray):
+        is_real = tree.dtype.kind == "f" and dtype in (torch.float16, torch.float32, torch.float64)
+        return tree.astype(str(dtype).removeprefix("torch.")) if is_real else tree
+    if hasattr(tree, "to") and not isinstance(tree, type):
+        return tree.to(device)
+    attributes = getattr(tree, "__dict__", {})
+    if not isinstance(tree, type) and any(
+        isinstance(each, Tensor | numpy.ndarray) for each in attributes.values()
+    ):
+        like = copy.copy(tree)
+        for name, each in attributes.items():
+            setattr(like, name, convert(each, device, dtype))
+        return like
+    return tree
 
 
 def convert_model(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """`model` on `device`, its real floating-point parameters and buffers as `dtype` if given."""
+    """`model` on `device`, its floating-point parameters and buffers as `dtype` if given, complex ones with such parts."""
     moved = model.to(device)
     for tensor in (*moved.parameters(), *moved.buffers()):
-        if dtype is not None and tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
+        tensor.data = tensor.data.to(_wanted(tensor, dtype))
     return keep_as_constants(moved)
+
+
+def _wanted(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    parts = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+    if dtype is not None and tensor.is_complex():
+        return parts.get(dtype, tensor.dtype)
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def most_precise(model: nn.Module) -> torch.dtype:

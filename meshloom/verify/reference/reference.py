@@ -14,7 +14,7 @@ others' gradients is thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,6 +85,7 @@ class Reference:
         self.samples: list[Any] = []
         self.chunks: list[ChunkRecord] = []
         self._loss_sum = self._weight = 0.0
+        self._divisor = 1.0  # of `ChunkResult`
         # buffers and untrained parameters at the start of the last step
         self._initial: dict[str, Tensor] = {}
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
@@ -185,7 +186,9 @@ class Reference:
 
     def run_forward(self, forward: ReferenceForward) -> ChunkResult:
         """Forward and backward of the last step's `forward`; gradients accumulate."""
-        return self._chunk_run.run(forward, self.step, self._casts)
+        result = self._chunk_run.run(forward, self.step, self._casts, len(self.samples))
+        self._divisor = result.divisor
+        return result
 
     def records(self, forward: ReferenceForward, result: ChunkResult) -> Iterator[ChunkRecord]:
         """One record per chunk of the plan in `forward`."""
@@ -209,19 +212,18 @@ class Reference:
                 parameter.grad = gradient
 
     def divide(self, weight: float) -> None:
-        """Turn gradient sums into averages; those of other losses' parameters are thrown away."""
+        """Turn what forwards have accumulated into averages, of a weight of 1 into gradient sums; those of other losses'
+        parameters are thrown away."""
         for name, parameter in self.parameters.items():
             if name not in self.turn.names:
                 parameter.grad = None
             if parameter.grad is not None:
-                average = parameter.grad / weight
+                average = parameter.grad / (weight / self._divisor)
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
 
     def restore(self) -> None:
         """Restore buffers and untrained parameters as they were at the start of the last step."""
-        with torch.no_grad():
-            for name, value in _untrained(self.model):
-                value.copy_(self._initial[name])
+        _put(self._initial, _untrained(self.model), self._buffers)
 
     @contextmanager
     def rerun(self) -> Iterator[Gradients]:
@@ -235,9 +237,7 @@ class Reference:
                 self.model.zero_grad(set_to_none=True)
                 yield gradients
             finally:
-                with torch.no_grad():
-                    for name, value in _untrained(self.model):
-                        value.copy_(after[name])
+                _put(after, _untrained(self.model), self._buffers)
                 for name, gradient in gradients.items():
                     self.parameters[name].grad = gradient
 
@@ -246,6 +246,16 @@ def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All that a forward may change: buffers, and parameters without gradients (a teacher's)."""
     yield from ((name, each) for name, each in model.named_parameters() if not each.requires_grad)
     yield from model.named_buffers()
+
+
+def _put(values: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]], buffers: BufferMerging) -> None:
+    """Give tensors earlier values, and buffers that were resized another tensor."""
+    with torch.no_grad():
+        for name, now in list(tensors):
+            if now.shape == values[name].shape:
+                now.copy_(values[name])
+            else:
+                buffers.load({name: values[name]})
 
 
 def _rows_of(gradient: Tensor, like: Tensor) -> Tensor:

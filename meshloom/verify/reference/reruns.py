@@ -105,6 +105,7 @@ def full_evidence(reference: Reference, initial: Evidence) -> Evidence:
             reference.restore()
             reference.model.zero_grad(set_to_none=True)
             result = reference.run_forward(forward)
+            reference.divide(1.0)
             gradients = reference.gradients
             indices = [index for index, _ in forward.members]
             chunks.append(

@@ -1,0 +1,152 @@
+"""A loss function's own code as operators: it runs as written, and calls of the model's modules in it are read.
+
+    def loss(model, batch):
+        y = model(batch["x"])                                   read
+        wrong = (y - batch["y"]).square()
+        return wrong.mean() if wrong.max() > 3 else wrong.sum() as written
+
+    y = (the model's program)
+    loss = opaque(batch, y)         runs `loss` with a model that returns y when it is called
+
+Where the arguments of a call are computed by the code itself, an operator before it runs the code up to the call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_loads
+
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import LossFunction
+from meshloom.program.ir.encoding import decoded, encoded, encoded_structure
+from meshloom.program.ir.nodes import Node
+from meshloom.program.opaque.call import ChangedCallError, OpaqueCall
+from meshloom.program.opaque.module_tensors import ModuleTensors
+from meshloom.program.opaque.operator import OPAQUE, is_opaque
+from meshloom.program.opaque.stand_ins import intercepted
+
+LOSS = "the loss function"  # its own code; modules that it calls are read
+WHOLE = "the loss function with the model"
+METHOD = "loss"
+
+
+class ReachedCallError(Exception):
+    """The code has come to the call whose arguments were wanted."""
+
+    def __init__(self, arguments: Any) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+def modules_of(node: Node) -> tuple[str, ...]:
+    """The modules that a node runs as written; none if it is read."""
+    if not is_opaque(node) or node.args[2] == LOSS:
+        return ()
+    return ("",) if node.args[2] == WHOLE else (str(node.args[2]),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedCall:
+    """A call of a module whose result is given. leaves: of what it returns: numbers of operands, or plain values in
+    a list of one."""
+
+    path: str
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+
+    @staticmethod
+    def of(path: str, returned: Any, number_of: Callable[[Tensor], int]) -> PlayedCall:
+        """number_of: the operand that a tensor is. Raises `CaptureError` for results without a name on other
+        ranks."""
+        leaves, spec = tree_flatten(returned)
+        if encoded_structure(spec) is None:
+            raise CaptureError(
+                f"{path or 'the model'} returns {' '.join(str(spec).split())[:160]}, which has no name on another rank"
+            )
+        plain = [number_of(each) if isinstance(each, Tensor) else [encoded(each)] for each in leaves]
+        return PlayedCall(path=path, spec=spec, leaves=tuple(plain))
+
+    def text(self) -> str:
+        """The call as text."""
+        return json.dumps([self.path, encoded_structure(self.spec), list(self.leaves)])
+
+    @staticmethod
+    def from_text(text: str) -> PlayedCall:
+        """Inverse of `text`."""
+        path, spec, leaves = json.loads(text)
+        return PlayedCall(path=path, spec=treespec_loads(spec), leaves=tuple(leaves))
+
+    def result(self, operands: Sequence[Tensor]) -> Any:
+        """What the call returns."""
+        leaves = [operands[each] if isinstance(each, int) else decoded(each[0]) for each in self.leaves]
+        return tree_unflatten(leaves, self.spec)
+
+
+def paths_of(model: nn.Module) -> list[str]:
+    """The modules whose calls can be replaced."""
+    return [path for path, each in model.named_modules() if not isinstance(each, torch.jit.ScriptModule)]
+
+
+class OpaqueLoss:
+    """A loss function's own code as the target of a node: up to the call after those that are played, or to its end."""
+
+    _schema = OPAQUE._schema
+
+    def __init__(self, loss: LossFunction, model: nn.Module, call: OpaqueCall) -> None:
+        self.opaque_call = call
+        self._loss, self._model = loss, model
+        self._played = [PlayedCall.from_text(each) for each in call.played]
+        self._tensors = ModuleTensors(model, call.state)
+        # all modules: another one may be called now, of which this rank has no parameters
+        self._paths = [] if WHOLE in call.modules else paths_of(model)
+
+    def __str__(self) -> str:
+        return str(OPAQUE)
+
+    def __call__(
+        self, inputs: Sequence[Tensor], state: Sequence[Tensor], path: str, text: str
+    ) -> list[Tensor]:
+        """The tensors of the next call's arguments, or of what the loss returns."""
+        call = self.opaque_call
+        (batch,), _ = call.arguments(inputs)
+        following = iter(self._played)
+
+        def handle(
+            path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            known = next(following, None)
+            if known is None:
+                raise ReachedCallError((args, kwargs))
+            if known.path != path:
+                raise ChangedCallError(
+                    LOSS,
+                    f"The loss function called {path or 'the model'} for this batch where it called {known.path or 'the model'} when it was captured: it "
+                    "depends on values. Put the choice into the model.",
+                )
+            return known.result(inputs)
+
+        own = [each.clone() if number in call.written else each for number, each in enumerate(state)]
+        with self._tensors.replaced_by(own), intercepted(self._model, self._paths, handle):
+            try:
+                found = self._loss(self._model, batch)
+            except ReachedCallError as reached:
+                found = reached.arguments
+        with torch.no_grad():
+            for number in call.written:
+                state[number].copy_(own[number])
+        leaves = tree_leaves(found)
+        results = [leaves[place] for place in call.places if place < len(leaves)]
+        shapes = [tuple(each.shape) if isinstance(each, Tensor) else None for each in results]
+        wanted = [each.shape for each in call.results]
+        if len(leaves) != call.num_leaves or shapes != wanted:
+            raise ChangedCallError(
+                LOSS,
+                f"The loss function's own code made tensors of shapes {shapes} for this batch, and of {wanted} when it was captured: they depend on values.",
+            )
+        return results

@@ -1,0 +1,119 @@
+"""Hooks on gradients see what the loss of one device that runs the chunks one after another gives them: the gradient of
+the chunk's share of the mean over the batch, whatever the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.train.trainer import Trainer
+from meshloom.verify.run import verify
+from tests.opaque_jobs import WIDTH, Net, Readable, job_of
+
+pytestmark = [pytest.mark.usefixtures("silent_export", "dear_memory")]
+LIMIT = 1e-3
+Hook = Callable[[Tensor], Tensor | None]
+
+
+def clamp(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-LIMIT, LIMIT)
+
+
+def sign(gradient: Tensor) -> Tensor:
+    return 0.01 * gradient.sign()
+
+
+def clip(gradient: Tensor) -> Tensor:
+    return gradient * (LIMIT / (gradient.norm() + 1e-9)).clamp(max=1.0)
+
+
+class Hooked(nn.Module):
+    """A layer whose output's gradient goes through a hook."""
+
+    def __init__(self, hook: Hook) -> None:
+        super().__init__()
+        self.linear, self.hook = nn.Linear(WIDTH, WIDTH), hook
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(self.hook)
+        return x + torch.tanh(y)
+
+
+def on_tensor(hook: Hook) -> nn.Module:
+    return Net([Hooked(hook)])
+
+
+def on_parameters(hook: Hook) -> nn.Module:
+    model = Net([Readable()])
+    for parameter in model.parameters():
+        parameter.register_hook(hook)
+    return model
+
+
+def on_module(hook: Hook) -> nn.Module:
+    part = Readable()
+    part.up.register_full_backward_hook(lambda module, given, taken: tuple(map(hook, given)))  # type: ignore[arg-type]
+    return Net([part])
+
+
+def before_module(hook: Hook) -> nn.Module:
+    part = Readable()
+    part.up.register_full_backward_pre_hook(lambda module, taken: tuple(map(hook, taken)))  # type: ignore[arg-type]
+    return Net([part])
+
+
+PLACES = {each.__name__: each for each in (on_tensor, on_parameters, on_module, before_module)}
+PLANS = ["dp=2", "dp=2,zero=3", "dp=2,microbatches=3", "tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"]
+
+
+def equal(job: Job, plan: str) -> bool:
+    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None
+    return report.passed
+
+
+@pytest.mark.parametrize("place", sorted(PLACES))
+@pytest.mark.parametrize("hook", [clamp, sign, clip])
+def test_hooks_that_are_not_linear_equal_one_device_under_dp(place: str, hook: Hook) -> None:
+    assert equal(job_of(lambda: PLACES[place](hook)), "dp=2,microbatches=3")
+
+
+@pytest.mark.long
+def test_a_hook_that_is_not_linear_equals_one_device_in_programs() -> None:
+    assert equal(job_of(lambda: PLACES["on_tensor"](clamp)), "pp=2,microbatches=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("place", sorted(PLACES))
+@pytest.mark.parametrize("hook", [clamp, sign, clip])
+def test_every_hook_equals_one_device_under_every_plan(place: str, hook: Hook, plan: str) -> None:
+    if place == "on_parameters" and ("tp=" in plan or "pp=" in plan):
+        with pytest.raises(CaptureError, match="A hook on a parameter's gradient changes it"):
+            equal(job_of(lambda: PLACES[place](hook)), plan)
+        return
+    assert equal(job_of(lambda: PLACES[place](hook)), plan)
+
+
+def test_hooks_on_activations_see_the_gradients_of_the_whole_batch() -> None:
+    """A clamp of each element gives the same in chunks as in one, as a plain loop computes it."""
+
+    def gradients(plan: str) -> dict[str, Tensor]:
+        with Trainer(job_of(lambda: on_tensor(clamp)), plan, devices="simulated") as trainer:
+            batch = next(iter(trainer.batches()))
+            trainer.step(batch)
+            return {
+                name: each.detach().clone() for name, each in trainer.replicas[0].model.named_parameters()
+            }
+
+    plain, chunked = gradients("dp=1"), gradients("dp=2,microbatches=2")
+    for name, each in plain.items():
+        torch.testing.assert_close(chunked[name], each, rtol=1e-5, atol=1e-6)  # sum order differs

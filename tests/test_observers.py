@@ -1,0 +1,81 @@
+"""Buffers that refuse other values, or have no elements at first, are merged by the one rule: torch's observers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao import quantization
+from torch.nn import functional as F
+
+from meshloom.core.plan import Plan
+from meshloom.verify.run import verify
+from tests.opaque_jobs import WIDTH, Net, job_of
+
+pytestmark = [
+    pytest.mark.usefixtures("silent_export", "dear_memory"),
+    pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*reduce_range will be deprecated.*:UserWarning"),
+]
+PER_CHANNEL = {
+    "quant_min": -128,
+    "quant_max": 127,
+    "dtype": torch.qint8,
+    "qscheme": torch.per_channel_symmetric,
+}
+UNSIGNED = {"quant_min": 0, "quant_max": 255}
+
+
+class Quantized(nn.Module):
+    """A layer whose weight and output go through fake quantisation."""
+
+    def __init__(self, weight: Callable[[], nn.Module], output: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.linear, self.weight, self.output = nn.Linear(WIDTH, WIDTH), weight(), output()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.output(F.linear(x, self.weight(self.linear.weight), self.linear.bias))
+
+
+def averages() -> nn.Module:
+    return Quantized(
+        nn.Identity,
+        quantization.FakeQuantize.with_args(observer=quantization.MovingAverageMinMaxObserver, **UNSIGNED),
+    )
+
+
+def extremes() -> nn.Module:
+    return Quantized(
+        nn.Identity, quantization.FakeQuantize.with_args(observer=quantization.MinMaxObserver, **UNSIGNED)
+    )
+
+
+def observers() -> nn.Module:
+    return Quantized(
+        lambda: quantization.PerChannelMinMaxObserver(ch_axis=0),
+        lambda: quantization.HistogramObserver(bins=32),
+    )
+
+
+def fused() -> nn.Module:
+    kind = quantization.FusedMovingAvgObsFakeQuantize
+    return Quantized(
+        kind.with_args(observer=quantization.MovingAveragePerChannelMinMaxObserver, **PER_CHANNEL),
+        kind.with_args(observer=quantization.MovingAverageMinMaxObserver, **UNSIGNED),
+    )
+
+
+# torch's fused operator has no float64
+PARTS = {"averages": averages, "extremes": extremes, "observers": observers, "fused": fused}
+
+
+@pytest.mark.parametrize("name", sorted(PARTS))
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "dp=2,microbatches=2"])
+def test_observers_equal_one_device(name: str, plan: str) -> None:
+    dtype = None if name == "fused" else torch.float64
+    job = job_of(lambda: Net([PARTS[name]()], "0"))
+    report = verify(job, Plan.parse(plan), devices="simulated", steps=3, dtype=dtype)
+    assert report is not None
+    assert report.passed
