@@ -347,8 +347,8 @@ def _check_limits(replica: Replica) -> None:
     exchange = replica.exchange
     if replica.own and replica.limits and exchange.owners is not None and not exchange.only_slices:
         raise JobError(
-            f"{next(iter(replica.limits))} has max_norm, so any of the {replica.own.num_losses} losses may scale its rows, and its owners tell the others of the turns of "
-            "one loss alone. Use zero=0 or zero=3."
+            f"{next(iter(replica.limits))} has max_norm, so any of the {replica.own.num_losses} losses may scale its rows, and its owners publish what their own loss "
+            "changes alone. Use zero=0 or zero=3."
         )
 
 
