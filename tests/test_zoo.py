@@ -36,7 +36,6 @@ WAITS: dict[str, tuple[tuple[str, ...], str]] = {
         (PARTED, "the loss function itself decides by values, outside of modules"),
     ),
     "contrast: center loss": (PLANS, "how much a centre moves depends on how many samples of its class a chunk has"),
-    "language: layer drop by torch": (PARTED, "an if on a draw of torch's"),
     "libraries: dataclass with numpy": (PARTED, "an array in a batch is a value that programs are specialised to"),
     "libraries: checkpointed sequence": (PARTED, "the second forward of checkpoints writes running statistics again"),
     "libraries: fake quantisation": (PLANS, "observers are merged in another order"),

@@ -18,6 +18,7 @@ from meshloom.program.ir.batch_values import read_values
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import strides_of
+from meshloom.program.opaque.bound import with_needs
 from meshloom.program.trace.block_calls import Shortcuts
 from meshloom.program.trace.build import build
 from meshloom.program.trace.export import Exported, context_of
@@ -103,7 +104,7 @@ def capture_module(
         recorded = recorded_calls(model, loss, batches[:1] if once else batches, tuple(opaque or ()))
         parts = {path: why for path, why in (opaque or {}).items() if path in recorded}
         program, others = read_values(given, read_shortly, numbers=numbers)
-    return replace(program, others=others)
+    return with_needs(replace(program, others=others))
 
 
 def _same(first: Exported, second: Exported) -> bool:
