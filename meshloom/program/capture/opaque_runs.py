@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
 from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.encoding import encoded
 from meshloom.program.ir.nodes import Meta
+from meshloom.program.ir.replaced import replaced
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
 from meshloom.program.opaque.call import OpaqueCall, OpaqueCost, meta_of, split_arguments, state_of
 from meshloom.program.opaque.stand_ins import LeafPlace, OpaqueError, Recorded, RecordedCall, intercepted
@@ -28,15 +29,21 @@ from meshloom.program.trace.frozen import equal_bits
 
 
 def recorded_calls(
-    model: nn.Module, loss: LossFunction, batches: Sequence[Any], paths: Sequence[str]
+    model: nn.Module,
+    loss: LossFunction,
+    batches: Sequence[Any],
+    paths: Sequence[str],
+    *,
+    as_traced: bool = False,
 ) -> Recorded:
     """The calls of the modules at `paths`, which must be alike for all `batches`. The model is unchanged afterwards.
 
+    as_traced: the code around them is told that it is traced, and may make masks, say, that eager does without.
     Raises `OpaqueError` for a module whose calls are no operators: their shapes depend on values, say.
     """
     first: dict[str, list[RecordedCall]] | None = None
     for number, batch in enumerate(batches if paths else ()):
-        found = _calls(model, loss, batch, paths, derive("capture", number))
+        found = _calls(model, loss, batch, paths, derive("capture", number), as_traced=as_traced)
         first = first or found
         for path, calls in first.items():
             _check_number(path, calls, found[path])
@@ -45,7 +52,7 @@ def recorded_calls(
 
 
 def _calls(
-    model: nn.Module, loss: LossFunction, batch: Any, paths: Sequence[str], seed: int
+    model: nn.Module, loss: LossFunction, batch: Any, paths: Sequence[str], seed: int, *, as_traced: bool
 ) -> dict[str, list[RecordedCall]]:
     found: dict[str, list[RecordedCall]] = {path: [] for path in paths}
 
@@ -53,16 +60,27 @@ def _calls(
         path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
-            returned, call = _record(module, method, run, args, kwargs)
+            with _told(traced=False):
+                returned, call = _record(module, method, run, args, kwargs)
         except CaptureError as error:
             raise OpaqueError(path, str(error)) from error
         found[path].append(call)
         return returned
 
-    with restored(model), preserved_draws(), intercepted(model, paths, handle):
+    with restored(model), preserved_draws(), intercepted(model, paths, handle), _told(traced=as_traced):
         seed_everything(seed)
         loss(model, cloned(batch))
     return {path: calls for path, calls in found.items() if calls}
+
+
+@contextmanager
+def _told(*, traced: bool) -> Iterator[None]:
+    """What `torch.compiler.is_compiling` and `is_exporting` say."""
+    with (
+        replaced(torch.compiler, "_is_compiling_flag", traced),
+        replaced(torch.compiler, "_is_exporting_flag", traced),
+    ):
+        yield
 
 
 def _record(
