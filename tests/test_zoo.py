@@ -35,7 +35,9 @@ WAITS: dict[str, tuple[tuple[str, ...], str]] = {
         ],
         (PARTED, "the loss function itself decides by values, outside of modules"),
     ),
-    "contrast: center loss": (("dp=2", "dp=2,zero=3", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "how much a centre moves depends on how many samples of its class a chunk has"),
+    "contrast: center loss": (
+        (*WHOLE, "pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "how far a centre moves depends on how many samples of its class a chunk has",
+    ),
     "libraries: dataclass with numpy": (PARTED, "an array in a batch is a value that programs are specialised to"),
     "libraries: checkpointed sequence": (PARTED, "the second forward of checkpoints writes running statistics again"),
     "generative: pixel cnn": (("dp=2,zero=3",), "weights that a forward masks through .data are masked in a copy"),
