@@ -82,3 +82,23 @@ def test_a_family_with_an_opaque_layer_equals_one_device(family: Family) -> None
     plan = PLANS[sum(map(ord, family.name)) % len(PLANS)]
     report = verified(replace(family, make_job=lambda dropout: job), Plan.parse(plan))
     assert report.passed, f"{job.opaque} under {plan}: {report}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_in_eager_form_are_parts_of_their_own(name: str, plan: str) -> None:
+    """A loop over the experts that some token has chosen: which they are depends on values."""
+    job = FAMILIES[name].make_job(False)
+
+    def model() -> nn.Module:
+        built = job.model()
+        built.config._experts_implementation = "eager"  # type: ignore[union-attr]
+        return built
+
+    eager = replace(job, model=model)
+    program = CapturedLoss(eager).capture(first_batches(eager, 2, 3))
+    assert program.opaque
+    assert all(path.endswith("mlp.experts") for path in program.opaque)
+    report = verified(replace(FAMILIES[name], make_job=lambda dropout: eager), Plan.parse(plan))
+    assert report.passed, str(report)

@@ -101,7 +101,7 @@ class LayerDropTorch(Encoder):
         for layer in self.layers:
             skip = self.training and torch.rand([]) < 0.4
             if not skip:
-                x = layer(x)
+                x = F.dropout(layer(x), 0.1, self.training)
         return self.head(x.mean(1))
 
 

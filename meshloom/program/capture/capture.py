@@ -19,7 +19,9 @@ from meshloom.program.ir.batch_values import read_values
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import strides_of
+from meshloom.program.opaque.bound import with_needs
 from meshloom.program.opaque.loss_code import LOSS, WHOLE
+from meshloom.program.opaque.stand_ins import CalledOtherwiseError, Recorded
 from meshloom.program.trace.block_calls import Shortcuts
 from meshloom.program.trace.build import build
 from meshloom.program.trace.export import Exported, context_of
@@ -81,6 +83,8 @@ def capture_module(
     batches = in_precision(batches[0], dtype), in_precision(batches[1], dtype)
     given = leaves_of(batches[0]), leaves_of(batches[1])
     _check_shapes(*given)
+    recorded: Recorded = {}
+    parts: Mapping[str, str] = {}
 
     def read(leaves: Sequence[Leaves], shortcuts: Shortcuts) -> Program:
         own_code = next((each for each in (LOSS, WHOLE) if each in parts), None)
@@ -106,12 +110,20 @@ def capture_module(
     def read_shortly(leaves: Sequence[Leaves]) -> Program:
         return read(leaves, shortcuts) if shortcuts else with_shortcuts(partial(read, leaves))
 
-    with capturing(dtype):
+    def read_with_parts(*, as_traced: bool) -> tuple[Program, Mapping[str, str | None]]:
+        nonlocal recorded, parts
         modules = tuple(path for path in opaque or () if path not in (LOSS, WHOLE))
-        recorded = recorded_calls(model, loss, batches[:1] if once else batches, modules)
+        given_batches = batches[:1] if once else batches
+        recorded = recorded_calls(model, loss, given_batches, modules, as_traced=as_traced)
         parts = {path: why for path, why in (opaque or {}).items() if path in recorded or path not in modules}
-        program, others = read_values(given, read_shortly, numbers=numbers)
-    return replace(program, others=others)
+        return read_values(given, read_shortly, numbers=numbers)
+
+    with capturing(dtype):
+        try:
+            program, others = read_with_parts(as_traced=False)
+        except CalledOtherwiseError:
+            program, others = read_with_parts(as_traced=True)
+    return with_needs(replace(program, others=others))
 
 
 def _same(first: Exported, second: Exported) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,8 @@ from meshloom.program.capture.restored import cloned, restored
 from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
 from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.encoding import encoded
+from meshloom.program.ir.nodes import Meta
+from meshloom.program.ir.replaced import replaced
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
 from meshloom.program.opaque.call import OpaqueCall, OpaqueCost, meta_of, split_arguments, state_of
 from meshloom.program.opaque.stand_ins import LeafPlace, OpaqueError, Recorded, RecordedCall, intercepted
@@ -27,23 +29,30 @@ from meshloom.program.trace.frozen import equal_bits
 
 
 def recorded_calls(
-    model: nn.Module, loss: LossFunction, batches: Sequence[Any], paths: Sequence[str]
+    model: nn.Module,
+    loss: LossFunction,
+    batches: Sequence[Any],
+    paths: Sequence[str],
+    *,
+    as_traced: bool = False,
 ) -> Recorded:
     """The calls of the modules at `paths`, which must be alike for all `batches`. The model is unchanged afterwards.
 
+    as_traced: the code around them is told that it is traced, and may make masks, say, that eager does without.
     Raises `OpaqueError` for a module whose calls are no operators: their shapes depend on values, say.
     """
     first: dict[str, list[RecordedCall]] | None = None
     for number, batch in enumerate(batches if paths else ()):
-        found = _calls(model, loss, batch, paths, derive("capture", number))
-        for path, calls in (first or {}).items():
-            _check_alike(path, calls, found[path])
+        found = _calls(model, loss, batch, paths, derive("capture", number), as_traced=as_traced)
         first = first or found
+        for path, calls in first.items():
+            _check_number(path, calls, found[path])
+            first[path] = [_merged(path, one, other) for one, other in zip(calls, found[path], strict=True)]
     return first or {}
 
 
 def _calls(
-    model: nn.Module, loss: LossFunction, batch: Any, paths: Sequence[str], seed: int
+    model: nn.Module, loss: LossFunction, batch: Any, paths: Sequence[str], seed: int, *, as_traced: bool
 ) -> dict[str, list[RecordedCall]]:
     found: dict[str, list[RecordedCall]] = {path: [] for path in paths}
 
@@ -51,16 +60,27 @@ def _calls(
         path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
-            returned, call = _record(module, method, run, args, kwargs)
+            with _told(traced=False):
+                returned, call = _record(module, method, run, args, kwargs)
         except CaptureError as error:
             raise OpaqueError(path, str(error)) from error
         found[path].append(call)
         return returned
 
-    with restored(model), preserved_draws(), intercepted(model, paths, handle):
+    with restored(model), preserved_draws(), intercepted(model, paths, handle), _told(traced=as_traced):
         seed_everything(seed)
         loss(model, cloned(batch))
     return {path: calls for path, calls in found.items() if calls}
+
+
+@contextmanager
+def _told(*, traced: bool) -> Iterator[None]:
+    """What `torch.compiler.is_compiling` and `is_exporting` say."""
+    with (
+        replaced(torch.compiler, "_is_compiling_flag", traced),
+        replaced(torch.compiler, "_is_exporting_flag", traced),
+    ):
+        yield
 
 
 def _record(
@@ -72,7 +92,9 @@ def _record(
     names, state = state_of(module)
     modes = tuple(each.training for each in module.modules())
     before = [each._version for each in (*inputs, *state)]  # pyright: ignore[reportPrivateUsage]
-    values = [None if isinstance(each, nn.Parameter) else each.detach().clone() for each in state]
+    # parameters that are not trained count as buffers, and may be given other data without a write that is counted
+    values = [None if each.requires_grad else each.detach().clone() for each in state]
+    places = [each.data_ptr() for each in state]
     attributes = _tensor_attributes(module)
     saved: list[Tensor] = []
 
@@ -91,8 +113,10 @@ def _record(
     # batch normalization writes its running statistics without counting it as a write
     written = {number - len(inputs) for number in changed} | {
         number
-        for number, (value, each) in enumerate(zip(values, state, strict=True))
-        if id(each) in replaced or (value is not None and not equal_bits(value, each))
+        for number, (value, each, place) in enumerate(zip(values, state, places, strict=True))
+        if id(each) in replaced
+        or each.data_ptr() != place
+        or (value is not None and not equal_bits(value, each))
     }
     for number, value in enumerate(values):
         if value is not None and value.shape != state[number].shape:
@@ -108,7 +132,7 @@ def _record(
     ]
     leaves, structure = tree_flatten(returned)
     made: list[Tensor] = []
-    places: list[int] = []
+    leaf_places: list[int] = []
     recalled: list[Any] = []
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
@@ -119,7 +143,7 @@ def _record(
         if known is None:
             known = len(made)
             made.append(leaf)
-            places.append(place)
+            leaf_places.append(place)
         recalled.append(LeafPlace(("made", known)))
     for other in shapes:
         if other != [tuple(each.shape) for each in made]:
@@ -140,7 +164,7 @@ def _record(
         modes=modes,
         written=tuple(sorted(written)),
         results=tuple(map(meta_of, results)),
-        places=tuple(places),
+        places=tuple(leaf_places),
         num_leaves=len(leaves),
         attributes=tuple(place for place, _ in left),
         num_draws=counter.count,
@@ -182,24 +206,34 @@ def _input_meta(tensor: Tensor) -> Any:
         raise CaptureError(str(error).replace("it returns", "it is given")) from error
 
 
-def _check_alike(path: str, calls: Sequence[RecordedCall], others: Sequence[RecordedCall]) -> None:
+def _check_number(path: str, calls: Sequence[RecordedCall], others: Sequence[RecordedCall]) -> None:
     if len(calls) != len(others):
         raise OpaqueError(
             path, f"it is called {len(calls)} times for one batch and {len(others)} times for another"
         )
-    for one, other in zip(calls, others, strict=True):
-        mine, theirs = one.call, other.call
-        if [each.shape for each in mine.results] != [each.shape for each in theirs.results]:
-            shapes = [[list(each.shape) for each in call.results] for call in (mine, theirs)]
-            raise OpaqueError(
-                path, f"the shapes that it returns depend on values: {shapes[0]} and {shapes[1]}"
-            )
-        if mine.num_draws != theirs.num_draws:
-            raise OpaqueError(
-                path, f"how often it draws depends on values: {mine.num_draws} and {theirs.num_draws} times"
-            )
-        if replace(mine, cost=theirs.cost) != theirs or one.leaves != other.leaves:
-            raise OpaqueError(path, "what it is given or returns besides tensors depends on values")
+
+
+def _merged(path: str, one: RecordedCall, other: RecordedCall) -> RecordedCall:
+    """A call as it ran for two batches. What it leaves in attributes counts where both left it; how often it draws may
+    differ."""
+    mine, theirs = one.call, other.call
+    made, others = (each.results[: len(each.places)] for each in (mine, theirs))
+    if [each.shape for each in made] != [each.shape for each in others]:
+        shapes = [[list(each.shape) for each in results] for results in (made, others)]
+        raise OpaqueError(path, f"the shapes that it returns depend on values: {shapes[0]} and {shapes[1]}")
+    left = {place: meta for place, meta in _left(mine).items() if _left(theirs).get(place) == meta}
+    same = {"results": (*made, *left.values()), "attributes": tuple(left)}
+    if (
+        replace(mine, **same) != replace(theirs, cost=mine.cost, num_draws=mine.num_draws, results=(*others, *left.values()), attributes=tuple(left))
+        or one.leaves != other.leaves
+    ):  # fmt: skip
+        raise OpaqueError(path, "what it is given or returns besides tensors depends on values")
+    draws = mine.num_draws == theirs.num_draws and mine.draws_alike
+    return replace(one, call=replace(mine, **same, draws_alike=draws))
+
+
+def _left(call: OpaqueCall) -> dict[tuple[str, str], Meta]:
+    return dict(zip(call.attributes, call.results[len(call.places) :], strict=True))
 
 
 def _tensor_attributes(module: nn.Module) -> dict[tuple[str, str], Tensor]:

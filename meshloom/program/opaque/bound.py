@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -13,12 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.job import LossFunction
 from meshloom.program.ir.draws import CountDraws
-from meshloom.program.ir.nodes import Node, submodule
+from meshloom.program.ir.nodes import Node, Ref, refs_in, submodule
 from meshloom.program.ir.program import Program
 from meshloom.program.opaque.call import ChangedCallError, OpaqueCall
 from meshloom.program.opaque.loss_code import LOSS, WHOLE, OpaqueLoss
 from meshloom.program.opaque.module_tensors import ModuleTensors
 from meshloom.program.opaque.operator import OPAQUE, is_opaque
+from meshloom.program.opaque.stand_ins import OpaqueError
 
 INSTEAD = "Make the module around it opaque, or the model, with Job(opaque=...)."
 
@@ -37,6 +39,39 @@ def _bound(node: Node, model: nn.Module, loss: LossFunction) -> Node:
     if path in (LOSS, WHOLE):
         return replace(node, target=OpaqueLoss(loss, model, OpaqueCall.of(text)))
     return replace(node, target=OpaqueModule(submodule(model, path), path, OpaqueCall.of(text)))
+
+
+def with_needs(program: Program) -> Program:
+    """The program whose opaque calls know which of their results it uses, and whether anything draws after them.
+
+    Raises `OpaqueError` for a call that draws as often as values say while something after it draws, too.
+    """
+    if not any(map(is_opaque, program.nodes)):
+        return program
+    kept = {ref.name for ref in refs_in((program.outputs, tuple(program.updates.values())))}
+    used = kept | {ref.name for node in program.nodes for ref in node.operands()}
+    drawing = [at for at, node in enumerate(program.nodes) if node.num_draws]
+    nodes: list[Node] = []
+    for at, node in enumerate(program.nodes):
+        if is_opaque(node):
+            inputs, state, path, text = node.args
+            picks = [
+                each
+                for each in program.nodes
+                if each.target is operator.getitem and each.args[0] == Ref(node.name)
+            ]
+            call = replace(
+                OpaqueCall.of(text),
+                needed=tuple(sorted({each.args[1] for each in picks if each.name in used})),
+                is_last_to_draw=not drawing or drawing[-1] <= at,
+            )
+            if not call.draws_alike and not call.is_last_to_draw:
+                raise OpaqueError(
+                    path, "how often it draws depends on values, and something after it draws, too"
+                )
+            node = replace(node, args=(inputs, state, path, call.text()))
+        nodes.append(node)
+    return replace(program, nodes=tuple(nodes))
 
 
 class OpaqueModule:
@@ -70,7 +105,7 @@ class OpaqueModule:
             for number in call.written:
                 state[number].copy_(own[number])
         drew = counter.count if counter else int(not torch.equal(before, torch.default_generator.get_state()))  # pyright: ignore[reportArgumentType]
-        if drew != call.num_draws:
+        if drew != call.num_draws and not call.is_last_to_draw:
             raise ChangedCallError(
                 self._path,
                 f"{self._name()} draws as often as its values say: {call.num_draws} times at the capture and not in this batch, so later draws cannot be "
@@ -87,14 +122,20 @@ class OpaqueModule:
         call = self.opaque_call
         leaves = tree_leaves(returned)
         found = [leaves[place] for place in call.places if place < len(leaves)] + list(left)
+        needed = range(len(call.results)) if call.needed is None else call.needed
         shapes = [tuple(each.shape) if isinstance(each, Tensor) else None for each in found]
         wanted = [each.shape for each in call.results]
-        if len(leaves) != call.num_leaves or shapes != wanted:
+        if len(leaves) != call.num_leaves or any(shapes[number] != wanted[number] for number in needed):
             raise ChangedCallError(
                 self._path,
                 f"{self._name()} returned tensors of shapes {shapes} for this batch, and of {wanted} when the loss was captured: they depend on values. {INSTEAD}",
             )
-        return found
+        return [
+            value
+            if isinstance(value, Tensor)
+            else torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+            for value, meta in zip(found, call.results, strict=True)
+        ]
 
     def _name(self) -> str:
         return f"{self._path or 'the model'} ({type(self._module).__name__}), an opaque part,"

@@ -58,7 +58,9 @@ class OpaqueCall:
     written: indices in `state` of the buffers that it writes.
     results: its new tensors. places: where each lies among the leaves of what it returns. num_leaves: of these.
     attributes: (module below it, attribute) where it leaves further results.
-    num_draws: its random ATen calls.
+    num_draws: its random ATen calls. draws_alike: whether these were as many for each batch.
+    needed: indices of the results that the program uses; None: not known yet. is_last_to_draw: whether nothing after it
+        draws, so that it may draw as often as its values say.
     played, modules: of a loss function's own code (`loss_code.py`): calls whose results are given, as texts, and the
         modules whose calls are not part of it.
     """
@@ -77,6 +79,9 @@ class OpaqueCall:
     cost: OpaqueCost
     played: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    draws_alike: bool = True
+    needed: tuple[int, ...] | None = None
+    is_last_to_draw: bool = False
 
     def text(self) -> str:
         """The call as text, equal for equal calls."""

@@ -29,6 +29,10 @@ class OpaqueError(CaptureError):
         self.module = path
 
 
+class CalledOtherwiseError(OpaqueError):
+    """A part that is called otherwise while a loss is traced: code around it asks whether it is."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecordedCall:
     """A call as it ran in eager. inputs: layouts of its tensors. spec, leaves: what it returned: plain leaves, or
@@ -104,7 +108,7 @@ def standing_in(model: nn.Module, recorded: Recorded) -> Iterator[None]:
         except CaptureError as error:
             raise OpaqueError(path, str(error)) from error
         if known is None or (known.call.method, known.call.spec, known.call.leaves) != (method, spec, plain):
-            raise OpaqueError(path, "it is called otherwise when the loss is read")
+            raise CalledOtherwiseError(path, "it is called otherwise when the loss is read")
         shapes = [(tuple(each.shape), each.dtype) for each in inputs]
         if shapes != [(each.shape, each.dtype) for each in known.inputs]:
             raise OpaqueError(path, "its inputs have shapes that depend on values")
