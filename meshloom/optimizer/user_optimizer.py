@@ -166,6 +166,7 @@ def _check_disjoint(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -
 def takes_closure(optimizer: Optimizer) -> bool:
     """Whether a step needs a closure that evaluates the loss (LBFGS); most optimizers take one or leave it.
 
+    >>> import torch
     >>> parameters = [nn.Parameter(torch.ones(2))]
     >>> takes_closure(torch.optim.LBFGS(parameters)), takes_closure(torch.optim.SGD(parameters))
     (True, False)
