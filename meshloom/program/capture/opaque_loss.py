@@ -23,6 +23,7 @@ from meshloom.program.ir.batch_values import ReadError
 from meshloom.program.ir.encoding import encoded
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.nodes import submodule
+from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.opaque.call import OpaqueCall, OpaqueCost, meta_of, split_arguments, state_of
 from meshloom.program.opaque.loss_code import LOSS, METHOD, WHOLE, PlayedCall, paths_of
 from meshloom.program.opaque.operator import OPAQUE
@@ -120,20 +121,27 @@ def _recorded(
         batch = leaves.rebuild([each.detach().clone() for each in leaves.tensors.values()])
         spec, plain, operands = split_arguments((batch,), {})
         versions = _versions(operands)
-        values = [each.detach().clone() for each in model.buffers()]
+        buffers = list(named_buffers(model) if whole else model.named_buffers())
+        values = [each.detach().clone() for _, each in buffers]
+        parameters = [
+            (name, each, each.detach().clone())
+            for name, each in model.named_parameters()
+            if all(each is not other for _, other in buffers)
+        ]
         with intercepted(model, () if whole else paths_of(model), handle), watch:
             returned = loss(model, batch)
         names, tensors = state_of(model)
-        for (name, each), value in zip(model.named_buffers(), values, strict=True):
+        for (name, each), value in zip(buffers, values, strict=True):
             if each.shape != value.shape:
                 raise CaptureError(
                     f"the buffer {name} gets another shape, {list(each.shape)} in place of {list(value.shape)}"
                 )
         changed = {
-            id(each)
-            for each, value in zip(model.buffers(), values, strict=True)
-            if not equal_bits(each, value)
+            id(each) for (_, each), value in zip(buffers, values, strict=True) if not equal_bits(each, value)
         }
+        for name, each, value in parameters:
+            if not equal_bits(each.detach(), value):
+                raise CaptureError(f"it writes to the parameter {name}")
     if versions != _versions(operands) or any(each.versions != _versions(each.returned) for each in events):
         raise CaptureError("it writes in place to the batch or to what a module returned")
     if watch.num_draws and not whole:
