@@ -72,7 +72,7 @@ def build(
         precision=precision,
         opaque=dict(opaque or {}),
     )
-    return unfolded(with_early_updates(program))
+    return with_early_updates(unfolded(program))
 
 
 def _variables(names_of: Any) -> dict[str, tuple[str, Tensor]]:
