@@ -19,7 +19,7 @@ from meshloom.telemetry.traffic import Traffic
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.families import FAMILIES
-from tests.jobs import deciding_loss, make_job
+from tests.jobs import adding_loss, make_job
 from tests.processes import on_ranks
 from tests.verified import verified
 
@@ -206,7 +206,7 @@ def test_ranks_that_drift_apart_are_found():
 
 def test_mistakes_are_one_sentence():
     with pytest.raises(CaptureError, match=r"jobs.py:\d+ .*Plans with dp alone run the module as it is"):
-        keyed(make_job("mlp", "sgd", loss=deciding_loss), "pp=2")
+        keyed(make_job("mlp", "sgd", loss=adding_loss), "pp=2")
     with pytest.raises(PlanError, match=r"cuts=nowhere: no module of that name runs in the forward"):
         keyed(make_job("gpt", "sgd"), "pp=2,cuts=nowhere")
     with pytest.raises(

@@ -180,7 +180,7 @@ def other_state(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
         ]
         return [state for state in everything if state]  # an unused parameter has none
 
-    def swapped(self: Updater, gradients: Any, loss: float) -> Any:
+    def swapped(self: Updater, gradients: Any, loss: float, **settings: Any) -> Any:
         first = self not in ranks
         if first:
             ranks.append(self)
@@ -196,7 +196,7 @@ def other_state(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
                             .reshape(value.shape)
                             .clone()
                         )
-        result = yield from update(self, gradients, loss)
+        result = yield from update(self, gradients, loss, **settings)
         if first:
             after_first[ranks.index(self)] = copy.deepcopy(entries(self))
         return result

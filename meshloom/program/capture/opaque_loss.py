@@ -139,6 +139,9 @@ def _recorded(
         changed = {
             id(each) for (_, each), value in zip(buffers, values, strict=True) if not equal_bits(each, value)
         }
+        for name, each in model.named_parameters():
+            if each.grad is not None:
+                raise CaptureError(f"it adds to the gradient of {name} itself")
         for name, each, value in parameters:
             if not equal_bits(each.detach(), value):
                 raise CaptureError(f"it writes to the parameter {name}")

@@ -67,7 +67,9 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
         except ChangedWhileReadError:
             raise
         except (CaptureError, ChangedCallError) as error:
-            if refused is None or not isinstance(error, OpaqueError | ChangedCallError):
+            # what an attempt with the loss's own code fails at says less than what made it one
+            says_less = isinstance(error, OpaqueError | ChangedCallError) or {LOSS, WHOLE} & parts.keys()
+            if refused is None or not says_less:
                 refused = error
             if _is_nowhere(error, model):
                 found = _bisected(read, parts, model, str(error).split(". ")[0])
