@@ -83,6 +83,14 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
             if following is None:
                 break
             parts = following
+        except Exception:
+            # the loss's own code ran on what is no graph of its modules, for which it may not be made
+            following = _with_loss(parts, refused) if refused and LOSS in parts else None
+            if refused is None or not {LOSS, WHOLE} & parts.keys():
+                raise
+            if following is None:
+                break
+            parts = following
     assert refused is not None
     hooked = [name for name, each in model.named_parameters() if each._backward_hooks]
     if hooked and isinstance(refused, DiffersError):
