@@ -213,12 +213,12 @@ def test_two_replicas_hold_parameters_and_state_once() -> None:
 def _dies_in_its_update(directory: str) -> str:
     update, rank = Updater.update, int(os.environ["RANK"])
 
-    def dies(self: Updater, gradients: Any, loss: float) -> Any:
+    def dies(self: Updater, gradients: Any, loss: float, **settings: Any) -> Any:
         if trainer.next_step == 3 and rank == 1:
             for slice_ in self._exchange.owned[:1]:
                 slice_.data().fill_(float("nan"))
             os.kill(os.getpid(), signal.SIGKILL)
-        return (yield from update(self, gradients, loss))
+        return (yield from update(self, gradients, loss, **settings))
 
     Updater.update = dies  # type: ignore[method-assign]
     with Trainer(
