@@ -46,6 +46,7 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
     given = load(Path(arguments.machine)) if arguments.machine else None
     known = [machine_file(device) for device in (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])]
     here = next((each for each in known if each.is_file()), None)
+    machine = given or (load(here) if here else None)
     notes = check_weights(job)
     stream = sys.stderr if arguments.json == "-" else sys.stdout
     cache = opened_cache(arguments.cache)
@@ -60,7 +61,6 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
             )
             records.write("loss", name=name, updates=objective.updates, every=objective.every)
         readings = Readings(of_loss, cache)
-        machine = given or (load(here) if here else None)
         described.append((readings, _describe_one(readings, arguments, plan, machine, given, records)))
     memories = [memory for _, memory in described if memory is not None]
     if job.losses and len(memories) == len(described):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
@@ -20,14 +20,12 @@ from meshloom.program.capture.opaque_runs import is_plain
 from meshloom.program.capture.restored import restored
 from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
 from meshloom.program.ir.batch_values import ReadError
-from meshloom.program.ir.encoding import encoded
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.nodes import submodule
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.opaque.call import OpaqueCall, OpaqueCost, meta_of, split_arguments, state_of
 from meshloom.program.opaque.loss_code import LOSS, METHOD, WHOLE, PlayedCall, paths_of
-from meshloom.program.opaque.operator import OPAQUE
-from meshloom.program.opaque.stand_ins import LeafPlace, OpaqueError, intercepted
+from meshloom.program.opaque.stand_ins import OpaqueError, intercepted, operated, put_together, taken_apart
 from meshloom.program.trace.frozen import equal_bits
 
 
@@ -76,11 +74,7 @@ def loss_to_read(model: nn.Module, loss: LossFunction, batches: Sequence[Leaves]
         operands = split_arguments((batch,), {})[2]
         for segment in known:
             made = _operated(segment.call, operands, model) if segment.call else []
-            found = {"made": made, "given": operands}
-            leaves = [
-                found[each[0]][each[1]] if isinstance(each, LeafPlace) else each for each in segment.leaves
-            ]
-            arguments = tree_unflatten(leaves, segment.spec)
+            arguments = put_together(segment.leaves, segment.spec, made, operands)
             if segment.path is None:
                 return arguments
             args, kwargs = arguments
@@ -94,11 +88,7 @@ def loss_to_read(model: nn.Module, loss: LossFunction, batches: Sequence[Leaves]
 def _operated(call: OpaqueCall, operands: Sequence[Tensor], model: nn.Module) -> list[Tensor]:
     by_name = dict([*model.named_parameters(), *model.named_buffers()])
     state = [by_name[names[0]] for names in call.state]
-    made: list[Tensor] = OPAQUE(operands, state, WHOLE if WHOLE in call.modules else LOSS, call.text())
-    return [
-        each if meta.requires_grad or not each.requires_grad else each.detach()
-        for each, meta in zip(made, call.results, strict=True)
-    ]
+    return operated(call, operands, state, WHOLE if WHOLE in call.modules else LOSS)
 
 
 def _recorded(
@@ -123,10 +113,11 @@ def _recorded(
         versions = _versions(operands)
         buffers = list(named_buffers(model) if whole else model.named_buffers())
         values = [each.detach().clone() for _, each in buffers]
+        as_buffers = {id(each) for _, each in buffers}
         parameters = [
             (name, each, each.detach().clone())
             for name, each in model.named_parameters()
-            if all(each is not other for _, other in buffers)
+            if id(each) not in as_buffers
         ]
         with intercepted(model, () if whole else paths_of(model), handle), watch:
             returned = loss(model, batch)
@@ -160,7 +151,7 @@ def _recorded(
     played: list[PlayedCall] = []
     for event in [*events, None]:
         value = returned if event is None else event.given
-        made, places, recalled, structure = _taken_apart(value, operands)
+        made, places, recalled, structure = taken_apart(value, operands)
         call = OpaqueCall(
             **common,
             written=written,
@@ -185,29 +176,6 @@ def _recorded(
             )
             operands = [*operands, *new]
     return segments
-
-
-def _taken_apart(
-    value: Any, operands: Sequence[Tensor]
-) -> tuple[list[Tensor], list[int], list[Any], TreeSpec]:
-    """New tensors, where they are, and all leaves, as in `LossSegment`."""
-    leaves, spec = tree_flatten(value)
-    made: list[Tensor] = []
-    places: list[int] = []
-    recalled: list[Any] = []
-    for place, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            encoded(leaf)  # plain, or refused
-            recalled.append(leaf)
-            continue
-        given = next((number for number, each in enumerate(operands) if each is leaf), None)
-        if given is not None:
-            recalled.append(LeafPlace(("given", given)))
-            continue
-        recalled.append(LeafPlace(("made", len(made))))
-        made.append(leaf)
-        places.append(place)
-    return made, places, recalled, spec
 
 
 def _are_alike(one: Sequence[LossSegment], other: Sequence[LossSegment]) -> bool:

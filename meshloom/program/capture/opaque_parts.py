@@ -85,9 +85,9 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
             parts = following
         except Exception:
             # the loss's own code ran on what is no graph of its modules, for which it may not be made
-            following = _with_loss(parts, refused) if refused and LOSS in parts else None
             if refused is None or not {LOSS, WHOLE} & parts.keys():
                 raise
+            following = _with_loss(parts, refused)
             if following is None:
                 break
             parts = following

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
@@ -19,12 +19,11 @@ from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.capture.restored import cloned, restored
 from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
 from meshloom.program.ir.draws import CountDraws
-from meshloom.program.ir.encoding import encoded
 from meshloom.program.ir.nodes import Meta
 from meshloom.program.ir.replaced import replaced
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
 from meshloom.program.opaque.call import OpaqueCall, OpaqueCost, meta_of, split_arguments, state_of
-from meshloom.program.opaque.stand_ins import LeafPlace, OpaqueError, Recorded, RecordedCall, intercepted
+from meshloom.program.opaque.stand_ins import OpaqueError, Recorded, RecordedCall, intercepted, taken_apart
 from meshloom.program.trace.frozen import equal_bits
 
 
@@ -130,21 +129,7 @@ def _record(
         for place, each in _tensor_attributes(module).items()
         if attributes.get(place) is not each
     ]
-    leaves, structure = tree_flatten(returned)
-    made: list[Tensor] = []
-    leaf_places: list[int] = []
-    recalled: list[Any] = []
-    for place, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            encoded(leaf)  # plain, or refused
-            recalled.append(leaf)
-            continue
-        known = next((number for number, each in enumerate(made) if each is leaf), None)
-        if known is None:
-            known = len(made)
-            made.append(leaf)
-            leaf_places.append(place)
-        recalled.append(LeafPlace(("made", known)))
+    made, leaf_places, recalled, structure = taken_apart(returned)
     for other in shapes:
         if other != [tuple(each.shape) for each in made]:
             raise CaptureError(
@@ -165,7 +150,7 @@ def _record(
         written=tuple(sorted(written)),
         results=tuple(map(meta_of, results)),
         places=tuple(leaf_places),
-        num_leaves=len(leaves),
+        num_leaves=len(recalled),
         attributes=tuple(place for place, _ in left),
         num_draws=counter.count,
         cost=cost,

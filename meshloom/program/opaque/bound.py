@@ -96,14 +96,9 @@ class OpaqueModule:
         args, kwargs = call.arguments(inputs)
         counter = CountDraws() if call.num_draws else None
         before = torch.default_generator.get_state() if counter is None else None
-        # what the module writes may be saved for its backward, before which others write the buffer
-        own = [each.clone() if number in call.written else each for number, each in enumerate(state)]
-        with self._tensors.replaced_by(own), self._in_modes(), counter or nullcontext():
+        with self._tensors.running_on(state, call.written), self._in_modes(), counter or nullcontext():
             returned: Any = self._run(args, kwargs)
             left = [vars(submodule(self._module, below)).get(name) for below, name in call.attributes]
-        with torch.no_grad():
-            for number in call.written:
-                state[number].copy_(own[number])
         drew = counter.count if counter else int(not torch.equal(before, torch.default_generator.get_state()))  # pyright: ignore[reportArgumentType]
         if drew != call.num_draws and not call.is_last_to_draw:
             raise ChangedCallError(

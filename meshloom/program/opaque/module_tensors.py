@@ -3,7 +3,7 @@ precision, or a copy for one microbatch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -44,6 +44,17 @@ class ModuleTensors:
                         if (now := place.get()) is not tensor:
                             tensor.copy_(now)
                             place.put(tensor)
+
+    @contextmanager
+    def running_on(self, state: Sequence[Tensor], written: Collection[int]) -> Iterator[None]:
+        """The module has `state` inside, of the tensors numbered in `written` copies: its backward may save these, and others
+        write the tensors before it. Then the tensors get what the module made of the copies."""
+        own = [each.clone() if number in written else each for number, each in enumerate(state)]
+        with self.replaced_by(own):
+            yield
+        with torch.no_grad():
+            for number in written:
+                state[number].copy_(own[number])
 
     def _list_weights(self) -> None:
         """Recurrent layers keep a list of their weights, besides."""

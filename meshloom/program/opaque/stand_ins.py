@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from meshloom.core.errors import CaptureError
+from meshloom.program.ir.encoding import encoded
 from meshloom.program.ir.nodes import Meta, submodule
 from meshloom.program.opaque.call import METHODS, OpaqueCall, split_arguments, state_of
 from meshloom.program.opaque.operator import OPAQUE
@@ -49,6 +50,51 @@ Recorded = Mapping[str, Sequence[RecordedCall]]
 
 class LeafPlace(tuple[str, int]):
     """Where a returned tensor comes from."""
+
+
+def taken_apart(
+    value: Any, given: Sequence[Tensor] = ()
+) -> tuple[list[Tensor], list[int], list[Any], TreeSpec]:
+    """The tensors in `value` that are not among `given`, each once; where they are among its leaves; all leaves, plain
+    ones and places; and the structure. Raises `CaptureError` for other objects."""
+    leaves, spec = tree_flatten(value)
+    made: list[Tensor] = []
+    places: list[int] = []
+    recalled: list[Any] = []
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            encoded(leaf)  # plain, or refused
+            recalled.append(leaf)
+            continue
+        known = next((number for number, each in enumerate(given) if each is leaf), None)
+        if known is not None:
+            recalled.append(LeafPlace(("given", known)))
+            continue
+        known = next((number for number, each in enumerate(made) if each is leaf), None)
+        if known is None:
+            known = len(made)
+            made.append(leaf)
+            places.append(place)
+        recalled.append(LeafPlace(("made", known)))
+    return made, places, recalled, spec
+
+
+def put_together(
+    leaves: Sequence[Any], spec: TreeSpec, made: Sequence[Tensor], given: Sequence[Tensor]
+) -> Any:
+    """Inverse of `taken_apart`, with other tensors."""
+    found = {"made": made, "given": given}
+    values = [found[each[0]][each[1]] if isinstance(each, LeafPlace) else each for each in leaves]
+    return tree_unflatten(values, spec)
+
+
+def operated(call: OpaqueCall, inputs: Sequence[Tensor], state: Sequence[Tensor], path: str) -> list[Tensor]:
+    """The results of a call as an operator, which require a gradient where the call's did."""
+    made: list[Tensor] = OPAQUE(inputs, state, path, call.text()) if call.results else []
+    return [
+        each if meta.requires_grad or not each.requires_grad else each.detach()
+        for each, meta in zip(made, call.results, strict=True)
+    ]
 
 
 @contextmanager
@@ -114,16 +160,10 @@ def standing_in(model: nn.Module, recorded: Recorded) -> Iterator[None]:
             raise OpaqueError(path, "its inputs have shapes that depend on values")
         names, state = state_of(module)
         assert names == known.call.state
-        made: list[Tensor] = OPAQUE(inputs, state, path, known.call.text()) if known.call.results else []
-        made = [
-            each if meta.requires_grad or not each.requires_grad else each.detach()
-            for each, meta in zip(made, known.call.results, strict=True)
-        ]
+        made = operated(known.call, inputs, state, path)
         for (below, name), value in zip(known.call.attributes, made[len(known.call.places) :], strict=True):
             vars(submodule(module, below))[name] = value
-        found = {"made": made, "given": inputs}
-        leaves = [found[each[0]][each[1]] if isinstance(each, LeafPlace) else each for each in known.leaves]
-        return tree_unflatten(leaves, known.spec)
+        return put_together(known.leaves, known.spec, made, inputs)
 
     with intercepted(model, list(recorded), handle):
         yield
