@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -15,6 +16,7 @@ from meshloom.comm.objects import collect, share
 from meshloom.comm.steps import Steps
 from meshloom.core.cache import Cache
 from meshloom.core.errors import PlanError
+from meshloom.core.job import NamedParameters
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_bytes, format_count
 from meshloom.launch.allocator import return_freed_memory
@@ -38,10 +40,11 @@ MOST_STATE = 4.0  # bytes of state per byte of parameters that hardly any optimi
 def prepare(replica: Replica, *, overcommit: bool, cache: str) -> Steps[None]:
     """`Replica.prepare`, unless its plan cannot fit. overcommit: it is not looked at. cache: as for `Trainer`, of
     captured losses, for plans that would fit. Raises `PlanError`."""
-    yield from choose_allocation(replica)
+    least = _Least(replica)
+    yield from choose_allocation(replica, least)
     kept = None if overcommit else opened_cache(cache)
     if not overcommit:
-        yield from check_model_fits(replica, cache=kept)
+        yield from check_model_fits(replica, least, cache=kept)
         if replica.plan.offload != "none" and replica.context.device.type != "cpu":
             yield from check_host_fits(replica)
     yield from replica.prepare()
@@ -49,33 +52,45 @@ def prepare(replica: Replica, *, overcommit: bool, cache: str) -> Steps[None]:
         yield from check_part_fits(replica, cache=kept)
 
 
-def choose_allocation(replica: Replica) -> Steps[None]:
+class _Least:
+    """What a rank holds at least, by kind."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica  # and no parameters, which it lets go of
+
+    def of(self, num_here: int, limit: int) -> Mapping[str, int]:
+        """Exact where `num_here` ranks might exceed `limit` bytes, else more."""
+        trained = sum(each.nbytes for each in self._replica.model.parameters() if each.requires_grad)
+        most = self._with(int(MOST_STATE * trained))
+        return most if num_here * sum(most.values()) <= limit else self._exact
+
+    @cached_property
+    def _exact(self) -> Mapping[str, int]:
+        return self._with(state_bytes(self._replica.job, self._named()) or 0)
+
+    def _with(self, state: int) -> Mapping[str, int]:
+        return least_bytes(self._replica.plan, self._named(), state, one_copy=self._replica.may_share)
+
+    def _named(self) -> NamedParameters:
+        return list(self._replica.model.named_parameters())
+
+
+def choose_allocation(replica: Replica, least: _Least) -> Steps[None]:
     """On CPUs: freed memory is returned to the system, and no longer kept for the next step, where the ranks of this
     host hold more than a quarter of its free memory anyway."""
     here: list[str] = yield from collect(replica.context.world, host_identity())
     if replica.context.device.type != "cpu":
         return
-    num_here, free = here.count(host_identity()), free_bytes()
-    if num_here * sum(_at_least(replica, num_here, free // KEPT_WITHIN).values()) > free // KEPT_WITHIN:
+    num_here, limit = here.count(host_identity()), free_bytes() // KEPT_WITHIN
+    if num_here * sum(least.of(num_here, limit).values()) > limit:
         return_freed_memory()
 
 
-def _at_least(replica: Replica, num_here: int, limit: int) -> Mapping[str, int]:
-    """What a rank holds at least, by kind: exact where `num_here` of them might exceed `limit` bytes."""
-    named = list(replica.model.named_parameters())
-    trained = sum(each.nbytes for _, each in named if each.requires_grad)
-    most = least_bytes(replica.plan, named, int(MOST_STATE * trained), one_copy=replica.may_share)
-    if num_here * sum(most.values()) <= limit:
-        return most
-    state = state_bytes(replica.job, named)
-    return least_bytes(replica.plan, named, state or 0, one_copy=replica.may_share)
-
-
-def check_model_fits(replica: Replica, *, cache: Cache | None) -> Steps[None]:
+def check_model_fits(replica: Replica, least: _Least, *, cache: Cache | None) -> Steps[None]:
     """Before anything is filled: the least that ranks hold."""
     one_copy, limit = replica.may_share, limit_of(replica.plan, replica.context.device)
     together = replica.plan.mesh.size if limit.is_shared else 1
-    needs = _at_least(replica, together, limit.num_bytes)
+    needs = least.of(together, limit.num_bytes)
     if together * sum(needs.values()) <= limit.num_bytes:
         needs = {}
     yield from _refuse(replica, needs, limit, one_copy=one_copy, cache=cache)
