@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from meshloom.program.ir.leaves import holds_tensors_itself
+
 _COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
@@ -51,7 +53,7 @@ def to_device(tree: Any, device: torch.device | str, dtype: torch.dtype | None =
         return same_kind
     if hasattr(tree, "to") and not isinstance(tree, type):
         return tree.to(device)
-    if _holds_tensors(tree):
+    if holds_tensors_itself(tree):
         same_kind = copy.copy(tree)
         for key, value in vars(tree).items():
             setattr(same_kind, key, to_device(value, device, dtype))
@@ -82,15 +84,6 @@ def in_dtype(array: Any, dtype: torch.dtype | None) -> Any:
     ):
         return array
     return array.astype(str(dtype).removeprefix("torch."))
-
-
-def _holds_tensors(value: Any) -> bool:
-    attributes = getattr(value, "__dict__", None)
-    return (
-        isinstance(attributes, dict)
-        and not isinstance(value, type)
-        and any(isinstance(each, Tensor | numpy.ndarray) for each in vars(value).values())
-    )
 
 
 def lifted(value: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

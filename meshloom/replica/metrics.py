@@ -17,7 +17,7 @@ from meshloom.core.job import LossFunction
 from meshloom.core.losses.loss_sum import as_sum
 from meshloom.core.random import preserved_draws
 from meshloom.data.chunks import Chunk
-from meshloom.program.ir.written_parameters import written_parameters
+from meshloom.replica.buffers.rerun import written_restored
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -114,12 +114,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
     modes = [module.training for module in modules]
     buffers = [dict(module.named_buffers(recurse=False)) for module in modules]
     values = {id(each): each.detach().clone() for own in buffers for each in own.values()}
-    written = [
-        (each, each.detach().clone()) for each in written_parameters(model).values() if not each.is_meta
-    ]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
-        with preserved_draws(), torch.random.fork_rng(devices):
+        with written_restored(model), preserved_draws(), torch.random.fork_rng(devices):
             yield
     finally:
         with torch.no_grad():
@@ -129,5 +126,3 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     setattr(module, name, buffer) if getattr(module, name) is not buffer else None
                     if not buffer.is_meta:
                         buffer.copy_(values[id(buffer)])
-            for parameter, value in written:
-                parameter.copy_(value)

@@ -50,6 +50,21 @@ class Rerun:
 
 
 @contextmanager
+def written_restored(model: nn.Module) -> Iterator[None]:
+    """Put back the values of the parameters that count as buffers."""
+    written = [
+        (each, each.detach().clone()) for each in written_parameters(model).values() if not each.is_meta
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in written:
+                if not same(parameter, value):
+                    parameter.copy_(value)
+
+
+@contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Put every buffer back, the object and its values."""
     kept = [
@@ -58,11 +73,9 @@ def restored(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()  # pyright: ignore[reportPrivateUsage]
         if buffer is not None
     ]
-    written = [
-        (each, each.detach().clone()) for each in written_parameters(model).values() if not each.is_meta
-    ]
     try:
-        yield
+        with written_restored(model):
+            yield
     finally:
         with torch.no_grad():
             for module, name, buffer, value in kept:
@@ -72,6 +85,3 @@ def restored(model: nn.Module) -> Iterator[None]:
                 elif not buffer.is_meta and not same(buffer, value):
                     buffer.copy_(value)
                 module._buffers[name] = buffer  # pyright: ignore[reportPrivateUsage]
-            for parameter, value in written:
-                if not same(parameter, value):
-                    parameter.copy_(value)
