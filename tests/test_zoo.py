@@ -22,31 +22,18 @@ JOBS = jobs()
 WHOLE, PARTED = ("dp=2", "dp=2,zero=3"), ("tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2")
 PLANS = (*WHOLE, *PARTED)
 # job -> plans under which it is refused, and a part of the sentence; docs/opaque.md names each job
-REFUSED: dict[str, tuple[tuple[str, ...], str]] = {}
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "libraries: quasi newton": (
+        ("dp=2,zero=3", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "LBFGS looks at all parameters",
+    ),
+}  # fmt: skip
 # job -> plans under which it does not equal one device yet, and why
 WAITS: dict[str, tuple[tuple[str, ...], str]] = {
-    **dict.fromkeys(
-        [
-            "contrast: batch hard triplets", "contrast: sim clr", "contrast: triplets by numpy", "detection: center net",
-            "detection: detr by hungarian matching", "detection: lovasz and hard pixels", "detection: retina focal",
-            "detection: ssd multibox", "detection: yolo", "functions: gradient reversal", "meta: prototypes",
-            "meta: small loss selection", "recommendation: self attentive sequential", "reinforcement: categorical dqn",
-            "speech: length regulator",
-        ],
-        (PARTED, "the loss function itself decides by values, outside of modules"),
-    ),
     "contrast: center loss": (
         (*WHOLE, "pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "how far a centre moves depends on how many samples of its class a chunk has",
     ),
-    "libraries: dataclass with numpy": (PARTED, "an array in a batch is a value that programs are specialised to"),
-    "libraries: checkpointed sequence": (PARTED, "the second forward of checkpoints writes running statistics again"),
     "generative: pixel cnn": (("dp=2,zero=3",), "weights that a forward masks through .data are masked in a copy"),
-    "libraries: clamped gradients": (PLANS, "a hook that is not linear sees the gradient of the chunk's sum"),
     "libraries: fake quantisation": (WHOLE, "observers are merged in another order"),
-    "libraries: jagged tensors": (PLANS, "verify digests the outputs of modules, and a nested tensor has no flat view"),
-    "libraries: normalised gradients": (PLANS, "a hook that is not linear sees the gradient of the chunk's sum"),
-    "libraries: quasi newton": (PLANS, "an optimizer with a closure"),
-    "physics: lagrangian": (PARTED, "torch.func.jacfwd of torch.func.grad of a model"),
     "speech: spans by numpy": (PARTED, "what numpy draws is indexed in Python"),
 }  # fmt: skip
 # a job of each kind of difficulty, under each plan
