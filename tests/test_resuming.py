@@ -15,6 +15,7 @@ import shutil
 import weakref
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshloom.checkpoint import checkpoint as checkpoints
 from meshloom.checkpoint import resuming
@@ -37,6 +38,8 @@ from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import CheckpointError
+from meshloom.core.job import Job, NamedParameters
+from meshloom.parameters.initial_values import HeldTensor, Recorded
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
@@ -384,3 +387,67 @@ def test_the_order_of_reading_does_not_change_the_checksum(tmp_path: Path) -> No
             reader.read(name, memoryview(tensor))
             assert bytes(tensor) == weights_of(1)[name].numpy().tobytes()
         assert reader.checksum() == zlib.crc32(text)
+
+
+class Phases(nn.Module):
+    """Two layers of drawn weights, random features that no checkpoint has, and one buffer that it has."""
+
+    features: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(7, 10), nn.Linear(10, 7)
+        self.register_buffer("features", torch.randn(7), persistent=False)
+        self.register_buffer("scale", torch.rand(7))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.two((self.one(values) * self.one.weight[:, 0]).tanh()) * self.features + self.scale
+
+
+def _squares(model: nn.Module, values: Tensor) -> Tensor:
+    return model(values).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("plan", "reads"),
+    [
+        ("tp=2", False),
+        pytest.param("tp=2", True, marks=pytest.mark.slow),
+        ("dp=2,zero=3", True),
+        pytest.param("dp=2,zero=3", False, marks=pytest.mark.slow),
+        pytest.param("pp=2,microbatches=2", False, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.long
+def test_what_a_checkpoint_gives_is_not_drawn_first(
+    plan: str, reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = dict[str, Tensor]()
+
+    def optimizer(named: NamedParameters) -> torch.optim.Optimizer:
+        if reads:  # its values are those of the construction all the same
+            starts.update({name: each.detach().clone() for name, each in named})
+        return torch.optim.AdamW(named, lr=0.01)
+
+    drawn = list[str]()
+    fill = Recorded.fill
+
+    def counted(self: Recorded, held: Sequence[HeldTensor]) -> None:
+        drawn.extend(each.names[0] for each in held)
+        fill(self, held)
+
+    job = Job(
+        model=Phases, loss=_squares, optimizer=optimizer, data=lambda: torch.randn(12, 7), batch_size=4, steps=4, checkpoint_every=2
+    )  # fmt: skip
+    with Trainer(job, plan, devices="simulated", out=tmp_path, listener=QUIET) as trainer:
+        expected = trainer.fit().last_loss
+    shutil.rmtree(tmp_path / "step-00000004")
+    drawn_values = dict(starts)
+    monkeypatch.setattr(Recorded, "fill", counted)
+    with Trainer(job, plan, devices="simulated", resume=tmp_path, listener=QUIET) as trainer:
+        assert trainer.fit().last_loss == expected
+    parameters = {name for name, _ in Phases().named_parameters()}
+    assert set(drawn) == ({"features"} | parameters if reads else {"features"})
+    assert starts.keys() == (parameters if reads else set())
+    assert all(torch.equal(each, drawn_values[name]) for name, each in starts.items())

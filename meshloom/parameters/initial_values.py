@@ -4,7 +4,7 @@ one tensor at a time."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,3 +109,21 @@ class Recorded(InitialValues):
         )
         whole = storage.nbytes() == self._recorded.tape.num_bytes[place.storage]
         return storage if alike and whole and tensor.device.type == "cpu" else None
+
+
+class FromCheckpoint(InitialValues):
+    """No values for the tensors called `names`, which a checkpoint gives before the first step; of the others, which it does
+    not have, those of `initial`."""
+
+    def __init__(self, names: Container[str], initial: InitialValues) -> None:
+        self._names, self.initial = names, initial
+
+    def fill(self, held: Sequence[HeldTensor]) -> None:
+        self.initial.fill([each for each in held if not any(name in self._names for name in each.names)])
+
+    @property
+    def num_drawn(self) -> int:
+        return self.initial.num_drawn
+
+    def digest(self) -> str:
+        return self.initial.digest()

@@ -21,6 +21,7 @@ from meshloom.core.job import Job, NamedParameters
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_torch
 from meshloom.parameters.file_weights import FileWeights, FromFiles
+from meshloom.parameters.initial_values import FromCheckpoint
 from meshloom.parameters.model import build_model, copy_from_first, state_of
 from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
 from meshloom.parameters.value_reads import ValueReadError, ValueReads
@@ -32,26 +33,34 @@ T = TypeVar("T")
 class StartingModel:
     """The job's `model` on this rank.
 
-    may_share: whether replicas may have one copy of the parameters. notes: for the user, before the first step.
+    may_share: whether replicas may have one copy of the parameters. resumed: whether a checkpoint gives its state
+    before the first step, so that it need not be drawn. notes: for the user, before the first step.
     """
 
     def __init__(
-        self, job: Job, plan: Plan, context: RankContext, dtype: torch.dtype | None, *, may_share: bool
+        self,
+        job: Job,
+        plan: Plan,
+        context: RankContext,
+        dtype: torch.dtype | None,
+        *,
+        may_share: bool,
+        resumed: bool = False,
     ) -> None:
-        self._job, self._context = job, context
+        self._job, self._context, self._is_resumed = job, context, resumed
         self._is_part = plan.tp > 1 or plan.pp > 1 or plan.zero == 3 or may_share
         self._unfilled: UnfilledModel | None = None
         self._generator_is_left = False
         self.notes: list[str] = []
         if self._is_part:
             self.model, self._unfilled, note = build_unfilled(job, context.device, dtype)
-            self.notes += [note] if note else []
+            self.notes += [note] if note and not (resumed and self._unfilled) else []
         else:
             self.model = build_model(job, context.device, dtype)
 
     @property
     def _needs_no_draws(self) -> bool:
-        return self._job.weights is not None or self._job.init == "keyed"
+        return self._job.weights is not None or self._job.init == "keyed" or self._is_resumed
 
     @property
     def unfilled(self) -> UnfilledModel | None:
@@ -65,6 +74,10 @@ class StartingModel:
         if self._is_part and (yield from self._fills_alone()):
             if weights and self._unfilled:
                 self._unfilled.values = FromFiles(weights, self._unfilled.values)
+            if self._is_resumed and self._unfilled:
+                self._unfilled.values = FromCheckpoint(
+                    self.model.state_dict(keep_vars=True), self._unfilled.values
+                )
             return copied
         num_bytes = sum(
             each.numel() * each.element_size()
@@ -99,6 +112,8 @@ class StartingModel:
         if draws:
             self._leave_generator()
         if reads.found:
+            if isinstance(unfilled.values, FromCheckpoint):
+                unfilled.values = unfilled.values.initial
             unfilled.fill_whole(empty)
         if returned is None or draws or reads.found:
             returned = function(parameters)
@@ -113,7 +128,7 @@ class StartingModel:
 
     def _leave_generator(self) -> None:
         """Moves torch's default generator to where it is on one device: as the construction leaves it; as before it
-        where values come from files or keyed draws, so that not all draws need to be made."""
+        where values come from files, a checkpoint or keyed draws, so that not all draws need to be made."""
         self._generator_is_left = True
         if self._needs_no_draws:
             seed_torch(model_seed(self._job.seed))

@@ -106,11 +106,12 @@ class Replica:
     stored: programs and choices of earlier runs, for the rank that captures.
     files: directory for the file of offloaded optimizer state.
     updates: whether it updates its parameters; a worker of an asynchronous run only computes gradients.
+    resumed: whether a checkpoint gives its state before the first step.
     """
 
     def __init__(
         self, job: Job, plan: Plan, context: RankContext, *, dtype: torch.dtype | None = None, share: bool = False, updates: bool = True,
-        timings: Timings | None = None, stored: ProgramCache | None = None, files: Path | None = None,
+        timings: Timings | None = None, stored: ProgramCache | None = None, files: Path | None = None, resumed: bool = False,
     ) -> None:  # fmt: skip
         self.timings = timings or Timings()
         self.job, self.plan, self.context, self.dtype = job, plan, context, dtype
@@ -128,7 +129,7 @@ class Replica:
         self.windows = windows_of(self.replicas) if context.device.type == "cpu" else None
         self.may_share = share and self.windows is not None and shares_copies(plan)
         with self.timings.of("building the model"):
-            self.start = StartingModel(job, plan, context, dtype, may_share=self.may_share)
+            self.start = StartingModel(job, plan, context, dtype, may_share=self.may_share, resumed=resumed)
         self.model = self.start.model
         self.modes = Modes(self.model)
         self.tables, self.limits = sparse_tables(self.model), limits_of(self.model)

@@ -31,6 +31,7 @@ class LocalReplicas:
     """`all`: in the order of the world's local ranks. `warnings`: about programs kept from earlier starts.
 
     dtype, share, cache, timings: as for `Trainer`. files: directory for files beside the run.
+    resumed: whether a checkpoint gives their state.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class LocalReplicas:
         cache: str,
         timings: Timings,
         files: Path | None = None,
+        resumed: bool = False,
     ) -> None:
         self._plan, self._world, self._dtype = plan, world, dtype
         self.all: list[Replica] = []
@@ -54,7 +56,15 @@ class LocalReplicas:
                 self.warnings = stored.warnings if stored else self.warnings
                 of_first = timings if context is world.local[0] else None
                 replica = Replica(
-                    job, plan, context, dtype=dtype, share=share, timings=of_first, stored=stored, files=files
+                    job,
+                    plan,
+                    context,
+                    dtype=dtype,
+                    share=share,
+                    timings=of_first,
+                    stored=stored,
+                    files=files,
+                    resumed=resumed,
                 )
                 building.callback(replica.close)
                 self.all.append(replica)

@@ -61,7 +61,15 @@ class SynchronousRun:
         with ExitStack() as building:
             building.callback(self._stop_requests.close)
             self.replicas = LocalReplicas(
-                job, plan, world, dtype=dtype, share=share, cache=cache, timings=timings, files=out
+                job,
+                plan,
+                world,
+                dtype=dtype,
+                share=share,
+                cache=cache,
+                timings=timings,
+                files=out,
+                resumed=resume is not None,
             )
             building.callback(self.replicas.close)
             first = self.replicas.first
