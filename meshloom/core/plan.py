@@ -32,7 +32,7 @@ from meshloom.core.plan_text import (
     parse_settings,
     text_of,
 )
-from meshloom.core.precision import check_precision
+from meshloom.core.precisions import check_precision
 from meshloom.core.schedules import SCHEDULES, check_pipeline
 
 

@@ -115,8 +115,7 @@ class Replica:
     ) -> None:  # fmt: skip
         self.timings = timings or Timings()
         job = in_precision(job, plan)
-        self.job, self.plan, self.context, self.dtype = job, plan, context, dtype
-        self._files = files
+        self.job, self.plan, self.context, self.dtype, self._files = job, plan, context, dtype, files
         self.share, self.updates, self.updating = share, updates, False
         self.replicas = context.groups["dp"]
         # whether this rank asks for something between steps (to stop), if ranks agree on that

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +25,7 @@ class Report:
 
     devices: one line about what ran the plan. precision: of the parameters. casts: lower precisions in the
         reference, but the plan's own. autocast: what the plan computes losses under, in a sentence; "": nothing.
+        settings: torch's, of both sides, that change what operators return.
     owned: the share of the trainable elements that each rank updates. whole: the comparison with the whole
         batch, in the first step. fewer: the blocks of the model that were verified, if not all.
     """
@@ -39,6 +40,7 @@ class Report:
     whole: WholeBatch | None
     fewer: FewerBlocks | None = None
     autocast: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def passed(self) -> bool:
@@ -83,6 +85,7 @@ class Report:
             "passed": self.passed,
             "causes": [asdict(cause) for cause in self.causes],
             "autocast": self.autocast,
+            "settings": dict(self.settings),
             "casts": [asdict(cast) for cast in self.casts],
             "owned": list(self.owned),
             "blocks": self.fewer.to_dict() if self.fewer else None,

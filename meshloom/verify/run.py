@@ -19,6 +19,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.losses.turns import LossTurn, turns_of
+from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.data.samples import first_batches
@@ -103,6 +104,7 @@ def verify(
         return Report(
             plan=str(plan), devices=trainer.world.why, precision=str(result.comparer.precision).removeprefix("torch."), owned=owned,
             steps=result.steps, causes=causes, casts=result.comparer.casts, whole=result.whole, autocast=_of_autocast(keyed, result.comparer, dtype),
+            settings=numeric_settings(),
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshloom.core.job import Job, Loss, LossFunction
 from meshloom.core.plan import Plan
-from meshloom.core.precision import PRECISIONS
+from meshloom.core.precisions import PRECISIONS
 
 
 def in_precision(job: Job, plan: Plan) -> Job:
