@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import TrainingError
 from meshloom.core.job import Evaluate, Job
-from meshloom.core.modes import Modes, as_trained
+from meshloom.core.moments.modes import Modes, as_trained
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, model_seed, seed_everything
 from meshloom.program.capture.capture import capture

@@ -14,6 +14,7 @@ from meshloom.core.errors import PlanError
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
 from meshloom.core.plan_shares import chunk_sizes
+from meshloom.core.precisions import PRECISIONS
 from meshloom.core.units import parse_bytes
 
 counts = st.integers(1, 10**6)
@@ -34,6 +35,7 @@ plans = st.builds(
     keyed_draws=st.booleans(),
     memory_bytes=st.integers(0, 10**15),
     recompute=st.sampled_from(["none", "full", "selective"]),
+    precision=st.sampled_from([*PRECISIONS]),
 )
 pipelines = st.builds(
     Plan,
@@ -121,6 +123,7 @@ def test_the_strategy_covers_every_field():
         "keyed_draws",
         "tp_placements",
         "memory_bytes",
+        "precision",
         "schedule",
         "virtual_stages",
         "cuts",
@@ -237,7 +240,7 @@ def test_a_plan_knows_its_ranks_and_chunks():
             "color=2",
             "A plan has no setting 'color'. Known: dp, pp, tp, microbatches, zero, zero_within, offload, sync_batch_norm, overlap, bucket_bytes, keyed_draws, "
             "tp_placements, memory_bytes, schedule, virtual_stages, cuts, recompute, exchange, servers, staleness, rate_by_age, local_steps, "
-            "outer_learning_rate, outer_momentum, compress, shares.",
+            "outer_learning_rate, outer_momentum, compress, shares, precision.",
         ),
         ("dp=2,offload=optimiser", "offload=optimiser is not known. Did you mean optimizer?"),
         (

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from meshloom.cli.plan_lines import LOG_WIDTH, plan_of
 from meshloom.core.job import Job
+from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.losses.turns import check_turns, jobs_of
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_bytes, format_count
@@ -51,7 +52,7 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
     stream = sys.stderr if arguments.json == "-" else sys.stdout
     cache = opened_cache(arguments.cache)
     described: list[tuple[Readings, Memory | None]] = []
-    for name, of_loss in jobs_of(job).items():
+    for name, of_loss in jobs_of(in_precision(job, plan)).items():
         if name:
             objective = job.losses[name]
             often = f"every {objective.every} steps" if objective.every > 1 else "every step"

@@ -32,6 +32,7 @@ from meshloom.core.plan_text import (
     parse_settings,
     text_of,
 )
+from meshloom.core.precisions import check_precision
 from meshloom.core.schedules import SCHEDULES, check_pipeline
 
 
@@ -74,6 +75,7 @@ class Plan:
         speed).
 
     Computation:
+    precision: what losses and metrics are computed in: `float32` (as the job is) or `bf16-mixed` (docs/precision.md).
     sync_batch_norm: batch statistics over microbatch j of all replicas instead of over each replica's own.
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
     recompute: activations that backward recomputes: `none`, `full` (by blocks) or `selective` (cheap ones).
@@ -125,6 +127,7 @@ class Plan:
     outer_momentum: float = 0.9
     compress: str = "none"
     shares: str = "even"
+    precision: str = "float32"
 
     def __post_init__(self) -> None:
         _take_types(self)
@@ -246,6 +249,7 @@ def _take_types(plan: Plan) -> None:
 
 
 def _check_computation(plan: Plan) -> None:
+    check_precision(plan.precision)
     for name in ("dp", "pp", "tp", "microbatches", "bucket_bytes"):
         if getattr(plan, name) < 1:
             raise PlanError(f"{name}={getattr(plan, name)} must be 1 or more.")

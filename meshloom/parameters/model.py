@@ -14,7 +14,8 @@ from meshloom.comm.steps import Steps
 from meshloom.core.compiled import named_as_written
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
-from meshloom.core.modes import as_trained
+from meshloom.core.moments.modes import as_trained
+from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
 from meshloom.data.to_device import convert_tensors
@@ -72,7 +73,8 @@ def facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
             f"{name} (updates={each.updates}, every={each.every}, clip_grad_norm={each.clip_grad_norm})"
             for name, each in job.losses.items()
         )
-    return {"plan": str(plan), **settings, **given, **described, **sparse}
+    torchs = {f"torch's setting of {name}": value for name, value in numeric_settings().items()}
+    return {"plan": str(plan), **settings, **torchs, **given, **described, **sparse}
 
 
 def copy_from_first(model: nn.Module, group: Group, skip: Collection[str] = ()) -> Steps[None]:

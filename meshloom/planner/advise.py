@@ -16,6 +16,7 @@ from types import MappingProxyType
 from meshloom.core.cache import Cache
 from meshloom.core.errors import CaptureError, MeshloomError, PlanError
 from meshloom.core.job import Job
+from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.plan import Plan
 from meshloom.planner.amdahl import AmdahlWork
 from meshloom.planner.candidates import candidates
@@ -71,25 +72,29 @@ def advise(
     Raises `PlanError` if none of the plans can run the job, with the last one's error, and the job's own
     errors.
     """
-    pricer = Pricer(job, devices, cache)
+    given = None if plans is None else list(plans)
+    precisions = dict.fromkeys(each.precision for each in given or [Plan()])
+    pricers = {each: Pricer(in_precision(job, Plan(precision=each)), devices, cache) for each in precisions}
+    pricer = next(iter(pricers.values()))
     factors = beside()
-    pricer.heed(factors)
+    for each in pricers.values():
+        each.heed(factors)
     limit = devices.memory_bytes if pricer.one_device.peak > devices.limit(1) else 0
     every = candidates(devices.num_ranks, job.batch_size, zero=not devices.common_memory, memory_bytes=limit)
-    wanted = list(every if plans is None else plans)
+    wanted = list(every if given is None else given)
     options: list[Option] = []
     refused: dict[str, str] = {}
     last: MeshloomError | None = None
     for number, plan in enumerate(wanted):
         tell(f"rehearsing plan {number + 1} of {len(wanted)}: {plan}")
         try:
-            options.append(pricer.price(plan))
+            options.append(pricers[plan.precision].price(plan))
         except (PlanError, CaptureError) as error:
             refused[str(plan)] = str(error)
             last = error
     if not options and last is not None:
         raise last
-    work, speedups = pricer.speedups(options) if plans is None else (None, ())
+    work, speedups = pricer.speedups(options) if given is None else (None, ())
     return _compared(
         Advice(
             options=tuple(options),
@@ -100,7 +105,7 @@ def advise(
             reason="",
             work=work,
             speedups=speedups,
-            exchange=exchange_reason(options, devices) if plans is None else "",
+            exchange=exchange_reason(options, devices) if given is None else "",
             factors=MappingProxyType(dict(factors)),
         )
     )

@@ -29,8 +29,9 @@ from meshloom.comm.windows import windows_of
 from meshloom.core.errors import JobError
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.job import Job, NamedParameters
+from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.losses.turns import LossTurn, OwnGradients, turns_of
-from meshloom.core.modes import Modes
+from meshloom.core.moments.modes import Modes
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.data.measured_shares import Pace
@@ -114,8 +115,8 @@ class Replica:
         timings: Timings | None = None, stored: ProgramCache | None = None, files: Path | None = None, resumed: bool = False,
     ) -> None:  # fmt: skip
         self.timings = timings or Timings()
-        self.job, self.plan, self.context, self.dtype = job, plan, context, dtype
-        self._files = files
+        job = in_precision(job, plan)
+        self.job, self.plan, self.context, self.dtype, self._files = job, plan, context, dtype, files
         self.share, self.updates, self.updating = share, updates, False
         self.replicas = context.groups["dp"]
         # whether this rank asks for something between steps (to stop), if ranks agree on that

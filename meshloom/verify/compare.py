@@ -53,6 +53,17 @@ ROUNDING_UNITS = 16
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
+def rounds_partial_sums(plan: Plan) -> bool:
+    """Whether results are sums of parts, each rounded to what operators return, that one device has in one sum: along
+    tp, or over replicas whose batch statistics are synchronised."""
+    return plan.tp > 1 or (plan.sync_batch_norm and plan.dp > 1)
+
+
+def tolerance_of(dtype: torch.dtype | None) -> float:
+    """Of what is computed in this precision in other orders or pieces; None: 0."""
+    return 0.0 if dtype is None else _TOLERANCES.get(dtype, 0.5)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorError:
     """The comparison of one tensor. elements: their number. moved: the tolerance is the measured effect of
@@ -97,25 +108,38 @@ class Comparison:
 
 @dataclass(kw_only=True)
 class Comparer:
-    """Compares step after step. precision: of the parameters."""
+    """Compares step after step. precision: of the parameters. autocast: what the plan computes losses under."""
 
     plan: Plan
     precision: torch.dtype
+    autocast: torch.dtype | None = None
     _casts: set[Cast] = field(default_factory=set[Cast])
 
     @property
     def casts(self) -> tuple[Cast, ...]:
-        """All reductions of precision in the reference so far, which widen tolerances."""
-        return tuple(sorted(self._casts, key=lambda cast: (cast.in_optimizer, cast.place, cast.dtype)))
+        """All reductions of precision in the reference so far, but those of the plan's autocast."""
+        own = [
+            each for each in self._casts if each.in_optimizer or getattr(torch, each.dtype) != self.autocast
+        ]
+        return tuple(sorted(own, key=lambda cast: (cast.in_optimizer, cast.place, cast.dtype)))
 
-    def tolerance(self, reference: Sequence[Cast] = (), *, updated: bool = False) -> float:
+    def tolerance(
+        self, reference: Sequence[Cast] = (), *, updated: bool = False, gradients: bool = False
+    ) -> float:
         """The tolerance of what is computed before (`updated=False`) or after the optimizer of a step
-        runs, given that step's casts in the reference."""
+        runs, given that step's casts in the reference. gradients: of these alone.
+
+        Casts by the plan's autocast are of equal values wherever operators run on whole chunks, so they widen nothing
+        (decision 40). Where partial sums are rounded, they do for losses and buffers; gradients there are judged by
+        how far rounding moves them.
+        """
         self._casts |= set(reference)
+        partial = rounds_partial_sums(self.plan) and not updated and not gradients
         lower = [
-            _TOLERANCES.get(getattr(torch, cast.dtype), 0.5)
+            tolerance_of(dtype)
             for cast in self._casts
-            if updated or not cast.in_optimizer
+            for dtype in [getattr(torch, cast.dtype)]
+            if (updated or not cast.in_optimizer) and (partial or cast.in_optimizer or dtype != self.autocast)
         ]
         return max([_TOLERANCES[self.precision], *lower])
 
@@ -159,7 +183,8 @@ class GradientErrors:
 
     reference: its gradients by name; one may be changed after it was compared. measure_rounding: called at
     most once, when an error exceeds the tolerance; returns by name how far the reference's gradients move
-    when its parameters are perturbed by rounding.
+    when its parameters are perturbed by rounding. partial: what the plan rounds partial sums to; None: to nothing less
+    than a gradient's own precision.
     """
 
     def __init__(
@@ -168,7 +193,9 @@ class GradientErrors:
         step: int,
         tolerance: float,
         measure_rounding: Callable[[], Mapping[str, float]] | None = None,
+        partial: torch.dtype | None = None,
     ) -> None:
+        self._half_unit = 0.0 if partial is None else torch.finfo(partial).eps / 2
         self.norms = {name: norm(each) for name, each in reference.items() if each is not None}
         self._measure_rounding = measure_rounding
         self._effects: Mapping[str, float] | None = None
@@ -214,11 +241,12 @@ class GradientErrors:
 
     def _allowed(self, name: str) -> float:
         # A gradient that is small because large terms cancel has their rounding error: some units of the
-        # largest gradient.
+        # largest gradient, or half of one to which partial sums are rounded.
         reference, size = self._reference.get(name), self._size(name)
         if reference is None or not size:
             return self._tolerance
-        return self._tolerance + ROUNDING_UNITS * torch.finfo(reference.dtype).eps * self._largest / size
+        rounding = max(ROUNDING_UNITS * torch.finfo(reference.dtype).eps, self._half_unit)
+        return self._tolerance + rounding * self._largest / size
 
     def _rounding_effect(self, name: str) -> float:
         """The effect of rounding on this gradient, or the largest effect beyond a gradient's tolerance:

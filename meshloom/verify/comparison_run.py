@@ -20,7 +20,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshloom.verify.compare import Comparer, Comparison, GradientErrors, StateErrors
+from meshloom.verify.compare import (
+    Comparer,
+    Comparison,
+    GradientErrors,
+    StateErrors,
+    rounds_partial_sums,
+    tolerance_of,
+)
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.reference import Gradients, Reference
@@ -45,7 +52,9 @@ class ComparisonRun:
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
-        self._comparer = Comparer(plan=reference.plan, precision=reference.precision)
+        self._comparer = Comparer(
+            plan=reference.plan, precision=reference.precision, autocast=reference.autocast
+        )
         self._steps: list[Comparison] = []
         self._causes: list[Cause] = []
         self._whole: WholeBatch | None = None
@@ -64,14 +73,15 @@ class ComparisonRun:
         if not self._steps:
             # the whole batch may not fit in memory, which may be why there are microbatches
             with suppress(torch.OutOfMemoryError):
-                self._whole = compare_whole_batch(reference, tolerance)
+                self._whole = compare_whole_batch(reference, max(tolerance, tolerance_of(reference.autocast)))
         # after a difference the two have different parameters
         agreed = all(step.passed for step in self._steps)
         self._gradients = GradientErrors(
             reference.gradients,
             reference.step,
-            tolerance,
+            self._comparer.tolerance(gradients=True),
             partial(rounding_effect, reference) if agreed else None,
+            reference.autocast if rounds_partial_sums(reference.plan) else None,
         )
         self.subsampled = {}
 

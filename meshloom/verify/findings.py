@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +24,8 @@ class Report:
     """A plan compared with one device that runs the same chunks.
 
     devices: one line about what ran the plan. precision: of the parameters. casts: lower precisions in the
-        reference.
+        reference, but the plan's own. autocast: what the plan computes losses under, in a sentence; "": nothing.
+        settings: torch's, of both sides, that change what operators return.
     owned: the share of the trainable elements that each rank updates. whole: the comparison with the whole
         batch, in the first step. fewer: the blocks of the model that were verified, if not all.
     """
@@ -38,6 +39,8 @@ class Report:
     owned: Sequence[float]
     whole: WholeBatch | None
     fewer: FewerBlocks | None = None
+    autocast: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def passed(self) -> bool:
@@ -81,6 +84,8 @@ class Report:
             "precision": self.precision,
             "passed": self.passed,
             "causes": [asdict(cause) for cause in self.causes],
+            "autocast": self.autocast,
+            "settings": dict(self.settings),
             "casts": [asdict(cast) for cast in self.casts],
             "owned": list(self.owned),
             "blocks": self.fewer.to_dict() if self.fewer else None,
@@ -157,6 +162,7 @@ def _lines(report: Report) -> list[str]:
             + (f", with {report.fewer.kept} of the repeated blocks each" if report.fewer else "")
         )
     lines += _moved_lines(report.steps)
+    lines += [report.autocast] if report.autocast else []
     lines += _cast_lines(report.casts)
     if any(share < 1 for share in report.owned):
         lines.append(

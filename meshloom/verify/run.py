@@ -19,6 +19,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.losses.turns import LossTurn, turns_of
+from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.data.samples import first_batches
@@ -32,6 +33,7 @@ from meshloom.replica.replica_state import each_gradient, each_of_state, replica
 from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
+from meshloom.verify.compare import Comparer, rounds_partial_sums
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.fewer_blocks import with_fewer_blocks
 from meshloom.verify.findings import Report
@@ -101,8 +103,22 @@ def verify(
             causes += _wrong_operator(trainer, job, keyed, dtype)
         return Report(
             plan=str(plan), devices=trainer.world.why, precision=str(result.comparer.precision).removeprefix("torch."), owned=owned,
-            steps=result.steps, causes=causes, casts=result.comparer.casts, whole=result.whole,
+            steps=result.steps, causes=causes, casts=result.comparer.casts, whole=result.whole, autocast=_of_autocast(keyed, result.comparer, dtype),
+            settings=numeric_settings(),
         )  # fmt: skip
+
+
+def _of_autocast(plan: Plan, comparer: Comparer, dtype: torch.dtype | None) -> str:
+    if comparer.autocast is None:
+        return ""
+    name = str(comparer.autocast).removeprefix("torch.")
+    if dtype == torch.float64:
+        return f"precision={plan.precision} is left out on both sides, as autocast casts nothing in float64"
+    what = f"losses are computed under autocast to {name}, on one device too"
+    if not rounds_partial_sums(plan):
+        return what
+    setting = f"tp={plan.tp}" if plan.tp > 1 else "sync_batch_norm=true"
+    return f"{what}; with {setting} partial sums are rounded to it, so gradients may differ as far as rounding moves one device's"
 
 
 def check_promised(plan: Plan) -> None:

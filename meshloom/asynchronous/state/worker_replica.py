@@ -29,6 +29,7 @@ from meshloom.comm.objects import scatter_objects
 from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import DataError, JobError, TrainingError
 from meshloom.core.job import Job
+from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.core.plan_shares import chunk_sizes
@@ -73,6 +74,7 @@ class WorkerReplica:
     def __init__(
         self, job: Job, plan: Plan, world: World, dtype: torch.dtype | None, inner: Plan | None = None
     ) -> None:
+        job = in_precision(job, plan)
         self._job, self._world = job, world
         inner = inner or inner_plan(plan)
         share = sum(chunk_sizes(job.batch_size, plan.num_chunks)[: plan.microbatches])

@@ -19,6 +19,7 @@ from torch import nn
 
 from meshloom.core.cache import digest_of
 from meshloom.core.job import LossFunction
+from meshloom.core.moments.numerics import numeric_settings
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.lines import is_users
 from meshloom.program.store.object_digest import NoDigestError, ObjectDigest
@@ -93,8 +94,7 @@ def _settings() -> list[Any]:
     attention_kernels = ("flash", "mem_efficient", "math", "cudnn")
     return [
         torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        numeric_settings(),
         *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")),
         *(torch.get_autocast_dtype(device) for device in ("cpu", "cuda")),
         torch.is_grad_enabled(),

@@ -32,11 +32,19 @@ class ChunkResult:
 
 
 class ChunkRun:
-    """Runs chunks of `job` on `model`, in precision `dtype`; None: the job's own precision."""
+    """Runs chunks of `job` on `model`, in precision `dtype`; None: the job's own precision. autocast: what losses are
+    computed under."""
 
     def __init__(
-        self, job: Job, model: nn.Module, device: torch.device, dtype: torch.dtype | None, watch: ModuleWatch
+        self,
+        job: Job,
+        model: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        watch: ModuleWatch,
+        autocast: torch.dtype | None,
     ) -> None:
+        self._autocast = autocast
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
         self.loss = job.loss  # of several the one whose turn it is
         self.draws = 0  # losses whose turn it was before in the step
@@ -55,7 +63,8 @@ class ChunkRun:
         self._watch.start()
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
         with default_dtype(self._dtype), casts, KeyedDraws(forward.rows, draws), at_step(step):
-            returned = self.loss(self._model, batch)
+            with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+                returned = self.loss(self._model, batch)
             loss_sum, weight = as_sum(returned, len(forward.samples))
             divisor = 1.0 if isinstance(returned, tuple) else float(batch_size)
             (loss_sum / divisor).backward()

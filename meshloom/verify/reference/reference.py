@@ -41,6 +41,7 @@ from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord
 from meshloom.verify.reference.trained_losses import needs_closure, trained_losses, turns
 
 Gradients = dict[str, Tensor | None]
+AUTOCAST = {"bf16-mixed": torch.bfloat16}  # precisions of plans -> what a loss is computed under
 
 
 class Reference:
@@ -78,7 +79,9 @@ class Reference:
         self._buffers = BufferMerging(self.model)
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
-        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch)
+        # what losses are computed under; float64 tensors are not cast
+        self.autocast = AUTOCAST.get(plan.precision)
+        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast)
         self._casts = CastWatch(self.precision, self._watch)
         self.turn = losses[0]  # the loss whose turn it is
         self.step = -1  # the last one

@@ -62,7 +62,11 @@ def rounding_effect(reference: Reference) -> dict[str, float]:
 @contextmanager
 def _perturbed_parameters(reference: Reference) -> Iterator[None]:
     """A context in which the trainable parameters are perturbed."""
-    low = [dtype for cast in reference.casts if isinstance(dtype := getattr(torch, cast.dtype), torch.dtype)]
+    plan, low = reference.plan, [getattr(torch, cast.dtype) for cast in reference.casts]
+    if (
+        plan.tp == plan.pp == 1 and not plan.sync_batch_norm
+    ):  # operators of whole chunks, in one device's order
+        low = [dtype for dtype in low if dtype != reference.autocast]
     largest = max(
         _ROUNDING_UNITS.get(dtype, 1) * torch.finfo(dtype).eps for dtype in (reference.precision, *low)
     )

@@ -1,0 +1,56 @@
+"""Losses and metrics in the precision of a plan: the one place that opens autocast for them.
+
+What runs a loss as it is, and what captures it as a program, is given the job that `in_precision` returns. The nodes of
+a program have the autocast regions of its loss, so nothing else need know of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.core.job import Job, Loss, LossFunction
+from meshloom.core.plan import Plan
+from meshloom.core.precisions import PRECISIONS
+
+
+def in_precision(job: Job, plan: Plan) -> Job:
+    """The job with its losses and metrics in the plan's precision; a job that has them so already is itself.
+
+    >>> job = Job(model=nn.Module, loss=lambda model, x: x @ x, optimizer=torch.optim.SGD, data=list, batch_size=1, steps=1)
+    >>> in_precision(job, Plan(precision="bf16-mixed")).loss(nn.Module(), torch.tensor([[1.001]]))
+    tensor([[1.]], dtype=torch.bfloat16)
+    >>> in_precision(job, Plan()) is job
+    True
+    """
+    name = PRECISIONS[plan.precision].autocast
+    if not name or _is_under_autocast(job.loss):
+        return job
+    dtype: torch.dtype = getattr(torch, name)
+    if job.evaluate:
+        metrics = {each: partial(_under_autocast, metric, dtype) for each, metric in job.evaluate.metrics.items()}  # fmt: skip
+        job = replace(job, evaluate=replace(job.evaluate, metrics=metrics))
+    if not job.losses:
+        return replace(job, loss=partial(_under_autocast, job.loss, dtype))
+    losses = {name: replace(each, loss=partial(_under_autocast, each.loss, dtype)) for name, each in job.losses.items()}  # fmt: skip
+    return replace(job, losses=losses, loss=Job.loss, optimizer=Job.optimizer)
+
+
+def _under_autocast(loss: LossFunction, dtype: torch.dtype, model: Any, batch: Any) -> Loss:
+    with torch.autocast(_device_type(model, batch), dtype=dtype):
+        return loss(model, batch)
+
+
+def _is_under_autocast(loss: LossFunction) -> bool:
+    return isinstance(loss, partial) and loss.func is _under_autocast
+
+
+def _device_type(model: nn.Module, batch: Any) -> str:
+    """Where the loss is computed: where the model's values are."""
+    tensors = (each for each in (*model.parameters(), *model.buffers()) if not each.is_meta)
+    first = next(tensors, batch)
+    return first.device.type if isinstance(first, Tensor) else "cpu"

@@ -1,0 +1,41 @@
+"""Families under precision=bf16-mixed equal one device at that precision; each under one of the kinds of plans, in turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshloom.core.plan import Plan
+from meshloom.verify.run import verify
+from tests.covering import in_turn
+from tests.families import FAMILIES, Family
+from tests.families.limits import NOT_READ
+
+COVERING = {"vit"}
+PLANS = [
+    "dp=2,microbatches=2,zero=1",
+    "pp=2,microbatches=2",
+    "dp=2,zero=3",
+    "pp=2,microbatches=2,schedule=zb-v",
+]
+PLAN_OF = dict(in_turn([name for name in FAMILIES if name not in NOT_READ], PLANS))
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+
+
+def test_forty_families_are_trained():
+    assert len(PLAN_OF) >= 40 and set(PLAN_OF.values()) == set(PLANS)
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [
+        pytest.param(FAMILIES[name], plan, marks=() if name in COVERING else pytest.mark.slow, id=name)
+        for name, plan in PLAN_OF.items()
+    ],
+)
+def test_a_family_equals_one_device(family: Family, plan: str):
+    job = replace(family.make_job(True), batch_size=5)
+    report = verify(job, Plan.parse(f"{plan},precision=bf16-mixed"), devices="simulated", steps=2)
+    assert report and report.passed, [str(each) for each in report.worst()] if report else ""

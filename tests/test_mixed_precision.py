@@ -1,0 +1,265 @@
+"""precision=bf16-mixed: what one device computes under autocast, under every plan; and bugs are found in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Evaluate, Job, Objective
+from meshloom.core.losses.in_precision import in_precision
+from meshloom.core.plan import Plan
+from meshloom.planner.memory.measured import measure_memory
+from meshloom.planner.memory.memory import predict_memory
+from meshloom.program.capture.capture import capture
+from meshloom.train.trainer import Trainer
+from meshloom.verify.run import verify
+from tests import test_planted_bugs, test_planted_in_pipelines
+from tests.jobs import make_job
+from tests.precision_jobs import MODELS, job_of
+from tests.test_memory import job_and_batches
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+
+PLANS = [
+    "dp=2",
+    "dp=2,microbatches=2,zero=1",
+    "dp=2,microbatches=2,zero=2",
+    "dp=2,zero=3",
+    "dp=2,microbatches=2,sync_batch_norm=true",
+    "tp=2",
+    "tp=2,dp=2,zero=3",
+    "recompute=selective",
+    "pp=2,microbatches=4,schedule=gpipe",
+    "pp=2,microbatches=4",
+    "pp=2,microbatches=4,schedule=interleaved,virtual_stages=2",
+    "pp=2,microbatches=4,schedule=zb-h1",
+    "pp=2,microbatches=4,schedule=zb-v",
+    "dp=2,pp=2,tp=2,microbatches=2",
+]
+QUICK = {("cnn", "dp=2,microbatches=2,zero=1"), ("mlp", "tp=2"), ("mlp", "pp=2,microbatches=4,schedule=zb-v")}
+CASES = [
+    pytest.param(model, plan, marks=() if (model, plan) in QUICK else pytest.mark.slow)
+    for model in MODELS
+    for plan in PLANS
+]
+
+
+@pytest.fixture
+def kernels(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN has no LSTM of bfloat16 operands on CPUs without instructions for them."""
+    if model == "lstm":
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_a_plan_is_one_device_at_the_same_precision(model: str, plan: str):
+    report = verify(job_of(model), Plan.parse(f"{plan},precision=bf16-mixed"), devices="simulated")
+    assert report and report.passed, [str(each) for each in report.worst()] if report else ""
+    if (
+        "tp=" not in plan and "sync" not in plan
+    ):  # the same operators on the same chunks: bits, but for sums of chunks
+        assert max(error.error for step in report.steps for error in step.errors) < 1e-6
+
+
+def losses(job: Job, plan: str) -> list[float]:
+    with Trainer(job, plan, devices="simulated", cache="off") as trainer:
+        return [trainer.step(batch) for batch in trainer.batches()]
+
+
+def under_autocast(job: Job) -> Job:
+    """The job whose loss opens autocast itself."""
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return job.loss(model, batch)
+
+    return replace(job, loss=loss)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["dp=2,microbatches=2", pytest.param("pp=2,microbatches=2,schedule=zb-v", marks=pytest.mark.slow)],
+)
+def test_it_is_what_a_loss_does_that_opens_autocast_itself(plan: str):
+    job = job_of("gpt")
+    mixed = losses(job, f"{plan},precision=bf16-mixed")
+    assert (
+        mixed
+        == losses(under_autocast(job), plan)
+        == losses(under_autocast(job), f"{plan},precision=bf16-mixed")
+    )
+    assert mixed != losses(job, plan)
+
+
+def test_metrics_are_computed_under_autocast_too():
+    seen: list[torch.dtype] = []
+
+    def metric(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        seen.append((returned := model(batch["x"])).dtype)
+        return returned.float().mean()
+
+    job = job_of("mlp")
+    job = replace(job, evaluate=Evaluate(job.data, {"mean": metric}, every=3))
+    with Trainer(job, "dp=2,precision=bf16-mixed", devices="simulated") as trainer:
+        trainer.fit()
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_each_of_several_losses_is_computed_under_autocast():
+    def objective(part: str) -> Objective:
+        def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            returned = model(batch["x"])
+            assert returned.dtype == torch.bfloat16
+            return returned.float().square().mean()
+
+        return Objective(loss=loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), parameters=part)
+
+    job = job_of("mlp")
+    several = Job(
+        model=job.model, data=job.data, batch_size=12, steps=2,
+        losses={"first": objective("first"), "rest": objective(["second", "third", "norm", "head"])},
+    )  # fmt: skip
+    report = verify(several, Plan.parse("dp=2,precision=bf16-mixed"), devices="simulated", steps=2)
+    assert report and report.passed
+
+
+@pytest.mark.slow
+def test_workers_of_an_asynchronous_run_compute_under_autocast():
+    seen: list[torch.dtype] = []
+    job = job_of("mlp")
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        seen.append((returned := model(batch["x"])).dtype)
+        return torch.nn.functional.cross_entropy(returned, batch["y"])
+
+    with Trainer(
+        replace(job, loss=loss), "dp=2,exchange=async,precision=bf16-mixed", devices="simulated"
+    ) as trainer:
+        trainer.fit()
+    assert set(seen) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=2,microbatches=2,zero=1",
+        pytest.param("pp=2,microbatches=3,schedule=zb-v", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2,tp=2,microbatches=2,zero=1", marks=pytest.mark.slow),
+        pytest.param("dp=2,zero=3", marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_are_as_predicted_and_activations_are_half(plan: str):
+    counted: list[int] = []
+    for precision in ("float32", "bf16-mixed"):
+        job = job_of("experts", drop_last=True)
+        job = replace(job, evaluate=Evaluate(job.data, {"loss": job.loss}, every=2))
+        with Trainer(job, f"{plan},precision={precision}", devices="simulated", cache="off") as trainer:
+            summary = trainer.fit()
+        assert summary.predicted == summary.counted
+        counted.append(summary.counted.total("pp") if "pp" in plan else summary.counted.total("dp"))
+    if "pp" in plan:  # activations between stages
+        assert counted[1] < 0.8 * counted[0]
+    else:  # gradients and parameters
+        assert counted[1] == counted[0]
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_memory_of_a_step_is_predicted(model: str):
+    job, batches = job_and_batches(model, "adamw")
+    mixed = in_precision(job, Plan(precision="bf16-mixed"))
+    predicted = predict_memory(capture(mixed, (batches[0], batches[1])), mixed.optimizer)
+    measured = measure_memory(mixed, batches[:1])
+    assert (predicted.parameters, predicted.optimizer, predicted.gradients) == (
+        measured.parameters, measured.optimizer, measured.gradients,
+    )  # fmt: skip
+    assert predicted.kept == pytest.approx(measured.kept, rel=0.02)
+
+
+def test_a_program_in_another_precision_is_not_used_from_the_cache(tmp_path: Any):
+    def cached(plan: str) -> list[float]:
+        with Trainer(job_of("mlp"), plan, devices="simulated", cache=tmp_path) as trainer:
+            return [trainer.step(batch) for batch in trainer.batches()]
+
+    plan = "pp=2,microbatches=2"
+    first = cached(plan)
+    mixed = cached(f"{plan},precision=bf16-mixed")
+    assert mixed == losses(job_of("mlp"), f"{plan},precision=bf16-mixed") != first
+    assert cached(plan) == first and cached(f"{plan},precision=bf16-mixed") == mixed
+
+
+def test_a_job_in_a_precision_is_wrapped_once():
+    plan = Plan(precision="bf16-mixed")
+    job = in_precision(job_of("mlp"), plan)
+    assert in_precision(job, plan) is job
+
+
+def test_other_precisions_are_refused():
+    with pytest.raises(PlanError, match=r"precision=half is not known. Use float32, bf16-mixed"):
+        Plan(precision="half")
+
+
+def mixed(plan: Plan | str) -> Plan:
+    return replace(Plan.parse(plan) if isinstance(plan, str) else plan, precision="bf16-mixed")
+
+
+QUICK_BUGS = {"mean_of_means": 0, "stale_gradient": 2}
+BUGS = [
+    pytest.param(
+        plant, kind, *job, plan,
+        id=f"{plant.__name__}-{'-'.join(job)}-{plan}",
+        marks=() if QUICK_BUGS.get(plant.__name__) == number else pytest.mark.slow,
+    )
+    for plant, kind, cases in test_planted_bugs.BUGS
+    for number, (job, plan) in enumerate(cases)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plant", "kind", "model", "optimizer", "plan"), BUGS)
+def test_a_planted_bug_is_caught_and_named(plant: Any, kind: str, model: str, optimizer: str, plan: Plan, monkeypatch: Any):  # fmt: skip
+    plant(monkeypatch, plan)
+    report = verify(make_job(model, optimizer, batch_size=13), mixed(plan), devices="simulated", steps=2)
+    assert report and not report.passed
+    assert [cause.kind for cause in report.causes][:1] == [kind], report.causes
+
+
+# Weights' gradients do not wait under autocast, and other stages use other values: these bugs then have no effect.
+WITHOUT_EFFECT = {"weights_of_one_microbatch_lost": "", "last_gradient_only": "pp=6,microbatches=2"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "model", "optimizer", "plan"),
+    [
+        pytest.param(plant, *job, plan, id=f"{plant.__name__}-{'-'.join(job)}-{plan}")
+        for plant, cases in test_planted_in_pipelines.BUGS
+        for job, plan in cases
+        if WITHOUT_EFFECT.get(plant.__name__) not in ("", plan)
+    ],
+)
+def test_a_bug_planted_in_pipelines_is_caught(plant: Any, model: str, optimizer: str, plan: str, monkeypatch: Any):  # fmt: skip
+    monkeypatch.setattr(
+        test_planted_in_pipelines,
+        "verify",
+        lambda job, plan, **settings: verify(job, mixed(plan), **settings),
+    )
+    test_planted_in_pipelines.test_a_planted_bug_is_caught(plant, model, optimizer, plan, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "optimizer", "plan"),
+    sorted(
+        {(*job, str(plan)) for _, _, cases in test_planted_bugs.BUGS for job, plan in cases}
+        | {(*job, plan) for _, cases in test_planted_in_pipelines.BUGS for job, plan in cases}
+    ),
+    ids=str,
+)
+def test_without_a_bug_the_same_runs_pass(model: str, optimizer: str, plan: str):
+    report = verify(make_job(model, optimizer, batch_size=13), mixed(plan), devices="simulated", steps=2)
+    assert report and report.passed and not report.causes, report.causes if report else ""
