@@ -101,7 +101,7 @@ def whole_gradients(world: Sequence[tuple[Net, Exchange]], weight: float) -> lis
     """Finish the step on every replica; whole gradients by name, as each of them sees them."""
 
     def finish(exchange: Exchange) -> Steps[dict[str, Tensor | None]]:
-        gradients = yield from exchange.finish(torch.tensor(weight, dtype=torch.float64))
+        gradients = yield from exchange.finish(weight)
         return (yield from gathered(exchange, gradients))
 
     return run_in_steps([finish(exchange) for _, exchange in world])

@@ -140,7 +140,7 @@ class Grid:
 
         def rank(number: int) -> Steps[float | None]:
             exchange, groups = self.exchanges[number], self.groups[number]
-            weight = torch.tensor(float(sum(map(len, chunks))), dtype=torch.float64)
+            weight = float(sum(map(len, chunks)))
             averaged = yield from exchange.finish(weight)
             for group in groups.values():
                 group.counts.clear()
@@ -150,7 +150,7 @@ class Grid:
                 for axis, group in groups.items()
             }
             yield from exchange.publish()
-            return norm
+            return None if norm is None else float(norm)
 
         self.counted: list[dict[str, dict[str, int]]] = [{} for _ in self.models]
         return run_in_steps([rank(number) for number in range(len(self.models))])

@@ -81,7 +81,7 @@ class World:
             exchange.begin_step()
             exchange.begin_last_chunk()
             model(chunk).square().sum().backward()
-        found = run_in_steps([exchange.finish(torch.tensor(weight)) for exchange in self.exchanges])
+        found = run_in_steps([exchange.finish(weight) for exchange in self.exchanges])
         names = [piece.name for piece in self.exchanges[0].owned]
         return [
             {
@@ -266,7 +266,7 @@ def test_the_error_of_a_parameter_that_nobody_used_waits(kind: str) -> None:
         exchange.begin_step()
         exchange.begin_last_chunk()
         exchange.gradient_ready(_with_gradient(exchange, "last.weight"))
-    found = run_in_steps([exchange.finish(torch.tensor(1.0)) for exchange in world.exchanges])
+    found = run_in_steps([exchange.finish(1.0) for exchange in world.exchanges])
     by_name = dict(zip([piece.name for piece in world.exchanges[0].owned], found[0], strict=True))
     assert by_name["first.weight"] is None and by_name["last.weight"] is not None
     assert torch.equal(_errors(world)["first.weight"], before)

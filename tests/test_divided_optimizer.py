@@ -308,8 +308,8 @@ def test_a_divided_program_trains_as_one_device_does(name: str, part: Partition)
     )
 
     def rank(number: int) -> Steps[float | None]:
-        averaged = yield from exchanges[number].finish(torch.tensor(1.0, dtype=torch.float64))
-        return (yield from updaters[number].update(averaged, 1.0))
+        averaged = yield from exchanges[number].finish(1.0)
+        return float((yield from updaters[number].update(averaged, 1.0)))
 
     for tokens, norm in zip(batches, norms, strict=True):
         for exchange in exchanges:

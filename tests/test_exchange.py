@@ -95,7 +95,7 @@ def test_bytes_are_those_of_the_formula(kind: str) -> None:
     for _ in range(4):
         for model, exchange in world:
             backward(model, exchange, data(2))
-        run_in_steps([exchange.finish(torch.tensor(4.0)) for _, exchange in world])
+        run_in_steps([exchange.finish(4.0) for _, exchange in world])
         run_in_steps([exchange.publish() for _, exchange in world])
     for group, (_, exchange) in zip(groups, world, strict=True):
         counted = Traffic.of({"dp": group.counts})

@@ -89,7 +89,7 @@ def train(model: Net, exchange: Exchange, chunks: Sequence[Tensor], *, at_the_en
 
 def averaged(world: Sequence[Exchange], weight: float) -> list[dict[str, Tensor | None]]:
     def finish(exchange: Exchange) -> Steps[dict[str, Tensor | None]]:
-        gradients = yield from exchange.finish(torch.tensor(weight, dtype=torch.float64))
+        gradients = yield from exchange.finish(weight)
         return (yield from gathered(exchange, gradients))
 
     return run_in_steps([finish(exchange) for exchange in world])

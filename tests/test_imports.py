@@ -67,7 +67,7 @@ ORDER = [
         "telemetry",
     ],
     ["asynchronous.protocol", "comm", "machine", "pipeline.schedules", "program.ir"],
-    ["comm.liveness", "core.losses", "core.moments"],
+    ["comm.liveness", "core.device", "core.losses", "core.moments"],
     ["core"],
 ]
 LEVEL = {room: len(ORDER) - line for line, rooms in enumerate(ORDER) for room in rooms}

@@ -7,6 +7,7 @@ A copy that nobody waited for, or memory that is used again too early, gives oth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshloom.core.device.lanes import DirectLane, Lane, Wait, lane_of
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 from meshloom.optimizer import state_on_host, updater
-from meshloom.optimizer.offload.lanes import DirectLane, Lane, Wait, lane_of
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.state_on_host import StateOnHost
 from meshloom.optimizer.state_pieces import OwnedSlice
@@ -50,6 +51,12 @@ class LateLane(Lane):
 
     def before_computation(self) -> None:
         self._run(len(self.queue))
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
 
     def _run(self, until: int) -> None:
         for target, source in self.queue[self.done : until]:

@@ -88,10 +88,10 @@ class World:
             model(chunk).square().sum().backward()
 
         def rank(exchange: Exchange, updater: Updater) -> Steps[float | None]:
-            gradients = yield from exchange.finish(torch.tensor(float(weight), dtype=torch.float64))
+            gradients = yield from exchange.finish(float(weight))
             norm = yield from updater.update(gradients, loss)
             yield from exchange.publish()
-            return norm
+            return None if norm is None else float(norm)
 
         return run_in_steps([rank(exchange, updater) for _, exchange, updater in self.members])
 

@@ -82,7 +82,7 @@ def _parameters_after(steps: int, bucket_bytes: int, bug: str) -> list[torch.Ten
             if chunk is chunks[2 * group.rank + 1]:
                 exchange.begin_last_chunk()
             model(chunk).square().sum().backward()
-        (gradients,) = run_in_steps([exchange.finish(torch.tensor(float(sum(map(len, chunks)))))])
+        (gradients,) = run_in_steps([exchange.finish(float(sum(map(len, chunks))))])
         time.sleep(0.2 if late else 0)
         for slice_, gradient in zip(exchange.owned, gradients, strict=True):
             if gradient is not None:

@@ -56,6 +56,11 @@ class Group(ABC):
         overwrites the other slices, and as `tensor` of `all_gather`."""
         return False
 
+    @property
+    def has_streams(self) -> bool:
+        """Whether operations run on streams of their own, so that a wait orders the stream that is current, and no other."""
+        return False
+
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Replace `tensor` (of equal shape on all ranks) by its reduction, with equal bits on all ranks."""

@@ -66,6 +66,10 @@ class RecordedGroup(Group):
     def is_in_place(self) -> bool:
         return self.group.is_in_place
 
+    @property
+    def has_streams(self) -> bool:
+        return self.group.has_streams
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         return self._start("all_reduce", tensor.nbytes, lambda: self.group.all_reduce(tensor, op))
 

@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from meshloom.core.errors import CollectiveError
 from meshloom.core.random import preserved_draws
 
@@ -85,7 +87,9 @@ class Turns:
             self._names[threading.get_ident()] = rank
             try:
                 self._await_turn(rank)
-                results[rank] = functions[rank]()
+                # Backward stays in this thread, on GPUs too: their own thread would serve all ranks, and wait with one.
+                with torch.autograd.set_multithreading_enabled(False):
+                    results[rank] = functions[rank]()
             except BaseException as error:
                 with self._baton:
                     self._failed = self._failed or error

@@ -13,6 +13,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
+from meshloom.exchange.buckets.flags import set_flags, used_anywhere
 from meshloom.exchange.buckets.reduction import Exact, Reduction
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.registry import Setup
@@ -95,13 +96,15 @@ class AllReduce(Exchange):
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         self._buckets.gradient_ready(parameter)
 
-    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
         self._buckets.start_rest()
-        yield from self._reduction.finish(self._buckets.buckets, float(weight))
+        yield from self._reduction.finish(self._buckets.buckets, weight)
         gradients: dict[str, Tensor | None] = {}
         for bucket in self._buckets.buckets:
-            used = bucket.flat[bucket.length : bucket.length + len(bucket.entries)].tolist()
-            for entry, is_used in zip(bucket.entries, used, strict=True):
+            used = bucket.flat[bucket.length : bucket.length + len(bucket.entries)]
+            for entry, is_used in zip(
+                bucket.entries, used_anywhere((each.arrived for each in bucket.entries), used), strict=True
+            ):
                 gradients[entry.name] = bucket.flat[entry.start : entry.stop] if is_used else None
         yield from self._buckets.share_order(self._group)
         return [gradients[slice_.name] for slice_ in self._owned]
@@ -115,6 +118,5 @@ class AllReduce(Exchange):
 
     def _start(self, bucket: Bucket) -> None:
         with torch.no_grad():
-            used = bucket.flat[bucket.length :]
-            used.copy_(torch.tensor([float(entry.arrived) for entry in bucket.entries], dtype=used.dtype))
+            set_flags(bucket.flat[bucket.length :], [entry.arrived for entry in bucket.entries])
         self._reduction.start(bucket)

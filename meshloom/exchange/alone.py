@@ -25,14 +25,13 @@ class Alone(Exchange):
         for slice_ in self._owned:
             slice_.parameter.grad = None
 
-    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
         present = [slice_.parameter.grad for slice_ in self._owned if slice_.parameter.grad is not None]
         for index, gradient in enumerate(present):
             if gradient.layout != torch.strided:
                 present[index] = gradient.to_dense()
-        divisor = float(weight)
-        if present and divisor != 1.0:
-            torch._foreach_div_(present, divisor)  # pyright: ignore[reportPrivateUsage]
+        if present and weight != 1.0:
+            torch._foreach_div_(present, weight)  # pyright: ignore[reportPrivateUsage]
         dense = iter(present)
         return [None if slice_.parameter.grad is None else next(dense).reshape(-1) for slice_ in self._owned]
         yield

@@ -161,9 +161,9 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
         """The gradient of each owned slice, flat and in the order of `owned`: the sum over all chunks divided
-        by `weight` (float64 []).
+        by `weight`.
 
         The weight is that of the global batch or, where replicas are `independent`, that of this replica's
         share. A weight of exactly 1 costs no division.

@@ -129,7 +129,7 @@ class LocalSGD(Exchange):
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         self._inner.gradient_ready(parameter)
 
-    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
         if self.settled:
             self._end.begin(self._named)
         self._taken += 1

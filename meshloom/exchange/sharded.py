@@ -75,7 +75,7 @@ class Sharded(Exchange):
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         self._buckets.gradient_ready(parameter)
 
-    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
         self._buckets.start_rest()
         self._copies.computed()
         # Not started earlier: a rank that has waited for it knows that no rank computes with the old
@@ -85,9 +85,8 @@ class Sharded(Exchange):
         for work in self._works:
             work.wait()
         self._sums = self._add_up()
-        divisor = float(weight)
-        for each in self._sums if divisor != 1.0 else ():
-            each.div_(divisor)
+        for each in self._sums if weight != 1.0 else ():
+            each.div_(weight)
         self._is_used = self._used.found()
         yield from self._buckets.share_order(self._group)
         return self._mine.gradients(self._sums, self._is_used)

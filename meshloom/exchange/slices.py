@@ -15,6 +15,7 @@ from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import separate
 from meshloom.exchange.buckets.buckets import BucketLayout
+from meshloom.exchange.buckets.flags import set_flags, used_anywhere
 from meshloom.exchange.exchange import Emit, Slice
 
 
@@ -68,12 +69,12 @@ class UsedFlags:
 
     def start(self) -> Work:
         """Starts to sum the flags of the gradients that have arrived here."""
-        self._flags.copy_(torch.tensor([entry.arrived for entry in self._entries], dtype=torch.uint8))
+        set_flags(self._flags, [entry.arrived for entry in self._entries])
         return self._group.all_reduce(self._flags, "max")
 
     def found(self) -> list[bool]:
         """Whether each entry was used, after the work that `start` returned."""
-        return [bool(each) for each in self._flags.tolist()]
+        return used_anywhere((entry.arrived for entry in self._entries), self._flags)
 
     @property
     def num_bytes(self) -> int:

@@ -139,17 +139,16 @@ class WithSparse(Exchange):
                 arrived.append(gradient)
             parameter.grad = None
 
-    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
         for _, parameter in self._named:
             self.gradient_ready(parameter)  # if it was not reported as ready
         mine = [self._add_up(name, parameter) for name, parameter in self._named]
         self._arrived = {id(parameter): [] for _, parameter in self._named}
         dense = yield from self._inner.finish(weight)
         sums = (yield from _Sums(self._named, self._group, self._sent).sums(mine)) if self._group else mine
-        divisor = float(weight)
-        for total in sums if divisor != 1.0 else ():
+        for total in sums if weight != 1.0 else ():
             if total is not None:
-                total.values().div_(divisor)
+                total.values().div_(weight)
         self._whole = {name: total for (name, _), total in zip(self._named, sums, strict=True)}
         return [*dense, *(self._of_slice(each) for each in self._mine)]
 

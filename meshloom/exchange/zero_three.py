@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
+from meshloom.exchange.buckets.flags import set_flags, used_anywhere
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.units.unit_gathering import UnitGathering
@@ -128,19 +129,19 @@ class ZeroThree(Exchange):
         if part.is_complete:
             self.gathering.complete(part)
 
-    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
         self.gathering.end_step(late=self._late)
-        self._used.copy_(torch.tensor([entry.used for entry in self._entries], dtype=torch.uint8))
+        set_flags(self._used, [entry.used for entry in self._entries])
         work = self._replicas.all_reduce(self._used, "max")
         yield
         work.wait()
         yield from self._add_up_equals()
-        for entry, used in zip(self._entries, self._used.tolist(), strict=True):
-            entry.used = bool(used)
-        divisor = float(weight)
+        used = used_anywhere((entry.used for entry in self._entries), self._used)
+        for entry, is_used in zip(self._entries, used, strict=True):
+            entry.used = is_used
         for part in self._trained:
-            if part.summed is not None and divisor != 1.0:
-                part.summed.div_(divisor)
+            if part.summed is not None and weight != 1.0:
+                part.summed.div_(weight)
         return [
             each.of(part.summed) if each.entry.used and part.summed is not None else None
             for part, each in self._mine

@@ -21,8 +21,8 @@ def clip(
     *,
     holders: Sequence[Group] = (),
     counted: Sequence[Tensor | bool] | None = None,
-) -> Steps[float]:
-    """Scales `gradients` in place so that their joint 2-norm is at most `largest`; returns the norm before.
+) -> Steps[Tensor]:
+    """Scales `gradients` in place so that their joint 2-norm is at most `largest`; returns the norm before, float64 [].
 
     gradients: flat, of the elements that this rank owns; None counts as zero. owners: the ranks that own the
     other elements; None: there are none. holders: groups of ranks that hold other parameters, or other shards
@@ -42,7 +42,7 @@ def clip(
     for gradient in gradients:
         if gradient is not None:
             elements_of(gradient).mul_(factor)
-    return float(norm)
+    return norm
 
 
 def elements_of(gradient: Tensor) -> Tensor:

@@ -114,7 +114,8 @@ class FullFromShards:
             flagged = [
                 received[number, rank] for rank in range(self._shards.size) if (number, rank) in received
             ]
-            is_there = any(bool(each[0]) for each in flagged)
+            known = bool(flagged) and shards[number] is not None  # else they are read
+            is_there = known or any(bool(each[0]) for each in flagged)
             full.append(
                 moves.assemble(
                     pieces, [each[1:].view(pieces.local_shape(rank)) for rank, each in enumerate(flagged)]

@@ -122,13 +122,21 @@ class FullFromSlices:
             num_extra=1,
         )
         whole: dict[int, Tensor] = {}
+        used = {part.parameter: gradient is not None for part, gradient in found.items()}
+        first: dict[int, Tensor] = {}
+        for part, flagged in received:
+            if part.parameter not in used:  # this rank owns nothing of it
+                first.setdefault(part.parameter, flagged[0])
+        if first:
+            flags = torch.stack([each.double() for each in first.values()]).tolist()
+            used |= {number: bool(flag) for number, flag in zip(first, flags, strict=True)}
         for part, flagged in received:
             if part.parameter not in whole:
                 parameter = self._parameters[part.parameter]
                 whole[part.parameter] = torch.zeros_like(
                     parameter.detach(), memory_format=torch.contiguous_format
                 )
-                parameter.grad = whole[part.parameter] if bool(flagged[0]) else None
+                parameter.grad = whole[part.parameter] if used[part.parameter] else None
             whole[part.parameter].view(-1)[part.start : part.stop] = flagged[1:]
         if self._only_slices:
             yield from self._fetch_values()

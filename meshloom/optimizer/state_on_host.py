@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshloom.core.device.lanes import Lane, Wait
 from meshloom.core.errors import PlanError
 from meshloom.core.units import format_bytes, round_up
-from meshloom.optimizer.offload.lanes import Lane, Wait
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.offload.windows import (
     WINDOW_BYTES,
@@ -65,8 +65,7 @@ class StateOnHost(OffloadedState):
             for window in self._windows[id(optimizer)]
         ]
         most, count = max(sizes, default=0), 2 if len(sizes) > len(optimizers) else 1
-        pinned = device.type == "cuda"
-        self._rooms = [torch.empty(2 * most, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+        self._rooms = [down.memory([2 * most], torch.uint8) for _ in range(count)]
         self._left: list[Wait] = [lambda: None] * count  # by room, until its values are the device's
 
     def held(self, held: Sequence[Sequence[OwnedSlice]]) -> list[list[OwnedSlice]]:
@@ -133,7 +132,7 @@ class StateOnHost(OffloadedState):
             twin.data = values
             gradient = parameter.grad
             if gradient is None or gradient.layout != torch.strided:
-                twin.grad = None if gradient is None else gradient.cpu()
+                twin.grad = None if gradient is None else gradient.cpu()  # rows, which it waits for
                 continue
             received, at = _part(room, at, parameter)
             self._down.copy(received, gradient)

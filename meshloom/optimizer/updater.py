@@ -21,12 +21,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps, run_in_steps
+from meshloom.core.device.lanes import lane_of
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Exchange, Ownership, Slice
 from meshloom.optimizer.assignment import assign_everything, assign_parts
 from meshloom.optimizer.clipping import clip
-from meshloom.optimizer.offload.lanes import lane_of
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.optimizer_state import OptimizerState
 from meshloom.optimizer.state_on_disk import StateOnDisk
@@ -161,8 +161,8 @@ class Updater:
         *,
         rate: float = 1.0,
         evaluate: Evaluate | None = None,
-    ) -> Steps[float | None]:
-        """Clip and step; the gradient's norm before clipping, None if the job does not clip.
+    ) -> Steps[Tensor | None]:
+        """Clip and step; the gradient's norm before clipping, float64 [], None if the job does not clip.
 
         gradients: what `Exchange.finish` returned: of each owned slice, flat; None was not used. Clipping
             scales them in place.
@@ -188,7 +188,7 @@ class Updater:
             scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
         return norm
 
-    def _take(self, gradients: Sequence[Tensor | None]) -> Steps[float | None]:
+    def _take(self, gradients: Sequence[Tensor | None]) -> Steps[Tensor | None]:
         """Clip, and give the optimizers of this turn their gradients; the norm."""
         norm, turn, parts = None, self._turn, self._assignment
         turn.evaluations += 1

@@ -89,14 +89,13 @@ class PipelineOwnership:
         yield
         for work, received, parameter in arriving:
             work.wait()
-            if received[0]:
-                gradient = received[1:].view(parameter.shape)
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                elif parameter.grad.layout == torch.strided:
-                    parameter.grad.add_(gradient)  # it may be a view of the exchange's bucket
-                else:
-                    parameter.grad = parameter.grad + gradient
+            gradient = received[1:].view(parameter.shape)  # zeros if the borrower has none
+            if parameter.grad is None:
+                parameter.grad = gradient if received[0] else None  # reads it: waits for the device
+            elif parameter.grad.layout == torch.strided:
+                parameter.grad.add_(gradient)  # it may be a view of the exchange's bucket
+            else:
+                parameter.grad = parameter.grad + gradient
         for work, _ in sending:
             work.wait()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
+from meshloom.core.device.readback import Readback, Readbacks
 from meshloom.core.errors import JobError
 from meshloom.core.losses.loss_sum import as_sum
 from meshloom.data.chunks import Chunk
@@ -21,14 +23,20 @@ class LossSums:
 
     asked: whether some rank asks, once the sums are global. keeps_own: whether `own_divisor`
         is needed. loss: the name of that whose turn it is, if there are several.
+    readbacks: by which they come to the host, while the device goes on with what it was given after `start`; of other
+        numbers of the step too.
     """
 
     def __init__(self, device: torch.device, *, keeps_own: bool = False) -> None:
         self.sums = torch.zeros(5, dtype=torch.float64, device=device)
         self.asked = False
         self.loss = ""
-        self._own = self.sums
+        self._own: Tensor | None = None
         self._keeps_own = keeps_own
+        self.readbacks = Readbacks(device)
+        self._ready = self.started = False
+        self._global: Readback | None = None
+        self._of_own: Readback | None = None
         self._asks: Callable[[], bool] | None = None
         self._work: Work | None = None
         self._one = {
@@ -36,11 +44,18 @@ class LossSums:
             for is_mean in (False, True)
         }
 
+    @property
+    def are_asked(self) -> bool:
+        """Whether ranks agree on what they ask for."""
+        return self._asks is not None
+
     def begin(self, asks: Callable[[], bool] | None = None) -> None:
         """Start a step. asks: whether this rank asks for something between steps; None: ranks do not agree on
         that."""
         self.sums = torch.zeros_like(self.sums)
         self._asks = asks
+        self._ready = self.started = False
+        self._global = self._of_own = None
 
     def add(self, returned: Any, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | float]:
         """Add what the loss returned for a chunk; returns the root of its backward, the loss sum and its
@@ -64,33 +79,46 @@ class LossSums:
 
     def start(self, group: Group) -> None:
         """Start the all-reduce of this replica's sums over `group`, the replicas."""
+        self.started = True
         if self._keeps_own:
             self._own = self.sums.clone()
         self._work = group.all_reduce(self.sums) if group.size > 1 else None
+        self._ready = group.size == 1 or group.has_streams
+        if self._ready:
+            self.readbacks.lane.after_computation()
 
     def wait(self) -> None:
         """Wait for that all-reduce; simulated ranks need their turn between `start` and this."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        work, self._work = self._work, None
+        if work is not None:
+            with self.readbacks.lane.entered() if self._ready else nullcontext():
+                work.wait()
+
+    def send(self) -> None:
+        """Send them to the host: they are global."""
+        if self._own is not None:
+            self._of_own = self.readbacks.read(self._own, ready=self._ready)
+        self._global = self.readbacks.read(self.sums, ready=self._ready)
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes of a step of several replicas."""
         return ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self.sums.nbytes))
 
-    def own_divisor(self, batch: int) -> Tensor:
+    def own_divisor(self, batch: int) -> float:
         """The number to divide this replica's gradients by for the mean over its own share; 1 for a share
         without weight."""
-        _, weight, _, num_means, _ = self._own.tolist()
-        return torch.tensor(weight / batch if num_means else weight or 1.0, dtype=torch.float64)
+        assert self._of_own
+        _, weight, _, num_means, _ = self._of_own.values().tolist()
+        return weight / batch if num_means else weight or 1.0
 
-    def result(self, batch: int) -> tuple[float, float, Tensor]:
-        """The global loss and weight, and the number to divide gradients by, once the sums are global. batch:
-        samples of the global batch."""
-        total, weight, num_chunks, num_means, num_asking = self.sums.tolist()
+    def result(self, batch: int) -> tuple[float, float, float]:
+        """The global loss and weight, and the number to divide gradients by, once the sums were sent. Waits for them.
+        batch: samples of the global batch."""
+        assert self._global
+        total, weight, num_chunks, num_means, num_asking = self._global.values().tolist()
         self.asked = num_asking > 0
         if num_means not in (0, num_chunks):
             raise JobError(
                 f"The loss function returned a mean for {num_means:g} of {num_chunks:g} chunks and (sum, weight) for the others. Return one kind always."
             )
-        return total, weight, self.sums[1] / batch if num_means else self.sums[1]
+        return total, weight, weight / batch if num_means else weight

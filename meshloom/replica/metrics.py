@@ -70,8 +70,8 @@ class MetricSums:
     def add(self, name: str, chunk: Chunk, returned: Any) -> None:
         """Add what a metric returned for a chunk: a scalar tensor or a number, or (sum, weight)."""
         value, weight = as_sum(_as_tensor(returned), chunk.samples, needs_gradient=False, who="The metric")
-        both = [value.double(), torch.as_tensor(weight, dtype=torch.float64, device=value.device)]
-        self._rows[name] += torch.stack(both).to(self.sums.device)  # a plain number has no device
+        for place, each in zip(self._rows[name], (value, weight), strict=True):
+            place += each  # of a device, or a plain number, for which nobody waits
 
     def means(self) -> dict[str, float]:
         """By name; nan where there is no weight."""

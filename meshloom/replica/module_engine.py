@@ -108,7 +108,7 @@ class ModuleEngine(Engine):
                 del loss
                 if self._units:
                     self._units.chunk_ended()
-        if self._units or not chunks:
+        if not loss_sums.started:
             self._complete(loss_sums)
         self._exchange.end_chunks()
         return

@@ -20,7 +20,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Steps
+from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.compiled import compiled_notes, without_compilation
 from meshloom.core.errors import CaptureError, DataError
 from meshloom.core.job import Job, LossFunction, NamedParameters
@@ -198,6 +198,10 @@ class ProgramEngine(Engine):
         self.rows.begin()
         listener = BothListeners(activity, recorder) if recorder else activity
         finish, around = finish_of(chunks, scope, loss_sums), around_of(self.plan, chunks, scope)
+        # On a communicator of its own: replicas may have started different numbers of gradient all-reduces.
+        begin_sums = partial(_begin_sums, loss_sums, self.context.statistics, self._sums)
+        if self.plan.pp == 1 and not self._exchange.each_chunk:
+            finish = _then(finish, len(batches) - 1, begin_sums)
         with self.computing(STEP, idle=not batches):
             sent = self.microbatches.train(batches, most, finish, around, listener)
         self._sums.count(sent)
@@ -206,11 +210,8 @@ class ProgramEngine(Engine):
         )
         for axis in ("tp", "pp") if self.rows.flags.numel() else ():
             yield from self._sums.add_up(axis, self.rows.flags.clamp_(max=1))
-        loss_sums.close()
-        # known to the last stage's rank, zeros on the others
-        yield from self._sums.add_up("pp", loss_sums.sums)
-        # On a communicator of its own: replicas may have started different numbers of gradient all-reduces.
-        loss_sums.start(self.context.statistics)
+        if not loss_sums.started:
+            yield from begin_sums()
         self._exchange.end_chunks()
 
     def computing(self, kind: str, *, idle: bool = False) -> AbstractContextManager[None]:
@@ -264,6 +265,29 @@ class ProgramEngine(Engine):
 
     def schedule(self, num_microbatches: int) -> Schedule | None:
         return self.cutter.schedule(num_microbatches)
+
+
+def _begin_sums(sums: LossSums, statistics: Group, team: TeamSums) -> Steps[None]:
+    """Ends the chunks of `sums`, adds them up over the replica, and starts their sum over replicas."""
+    sums.close()
+    if sums.are_asked:
+        yield from team.add_up("tp", sums.sums[4:])
+    yield from team.add_up("pp", sums.sums)  # known to the last stage's rank, zeros on the others
+    sums.start(statistics)
+
+
+def _then(
+    finish: Callable[[int, Any], Tensor], last: int, begin: Callable[[], Steps[None]]
+) -> Callable[[int, Any], Tensor]:
+    """`finish`, and after that of the last microbatch `begin`: before its backward."""
+
+    def both(microbatch: int, returned: Any) -> Tensor:
+        root = finish(microbatch, returned)
+        if microbatch == last:
+            run_in_steps([begin()])
+        return root
+
+    return both
 
 
 def _captured(

@@ -26,6 +26,7 @@ from meshloom.comm.objects import agree
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import windows_of
+from meshloom.core.device.readback import Readback
 from meshloom.core.errors import JobError
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.job import Job, NamedParameters
@@ -85,7 +86,7 @@ class Gradients:
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """The result of a step: loss (mean over the global batch), its weight, its samples, and the gradient norm
-    if clipping is on.
+    if clipping is on, which may still be on its way.
 
     asked: whether some rank asks for something between steps; equal on all. losses: of several, the newest of each by
         name; the rest is of the first one.
@@ -95,9 +96,14 @@ class StepResult:
     loss: float
     weight: float
     samples: int
-    gradient_norm: float | None
+    norm: Readback | None
     asked: bool = False
     losses: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """Waits for the device, unless a later step's loss is known."""
+        return None if self.norm is None else float(self.norm.values())
 
 
 class Replica:
@@ -232,8 +238,7 @@ class Replica:
         self.arrivals.append(time.monotonic())
         yield
         self.sums.wait()
-        if self.asks is not None:
-            yield from self.engine.add_up("tp", self.sums.sums[4:])
+        self.sums.send()
         total, weight, divisor = self.sums.result(chunks[0].batch)
         if self.exchange.independent:
             divisor = self.sums.own_divisor(chunks[0].batch)
@@ -266,7 +271,8 @@ class Replica:
         self.updating = False
         doing.enter("between steps", step + 1)
         return StepResult(
-            step=step, loss=found.loss, weight=found.weight, samples=found.samples, gradient_norm=norm, asked=self.sums.asked,
+            step=step, loss=found.loss, weight=found.weight, samples=found.samples, asked=self.sums.asked,
+            norm=None if norm is None else self.sums.readbacks.read(norm),
         )  # fmt: skip
 
     @property

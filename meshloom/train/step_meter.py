@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from meshloom.comm.objects import collect
 from meshloom.comm.recording import Count
+from meshloom.core.device.readback import Readback
 from meshloom.core.job import Job
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
@@ -19,6 +21,34 @@ from meshloom.telemetry.progress import Progress
 from meshloom.telemetry.summary import Summary, time_shares
 from meshloom.telemetry.traffic import Traffic
 from meshloom.train.local_replicas import LocalReplicas
+
+
+class ProgressLines:
+    """Lines of progress, in order: a context manager that tells all of them. A gradient's norm that a device has still to compute is told after the next step, whose
+    loss the host waits for anyway."""
+
+    def __init__(self, tell: Callable[[Progress], None]) -> None:
+        self._tell = tell
+        self._held: list[tuple[Progress, Readback | None]] = []
+
+    def __enter__(self) -> ProgressLines:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.tell()
+
+    def add(self, progress: Progress, norm: Readback | None) -> None:
+        """After a step. norm: of its gradient."""
+        self.tell()
+        self._held.append((progress, norm))
+        if norm is None or not norm.waits:
+            self.tell()
+
+    def tell(self) -> None:
+        """All that are held."""
+        held, self._held = self._held, []
+        for progress, norm in held:
+            self._tell(progress if norm is None else replace(progress, gradient_norm=float(norm.values())))
 
 
 class StepMeter:
@@ -53,15 +83,20 @@ class StepMeter:
         """What the newest step came to."""
         self._results[1:] = [result]
 
+    @property
+    def norm(self) -> Readback | None:
+        """Of the newest step's gradient, if the job clips."""
+        return self._results[-1].norm
+
     def progress(self, step: int, steps: int, loss: float, memory_bytes: int) -> Progress:
-        """After `step` of `steps`."""
+        """After `step` of `steps`, without the gradient's norm."""
         seconds = max(self._steps + self._data, 1e-9)
         samples = self._job.batch_size * self.num_steps / seconds
         return Progress(
             step=step,
             steps=steps,
             loss=loss,
-            gradient_norm=self._results[-1].gradient_norm,
+            gradient_norm=None,
             learning_rates=self._replicas.first.updater.learning_rates(),
             samples_per_second=samples,
             tokens_per_second=samples * self._job.tokens_per_sample if self._job.tokens_per_sample else None,

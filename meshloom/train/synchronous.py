@@ -33,7 +33,7 @@ from meshloom.train.local_replicas import LocalReplicas
 from meshloom.train.memory_check import prepare
 from meshloom.train.run_checkpoints import RunCheckpoints
 from meshloom.train.share_measurement import ShareMeasurement
-from meshloom.train.step_meter import StepMeter
+from meshloom.train.step_meter import ProgressLines, StepMeter
 from meshloom.train.timeline_recording import TimelineRecording
 
 CHECK_EVERY = 100  # steps between comparisons of the replicas' bits
@@ -113,21 +113,23 @@ class SynchronousRun:
         evaluation: dict[str, float] = {}
         saved: Path | None = None
         began = time.monotonic()
-        for batch in self.batches():
-            loss = self.step(batch)
-            if self._world.main:
-                self._listener.step(
-                    self._meter.progress(self.next_step, self._steps, loss, self._world.memory_bytes())
-                )
-            last = self.next_step == self._steps
-            if self._job.evaluate and (last or self.next_step % self._job.evaluate.every == 0):
-                evaluation = self.evaluate()
-                self._listener.evaluated(self.next_step, evaluation)
-            if self._out and (
-                last or (self._job.checkpoint_every and self.next_step % self._job.checkpoint_every == 0)
-            ):
-                saved = self.save(wait=last)
-            self._checkpoints.tell_saved()
+        with ProgressLines(self._listener.step) as lines:
+            for batch in self.batches():
+                loss = self.step(batch)
+                if self._world.main:
+                    bytes_ = self._world.memory_bytes()
+                    progress = self._meter.progress(self.next_step, self._steps, loss, bytes_)
+                    lines.add(progress, self._meter.norm)
+                last = self.next_step == self._steps
+                if self._job.evaluate and (last or self.next_step % self._job.evaluate.every == 0):
+                    lines.tell()
+                    evaluation = self.evaluate()
+                    self._listener.evaluated(self.next_step, evaluation)
+                every = self._job.checkpoint_every
+                if self._out and (last or (every and self.next_step % every == 0)):
+                    lines.tell()
+                    saved = self.save(wait=last)
+                self._checkpoints.tell_saved()
         return self.summary(time.monotonic() - began, evaluation, saved)
 
     def batches(self) -> Iterator[Batch]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshloom.checkpoint.writing.parallel import DividedState, Part
+from meshloom.core.device.lanes import Lane, lane_of
 from meshloom.core.units import round_up
 
 _ALIGNED_BYTES = 64  # where each part begins
@@ -28,11 +29,11 @@ class CopyMemory:
     def num_bytes(self) -> int:
         return self._memory.nbytes
 
-    def take(self, num_bytes: int, *, pinned: bool) -> Tensor:
-        """So many bytes, whose content is lost when others are taken."""
-        if num_bytes > self._memory.nbytes or pinned != self._memory.is_pinned():
+    def take(self, num_bytes: int, lane: Lane) -> Tensor:
+        """So many bytes to which a lane copies; their content is lost when others are taken."""
+        if num_bytes > self._memory.nbytes:
             self.release()
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self._memory = lane.memory([num_bytes], torch.uint8)
         return self._memory[:num_bytes]
 
     def release(self) -> None:
@@ -41,26 +42,31 @@ class CopyMemory:
 
 
 class HostCopy:
-    """The parts of `divided`, copied into `memory`. On a GPU the copies are enqueued on its current stream: what is
-    enqueued there later may change the state."""
+    """The parts of `divided`, copied into `memory`. The copies are enqueued: what the device is given to compute later may
+    change the state."""
 
     def __init__(self, divided: DividedState, memory: CopyMemory) -> None:
         starts, position = list[int](), 0
         for _, part in divided.parts:
             starts.append(position)
             position += round_up(part.nbytes, _ALIGNED_BYTES)
-        self._gpus = {part.device for _, part in divided.parts if part.device.type == "cuda"}
-        taken = memory.take(position, pinned=bool(self._gpus))
+        devices = sorted({part.device for _, part in divided.parts}, key=lambda device: device.type == "cpu")
+        lanes = {device: lane_of(device) for device in devices}  # a rank computes on one, beside the CPU
+        taken = memory.take(position, next(iter(lanes.values()), lane_of(torch.device("cpu"))))
+        for lane in lanes.values():
+            lane.after_computation()
         copies: list[Part] = []
         for (span, part), start in zip(divided.parts, starts, strict=True):
             copy = taken[start : start + part.nbytes].view(part.dtype)
-            copy.copy_(part.detach().reshape(-1), non_blocking=True)
+            lanes[part.device].copy(copy, part.detach().reshape(-1))
             copies.append((span, copy))
-        self._enqueued = [torch.cuda.current_stream(gpu).record_event() for gpu in self._gpus]
+        for lane in lanes.values():
+            lane.before_computation()
+        self._enqueued = [lane.mark() for lane in lanes.values()]
         self._divided = replace(divided, parts=tuple(copies))
 
     def wait(self) -> DividedState:
         """What to write, once it is copied."""
-        for event in self._enqueued:
-            event.synchronize()
+        for arrived in self._enqueued:
+            arrived()
         return self._divided

@@ -80,6 +80,10 @@ class C10dGroup(Group):
     def is_in_place(self) -> bool:
         return True
 
+    @property
+    def has_streams(self) -> bool:
+        return self._device.type == "cuda"
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         tensor = tensor.detach()
         return self._operations.start(

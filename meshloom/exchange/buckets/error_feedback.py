@@ -20,6 +20,7 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets.buckets import Bucket
+from meshloom.exchange.buckets.flags import used_anywhere
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
@@ -39,7 +40,10 @@ class ErrorFeedback:
         yield
         for work in works:
             work.wait()
-        self._used = [[bool(each) for each in bucket.flat[bucket.length :].tolist()] for bucket in buckets]
+        self._used = [
+            used_anywhere((entry.arrived for entry in bucket.entries), bucket.flat[bucket.length :])
+            for bucket in buckets
+        ]
         for index, bucket in enumerate(buckets):
             if divisor != 1.0:
                 bucket.flat[: bucket.length].div_(divisor)

@@ -72,8 +72,8 @@ class PowerSGD(Reduction):
             ):
                 factor = flat.view(each.num_columns, self._rank)
                 bucket.flat[each.start : each.stop] = (each.columns @ factor.mH).reshape(-1)
-                if bool(factor.any()):  # else the previous one is a better start
-                    self._factors[each.name] = factor.clone()
+                # of nothing but zeros: the previous one is a better start
+                self._factors[each.name] = torch.where(factor.any(), factor, self._factor(each))
 
     def expected_bytes(self, buckets: Sequence[Bucket]) -> ExpectedBytes:
         total = 0

@@ -89,9 +89,9 @@ def _forward(name: str, module: Any, group: Group) -> Any:
             return original(x)
         module._check_input_dim(x)
         count, mean, variance = _joined_statistics(x.detach(), group)
-        if count <= 1:
+        if x.numel() <= x.shape[1] and count <= 1:  # else there are enough here: the device need not be asked
             raise TrainingError(
-                f"Batch norm {name} got {count} value(s) per channel over all replicas, and a variance needs 2 or more. Use a larger batch."
+                f"Batch norm {name} got {int(count)} value(s) per channel over all replicas, and a variance needs 2 or more. Use a larger batch."
             )
         if module.track_running_stats and module.running_mean is not None:
             _update_running(module, count, mean, variance)
@@ -100,8 +100,8 @@ def _forward(name: str, module: Any, group: Group) -> Any:
     return forward
 
 
-def _joined_statistics(x: Tensor, group: Group) -> tuple[int, Tensor, Tensor]:
-    """Count per channel, mean and biased variance [channels] (float64) of all ranks' x [n, channels, ...]."""
+def _joined_statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Count per channel [], mean and biased variance [channels] (float64) of all ranks' x [n, channels, ...]."""
     channels = x.shape[1]
     count = x.numel() // channels if channels else 0
     part = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
@@ -112,25 +112,27 @@ def _joined_statistics(x: Tensor, group: Group) -> tuple[int, Tensor, Tensor]:
         part[1 + channels :] = variance.double() * count
     everyone = part.new_empty(group.size * len(part))
     group.all_gather(everyone, part).wait()
-    total, mean, m2 = 0, torch.zeros_like(part[1 : 1 + channels]), torch.zeros_like(part[1 : 1 + channels])
-    for row, size in zip(everyone.view(group.size, -1), everyone[:: len(part)].tolist(), strict=True):
-        if not size:
-            continue
-        total += int(size)
-        delta = row[1 : 1 + channels] - mean
-        mean = mean + delta * (size / total)
-        m2 = m2 + row[1 + channels :] + delta.square() * (size * (total - size) / total)
-    return total, mean, m2 / max(total, 1)
+    total, mean, m2 = (
+        torch.zeros_like(part[0]),
+        torch.zeros_like(part[1 : 1 + channels]),
+        torch.zeros_like(part[1 : 1 + channels]),
+    )
+    for row in everyone.view(group.size, -1):  # one without values changes nothing
+        size, total = row[0], total + row[0]
+        least, delta = total.clamp(min=1), row[1 : 1 + channels] - mean
+        mean = mean + delta * (size / least)
+        m2 = m2 + row[1 + channels :] + delta.square() * (size * (total - size) / least)
+    return total, mean, m2 / total.clamp(min=1)
 
 
-def _update_running(module: Any, count: int, mean: Tensor, variance: Tensor) -> None:
+def _update_running(module: Any, count: Tensor, mean: Tensor, variance: Tensor) -> None:
     """What torch's layer does after a batch of `count` values per channel, of this biased `variance`."""
-    factor = 0.0 if module.momentum is None else module.momentum
+    factor: Any = 0.0 if module.momentum is None else module.momentum
     with torch.no_grad():
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)
             if module.momentum is None:
-                factor = 1.0 / float(module.num_batches_tracked)
+                factor = 1.0 / module.num_batches_tracked.double()
         unbiased = variance * (count / (count - 1))
         for running, batch in ((module.running_mean, mean), (module.running_var, unbiased)):
             running.copy_((1.0 - factor) * running.double() + factor * batch)
@@ -142,7 +144,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,
-        count: int, eps: float, group: Group,
+        count: Tensor, eps: float, group: Group,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.has_bias, ctx.count, ctx.eps, ctx.group = bias is not None, count, eps, group

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
+from meshloom.core.device.readback import Readback, Readbacks, on_device
 from meshloom.core.units import plural
 from meshloom.program.ir.nodes import is_within
 from meshloom.replica.buffers.chunk_writes import ChunkWrites
@@ -71,6 +72,8 @@ class RunningStatistics:
         self._noted: set[str] = set()
         tensors = (*model.buffers(), *model.parameters())
         self._device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+        self._readbacks = Readbacks(self._device)
+        self._evaluated: Readback | None = None
 
     @contextmanager
     def chunk(self, rerun: Callable[[], Any] | None = None) -> Iterator[None]:
@@ -91,17 +94,18 @@ class RunningStatistics:
         """After the step's last chunk: bring every replica's buffers to one device's values."""
         if not self._active:
             return
-        facts = torch.tensor(self._others.facts(), dtype=torch.int64, device=self._device)
+        self._note_evaluated()  # of the step before
+        facts = on_device(self._others.facts(), torch.int64, self._device)
         statistics = self._norms.take().to(self._device).view(torch.int64)
         parts = yield from self._gather(torch.cat([statistics, facts]))
         split = self._norms.length
-        with torch.no_grad():
-            for name in self._norms.apply(parts[:, :split].contiguous().view(torch.float64)):
-                self._note(
-                    f"{name} ran in evaluation mode within a training step, where it reads running statistics of before the step, "
-                    "not of the chunk before."
-                )
-        read = self._others.agree(parts[:, split:].tolist())
+        if split:
+            with torch.no_grad():
+                headers = self._norms.apply(parts[:, :split].contiguous().view(torch.float64))
+            self._evaluated = self._readbacks.read(headers)
+            if not self._evaluated.waits:
+                self._note_evaluated()
+        read = self._others.agree(parts[:, split:].tolist() if self._others.length else [])
         if read:
             more = f" and {len(read) - 3} more" if len(read) > 3 else ""
             names = f"{plural('buffer', len(read))} {', '.join(read[:3])}{more}"
@@ -125,7 +129,8 @@ class RunningStatistics:
             )
 
     def take_notes(self) -> list[str]:
-        """What the user should be told, each once; empties the list."""
+        """What the user should be told, each once; empties the list. What layers did in a step on a GPU is told after the
+        next one: nobody waits for it."""
         notes, self._notes = self._notes, []
         return notes
 
@@ -145,6 +150,14 @@ class RunningStatistics:
         yield
         work.wait()
         return everyone.view(self._group.size, -1)
+
+    def _note_evaluated(self) -> None:
+        headers, self._evaluated = self._evaluated, None
+        for name in self._norms.evaluated(headers.values()) if headers else ():
+            self._note(
+                f"{name} ran in evaluation mode within a training step, where it reads running statistics of before the step, "
+                "not of the chunk before."
+            )
 
     def _note(self, text: str) -> None:
         if text not in self._noted:

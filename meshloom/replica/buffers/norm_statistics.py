@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
+from meshloom.core.device.readback import on_device
+
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _HEADER = 3  # calls, decay, calls in evaluation mode
 
@@ -44,6 +46,9 @@ class NormStatistics:
         device = self._layers[0].module.running_mean.device if self._layers else None
         # of each element of a flat part
         self._layer_of = torch.tensor(index, dtype=torch.int64, device=device)
+        self._cumulative = torch.tensor(
+            [layer.cumulative for layer in self._layers], dtype=torch.bool, device=device
+        )
 
     @property
     def length(self) -> int:
@@ -67,40 +72,36 @@ class NormStatistics:
         values = [value.double() for layer in self._layers for value in layer.added()]
         for layer in self._layers:
             layer.reset()
-        return torch.cat([torch.tensor(header, dtype=torch.float64, device=self._layer_of.device), *values])
+        return torch.cat([on_device(header, torch.float64, self._layer_of.device), *values])
 
-    def apply(self, parts: Tensor) -> list[str]:
-        """Update layers from all replicas' parts [replicas, length]; names of those that evaluated too."""
-        if not self._layers:
-            return []
+    def apply(self, parts: Tensor) -> Tensor:
+        """Update layers from all replicas' parts [replicas, length]; returns them [replicas, layers, 3], for `evaluated`."""
         split = _HEADER * len(self._layers)
-        headers: list[list[float]] = parts[:, :split].tolist()
+        headers = parts[:, :split].reshape(len(parts), -1, _HEADER)
         running = torch.cat([value.double() for layer in self._layers for value in layer.running()])
-        tracked = [layer.tracked() for layer in self._layers]
+        tracked = torch.stack([layer.tracked(running) for layer in self._layers])
         for header, added in zip(headers, parts[:, split:], strict=True):
-            decays, scales = [1.0] * len(self._layers), [1.0] * len(self._layers)
-            for number, layer in enumerate(self._layers):
-                calls = int(header[_HEADER * number])
-                # the mean over all calls so far; `added` is the mean over this replica's
-                if layer.cumulative:
-                    total = max(tracked[number] + calls, 1)
-                    decays[number], scales[number] = tracked[number] / total if calls else 1.0, calls / total
-                else:
-                    decays[number] = header[_HEADER * number + 1]
-                tracked[number] += calls
-            running = self._spread(decays) * running + self._spread(scales) * added
+            calls, decays, _ = header.unbind(1)
+            # Of a cumulative one the mean over all calls so far; `added` is the mean over this replica's.
+            total = (tracked + calls).clamp(min=1)
+            means = torch.where(calls > 0, tracked / total, 1.0)
+            decays = torch.where(self._cumulative, means, decays)
+            scales = torch.where(self._cumulative, calls / total, 1.0)
+            tracked = tracked + calls
+            running = decays[self._layer_of] * running + scales[self._layer_of] * added
         at = 0
         for layer, count in zip(self._layers, tracked, strict=True):
             for value in layer.running():
                 value.copy_(running[at : at + layer.channels])
                 at += layer.channels
             layer.set_tracked(count)
-        totals = parts[:, :split].sum(0).view(-1, _HEADER).tolist()
+        return headers
+
+    def evaluated(self, headers: Tensor) -> list[str]:
+        """Names of layers that were called in training and in evaluation mode. headers: what `apply` returned, on the host."""
+        totals = headers.sum(0).tolist()
         named = zip(self._layers, totals, strict=True)
         return [layer.name for layer, (calls, _, evaluated) in named if calls and evaluated]
-
-    def _spread(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self._layer_of.device)[self._layer_of]
 
 
 class _Layer:
@@ -125,13 +126,14 @@ class _Layer:
     def running(self) -> tuple[Tensor, Tensor]:
         return self.module.running_mean, self.module.running_var
 
-    def tracked(self) -> int:
+    def tracked(self, like: Tensor) -> Tensor:
+        """Calls so far, float64 []."""
         count = self.module.num_batches_tracked
-        return 0 if count is None else int(count)
+        return like.new_zeros(()) if count is None else count.to(like.dtype)
 
-    def set_tracked(self, count: int) -> None:
+    def set_tracked(self, count: Tensor) -> None:
         if self._counts and self.module.num_batches_tracked is not None:
-            self.module.num_batches_tracked.fill_(count)
+            self.module.num_batches_tracked.copy_(count)
 
     def added(self) -> list[Tensor]:
         sums = self._sums or {name: torch.zeros_like(self.module.running_mean) for name in BUFFERS[:2]}

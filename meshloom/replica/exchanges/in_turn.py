@@ -78,7 +78,7 @@ class InTurn(Exchange):
         if parameter.requires_grad:  # not of others, which programs report for every chunk
             self._now.gradient_ready(parameter)
 
-    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
         mine = yield from self._now.finish(weight)
         return [
             gradient

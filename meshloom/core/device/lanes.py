@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -30,6 +31,14 @@ class Lane(ABC):
     def before_computation(self) -> None:
         """What the device is given to compute from now on begins after what has been enqueued."""
 
+    @abstractmethod
+    def entered(self) -> AbstractContextManager[object]:
+        """A context in which the lane is where the device computes, so that it, and nothing else, waits for works of groups."""
+
+    @abstractmethod
+    def memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """New host memory, to and from which it copies without stopping the host."""
+
 
 class DirectLane(Lane):
     """Copies at once: for devices that share the host's memory and order."""
@@ -46,6 +55,12 @@ class DirectLane(Lane):
     def before_computation(self) -> None:
         pass
 
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
 
 class CudaLane(Lane):
     """A stream of a GPU of its own. Host memory should be pinned, or copies are not asynchronous."""
@@ -55,8 +70,11 @@ class CudaLane(Lane):
         self._stream = torch.cuda.Stream(device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
+        with self.entered():
             target.copy_(source, non_blocking=True)
+        for each in (target, source):
+            if each.is_cuda:  # the allocator gives its memory to nobody before the copy
+                each.record_stream(self._stream)
 
     def mark(self) -> Wait:
         event = torch.cuda.Event()
@@ -68,6 +86,12 @@ class CudaLane(Lane):
 
     def before_computation(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def entered(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def lane_of(device: torch.device) -> Lane:
