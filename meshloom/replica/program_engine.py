@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.checkpoint.resuming import check_together
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0
@@ -51,6 +52,7 @@ from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.opaque.loss_code import modules_of
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator
+from meshloom.program.run.compiler import Compiler
 from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
@@ -93,6 +95,7 @@ class ProgramEngine(Engine):
         self.microbatches: Microbatches
         self.losses = {name: each.loss for name, each in job.losses.items()} or {"": job.loss}
         self._compiled: list[str] = []  # modules that torch.compile would have compiled
+        self.compiler = Compiler(context.device) if plan.compiles else None
         self._team = team
         self._model: nn.Module
         self._outside: dict[LossFunction, Outside] = {}
@@ -109,7 +112,10 @@ class ProgramEngine(Engine):
     def _open(
         self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None, own: OwnGradients | None
     ) -> Steps[None]:
-        self._compiled = without_compilation(model)
+        self._compiled = [] if self.compiler else without_compilation(model)
+        if self.compiler:
+            without_compilation(model)
+            yield from check_together(self.context.world, self.compiler.check)
         world, size = self.context.world, self.plan.largest_share(self.job.batch_size)[0]
         with self._timings.of("first batches"):
             first = yield from on_rank_0(world, lambda: first_batches(self.job, 2, size), DataError)
@@ -171,7 +177,7 @@ class ProgramEngine(Engine):
         self._held = HeldParameters(self._parameters, exchange, self.context.readers)
         self.microbatches = Microbatches(
             self.programs, self._model, self._parameters, self.pp, self.tp, self.context.device, self._completion.backward_ended, accumulator,
-            each_microbatch=exchange.each_chunk, units=self._held.units, used_rows=self.rows,
+            each_microbatch=exchange.each_chunk, units=self._held.units, used_rows=self.rows, compiler=self.compiler,
         )  # fmt: skip
         undo = self._completion.watch(self.microbatches.arrived)
         undo.enter_context(self.rows.watch(self._model, self.programs.opaque))
