@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.core.compiled import named_as_written
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.modes import as_trained
+from meshloom.core.modules.compiled import named_as_written
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
 from meshloom.data.to_device import convert_tensors

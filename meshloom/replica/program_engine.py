@@ -22,11 +22,11 @@ from meshloom.comm.objects import on_rank_0
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps
-from meshloom.core.compiled import compiled_notes, without_compilation
 from meshloom.core.errors import CaptureError, DataError
 from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.losses.turns import LossTurn, OwnGradients
 from meshloom.core.mesh import Axis
+from meshloom.core.modules.compiled import compiled_notes, without_compilation
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
@@ -112,10 +112,7 @@ class ProgramEngine(Engine):
     def _open(
         self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None, own: OwnGradients | None
     ) -> Steps[None]:
-        self._compiled = [] if self.compiler else without_compilation(model)
-        if self.compiler:
-            without_compilation(model)
-            yield from check_together(self.context.world, self.compiler.check)
+        self._compiled = without_compilation(model)
         world, size = self.context.world, self.plan.largest_share(self.job.batch_size)[0]
         with self._timings.of("first batches"):
             first = yield from on_rank_0(world, lambda: first_batches(self.job, 2, size), DataError)
@@ -262,7 +259,7 @@ class ProgramEngine(Engine):
 
     @property
     def notes(self) -> list[str]:
-        return [*compiled_notes(self._compiled), *self.programs.opaque_notes()]
+        return [*compiled_notes([] if self.compiler else self._compiled), *self.programs.opaque_notes()]
 
     @property
     def holders(self) -> Mapping[str, tuple[int, ...]] | None:
@@ -278,6 +275,8 @@ def _captured(
     """The stages of every loss. there: `batches` on the device, in the engine's precision."""
     world, programs, left = engine.context.world, engine.programs, len(engine.losses)
     stages: list[tuple[Stage, ...]] = []
+    if engine.compiler:
+        yield from check_together(world, engine.compiler.check)
     for name, loss in engine.losses.items():
         programs.losses.loss, left = loss, left - 1
         drawn, alone = yield from engine.drawn.opened(model, [there, batches[:1]], world, loss)

@@ -88,8 +88,7 @@ class Microbatches:
         self._each_microbatch = each_microbatch
         self._programs, self._parameters = programs, parameters
         self._model, self._buffers = model, LiveBuffers(model)
-        self._pp, self._tp = pp, tp
-        self._device, self._ready = device, ready
+        self._pp, self._tp, self._device, self._ready = pp, tp, device, ready
         self._known: dict[tuple[int, *tuple[ProgramKey, ...]], _Runs] = FifoCache(MOST_KEPT)
         self._readiness: Readiness | None = None  # of the current run
         self._batches: list[Leaves] = []
